@@ -1,0 +1,470 @@
+"""The balanced solver beside its peers: one run, the same lengths, one yardstick.
+
+    python bench/bench_solvers.py --json build/bench/solvers.json
+    python bench/bench_solvers.py --workloads B --seeds 1 --milp-seconds 30 --published ~/KnapFormer
+
+Every planner's result is reduced to the ranks and chunk lengths of each sequence, and measured by this file alone:
+
+    eff       slowest group's predicted time of one block over (total work / ranks / rate). A group of ranks that share
+              sequences takes its longest per-token phase plus its longest attention phase, exchange included.
+    strict    the same, with the longest exchange counted beside the longest attention: all-to-alls in lockstep.
+    max/mean  work of the fullest rank.
+    crossing  share of the tokens that cross ranks in attention.
+    tokens    of the fullest rank, over the mean.
+    home      share of the tokens that stay on their home rank.
+    ms        time to plan, best of several. Plans in Python include what Python costs.
+
+Peers:
+
+    published     the published implementation's planner, where --published names a checkout of it: its own
+                  plan_routing, with the lengths put in place of what it gathers over a process group.
+    greedy        the same method in this project, on flat topologies.
+    karmarkar-karp  the largest differencing method over ranks, as used for balancing sequences in RL training. Shares
+                  no sequence: one that exceeds the mean stays whole.
+    longest first each sequence whole, longest first, to the rank with the least work.
+    milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
+                  FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
+                  buckets), solved by HiGHS.
+    balanced      this project: low, default and high effort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import importlib.util
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import knapformer
+
+Lengths = list[list[int]]
+FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, BYTES_PER_NUMBER, RANKS_PER_NODE = 400e12, 200e9, 25e9, 2, 8
+D_MODEL = 3072
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where one sequence goes: consecutive ranks from `first_rank`, one chunk length for each."""
+
+    first_rank: int
+    chunk_lens: tuple[int, ...]
+
+
+Shares = list[Share]  # by sequence, those of rank 0 first
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    gamma: float
+    num_ranks: int
+
+    def lengths(self, seed: int) -> Lengths:
+        if self.name in ("A", "B"):
+            rng = random.Random(seed)
+            lens = [256, 1024, 4096, 16384, 25600]
+            count = 2 if self.name == "A" else 4
+            return [
+                [int(rng.choice(lens) * rng.uniform(0.96, 1.04)) + rng.randint(0, 392) for _ in range(count)]
+                for _ in range(self.num_ranks)
+            ]
+        return knapformer.DataMix.parse(self.name).draw_lengths(seed, 0, self.num_ranks)
+
+
+WORKLOADS = [
+    Workload("mixed", 0.41, 32),
+    Workload("mixed", 1.0, 32),
+    Workload("joint", 0.41, 32),
+    Workload("joint", 1.0, 32),
+    Workload("low", 1.0, 32),
+    Workload("A", 1.0, 32),
+    Workload("B", 1.0, 1024),
+]
+
+
+def attention_flops(length: int, gamma: float) -> float:
+    return gamma * 4 * length * length * D_MODEL
+
+
+def work(length: int, gamma: float) -> float:
+    return 24 * length * D_MODEL**2 + attention_flops(length, gamma)
+
+
+def exchange_s(tokens: float, degree: int, in_node: bool) -> float:
+    if degree == 1:
+        return 0.0
+    bandwidth = NODE_BYTES_PER_S if in_node else NETWORK_BYTES_PER_S
+    return 4 * tokens * D_MODEL * BYTES_PER_NUMBER * (degree - 1) / degree / bandwidth
+
+
+def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]:
+    """From the shares alone: no planner's own figures."""
+    num_ranks = len(seq_lens)
+    token, attention, exchange, tokens = ([0.0] * num_ranks for _ in range(4))
+    leader = list(range(num_ranks))
+
+    def find(rank: int) -> int:
+        while leader[rank] != rank:
+            leader[rank] = leader[leader[rank]]
+            rank = leader[rank]
+        return rank
+
+    homes = [(rank, length) for rank, lens in enumerate(seq_lens) for length in lens]
+    crossing = at_home = 0.0
+    for (home, length), share in zip(homes, shares, strict=True):
+        degree, first = len(share.chunk_lens), share.first_rank
+        assert sum(share.chunk_lens) == length and min(share.chunk_lens) >= 0
+        crossing += length * (degree - 1) / degree
+        in_node = first // RANKS_PER_NODE == (first + degree - 1) // RANKS_PER_NODE
+        for rank, n in enumerate(share.chunk_lens, start=first):
+            token[rank] += 24 * n * D_MODEL**2 / FLOPS_PER_S
+            attention[rank] += attention_flops(length, gamma) / degree / FLOPS_PER_S
+            exchange[rank] += exchange_s(n, degree, in_node)
+            tokens[rank] += n
+            at_home += n if rank == home else 0
+            leader[find(rank)] = find(first)
+    groups: dict[int, list[int]] = {}
+    for rank in range(num_ranks):
+        groups.setdefault(find(rank), []).append(rank)
+    slowest = max(max(token[r] for r in g) + max(attention[r] + exchange[r] for r in g) for g in groups.values())
+    strict = max(
+        max(token[r] for r in g) + max(attention[r] for r in g) + max(exchange[r] for r in g) for g in groups.values()
+    )
+    mean = sum(work(length, gamma) for _, length in homes) / num_ranks / FLOPS_PER_S
+    total_tokens = sum(tokens)
+    return {
+        "eff": slowest / mean,
+        "strict_eff": strict / mean,
+        "max_over_mean": max(t + a for t, a in zip(token, attention, strict=True)) / mean,
+        "crossing": crossing / total_tokens,
+        "max_tokens_over_mean": max(tokens) * num_ranks / total_tokens,
+        "home": at_home / total_tokens,
+    }
+
+
+def even(first_rank: int, degree: int, length: int) -> Share:
+    share, extra = divmod(length, degree)
+    return Share(first_rank, tuple(share + (i < extra) for i in range(degree)))
+
+
+def of_plan(plan: knapformer.Plan) -> Shares:
+    chunks: list[list[int]] = [[] for _ in range(plan.num_sequences)]
+    for sequence, _, _, tokens in plan.chunks:
+        chunks[sequence].append(tokens)
+    return [Share(first, tuple(lens)) for first, lens in zip(plan.first_rank_of_sequence, chunks, strict=True)]
+
+
+# --- planners: lengths, gamma -> shares. The first call's time is what counts, repeated where it is short.
+
+
+def longest_first(seq_lens: Lengths, gamma: float) -> Shares:
+    flat = [length for lens in seq_lens for length in lens]
+    heap = [(0.0, rank) for rank in range(len(seq_lens))]
+    shares: list[Share | None] = [None] * len(flat)
+    for i in sorted(range(len(flat)), key=lambda i: (-flat[i], i)):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + work(flat[i], gamma), rank))
+        shares[i] = Share(rank, (flat[i],))
+    return [share for share in shares if share is not None]
+
+
+def karmarkar_karp(seq_lens: Lengths, gamma: float) -> Shares:
+    """The largest differencing method for k sets: states are k partial sets by falling sum; the two states with the
+    largest spread are joined, the largest set of one with the smallest of the other."""
+    num_ranks = len(seq_lens)
+    flat = [length for lens in seq_lens for length in lens]
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for i, length in enumerate(flat):
+        state = [(work(length, gamma), [i])] + [(0.0, []) for _ in range(num_ranks - 1)]
+        heap.append((-state[0][0], i, state))
+    heapq.heapify(heap)
+    tie = len(flat)
+    while len(heap) > 1:
+        a, b = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda item: -item[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], tie, joined))
+        tie += 1
+    shares: list[Share | None] = [None] * len(flat)
+    for rank, (_, members) in enumerate(heap[0][2]):
+        for i in members:
+            shares[i] = Share(rank, (flat[i],))
+    return [share for share in shares if share is not None]
+
+
+def milp(seq_lens: Lengths, gamma: float, seconds: float, num_buckets: int = 32) -> Shares | None:
+    """Disjoint groups of 1, 2, 4 or 8 ranks, chosen together with how many sequences of each bucket of lengths each one
+    takes, to minimise the time of the slowest group. None where nothing was found in time."""
+    import highspy
+
+    num_ranks = len(seq_lens)
+    flat = [length for lens in seq_lens for length in lens]
+    order = sorted(range(len(flat)), key=lambda i: flat[i])
+    # Buckets of about equal total work, cut between the sorted lengths; a bucket's length is its longest.
+    total = sum(work(length, gamma) for length in flat)
+    buckets: list[list[int]] = [[]]
+    filled = 0.0
+    for i in order:
+        if buckets[-1] and filled >= total * len(buckets) / num_buckets and flat[i] != flat[buckets[-1][-1]]:
+            buckets.append([])
+        buckets[-1].append(i)
+        filled += work(flat[i], gamma)
+
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", seconds)
+    mean_s = total / num_ranks / FLOPS_PER_S
+    groups = [degree for degree in (8, 4, 2, 1) for _ in range(num_ranks // degree)]
+
+    def cost(k: int, degree: int) -> float:
+        length = flat[buckets[k][-1]]
+        return (work(length, gamma) / degree / FLOPS_PER_S + exchange_s(length / degree, degree, True)) / mean_s
+
+    makespan = highs.addVariable(lb=0)
+    chosen = [highs.addBinary() for _ in groups]
+    counts = [[highs.addIntegral(lb=0, ub=len(bucket)) for bucket in buckets] for _ in groups]
+    highs.addConstr(sum(degree * m for degree, m in zip(groups, chosen, strict=True)) <= num_ranks)
+    for k, bucket in enumerate(buckets):
+        highs.addConstr(sum(counts[p][k] for p in range(len(groups))) == len(bucket))
+    for p, degree in enumerate(groups):
+        terms = []
+        for k, bucket in enumerate(buckets):
+            terms.append(counts[p][k] * cost(k, degree))
+            highs.addConstr(counts[p][k] <= len(bucket) * chosen[p])
+        highs.addConstr(sum(terms) <= makespan)
+
+    # A start: groups of one degree, filled longest first. Without it nothing useful is found in seconds.
+    starts = []
+    for degree in (1, 2, 4, 8):
+        members = [p for p in range(len(groups)) if groups[p] == degree]
+        heap = [(0.0, p) for p in members]
+        taken_of = {p: [0] * len(buckets) for p in members}
+        for k in reversed(range(len(buckets))):
+            for _ in buckets[k]:
+                load, p = heap[0]
+                taken_of[p][k] += 1
+                heapq.heapreplace(heap, (load + cost(k, degree), p))
+        starts.append((max(load for load, _ in heap), degree, taken_of))
+    best_time, _, taken_of = min(starts, key=lambda start: start[:2])
+    start = highspy.HighsSolution()
+    values = [0.0] * highs.getNumCol()
+    values[makespan.index] = best_time
+    for p, taken in taken_of.items():
+        values[chosen[p].index] = 1.0
+        for k, count in enumerate(taken):
+            values[counts[p][k].index] = float(count)
+    start.col_value = values
+    highs.changeColCost(makespan.index, 1.0)  # minimise it
+    highs.setSolution(start)
+    highs.run()
+    solution = highs.getSolution()
+    if not solution.value_valid:
+        return None
+
+    # Groups of falling degree pack into nodes without a gap, since the degrees divide each other. Within a bucket the
+    # longest sequence goes to the group with the least work so far that still has a place of the bucket.
+    left = [[round(highs.val(counts[p][k])) for k in range(len(buckets))] for p in range(len(groups))]
+    first_ranks, rank = {}, 0
+    for p, degree in enumerate(groups):
+        if sum(left[p]) > 0:
+            first_ranks[p] = rank
+            rank += degree
+    load = [0.0] * len(groups)
+    shares: list[Share | None] = [None] * len(flat)
+    for k in reversed(range(len(buckets))):
+        for i in reversed(buckets[k]):
+            p = min((p for p in first_ranks if left[p][k] > 0), key=lambda p: load[p])
+            left[p][k] -= 1
+            load[p] += work(flat[i], gamma) / groups[p]
+            shares[i] = even(first_ranks[p], groups[p], flat[i])
+    return [share for share in shares if share is not None]
+
+
+class PublishedPlanner:
+    """The published implementation's plan_routing, without its process group and device."""
+
+    def __init__(self, checkout: Path) -> None:
+        path = checkout / "knapformer" / "sequence_balancer.py"
+        spec = importlib.util.spec_from_file_location("published_sequence_balancer", path)
+        assert spec is not None and spec.loader is not None
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self.module.UlyssesBag = lambda *_: None  # made last, and only moves data
+
+    def __call__(self, seq_lens: Lengths, gamma: float, topology: str) -> tuple[Shares, float]:
+        (size, count) = (int(n) for n in re.fullmatch(r"g(\d+)n(\d+)", topology).groups())  # type: ignore[union-attr]
+        published = object.__new__(self.module.SequenceBalancer)
+        published.gamma, published.this_gpu_id, published.metrics = gamma, 0, {}
+        published.balance_gpu_ids = list(range(size * count))
+        published.bag_gpu_options, published.bag_gpu_options2bag_ids = [size], {size: list(range(count))}
+        published.bag_id2gpu_ids = {bag: list(range(bag * size, (bag + 1) * size)) for bag in range(count)}
+        published.gpu_id2bag_id = {gpu: gpu // size for gpu in published.balance_gpu_ids}
+        published.bag_id2process_group = dict.fromkeys(range(count))
+
+        def lengths_in_place(*_: Any) -> None:
+            published.seq_id2gpu_id, published.seq_id2seq_len, published.seq_id2seq_workload = {}, {}, {}
+            published.gpu_id2total_workload = {}
+            sequence = 0
+            for gpu, lens in enumerate(seq_lens):
+                published.gpu_id2total_workload[gpu] = 0.0
+                for length in lens:
+                    load = self.module.workload_estimator(length, D_MODEL, gamma)
+                    published.seq_id2gpu_id[sequence] = gpu
+                    published.seq_id2seq_len[sequence] = length
+                    published.seq_id2seq_workload[sequence] = load
+                    published.gpu_id2total_workload[gpu] += load
+                    sequence += 1
+
+        published._gather_workloads = lengths_in_place
+        start = time.perf_counter()
+        published.plan_routing([], D_MODEL)
+        elapsed_s = time.perf_counter() - start
+        first_rank: dict[int, int] = {}
+        lens_of: dict[int, list[int]] = {}
+        for chunk in sorted(published.balance_chunk_id2gpu_id):
+            sequence = published.chunk_id2seq_id[chunk]
+            first_rank.setdefault(sequence, published.balance_chunk_id2gpu_id[chunk])
+            lens_of.setdefault(sequence, []).append(published.chunk_id2chunk_len[chunk])
+        return [Share(first_rank[s], tuple(lens_of[s])) for s in sorted(first_rank)], elapsed_s
+
+
+def timed(plan: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """The result, and the shortest time in seconds; a plan that takes long is made once."""
+    best = float("inf")
+    result = None
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = plan()
+        best = min(best, time.perf_counter() - start)
+        if best > 0.2:
+            break
+    return result, best
+
+
+def run_seed(
+    workload: Workload, seed: int, args: argparse.Namespace, published: PublishedPlanner | None
+) -> dict[str, dict[str, float]]:
+    ranks, gamma = workload.num_ranks, workload.gamma
+    seq_lens = workload.lengths(seed)
+    results: dict[str, dict[str, float]] = {}
+
+    def record(name: str, shares: Shares | None, elapsed_s: float) -> None:
+        if shares is not None:
+            results[name] = {**measure(seq_lens, shares, gamma), "ms": elapsed_s * 1e3}
+        print(f"  {workload.name} {gamma} seed {seed} {name}: {elapsed_s * 1e3:.3g} ms", file=sys.stderr, flush=True)
+
+    def plan_of(topology: str, solver: str, effort: str, repeats: int) -> tuple[knapformer.Plan, float]:
+        return timed(lambda: knapformer.plan(seq_lens, topology, D_MODEL, gamma, solver=solver, effort=effort), repeats)
+
+    for size in (1, 2, 4, 8):
+        topology = f"g{size}n{ranks // size}"
+        plan, s = plan_of(topology, "greedy", "default", args.repeats)
+        record(f"greedy g{size}", of_plan(plan), s)
+        if published is not None and size in (4, 8):
+            record(f"published g{size}", *published(seq_lens, gamma, topology))
+    record("longest first", *timed(lambda: longest_first(seq_lens, gamma), args.repeats))
+    record("karmarkar-karp", *timed(lambda: karmarkar_karp(seq_lens, gamma), 1))
+    if args.milp_seconds > 0 and seed < args.milp_seeds:
+        record("milp", *timed(lambda: milp(seq_lens, gamma, args.milp_seconds), 1))
+    for effort in ("low", "default", "high"):
+        plan, s = plan_of(f"g8/4/2/1n{ranks // 8}", "balanced", effort, 1 if effort == "high" else args.repeats)
+        record(f"balanced {effort}", of_plan(plan), s)
+        results[f"balanced {effort}"]["lower_bound"] = plan.lower_bound / plan.ideal_time
+    return results
+
+
+def run_workload(
+    workload: Workload, args: argparse.Namespace, published: PublishedPlanner | None
+) -> list[dict[str, Any]]:
+    seeds = args.seeds if workload.num_ranks <= 64 else min(args.seeds, args.large_seeds)
+    by_seed = [run_seed(workload, seed, args, published) for seed in range(seeds)]
+    rows = []
+    for name in by_seed[0]:
+        values = [results[name] for results in by_seed if name in results]
+        row: dict[str, Any] = {"workload": workload.name, "gamma": workload.gamma, "ranks": workload.num_ranks}
+        row |= {"planner": name, "seeds": len(values)}
+        for key in values[0]:
+            numbers = [v[key] for v in values]
+            row[key] = statistics.median(numbers) if key == "ms" else statistics.fmean(numbers)
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = "| workload | gamma | planner | eff | strict | max/mean | crossing | tokens | home | ms | seeds |"
+    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
+    for row in rows:
+        lines.append(
+            f"| {row['workload']} | {row['gamma']} | {row['planner']} | {row['eff']:.4f} | {row['strict_eff']:.4f} "
+            f"| {row['max_over_mean']:.4f} | {row['crossing']:.3f} | {row['max_tokens_over_mean']:.3f} "
+            f"| {row['home']:.3f} | {row['ms']:.3g} | {row['seeds']} |"
+        )
+    return "\n".join(lines)
+
+
+def git_commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def cpu_name() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["mixed", "joint", "low", "A", "B"])
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--large-seeds", type=int, default=1, help="seeds of workloads above 64 ranks")
+    parser.add_argument("--repeats", type=int, default=5, help="of plans that take under 0.2 s; the shortest counts")
+    parser.add_argument("--milp-seconds", type=float, default=10, help="time limit of each program; 0: none")
+    parser.add_argument("--milp-seeds", type=int, default=1)
+    parser.add_argument("--published", type=Path, help="a checkout of the published implementation")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    published = PublishedPlanner(args.published) if args.published else None
+    rows = []
+    for workload in WORKLOADS:
+        if workload.name in args.workloads:
+            rows += run_workload(workload, args, published)
+    print(table(rows))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        results = {
+            "benchmark": "solvers",
+            "commit": git_commit(),
+            "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "load_average": os.getloadavg()},
+            "python": platform.python_version(),
+            "configuration": {
+                "d_model": D_MODEL,
+                "flops_per_s": FLOPS_PER_S,
+                "node_bytes_per_s": NODE_BYTES_PER_S,
+                "network_bytes_per_s": NETWORK_BYTES_PER_S,
+                "bytes_per_number": BYTES_PER_NUMBER,
+                "ranks_per_node": RANKS_PER_NODE,
+                "milp_seconds": args.milp_seconds,
+            },
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+#include "knapformer/core/bag_forest.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "knapformer/core/error.h"
+#include "knapformer/core/radix_sort.h"
+
+namespace knapformer {
+
+BagForest::BagForest(const PlanInput& input, int32_t replica, Objective objective) : objective_(objective) {
+  const Topology& topology = input.topology;
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  const Rank first_rank(replica * num_ranks);
+  const SequenceId first = input.seq_lens.first_of(first_rank);
+  const SequenceId last = input.seq_lens.last_of(Rank(first_rank.value + num_ranks - 1));
+
+  double total_work = 0, total_speed = 0;
+  for (int32_t s = first.value; s < last.value; ++s) total_work += input.work(SequenceId(s));
+  for (int32_t r = 0; r < num_ranks; ++r) total_speed += input.speed_of(Rank(first_rank.value + r));
+  const double rate = input.cluster.flops_per_s;
+  unit_s_ = total_work > 0 ? total_work / total_speed / rate : 1;
+
+  std::vector<KeyedIndex> order;
+  order.reserve(static_cast<size_t>(last.value - first.value));
+  for (int32_t s = first.value; s < last.value; ++s) {
+    // The bits of a double >= 0 order as it does; inverted, the most work comes first.
+    order.push_back({.key = ~std::bit_cast<uint64_t>(input.work(SequenceId(s))), .index = s});
+  }
+  sort_by_key(order);
+  items_.reserve(order.size());
+  for (const KeyedIndex& ranked : order) {
+    const SequenceId id(ranked.index);
+    items_.push_back({.id = id,
+                      .tokens = static_cast<double>(input.seq_lens[id]),
+                      .attention = input.attention_work(id) / rate / unit_s_});
+  }
+
+  for (const BagShape& shape : topology.shapes()) {
+    auto& levels = levels_.emplace_back();
+    int32_t offset = 0;
+    for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
+      const int32_t count = shape.num_ranks_per_bag() / *degree;
+      levels.push_back({.degree = *degree, .offset = offset, .count = count});
+      offset += count;
+      degrees_.push_back(*degree);
+    }
+    std::reverse(levels.begin(), levels.end());
+  }
+  std::sort(degrees_.begin(), degrees_.end());
+  degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
+
+  first_bag_ = replica * topology.num_bags_per_replica();
+  for (int32_t b = 0; b < topology.num_bags_per_replica(); ++b) add_bag(input, topology.bag(BagId(first_bag_ + b)), b);
+  states_.resize(nodes_.size());
+  update_all();
+}
+
+void BagForest::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
+  const auto root = static_cast<int32_t>(nodes_.size());
+  roots_.push_back(root);
+  shape_of_bag_.push_back(bag.shape);
+  const auto& levels = levels_[static_cast<size_t>(bag.shape)];
+  const double limit =
+      input.max_tokens_per_rank > 0 ? static_cast<double>(input.max_tokens_per_rank) : std::numeric_limits<double>::infinity();
+  const double time_per_token = input.workload.token_work(1, input.d_model) / input.cluster.flops_per_s / unit_s_;
+  KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
+  for (size_t k = levels.size(); k-- > 0;) {  // from the root down
+    const Level& level = levels[k];
+    for (int32_t i = 0; i < level.count; ++i) {
+      Node n;
+      n.degree = level.degree;
+      n.bag = index;
+      n.first_rank = bag.first_rank.value + i * level.degree;
+      if (k + 1 < levels.size()) n.parent = root + levels[k + 1].offset + i / (levels[k + 1].degree / level.degree);
+      if (k > 0) {
+        n.num_children = level.degree / levels[k - 1].degree;
+        n.first_child = root + levels[k - 1].offset + i * n.num_children;
+      } else {
+        n.first_child = root;  // never read
+      }
+      double speed = 0, slowest = input.speed_of(Rank(n.first_rank));
+      for (int32_t r = n.first_rank; r < n.first_rank + n.degree; ++r) {
+        speed += input.speed_of(Rank(r));
+        slowest = std::min(slowest, input.speed_of(Rank(r)));
+      }
+      n.time_per_token = time_per_token / speed;
+      n.attention_share = 1.0 / n.degree / slowest;
+      n.exchange_per_token = input.cluster.exchange_s_per_token(Rank(n.first_rank), n.degree, input.d_model) / unit_s_;
+      n.load_per_token = n.time_per_token + n.exchange_per_token / n.degree;
+      n.token_capacity = limit * n.degree;
+      if (n.parent >= 0) {
+        const Node& parent = nodes_[static_cast<size_t>(n.parent)];
+        std::copy(std::begin(parent.above_exchange), std::end(parent.above_exchange), std::begin(n.above_exchange));
+        n.above_exchange[parent.depth] = parent.exchange_per_token;
+        n.depth = std::min(parent.depth + 1, kMaxAbove - 1);
+      }
+      nodes_.push_back(n);
+    }
+  }
+}
+
+std::pair<int32_t, int32_t> BagForest::nodes_of(int32_t bag, int32_t degree) const {
+  for (const Level& level : levels_[static_cast<size_t>(shape_of_bag_[static_cast<size_t>(bag)])]) {
+    if (level.degree == degree) return {root(bag) + level.offset, root(bag) + level.offset + level.count};
+  }
+  return {0, 0};
+}
+
+double BagForest::slowest() const {
+  double time = 0;
+  for (const int32_t root : roots_) time = std::max(time, state(root).time);
+  return time;
+}
+
+double BagForest::slowest_with_exchange() const {
+  double time = 0;
+  for (const int32_t root : roots_) {
+    time = std::max(time, state(root).max_token_time + state(root).max_attention + state(root).max_exchange);
+  }
+  return time;
+}
+
+void BagForest::clear() {
+  for (State& state : states_) state = {};
+  update_all();
+}
+
+void BagForest::update_all() {
+  for (int32_t v = num_nodes() - 1; v >= 0; --v) update(v);  // children come after their parent
+}
+
+void BagForest::update_bag(int32_t bag) {
+  const auto b = static_cast<size_t>(bag);
+  const int32_t end = b + 1 < roots_.size() ? roots_[b + 1] : num_nodes();
+  for (int32_t v = end - 1; v >= roots_[b]; --v) update(v);
+}
+
+double BagForest::group_time(int32_t v) const {
+  int32_t top = v;
+  for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) {
+    if (state(x).num_sequences > 0) top = x;
+  }
+  const State& group = state(top);
+  return group.max_token_time + group.max_attention + (objective_ == Objective::kTime ? group.max_exchange : 0);
+}
+
+void BagForest::set_reference(double floor, double reference) {
+  floor_ = floor;
+  inverse_range_ = 1 / (reference - floor);
+  update_all();
+}
+
+Placement BagForest::placement(int32_t v) const {
+  const Node& n = node(v);
+  return {.bag = BagId(first_bag_ + n.bag), .first_rank = Rank(n.first_rank), .degree = n.degree};
+}
+
+int32_t BagForest::node_of(const Placement& place) const {
+  const int32_t bag = place.bag.value - first_bag_;
+  const auto [first, last] = nodes_of(bag, place.degree);
+  KNAPFORMER_ASSERT(first < last);
+  return first + (place.first_rank.value - node(root(bag)).first_rank) / place.degree;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,257 @@
+// The state that the balanced solver works on: every bag of a replica as a tree of groups, with the time that each
+// connected group of ranks takes, kept up to date as sequences come and go.
+//
+//   g8/4/2/1:                 [       8       ]            a node for every aligned group that may share a sequence;
+//                             [   4   ][  4   ]            a sequence sits at the node of the group that shares it
+//                             [ 2 ][ 2 ][ 2 ][ 2 ]
+//                             [1][1][1][1][1][1][1][1]
+//
+// Note on time. Where a node holds a sequence, all ranks below it are connected; so a connected group is a node with
+// sequences and none above it that has any. Its ranks wait for the longest per-token phase and the longest attention
+// phase (cluster.h). Shared sequences may be cut unevenly. So the per-token phase can be brought down to
+//
+//   max over nodes v of the group of    (tokens at v and below) * seconds per token / (speed of v's ranks)
+//
+// and no further: the tokens at v and below must lie on v's ranks; that the maximum is reached is Hall's condition for
+// sets that nest. Attention follows the heads, which are split evenly: a rank has the sum of the shares of the nodes
+// above it.
+//
+// Note on exchange. It follows the chunks, and so the cut. The sequences of a node fill up its ranks to one level: the
+// parts below it, each level in itself where it is connected, get the difference. A rank in a part u with T_u tokens a
+// rank has of a node above it, of T_v tokens a rank, an exchange of x_v (T_v - T_u). So a node needs of what is below
+// it the maximum of (exchange - x T_u), for the x of each node above: a few numbers, kept in `above`.
+// The solver is stricter than cluster.h here: an all-to-all has ended when it has ended for the slowest, so it counts a
+// group's longest exchange beside its longest attention. What is good by this is good however the two overlap.
+//
+// So a node's time follows from its children's and its own in a few operations, and a change of one node moves only the
+// nodes above it.
+//
+// Times are in units of the replica's ideal time, so that 1 is perfect balance without exchange.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/plan.h"
+
+namespace knapformer {
+
+/// What the solver balances.
+enum class Objective {
+  kTime,  // predicted time of the slowest group
+  kWork,  // work of the fullest bag; flat bags only
+};
+
+/// A sequence as the solver sees it.
+struct ForestItem {
+  SequenceId id;
+  double tokens = 0;
+  double attention = 0;  // whole, in time units at speed 1
+};
+
+class BagForest {
+ public:
+  /// Nodes above a node that are told apart by their exchange; deeper bags reuse the last place.
+  static constexpr int32_t kMaxAbove = 5;
+
+  struct Node {
+    // Constant.
+    int32_t degree = 1;
+    int32_t parent = -1;
+    int32_t first_child = -1;
+    int32_t num_children = 0;
+    int32_t bag = 0;                // within the replica
+    int32_t first_rank = 0;         // of the whole group
+    double time_per_token = 0;      // of the per-token phase, when spread over the node's ranks
+    double attention_share = 1;     // 1 / degree / speed of the slowest rank
+    double exchange_per_token = 0;  // of a chunk, on the rank that holds it
+    double load_per_token = 0;      // of both, on each rank, per token of a sequence cut evenly
+    double token_capacity = 0;
+    int32_t depth = 0;                // 0 at the root
+    double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
+  };
+
+  /// What changes. Small, so that saving and restoring a path is cheap.
+  struct State {
+    double tokens = 0;     // of sequences at this node
+    double attention = 0;  // on each rank, of sequences at this node
+    double subtree_tokens = 0;
+    double max_token_time = 0;
+    double max_attention = 0;  // over ranks, from this node down
+    double max_exchange = 0;
+    double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
+    double time = 0;           // of the slowest connected group
+    double energy = 0;         // see set_reference
+    int32_t num_sequences = 0;
+  };
+
+  /// The replica's bags. `unit_s` is the time unit, in seconds.
+  BagForest(const PlanInput& input, int32_t replica, Objective objective);
+
+  double unit_s() const { return unit_s_; }
+  int32_t num_bags() const { return static_cast<int32_t>(roots_.size()); }
+  int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
+  /// Falling by work, ties by id.
+  std::span<const ForestItem> items() const { return items_; }
+  /// All degrees of the replica, ascending.
+  std::span<const int32_t> degrees() const { return degrees_; }
+  const Node& node(int32_t v) const { return nodes_[static_cast<size_t>(v)]; }
+  const State& state(int32_t v) const { return states_[static_cast<size_t>(v)]; }
+  int32_t root(int32_t bag) const { return roots_[static_cast<size_t>(bag)]; }
+  /// Nodes of a bag with this degree: [first, last). Empty where the bag does not allow it.
+  std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
+  double bag_time(int32_t bag) const { return state(root(bag)).time; }
+  double slowest() const;
+
+  /// Time that the item adds to each rank of the node, cut evenly.
+  double cost(const ForestItem& item, int32_t v) const {
+    const Node& n = node(v);
+    return item.tokens * n.load_per_token + item.attention * n.attention_share;
+  }
+
+  void clear();
+  void add(const ForestItem& item, int32_t v) { change(item, v, 1.0); }
+  void remove(const ForestItem& item, int32_t v) { change(item, v, -1.0); }
+  /// Brings v and the nodes above it up to date.
+  void update_path(int32_t v) {
+    for (; v >= 0; v = node(v).parent) update(v);
+  }
+  void update_node(int32_t v) { update(v); }
+  void update_bag(int32_t bag);
+  void update_all();
+  /// Time of the connected group that v is in; where none holds a sequence, as if v did.
+  double group_time(int32_t v) const;
+  /// The load of v's fullest rank, as if all were cut evenly: what tells ranks of one connected group apart.
+  double load(int32_t v) const {
+    double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
+    for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) load += state(x).tokens * node(x).load_per_token + state(x).attention;
+    return load;
+  }
+
+  /// Energy: the sum over ranks of ((time of its group - floor) / (reference - floor))^16, nothing below the floor. Its
+  /// gradient pulls at the slowest groups most, the more so the closer the floor is to the reference.
+  void set_reference(double floor, double reference);
+  /// Objective::kWork: a bag that takes longer than this, exchange included, counts as if it had much more work.
+  void set_time_limit(double limit) { time_limit_ = limit; }
+  /// Objective::kWork: the highest time of a bag, exchange included.
+  double slowest_with_exchange() const;
+
+  /// The nodes from v to its root, saved and put back.
+  static constexpr int32_t kMaxDepth = 24;
+  struct SavedPath {
+    State states[kMaxDepth];
+  };
+  void save(int32_t v, SavedPath& out) const {
+    int32_t i = 0;
+    for (; v >= 0; v = node(v).parent) out.states[i++] = state(v);
+  }
+  void restore(int32_t v, const SavedPath& saved) {
+    int32_t i = 0;
+    for (; v >= 0; v = node(v).parent) states_[static_cast<size_t>(v)] = saved.states[i++];
+  }
+
+  Placement placement(int32_t v) const;
+  /// The node of a placement.
+  int32_t node_of(const Placement& place) const;
+
+ private:
+  void add_bag(const PlanInput& input, const Bag& bag, int32_t index);
+  void update(int32_t v);
+  void change(const ForestItem& item, int32_t v, double sign);
+
+  Objective objective_;
+  double unit_s_ = 1;
+  double floor_ = 0;
+  double inverse_range_ = 1;
+  double time_limit_ = std::numeric_limits<double>::infinity();
+  int32_t first_bag_ = 0;
+  std::vector<Node> nodes_;
+  std::vector<State> states_;
+  std::vector<int32_t> roots_;
+  std::vector<int32_t> shape_of_bag_;
+  /// Per shape and degree of the shape (ascending): the offset of its first node from the root.
+  struct Level {
+    int32_t degree, offset, count;
+  };
+  std::vector<std::vector<Level>> levels_;
+  std::vector<int32_t> degrees_;
+  std::vector<ForestItem> items_;
+};
+
+inline void BagForest::change(const ForestItem& item, int32_t v, double sign) {
+  State& state = states_[static_cast<size_t>(v)];
+  state.num_sequences += sign > 0 ? 1 : -1;
+  state.tokens += sign * item.tokens;                                // integers: exact
+  state.attention += sign * item.attention * node(v).attention_share;
+  if (state.num_sequences == 0) state.attention = 0;                 // leave no rounding behind
+}
+
+inline void BagForest::update(int32_t v) {
+  const Node& n = node(v);
+  State& state = states_[static_cast<size_t>(v)];
+  const bool shared = state.num_sequences > 0;
+  const auto depth = static_cast<size_t>(n.depth);
+  const State* const children = states_.data() + n.first_child;
+  double tokens = state.tokens, token_time = 0, attention = 0;
+  for (int32_t i = 0; i < n.num_children; ++i) {
+    const State& child = children[i];
+    tokens += child.subtree_tokens;
+    token_time = std::max(token_time, child.max_token_time);
+    attention = std::max(attention, child.max_attention);
+  }
+  const double tokens_per_rank = tokens / n.degree;
+  state.subtree_tokens = tokens;
+  token_time = std::max(token_time, tokens * n.time_per_token);
+  // Beyond the capacity a plan is of no use: worse than any within it, and the worse the further beyond.
+  constexpr double kOverfullTime = 10;
+  if (tokens > n.token_capacity) token_time += kOverfullTime * tokens / n.token_capacity;
+  state.max_token_time = token_time;
+
+  attention += state.attention;
+  state.max_attention = attention;
+
+  const double filled = n.exchange_per_token * tokens_per_rank;
+  double exchange = 0;
+  if (n.num_children == 0) {
+    exchange = filled;
+  } else {
+    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].max_exchange);
+    if (shared) {
+      for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
+    }
+  }
+  state.max_exchange = exchange;
+
+  if (shared || n.num_children == 0) {
+    for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
+    double time = token_time + attention + exchange;
+    if (objective_ == Objective::kWork) {
+      constexpr double kLatePenalty = 20;
+      time += kLatePenalty * std::max(0.0, time - time_limit_) - exchange;
+    }
+    double x = std::max(0.0, time - floor_) * inverse_range_;
+    x *= x;
+    x *= x;
+    x *= x;
+    state.time = time;
+    state.energy = n.degree * (x * x);
+    return;
+  }
+  for (size_t k = 0; k < depth; ++k) {
+    double above = children[0].above[k];
+    for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
+    state.above[k] = above;
+  }
+  double time = 0, energy = 0;
+  for (int32_t i = 0; i < n.num_children; ++i) {
+    time = std::max(time, children[i].time);
+    energy += children[i].energy;
+  }
+  state.time = time;
+  state.energy = energy;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,109 @@
+#include "knapformer/core/balanced_fit.h"
+
+#include <limits>
+
+#include "knapformer/core/error.h"
+
+namespace knapformer {
+
+BalancedFit::BalancedFit(BagForest& forest) : forest_(forest) {
+  for (const int32_t degree : forest.degrees()) {
+    Queue& queue = empty_queues_.emplace_back();
+    for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
+      const auto [first, last] = forest.nodes_of(bag, degree);
+      for (int32_t v = first; v < last; ++v) queue.heap.push_back({.key = 0, .node = v});
+    }
+  }
+}
+
+void BalancedFit::refresh_bag_of(int32_t v) {
+  const int32_t bag = forest_.node(v).bag;
+  if (!is_stale_[static_cast<size_t>(bag)]) return;
+  is_stale_[static_cast<size_t>(bag)] = 0;
+  forest_.update_bag(bag);
+}
+
+bool BalancedFit::place_alone(const ForestItem& item, int32_t v, double target) {
+  const BagForest::Node& n = forest_.node(v);
+  if (n.num_children > 0 || n.parent < 0) return false;
+  for (int32_t x = n.parent; x >= 0; x = forest_.node(x).parent) {
+    if (forest_.state(x).num_sequences > 0) return false;
+  }
+  if (forest_.group_time(v) + forest_.cost(item, v) > target || forest_.state(v).tokens + item.tokens > n.token_capacity) return false;
+  forest_.add(item, v);
+  forest_.update_node(v);
+  is_stale_[static_cast<size_t>(n.bag)] = 1;
+  return true;
+}
+
+int32_t BalancedFit::freest(Queue& queue) {
+  auto& heap = queue.heap;
+  while (true) {
+    Queue::Entry entry = heap.front();
+    if (forest_.node(entry.node).num_children > 0) refresh_bag_of(entry.node);
+    const double key = forest_.load(entry.node);
+    if (key <= entry.key) return entry.node;
+    entry.key = key;
+    size_t hole = 0;
+    while (true) {  // the key only grew: sift it down
+      size_t child = 2 * hole + 1;
+      if (child >= heap.size()) break;
+      if (child + 1 < heap.size() && heap[child + 1] < heap[child]) ++child;
+      if (!(heap[child] < entry)) break;
+      heap[hole] = heap[child];
+      hole = child;
+    }
+    heap[hole] = entry;
+    if (hole == 0) return entry.node;
+  }
+}
+
+double BalancedFit::place_all(double target, std::vector<int32_t>& node_of_item) {
+  forest_.clear();
+  queues_ = empty_queues_;
+  is_stale_.assign(static_cast<size_t>(forest_.num_bags()), 0);
+  const auto items = forest_.items();
+  node_of_item.resize(items.size());
+  BagForest::SavedPath saved;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const ForestItem& item = items[i];
+    int32_t best = -1;
+    double best_time = std::numeric_limits<double>::infinity();
+    bool placed = false;
+    for (size_t k = 0; k < queues_.size() && !placed; ++k) {
+      const int32_t v = freest(queues_[k]);
+      const bool last = k + 1 == queues_.size();
+      if (forest_.cost(item, v) > target && !(last && best < 0)) continue;
+      if (place_alone(item, v, target)) {
+        node_of_item[i] = v;
+        placed = true;
+        break;
+      }
+      refresh_bag_of(v);
+      forest_.save(v, saved);
+      forest_.add(item, v);
+      forest_.update_path(v);
+      const double time = forest_.group_time(v);
+      if (time <= target) {
+        node_of_item[i] = v;
+        placed = true;
+        break;
+      }
+      forest_.restore(v, saved);
+      if (time < best_time) {
+        best_time = time;
+        best = v;
+      }
+    }
+    if (placed) continue;
+    KNAPFORMER_ASSERT(best >= 0);
+    refresh_bag_of(best);
+    forest_.add(item, best);
+    forest_.update_path(best);
+    node_of_item[i] = best;
+  }
+  forest_.update_all();
+  return forest_.slowest();
+}
+
+}  // namespace knapformer

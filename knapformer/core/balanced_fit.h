@@ -1,0 +1,46 @@
+// The constructive half of the balanced solver: places every sequence once, under a target time.
+//
+// Sequences come by falling work. Each takes the smallest degree of sharing with which it fits somewhere: for a degree
+// the group that is free the longest is tried, and where the sequence would take that group beyond the target, the next
+// larger degree. Sharing costs an exchange, so it is used only where a sequence would not fit otherwise. A target that
+// is too low spreads everything; one that is too high leaves the last sequences nowhere to go: so a few are tried.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "knapformer/core/bag_forest.h"
+
+namespace knapformer {
+
+class BalancedFit {
+ public:
+  explicit BalancedFit(BagForest& forest);
+
+  /// Empties the forest and places all its items. Returns the time of the slowest group, which may be above the target.
+  double place_all(double target, std::vector<int32_t>& node_of_item);
+
+ private:
+  /// Groups of one degree, those free the longest on top. Groups only fill up, so a key that is out of date is too low,
+  /// and bringing the top up to date until it stays on top suffices.
+  struct Queue {
+    struct Entry {
+      double key;
+      int32_t node;
+      bool operator<(const Entry& other) const { return key != other.key ? key < other.key : node < other.node; }
+    };
+    std::vector<Entry> heap;
+  };
+  int32_t freest(Queue& queue);
+  /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target. What
+  /// is above v is brought up to date later.
+  bool place_alone(const ForestItem& item, int32_t v, double target);
+  void refresh_bag_of(int32_t v);
+
+  BagForest& forest_;
+  std::vector<Queue> queues_;  // ascending by degree
+  std::vector<Queue> empty_queues_;
+  std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
+};
+
+}  // namespace knapformer

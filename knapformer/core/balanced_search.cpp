@@ -1,0 +1,264 @@
+#include "knapformer/core/balanced_search.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace knapformer {
+namespace {
+
+/// Random numbers by counting: SplitMix64 (Steele et al., 2014).
+class Random {
+ public:
+  explicit Random(uint64_t key) : state_(key) {}
+
+  uint64_t next() {
+    uint64_t z = state_ += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  /// Uniform in [0, n).
+  int32_t below(int32_t n) { return static_cast<int32_t>((next() >> 32) * static_cast<uint64_t>(n) >> 32); }
+  /// Exponentially distributed with mean 1, to about 1 %: -ln(u) from the bits of u, in plain arithmetic, since the
+  /// standard library's logarithm may round differently from machine to machine.
+  double exponential() {
+    const uint64_t bits = next() | 1;
+    const int zeros = std::countl_zero(bits);
+    const double y = static_cast<double>(bits << zeros >> 11) * 0x1.0p-52 - 1;  // u = 2^(-1 - zeros) (1 + y)
+    const double log2 = y * (1.4142 + y * (-0.5717 + y * 0.1575));
+    return (zeros + 1 - log2) * 0.6931471805599453;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+/// The highest of the bags' times, kept up to date: a binary tree of maxima.
+class SlowestBag {
+ public:
+  explicit SlowestBag(const BagForest& forest) : forest_(forest), num_leaves_(std::bit_ceil(static_cast<size_t>(forest.num_bags()))) {
+    best_.resize(2 * num_leaves_, 0);
+    for (size_t i = 0; i < num_leaves_; ++i) {
+      best_[num_leaves_ + i] = static_cast<int32_t>(std::min(i, static_cast<size_t>(forest.num_bags() - 1)));
+    }
+    for (size_t i = num_leaves_ - 1; i > 0; --i) pull(i);
+  }
+
+  int32_t bag() const { return best_[1]; }
+  double time() const { return forest_.bag_time(bag()); }
+  void refresh(int32_t bag) {
+    for (size_t i = (num_leaves_ + static_cast<size_t>(bag)) / 2; i > 0; i /= 2) pull(i);
+  }
+
+ private:
+  void pull(size_t i) {
+    const int32_t a = best_[2 * i], b = best_[2 * i + 1];
+    best_[i] = forest_.bag_time(b) > forest_.bag_time(a) ? b : a;
+  }
+
+  const BagForest& forest_;
+  size_t num_leaves_;
+  std::vector<int32_t> best_;
+};
+
+/// Which degrees an item may take: as indices into forest.degrees().
+struct DegreeRange {
+  int8_t first = 0;
+  int8_t last = 0;
+};
+
+class Search {
+ public:
+  Search(BagForest& forest, std::vector<int32_t>& node_of_item, const SearchOptions& options)
+      : forest_(forest), node_(node_of_item), options_(options), random_(options.key), slowest_(forest) {
+    const auto items = forest.items();
+    items_of_bag_.resize(static_cast<size_t>(forest.num_bags()));
+    position_.resize(items.size());
+    for (size_t i = 0; i < items.size(); ++i) insert(static_cast<int32_t>(i), bag_of(static_cast<int32_t>(i)));
+    find_ranges();
+  }
+
+  double run() {
+    double best = slowest_.time();
+    double temperature = options_.first_temperature;
+    // Cooling by a constant factor every so many moves; the factor by repeated square roots would need libm, so it is
+    // linear in pieces: the temperature halves over equal numbers of moves.
+    int32_t halvings = 0;
+    for (double t = options_.first_temperature; t > options_.last_temperature; t /= 2) ++halvings;
+    const int64_t moves_per_halving = options_.num_moves / std::max(halvings, 1) + 1;
+    for (int64_t move = 0; move < options_.num_moves; ++move) {
+      if (move > 0 && move % moves_per_halving == 0) temperature /= 2;
+      if (!step(temperature)) continue;
+      if (slowest_.time() < best) {
+        best = slowest_.time();
+        journal_.clear();
+        if (best <= options_.good_enough) break;
+      }
+    }
+    // Back to the best: undo what came after it.
+    for (size_t i = journal_.size(); i-- > 0;) {
+      const auto [item, v] = journal_[i];
+      forest_.remove(forest_.items()[static_cast<size_t>(item)], node_[static_cast<size_t>(item)]);
+      forest_.update_path(node_[static_cast<size_t>(item)]);
+      forest_.add(forest_.items()[static_cast<size_t>(item)], v);
+      forest_.update_path(v);
+      node_[static_cast<size_t>(item)] = v;
+    }
+    return best;
+  }
+
+ private:
+  int32_t bag_of(int32_t item) const { return forest_.node(node_[static_cast<size_t>(item)]).bag; }
+
+  void insert(int32_t item, int32_t bag) {
+    auto& list = items_of_bag_[static_cast<size_t>(bag)];
+    position_[static_cast<size_t>(item)] = static_cast<int32_t>(list.size());
+    list.push_back(item);
+  }
+  void erase(int32_t item, int32_t bag) {
+    auto& list = items_of_bag_[static_cast<size_t>(bag)];
+    const int32_t last = list.back(), position = position_[static_cast<size_t>(item)];
+    list[static_cast<size_t>(position)] = last;
+    position_[static_cast<size_t>(last)] = position;
+    list.pop_back();
+  }
+
+  /// From the smallest degree with which the item can be shared within the present time, up to the first one that makes
+  /// its share small: beyond that, sharing only costs.
+  void find_ranges() {
+    constexpr double kSmallShare = 0.1;
+    const auto items = forest_.items();
+    const auto degrees = forest_.degrees();
+    std::vector<int32_t> example(degrees.size(), -1);
+    for (int32_t v = 0; v < forest_.num_nodes(); ++v) {
+      const auto k = static_cast<size_t>(std::lower_bound(degrees.begin(), degrees.end(), forest_.node(v).degree) - degrees.begin());
+      if (example[k] < 0) example[k] = v;
+    }
+    const double limit = slowest_.time();
+    ranges_.resize(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+      size_t first = 0;
+      while (first + 1 < degrees.size() && forest_.cost(items[i], example[first]) > limit) ++first;
+      size_t last = first;
+      while (last + 1 < degrees.size() && forest_.cost(items[i], example[last]) > kSmallShare) ++last;
+      ranges_[i] = {.first = static_cast<int8_t>(first), .last = static_cast<int8_t>(last)};
+    }
+  }
+
+  bool allows(int32_t item, int32_t degree) const {
+    const DegreeRange range = ranges_[static_cast<size_t>(item)];
+    const auto degrees = forest_.degrees();
+    return degree >= degrees[static_cast<size_t>(range.first)] && degree <= degrees[static_cast<size_t>(range.last)];
+  }
+
+  int32_t random_node(int32_t item, int32_t bag) {
+    const DegreeRange range = ranges_[static_cast<size_t>(item)];
+    const int32_t k = range.first + random_.below(range.last - range.first + 1);
+    const auto [first, last] = forest_.nodes_of(bag, forest_.degrees()[static_cast<size_t>(k)]);
+    return first == last ? -1 : first + random_.below(last - first);
+  }
+
+  /// A bag with little to do: the best of a few.
+  int32_t random_target_bag(int32_t from) {
+    if (forest_.num_bags() == 1 || random_.below(4) == 0) return from;
+    int32_t bag = random_.below(forest_.num_bags());
+    if (forest_.num_bags() > 8) {
+      const int32_t other = random_.below(forest_.num_bags());
+      if (energy_of(other) < energy_of(bag)) bag = other;
+    }
+    return bag;
+  }
+  double energy_of(int32_t bag) const { return forest_.state(forest_.root(bag)).energy; }
+
+  int32_t random_item() {
+    if (random_.below(2) == 0) {
+      int32_t bag = slowest_.bag();
+      if (forest_.num_bags() > 8 && random_.below(4) != 0) {  // and other slow ones
+        bag = random_.below(forest_.num_bags());
+        for (int32_t i = 0; i < 3; ++i) {
+          const int32_t other = random_.below(forest_.num_bags());
+          if (forest_.bag_time(other) > forest_.bag_time(bag)) bag = other;
+        }
+      }
+      const auto& list = items_of_bag_[static_cast<size_t>(bag)];
+      if (!list.empty()) return list[static_cast<size_t>(random_.below(static_cast<int32_t>(list.size())))];
+    }
+    return random_.below(static_cast<int32_t>(node_.size()));
+  }
+
+  /// Proposes one change; whether it was kept.
+  bool step(double temperature) {
+    const int32_t a = random_item();
+    const int32_t from = node_[static_cast<size_t>(a)], from_bag = bag_of(a);
+    const int32_t to_bag = random_target_bag(from_bag);
+    int32_t to = -1, b = -1;
+    if (random_.below(2) == 0) {
+      to = random_node(a, to_bag);
+      if (to < 0 || to == from) return false;
+    } else {
+      const auto& list = items_of_bag_[static_cast<size_t>(to_bag)];
+      if (list.empty()) return false;
+      b = list[static_cast<size_t>(random_.below(static_cast<int32_t>(list.size())))];
+      to = node_[static_cast<size_t>(b)];
+      if (to == from || !allows(a, forest_.node(to).degree) || !allows(b, forest_.node(from).degree)) return false;
+    }
+    const auto items = forest_.items();
+    const ForestItem& item_a = items[static_cast<size_t>(a)];
+    const bool one_bag = from_bag == to_bag;
+    const double before = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag));
+    forest_.save(from, saved_from_);
+    forest_.save(to, saved_to_);
+    forest_.remove(item_a, from);
+    forest_.add(item_a, to);
+    if (b >= 0) {
+      forest_.remove(items[static_cast<size_t>(b)], to);
+      forest_.add(items[static_cast<size_t>(b)], from);
+    }
+    forest_.update_path(from);
+    forest_.update_path(to);
+    const double rise = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag)) - before;
+    if (rise > 0 && rise >= temperature * random_.exponential()) {
+      forest_.restore(from, saved_from_);
+      forest_.restore(to, saved_to_);
+      return false;
+    }
+    journal_.push_back({a, from});
+    node_[static_cast<size_t>(a)] = to;
+    if (b >= 0) {
+      journal_.push_back({b, to});
+      node_[static_cast<size_t>(b)] = from;
+    }
+    if (!one_bag) {
+      erase(a, from_bag);
+      insert(a, to_bag);
+      if (b >= 0) {
+        erase(b, to_bag);
+        insert(b, from_bag);
+      }
+    }
+    slowest_.refresh(from_bag);
+    slowest_.refresh(to_bag);
+    return true;
+  }
+
+  BagForest& forest_;
+  std::vector<int32_t>& node_;
+  SearchOptions options_;
+  Random random_;
+  SlowestBag slowest_;
+  std::vector<std::vector<int32_t>> items_of_bag_;
+  std::vector<int32_t> position_;  // of an item in its bag's list
+  std::vector<DegreeRange> ranges_;
+  /// (item, the node it left) since the best placement.
+  std::vector<std::pair<int32_t, int32_t>> journal_;
+  BagForest::SavedPath saved_from_, saved_to_;
+};
+
+}  // namespace
+
+double improve(BagForest& forest, std::vector<int32_t>& node_of_item, const SearchOptions& options) {
+  if (node_of_item.empty() || options.num_moves <= 0) return forest.slowest();
+  return Search(forest, node_of_item, options).run();
+}
+
+}  // namespace knapformer

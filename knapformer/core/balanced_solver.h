@@ -1,0 +1,56 @@
+// solver="balanced": near-optimal plans for flat and nested bags.
+//
+// For each replica:
+//   1. lower bound              lower_bound.h
+//   2. constructive placements  balanced_fit.h, under a few target times; and the greedy ones of flat topologies
+//   3. improvement              balanced_search.h, from the best of them
+// Then, for all: groups trade places so that more tokens stay at home (home_assignment.h), and the chunks of shared
+// sequences are cut unevenly where that helps (chunk_cut.h).
+//
+// Nested bags are balanced for predicted time. In a flat topology every sequence of a bag is shared by all its ranks
+// whatever is planned, and the published measure is work per rank: flat topologies are balanced for work, and among such
+// plans for predicted time, which may be at most a five-hundredth longer than the greedy plan's.
+//
+// By construction a plan of flat bags never has a fuller rank, in work, than the greedy plan; and one of nested bags is
+// never worse, in predicted time, than the greedy plan of any flat topology whose groups are among its own
+// (at low effort: unless it is within a two-thousandth of the lower bound, where that is not looked at). Flat ones that
+// come close are improved like the nested one before they are compared.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "knapformer/core/bag_forest.h"
+#include "knapformer/core/plan.h"
+
+namespace knapformer {
+
+class BalancedSolver {
+ public:
+  /// `effort` as in Effort::moves.
+  BalancedSolver(PlanInput input, int64_t effort);
+
+  Plan solve();
+
+ private:
+  void solve_nested(int32_t replica);
+  void solve_flat(int32_t replica);
+  int64_t num_moves(size_t num_items) const;
+  void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
+  Plan finish(std::vector<Placement> placements) const;
+  Plan solve_all_flat();
+  /// The best greedy plan of a flat topology with groups of the nested one's, where it beats the plan.
+  std::optional<Plan> best_flat_below(const Plan& plan) const;
+  /// The plan of a flat topology, as one of this input's nested bags.
+  Plan in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const;
+  /// No plan in bags of this many ranks takes less.
+  double flat_bound_s(int32_t degree) const;
+
+  PlanInput input_;
+  int64_t effort_;
+  uint64_t key_ = 0;  // of the random numbers
+  std::vector<Placement> placements_;
+  double bound_s_ = 0;  // of nested bags
+};
+
+}  // namespace knapformer

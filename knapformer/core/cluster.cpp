@@ -1,0 +1,82 @@
+#include "knapformer/core/cluster.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "knapformer/core/error.h"
+#include "knapformer/core/plan.h"
+
+namespace knapformer {
+
+void ClusterModel::validate() const {
+  const auto check = [](std::string_view name, double value, bool may_be_infinite) {
+    if (!(value > 0) || (!may_be_infinite && !std::isfinite(value))) {
+      throw_argument(name, value, may_be_infinite ? "a positive number" : "a positive finite number");
+    }
+  };
+  check("flops_per_s", flops_per_s, false);
+  check("node_bytes_per_s", node_bytes_per_s, true);
+  check("network_bytes_per_s", network_bytes_per_s, true);
+  check("bytes_per_number", bytes_per_number, false);
+  if (ranks_per_node < 1) throw_argument("ranks_per_node", ranks_per_node, "at least 1");
+}
+
+double ClusterModel::exchange_s_per_token(Rank first_rank, int32_t degree, int64_t d_model) const {
+  if (degree == 1) return 0;
+  const double bandwidth = same_node(first_rank, Rank(first_rank.value + degree - 1)) ? node_bytes_per_s : network_bytes_per_s;
+  return 4.0 * static_cast<double>(d_model) * bytes_per_number * (degree - 1) / degree / bandwidth;
+}
+
+BlockTime predict_block_time(const Plan& plan) {
+  const PlanInput& input = plan.input();
+  const ClusterModel& cluster = input.cluster;
+  const auto num_ranks = static_cast<size_t>(plan.num_ranks());
+  BlockTime time;
+  time.ranks.resize(num_ranks);
+  time.group_s.resize(num_ranks);
+  double total_work = 0;
+  // Groups of sequences are aligned and nest, but a plan read from a file is only trusted as far as it is checked: so
+  // groups are joined by union-find, the lowest rank leading.
+  std::vector<int32_t> leader(num_ranks);
+  for (size_t r = 0; r < num_ranks; ++r) leader[r] = static_cast<int32_t>(r);
+  const auto find = [&](int32_t rank) {
+    while (leader[static_cast<size_t>(rank)] != rank) {
+      int32_t& above = leader[static_cast<size_t>(rank)];
+      above = leader[static_cast<size_t>(above)];
+      rank = above;
+    }
+    return rank;
+  };
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+    const SequenceId id(s);
+    const Placement& place = plan.placement(id);
+    const double attention_work = input.attention_work(id);
+    const double exchange = cluster.exchange_s_per_token(place.first_rank, place.degree, input.d_model);
+    total_work += input.work(id);
+    for (const Chunk& chunk : plan.chunks(id)) {
+      RankPhases& rank = time.ranks[chunk.rank.index()];
+      const double rate = cluster.flops_per_s * input.speed_of(chunk.rank);
+      rank.token_s += input.workload.token_work(chunk.num_tokens, input.d_model) / rate;
+      rank.attention_s += attention_work / place.degree / rate;
+      rank.exchange_s += exchange * static_cast<double>(chunk.num_tokens);
+      const int32_t a = find(chunk.rank.value), b = find(place.first_rank.value);
+      leader[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
+    }
+  }
+  std::vector<double> token_s(num_ranks, 0), attention_s(num_ranks, 0);
+  for (size_t r = 0; r < num_ranks; ++r) {
+    const auto group = static_cast<size_t>(find(static_cast<int32_t>(r)));
+    time.group_of_rank.push_back(Rank(group));
+    token_s[group] = std::max(token_s[group], time.ranks[r].token_s);
+    attention_s[group] = std::max(attention_s[group], time.ranks[r].attention_s + time.ranks[r].exchange_s);
+  }
+  for (size_t r = 0; r < num_ranks; ++r) {
+    const size_t group = time.group_of_rank[r].index();
+    time.group_s[r] = token_s[group] + attention_s[group];
+    time.slowest_s = std::max(time.slowest_s, time.group_s[r]);
+  }
+  time.ideal_s = total_work / input.total_speed() / cluster.flops_per_s;
+  return time;
+}
+
+}  // namespace knapformer

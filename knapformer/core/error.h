@@ -1,0 +1,50 @@
+// One family of errors. They are for the user's mistakes; our own bugs are asserts (KNAPFORMER_ASSERT).
+//
+// ArgumentError: an argument is wrong. Names it, what came, and what was expected. Python sees a ValueError.
+// StateError: a call came out of order, or ranks disagree. Python sees a RuntimeError.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace knapformer {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class ArgumentError : public Error {
+ public:
+  using Error::Error;
+};
+
+class StateError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// The parts written one after another, as `std::cout << a << b` would.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  out.precision(12);
+  (out << ... << parts);
+  return std::move(out).str();
+}
+
+/// "gamma: got -1, expected a finite number >= 0".
+template <class Got>
+[[noreturn]] void throw_argument(std::string_view argument, const Got& got, std::string_view expected) {
+  throw ArgumentError(text(argument, ": got ", got, ", expected ", expected));
+}
+
+[[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
+
+}  // namespace knapformer
+
+/// Always on: a plan that is wrong costs far more than the comparison.
+#define KNAPFORMER_ASSERT(condition) \
+  ((condition) ? static_cast<void>(0) : ::knapformer::assertion_failed(#condition, __FILE__, __LINE__))

@@ -1,0 +1,46 @@
+// Stable sorting by 64-bit keys: for the planners, which sort many sequences every step.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace knapformer {
+
+struct KeyedIndex {
+  uint64_t key = 0;
+  int32_t index = 0;
+
+  bool operator==(const KeyedIndex&) const = default;
+};
+
+/// Ascending by key; equal keys keep their order. Least significant digit first, skipping digits that are all alike.
+inline void sort_by_key(std::vector<KeyedIndex>& items) {
+  constexpr size_t kFew = 512;  // below, comparing is faster than counting
+  if (items.size() < kFew) {
+    std::stable_sort(items.begin(), items.end(), [](const KeyedIndex& a, const KeyedIndex& b) { return a.key < b.key; });
+    return;
+  }
+  constexpr int kDigitBits = 11, kNumDigits = 6;
+  constexpr size_t kNumValues = size_t{1} << kDigitBits;
+  std::vector<std::array<uint32_t, kNumValues>> counts(kNumDigits);
+  for (const KeyedIndex& item : items) {
+    for (int d = 0; d < kNumDigits; ++d) ++counts[static_cast<size_t>(d)][item.key >> (d * kDigitBits) & (kNumValues - 1)];
+  }
+  std::vector<KeyedIndex> sorted(items.size());
+  for (int d = 0; d < kNumDigits; ++d) {
+    auto& count = counts[static_cast<size_t>(d)];
+    if (count[items[0].key >> (d * kDigitBits) & (kNumValues - 1)] == items.size()) continue;
+    uint32_t offset = 0;
+    for (uint32_t& c : count) {
+      const uint32_t here = c;
+      c = offset;
+      offset += here;
+    }
+    for (const KeyedIndex& item : items) sorted[count[item.key >> (d * kDigitBits) & (kNumValues - 1)]++] = item;
+    items.swap(sorted);
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,353 @@
+#include "knapformer/torch/balancer.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <charconv>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "knapformer/core/error.h"
+#include "knapformer/core/planner.h"
+
+namespace knapformer {
+namespace {
+
+/// Whether ranks exchange with nobody: all rows stay where they are.
+bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
+
+at::Tensor lengths_tensor(std::span<const int64_t> lens) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
+  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
+  return tensor;
+}
+
+/// The values of a call's tensors without the call: views, not the tensors themselves, as an exchange gives.
+at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
+
+std::vector<at::Tensor> as_views(at::TensorList tensors) {
+  std::vector<at::Tensor> views;
+  for (const at::Tensor& tensor : tensors) views.push_back(as_view(tensor));
+  return views;
+}
+
+void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
+                int64_t min_dims) {
+  if (!tensor.defined()) throw_argument(argument, "no tensor", "a tensor");
+  if (tensor.layout() != at::kStrided || tensor.is_quantized()) {
+    throw_argument(argument, text("a tensor of layout ", tensor.layout()), "a dense tensor");
+  }
+  if (tensor.dim() < min_dims) {
+    throw_argument(argument, text("a tensor of shape ", tensor.sizes()), text("at least ", min_dims, " dimensions"));
+  }
+  if (tensor.size(0) != num_rows) {
+    throw_argument(argument, text(tensor.size(0), " rows (shape ", tensor.sizes(), ")"),
+                   text(num_rows, " rows, one for each ", rows));
+  }
+}
+
+void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
+  if (tensor.device() != as.device())
+    throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
+}
+
+/// Keys of this library in a group's store.
+constexpr const char* kStorePrefix = "knapformer/";
+/// Of what ranks say to each other. Ranks of different versions do not work together.
+constexpr int32_t kProtocolVersion = 1;
+
+/// The same on all ranks where the group has a name, as groups made by torch.distributed have.
+std::string channel_name(const c10d::ProcessGroup& group) {
+  try {
+    return text(kStorePrefix, group.getGroupName());
+  } catch (const std::exception&) {
+    return text(kStorePrefix, "group");
+  }
+}
+
+/// All digits, so that unequal numbers differ.
+std::string exact_text(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  KNAPFORMER_ASSERT(error == std::errc());
+  return {buffer, end};
+}
+
+std::string route_label(size_t num_features, size_t num_sequence_features) {
+  std::string label = "route(x";
+  for (size_t i = 0; i < num_features; ++i) label += text(",features[", i, "]");
+  for (size_t i = 0; i < num_sequence_features; ++i) label += text(",sequence_features[", i, "]");
+  return label + ")";
+}
+
+/// In pre_attn.
+HeadSharing sharing_of(const AttentionLevel& level) {
+  return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
+}
+
+std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
+
+}  // namespace
+
+struct SequenceBalancer::Step {
+  Plan plan;
+  RouteTables route;
+  AttentionTables attention;
+  at::Tensor seq_lens, chunk_lens, attn_lens;
+  HeadCounts heads;  // of the last pre_attn
+
+  std::optional<at::Device> device;
+  /// Tokens, sequences, then one an attention level.
+  std::vector<TableTensors> tables;
+};
+
+SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
+                                   const MakeBagGroup& make_bag_group)
+    : options_(std::move(options)) {
+  const auto parse = [&](int32_t num_ranks) {
+    topology_ = Topology::parse(topology, num_ranks);
+    check_options();
+  };
+  if (!group || group->getSize() == 1) {
+    parse(1);
+    return;
+  }
+  rank_ = Rank(group->getRank());
+  const c10::intrusive_ptr<c10d::Store> store = group->getStore();
+  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
+  // A number of this balancer that its ranks share: each counts those that it made on this group, and making one is
+  // collective.
+  const int64_t number = store->add(text(kStorePrefix, rank_.value), 1);
+  const std::string prefix = text(kStorePrefix, "number ", number);
+  const auto board = std::make_shared<ErrorBoard>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank_.value);
+  lookout_ = std::make_shared<Lookout>(board);
+  all_ = Channel::make(channel_name(*group), group, prefix + "/all", lookout_);
+  board->guard([&] {
+    parse(group->getSize());
+    Statement statement("SequenceBalancer");
+    statement.add("version", std::to_string(kProtocolVersion));
+    statement.add("topology", topology_.str());
+    statement.add("gamma", exact_text(options_.workload.gamma));
+    statement.add("mask_factor", exact_text(options_.workload.mask_factor));
+    statement.add("solver", options_.solver);
+    all_->agreement().agree(statement);
+    gatherer_ = std::make_unique<LengthGatherer>(all_);
+    bag_ = join_bag(group, prefix + "/bag", make_bag_group);
+    all_->agreement().agree(Statement("SequenceBalancer, with the groups of all bags"));
+  });
+}
+
+SequenceBalancer::~SequenceBalancer() = default;
+
+void SequenceBalancer::check_options() {
+  options_.workload.validate();
+  const auto names = solver_names();
+  if (std::find(names.begin(), names.end(), options_.solver) == names.end()) {
+    std::string known;
+    for (const std::string_view name : names) known.append(known.empty() ? "" : ", ").append(name);
+    throw_argument("solver", options_.solver, text("one of ", known));
+  }
+  if (!topology_.is_flat()) {
+    throw_argument("topology", topology_.str(), "flat bags, such as g4n2: attention does not run over nested ones");
+  }
+}
+
+std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                                    const MakeBagGroup& make_bag_group) {
+  const BagId id = topology_.bag_of(rank_);
+  const Bag& bag = topology_.bag(id);
+  if (bag.num_ranks == 1) return nullptr;
+  std::vector<int64_t> ranks;
+  for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
+  const ProcessGroupPtr bag_group = make_bag_group ? make_bag_group(ranks) : nullptr;
+  if (!bag_group) {
+    throw StateError(text("make_bag_group: got no group for bag ", id.value, ", expected one of its ranks ",
+                          ranks.front(), " to ", ranks.back()));
+  }
+  if (bag_group == group) return all_;
+  const int32_t rank_in_bag = rank_.value - bag.first_rank.value;
+  if (bag_group->getSize() != bag.num_ranks || bag_group->getRank() != rank_in_bag || !bag_group->getStore()) {
+    throw_argument("make_bag_group",
+                   text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
+                   text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
+  }
+  return Channel::make(channel_name(*bag_group), bag_group, store_prefix, lookout_);
+}
+
+template <class Body>
+decltype(auto) SequenceBalancer::collective(Body body) {
+  if (!lookout_) return body();
+  ErrorBoard& board = *lookout_->board();
+  board.check_usable();
+  return board.guard(body);
+}
+
+void SequenceBalancer::report(const std::exception& error) noexcept {
+  if (lookout_) lookout_->board()->post(error);
+}
+
+SequenceLengths SequenceBalancer::learn_lengths(std::span<const int64_t> seq_lens, int64_t d_model) {
+  const auto own_count = static_cast<int64_t>(seq_lens.size());
+  // Before any other rank depends on them: so that the error names this rank's own mistake.
+  SequenceLengths own({seq_lens.begin(), seq_lens.end()}, std::span(&own_count, 1));
+  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
+  if (!all_) return own;
+  all_->agreement().agree(Statement("plan_routing"));
+  all_->agreement().begin_step();
+  if (bag_ && bag_ != all_) bag_->agreement().begin_step();
+  return gatherer_->finish(gatherer_->start(seq_lens, d_model));
+}
+
+const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model) {
+  return collective([&]() -> const Plan& {
+    Plan plan = make_plan({.seq_lens = learn_lengths(seq_lens, d_model),
+                           .topology = topology_,
+                           .d_model = d_model,
+                           .workload = options_.workload},
+                          options_.solver);
+    RouteTables route = make_route_tables(plan, rank_);
+    AttentionTables attention = make_attention_tables(plan, rank_);
+    at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank_)), chunk_lens = lengths_tensor(route.chunk_lens);
+    at::Tensor attn_lens = lengths_tensor(attention.levels[0].seq_lens);
+    step_.reset(new Step{.plan = std::move(plan),
+                         .route = std::move(route),
+                         .attention = std::move(attention),
+                         .seq_lens = std::move(own_lens),
+                         .chunk_lens = std::move(chunk_lens),
+                         .attn_lens = std::move(attn_lens),
+                         .heads = {},
+                         .device = {},
+                         .tables = {}});
+    return step_->plan;
+  });
+}
+
+SequenceBalancer::Step& SequenceBalancer::step() {
+  if (!step_) throw StateError("plan_routing: has not been called, expected before anything moves");
+  return *step_;
+}
+
+const Plan& SequenceBalancer::plan() const {
+  if (!step_) throw StateError("plan_routing: has not been called, expected before plan");
+  return step_->plan;
+}
+
+const std::vector<TableTensors>& SequenceBalancer::tables_on(at::Device device) {
+  Step& s = step();
+  if (s.device != device) {
+    const ExchangeEngine engine =
+        options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kRuns : ExchangeEngine::kIndex);
+    std::vector<TableSpec> specs = {{.table = s.route.tokens, .head_group = {}},
+                                    {.table = s.route.sequences, .head_group = {}}};
+    for (const AttentionLevel& level : s.attention.levels) {
+      if (level.degree == 1) continue;
+      specs.push_back(
+          {.table = level.pre_attn,
+           .head_group = {.first_peer = level.pre_attn.this_peer - level.index_in_group, .degree = level.degree}});
+    }
+    s.tables = make_table_tensors(specs, engine, device);
+    s.device = device;
+  }
+  return s.tables;
+}
+
+SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::TensorList features,
+                                                 at::TensorList sequence_features) {
+  return collective([&]() -> Routed {
+    Step& s = step();
+    check_rows(x, "x", s.route.tokens.send.num_rows, "token of this rank's sequences", 1);
+    for (size_t i = 0; i < features.size(); ++i) {
+      check_rows(features[i], element("features", i), s.route.tokens.send.num_rows, "token of this rank's sequences",
+                 1);
+      check_device(features[i], element("features", i), x, "x");
+    }
+    for (size_t i = 0; i < sequence_features.size(); ++i) {
+      check_rows(sequence_features[i], element("sequence_features", i), s.route.sequences.send.num_rows,
+                 "sequence of this rank", 1);
+      check_device(sequence_features[i], element("sequence_features", i), x, "x");
+    }
+    if (is_identity(s.route.tokens)) {
+      return {.chunk_lens = s.chunk_lens,
+              .x = as_view(x),
+              .features = as_views(features),
+              .sequence_features = as_views(sequence_features)};
+    }
+    const std::vector<TableTensors>& tables = tables_on(x.device());
+    std::vector<RegionInput> regions(2);
+    regions[0] = {
+        .table = tables[0], .tensors = {x}, .roles = std::vector<HeadRole>(features.size() + 1, HeadRole::kNone)};
+    regions[0].tensors.insert(regions[0].tensors.end(), features.begin(), features.end());
+    regions[1] = {.table = tables[1],
+                  .tensors = sequence_features.vec(),
+                  .roles = std::vector<HeadRole>(sequence_features.size(), HeadRole::kNone)};
+    std::vector<at::Tensor> moved =
+        exchange(regions, {}, *all_, route_label(features.size(), sequence_features.size()));
+    const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
+    return {.chunk_lens = s.chunk_lens,
+            .x = moved[0],
+            .features = {moved.begin() + 1, first_sequence_feature},
+            .sequence_features = {first_sequence_feature, moved.end()}};
+  });
+}
+
+SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) {
+  return collective([&]() -> Returned {
+    Step& s = step();
+    check_rows(x, "x", s.route.tokens.recv.num_rows, "token of the chunks that this rank holds", 1);
+    if (is_identity(s.route.tokens)) return {.seq_lens = s.seq_lens, .x = as_view(x)};
+    const std::vector<TableTensors>& tables = tables_on(x.device());
+    return {.seq_lens = s.seq_lens,
+            .x = exchange({{.table = tables[0].inverse(), .tensors = {x}, .roles = {HeadRole::kNone}}}, {}, *all_,
+                          "reverse_route(x)")[0]};
+  });
+}
+
+SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
+                                                             const at::Tensor& v) {
+  return collective([&]() -> AttentionInputs {
+    Step& s = step();
+    const int64_t num_rows = s.route.tokens.recv.num_rows;
+    check_rows(q, "q", num_rows, "token of the chunks that this rank holds", 2);
+    check_rows(k, "k", num_rows, "token of the chunks that this rank holds", 2);
+    check_rows(v, "v", num_rows, "token of the chunks that this rank holds", 2);
+    check_device(k, "k", q, "q");
+    check_device(v, "v", q, "q");
+    if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
+    const AttentionLevel& level = s.attention.levels[0];
+    static_cast<void>(partition_heads(q.size(1), k.size(1), level.degree));  // checks the counts
+    s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
+    if (level.degree == 1) return {.seq_lens = s.attn_lens, .q = as_view(q), .k = as_view(k), .v = as_view(v)};
+    const std::vector<TableTensors>& tables = tables_on(q.device());
+    const std::vector<at::Tensor> moved =
+        exchange({{.table = tables[2],
+                   .tensors = {q, k, v},
+                   .roles = {HeadRole::kQuery, HeadRole::kKeyValue, HeadRole::kKeyValue},
+                   .sharing = sharing_of(level)}},
+                 s.heads, *bag_, "pre_attn(q,k,v)");
+    return {.seq_lens = s.attn_lens, .q = moved[0], .k = moved[1], .v = moved[2]};
+  });
+}
+
+SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& o) {
+  return collective([&]() -> AttentionOutput {
+    Step& s = step();
+    if (s.heads.num_heads == 0)
+      throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");
+    const AttentionLevel& level = s.attention.levels[0];
+    const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
+    check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
+    const auto num_heads = static_cast<int64_t>(
+        partition_heads(s.heads.num_heads, s.heads.num_kv_heads, level.degree).query.of(level.index_in_group).size());
+    if (o.size(1) != num_heads)
+      throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
+    if (level.degree == 1) return {.chunk_lens = s.chunk_lens, .o = as_view(o)};
+    const std::vector<TableTensors>& tables = tables_on(o.device());
+    return {.chunk_lens = s.chunk_lens,
+            .o = exchange({{.table = tables[2].inverse(),
+                            .tensors = {o},
+                            .roles = {HeadRole::kQuery},
+                            .sharing = sharing_of(level).inverse()}},
+                          s.heads, *bag_, "post_attn(o)")[0]};
+  });
+}
+
+}  // namespace knapformer

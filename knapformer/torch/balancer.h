@@ -1,0 +1,130 @@
+// SequenceBalancer: plans a step, and moves its tensors.
+//
+//   SequenceBalancer balancer("g2n1", {.workload = {.gamma = 0.49}}, group, make_bag_group);
+//   balancer.plan_routing(seq_lens, d_model);
+//   auto step = balancer.route(x, {ids}, {conditioning});        // (tokens, ...) -> (tokens of this rank's chunks,
+//   ...)
+//     auto a = balancer.pre_attn(q, k, v);                       // (chunk tokens, heads, head_dim)
+//     o = attend(a.q, a.k, a.v, a.seq_lens);                     //   -> (tokens of whole sequences, heads / g,
+//     head_dim) auto h = balancer.post_attn(o);                            //   -> (chunk tokens, heads, head_dim)
+//   x = balancer.reverse_route(x).x;                             // back home, in the order of seq_lens
+//
+// Every method but plan() is collective: all ranks of the group (pre_attn and post_attn: all ranks of the bag) call it,
+// in the same order, also ranks and bags without sequences. Gradients flow through all but plan_routing, so the
+// backward pass is collective as well. An error on one rank becomes an error on all, which then need a new balancer. A
+// step costs one collective to plan, one for each route and reverse_route, two an attention, none in bags of one; the
+// backward pass mirrors them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/exchange_table.h"
+#include "knapformer/core/plan.h"
+#include "knapformer/torch/channel.h"
+#include "knapformer/torch/exchange.h"
+#include "knapformer/torch/learn_lengths.h"
+
+namespace knapformer {
+
+struct BalancerOptions {
+  WorkloadModel workload = {};
+  std::string solver = "greedy";
+  /// Unset: runs for CPU tensors, indices for others.
+  std::optional<ExchangeEngine> engine = std::nullopt;
+};
+
+/// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
+/// ranks alone, and not for bags of one.
+using MakeBagGroup = std::function<ProcessGroupPtr(const std::vector<int64_t>& ranks)>;
+
+/// Not thread-safe: one thread at a time calls it, as ranks must agree on the order of calls anyway. Backward passes
+/// may run on autograd's own threads.
+class SequenceBalancer {
+ public:
+  /// Collective over `group`; null stands for one rank alone. Throws ArgumentError where an argument is wrong, and on
+  /// all ranks where they differ.
+  SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
+                   const MakeBagGroup& make_bag_group);
+  ~SequenceBalancer();
+  SequenceBalancer(const SequenceBalancer&) = delete;
+  SequenceBalancer& operator=(const SequenceBalancer&) = delete;
+
+  /// Learns all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width of
+  /// the blocks, in features. What came before is forgotten; exchanges that already ran keep their backward.
+  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model);
+
+  struct Routed {
+    at::Tensor chunk_lens;  // int32 CPU: tokens of the chunks that this rank now holds
+    at::Tensor x;           // (tokens of the chunks, ...)
+    std::vector<at::Tensor> features;
+    std::vector<at::Tensor> sequence_features;  // (chunks, ...)
+  };
+  /// x and features: (tokens of this rank, ...), any dtype each. sequence_features: (sequences of this rank, ...): a
+  /// row goes to every rank that holds a chunk of its sequence; its gradient is the sum from all of them.
+  Routed route(const at::Tensor& x, at::TensorList features = {}, at::TensorList sequence_features = {});
+
+  struct Returned {
+    at::Tensor seq_lens;  // int32 CPU: tokens of this rank's sequences
+    at::Tensor x;         // (tokens of this rank, ...)
+  };
+  /// x: (tokens of the chunks, ...). Undoes the order of route; any tensor of such rows may be sent home.
+  Returned reverse_route(const at::Tensor& x);
+
+  struct AttentionInputs {
+    at::Tensor seq_lens;  // int32 CPU: tokens of the sequences that attention sees, whole
+    at::Tensor q, k, v;   // (tokens of these, this rank's share of the heads, head_dim)
+  };
+  /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
+  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/heads.h).
+  AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+  struct AttentionOutput {
+    at::Tensor chunk_lens;  // int32 CPU
+    at::Tensor o;           // (chunk tokens, heads, ...)
+  };
+  /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...).
+  AttentionOutput post_attn(const at::Tensor& o);
+
+  /// Tells the other ranks that this one failed outside of these methods (in attention, say) and will not come to the
+  /// calls that they wait in: they raise the error too. Not collective.
+  void report(const std::exception& error) noexcept;
+
+  /// Of the last plan_routing. Throws StateError where there was none.
+  const Plan& plan() const;
+  const Topology& topology() const { return topology_; }
+  const BalancerOptions& options() const { return options_; }
+  int32_t rank() const { return rank_.value; }
+  int32_t num_ranks() const { return topology_.num_ranks(); }
+
+ private:
+  struct Step;  // what a plan_routing leaves for the calls after it
+
+  void check_options();
+  void join(const ProcessGroupPtr& group, const MakeBagGroup& make_bag_group);
+  std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                    const MakeBagGroup& make_bag_group);
+  SequenceLengths learn_lengths(std::span<const int64_t> seq_lens, int64_t d_model);
+  Step& step();
+  const std::vector<TableTensors>& tables_on(at::Device device);
+  /// Runs the body of a collective method: not after an error, and an error in it becomes the other ranks'.
+  template <class Body>
+  decltype(auto) collective(Body body);
+
+  BalancerOptions options_;
+  Topology topology_;
+  Rank rank_;
+  std::shared_ptr<Lookout> lookout_;  // null for one rank alone, as the next two
+  std::shared_ptr<Channel> all_;
+  std::unique_ptr<LengthGatherer> gatherer_;
+  std::shared_ptr<Channel> bag_;  // null in a bag of one
+  std::unique_ptr<Step> step_;
+};
+
+}  // namespace knapformer

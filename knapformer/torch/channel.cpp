@@ -1,0 +1,129 @@
+#include "knapformer/torch/channel.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "knapformer/core/error.h"
+
+namespace knapformer {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<Channel>, std::less<>> channels;
+};
+
+Registry& registry() {
+  static auto* const instance = new Registry;  // never destroyed: channels may outlive static objects
+  return *instance;
+}
+
+/// How long a rank waits before it looks what keeps the others; then twice as long each time, up to a second.
+constexpr std::chrono::milliseconds kFirstLook{200}, kLastLook{1000};
+
+}  // namespace
+
+void Lookout::look() const {
+  board_->check();
+  for (const std::weak_ptr<Agreement>& agreement : agreements_) {
+    if (const std::shared_ptr<Agreement> alive = agreement.lock()) alive->check_announcements();
+  }
+}
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(group.getDeviceTypes().at(0).type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;  // a backend that does not tell
+  }
+}
+
+Channel::Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
+                 std::shared_ptr<Lookout> lookout)
+    : name_(std::move(name)), group_(std::move(group)), lookout_(std::move(lookout)) {
+  agreement_ =
+      std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>(store_prefix, group_->getStore()),
+                                  group_->getRank(), group_->getSize(), timeout_of(*group_), lookout_->board());
+  lookout_->watch(agreement_);
+}
+
+std::shared_ptr<Channel> Channel::make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
+                                       std::shared_ptr<Lookout> lookout) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  std::string unique(name);
+  for (int32_t i = 1; r.channels.contains(unique); ++i) unique = text(name, "#", i);
+  const std::shared_ptr<Channel> channel(new Channel(unique, std::move(group), store_prefix, std::move(lookout)));
+  r.channels.emplace(unique, channel);
+  return channel;
+}
+
+std::shared_ptr<Channel> Channel::find(std::string_view name) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  if (const auto it = r.channels.find(name); it != r.channels.end()) {
+    if (std::shared_ptr<Channel> channel = it->second.lock()) return channel;
+  }
+  throw StateError(text("channel: got the name ", name, ", expected that of a balancer that still exists"));
+}
+
+Channel::~Channel() {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  r.channels.erase(name_);
+}
+
+at::Device Channel::control_device() const {
+  const std::vector<at::Device> devices = group_->getDeviceTypes();
+  if (devices.empty()) throw StateError("group: got one without a backend, expected a group that can communicate");
+  const bool has_cpu = std::any_of(devices.begin(), devices.end(), [](const at::Device& d) { return d.is_cpu(); });
+  return has_cpu ? at::Device(at::kCPU) : devices.front();
+}
+
+void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host) {
+  std::chrono::milliseconds patience = kFirstLook;
+  const auto look = [&] {
+    lookout_->look();
+    patience = std::min(patience * 2, kLastLook);
+  };
+  const auto fail = [&](const std::exception& error) {
+    lookout_->look();  // a rank that raised and left is the better reason
+    throw StateError(text(label, ": the collective failed on rank ", rank(), ": ", error.what()));
+  };
+  if (!device.is_cpu()) {
+    // A host wait of an accelerator's work can not be cut short on every backend: ask instead.
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point next_look = Clock::now() + patience;
+    while (on_host && !work.isCompleted()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      if (Clock::now() < next_look) continue;
+      look();
+      next_look = Clock::now() + patience;
+    }
+    try {
+      work.wait();
+    } catch (const std::exception& error) {
+      fail(error);
+    }
+    return;
+  }
+  for (;;) {
+    const auto begin = std::chrono::steady_clock::now();
+    try {
+      work.wait(patience);  // on a timeout it throws, and the work goes on
+      return;
+    } catch (const std::exception& error) {
+      if (work.isCompleted()) {
+        if (work.exception()) fail(error);
+        continue;  // it became so just now: wait once more, for what wait does at its end
+      }
+      if (std::chrono::steady_clock::now() - begin < patience / 2) fail(error);  // that was no timeout
+    }
+    look();
+  }
+}
+
+}  // namespace knapformer

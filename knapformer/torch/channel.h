@@ -1,0 +1,68 @@
+// A channel: one group of ranks as one balancer uses it, and all that the exchanges over it share.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "knapformer/torch/agreement.h"
+#include "knapformer/torch/collectives.h"
+#include "knapformer/torch/error_board.h"
+
+namespace knapformer {
+
+/// What a rank that waits looks at: an error of another rank, or an announcement that it missed. One a balancer.
+class Lookout {
+ public:
+  explicit Lookout(std::shared_ptr<ErrorBoard> board) : board_(std::move(board)) {}
+
+  void watch(std::weak_ptr<Agreement> agreement) { agreements_.push_back(std::move(agreement)); }
+  /// Throws what it sees.
+  void look() const;
+  const std::shared_ptr<ErrorBoard>& board() const { return board_; }
+
+ private:
+  std::shared_ptr<ErrorBoard> board_;
+  std::vector<std::weak_ptr<Agreement>> agreements_;  // of all the balancer's channels
+};
+
+class Channel {
+ public:
+  /// Known to the op by a name that no other channel of this process has; `name` is the beginning of it.
+  /// `store_prefix`: of keys that no other channel on this group uses, the same on all ranks. Thread-safe.
+  static std::shared_ptr<Channel> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
+                                       std::shared_ptr<Lookout> lookout);
+  /// Throws StateError where there is none of that name (any more).
+  static std::shared_ptr<Channel> find(std::string_view name);
+
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  const std::string& name() const { return name_; }
+  c10d::ProcessGroup& group() { return *group_; }
+  int32_t rank() const { return group_->getRank(); }
+  int32_t num_ranks() const { return group_->getSize(); }
+  Agreement& agreement() { return *agreement_; }
+  ErrorBoard& board() { return *lookout_->board(); }
+  /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
+  at::Device control_device() const;
+
+  /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator its
+  /// stream waits, not the host: unless `on_host`, which waits for both.
+  void wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host = false);
+
+ private:
+  Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Lookout> lookout);
+
+  std::string name_;
+  ProcessGroupPtr group_;
+  std::shared_ptr<Lookout> lookout_;
+  std::shared_ptr<Agreement> agreement_;
+};
+
+/// How long collectives of this group may take.
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group);
+
+}  // namespace knapformer

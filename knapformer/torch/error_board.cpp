@@ -1,0 +1,47 @@
+#include "knapformer/torch/error_board.h"
+
+#include "knapformer/core/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr const char* kErrorKey = "error";
+constexpr char kArgument = 'A', kState = 'S';
+
+}  // namespace
+
+void ErrorBoard::post(const std::exception& error) noexcept {
+  if (!store_) return;
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!first_error_.empty()) return;  // posted or found already
+      first_error_ = error.what();
+    }
+    const char kind = dynamic_cast<const ArgumentError*>(&error) != nullptr ? kArgument : kState;
+    store_->compareSet(kErrorKey, "", text(kind, "rank ", rank_, ": ", error.what()));
+  } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
+  }
+}
+
+void ErrorBoard::check() {
+  if (!store_ || !store_->check({kErrorKey})) return;
+  const std::string entry = store_->get_to_str(kErrorKey);
+  const std::string message = entry.substr(1);
+  {
+    const std::lock_guard lock(mutex_);
+    if (first_error_.empty()) first_error_ = message;
+  }
+  if (entry[0] == kArgument) throw ArgumentError(message);
+  throw StateError(message);
+}
+
+void ErrorBoard::check_usable() {
+  const std::lock_guard lock(mutex_);
+  if (!first_error_.empty()) {
+    throw StateError(
+        text("balancer: stopped by an earlier error, expected a new balancer after it (", first_error_, ")"));
+  }
+}
+
+}  // namespace knapformer

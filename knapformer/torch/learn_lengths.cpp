@@ -1,0 +1,87 @@
+#include "knapformer/torch/learn_lengths.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "knapformer/core/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e31;  // "KNAPLEN1": changes with the layout
+
+enum HeaderField : size_t { kMagic, kWidth, kCount, kHeaderSize };
+
+}  // namespace
+
+LengthGatherer::LengthGatherer(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {
+  device_ = channel_->control_device();
+}
+
+LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, int64_t d_model) {
+  Pending pending;
+  pending.lens_.assign(seq_lens.begin(), seq_lens.end());
+  pending.d_model_ = d_model;
+  launch(pending);
+  return pending;
+}
+
+void LengthGatherer::launch(Pending& pending) {
+  const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
+  const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
+  int64_t* out = host.mutable_data_ptr<int64_t>();
+  std::fill(out, out + size, 0);
+  out[kMagic] = kLengthsMagic;
+  out[kWidth] = pending.d_model_;
+  out[kCount] = static_cast<int64_t>(pending.lens_.size());
+  const auto fitting = std::min(pending.lens_.size(), static_cast<size_t>(capacity_));
+  std::copy_n(pending.lens_.begin(), fitting, out + kHeaderSize);
+  pending.own_ = host.to(device_, /*non_blocking=*/true);
+  pending.gathered_ = at::empty({size * channel_->num_ranks()}, options.device(device_));
+  pending.work_ = start_all_gather(channel_->group(), pending.gathered_, pending.own_);
+}
+
+SequenceLengths LengthGatherer::finish(Pending pending) {
+  for (;;) {
+    channel_->wait(*pending.work_, device_, "plan_routing", /*on_host=*/true);
+    const at::Tensor host = pending.gathered_.to(at::kCPU);  // from an accelerator: waits for it
+    const auto num_ranks = static_cast<size_t>(channel_->num_ranks());
+    const std::span<const int64_t> gathered(host.const_data_ptr<int64_t>(), static_cast<size_t>(host.numel()));
+    const size_t stride = gathered.size() / num_ranks;
+    check_agreement(gathered, stride);
+
+    std::vector<int64_t> counts(num_ranks);
+    for (size_t rank = 0; rank < num_ranks; ++rank) counts[rank] = gathered[rank * stride + kCount];
+    const int64_t most = *std::max_element(counts.begin(), counts.end());
+    if (most <= capacity_) {
+      std::vector<int64_t> lens;
+      for (size_t rank = 0; rank < num_ranks; ++rank) {
+        const int64_t* first = gathered.data() + rank * stride + kHeaderSize;
+        lens.insert(lens.end(), first, first + counts[rank]);
+      }
+      return SequenceLengths(std::move(lens), counts);
+    }
+    capacity_ = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(most)));
+    launch(pending);
+  }
+}
+
+void LengthGatherer::check_agreement(std::span<const int64_t> gathered, size_t stride) const {
+  for (size_t rank = 0; rank * stride < gathered.size(); ++rank) {
+    const int64_t* header = gathered.data() + rank * stride;
+    if (header[kMagic] != kLengthsMagic) {
+      throw StateError(text("plan_routing: rank ", rank, " sent no lengths of this version, expected format ",
+                            kLengthsMagic, ", got ", header[kMagic],
+                            ": all ranks need the same version of knapformer"));
+    }
+    if (header[kWidth] != gathered[kWidth]) {
+      throw ArgumentError(
+          text("d_model: got ", header[kWidth], " on rank ", rank, ", expected ", gathered[kWidth], ", as on rank 0"));
+    }
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,55 @@
+// Learning the lengths of all ranks' sequences: the only synchronisation of ranks that planning costs.
+//
+// One all-gather of a buffer of fixed capacity in the steady state,
+//
+//   | header | number of sequences | lengths ... | unused |      int64, capacity + 1 + header
+//
+// on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
+// has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more. The
+// header tells whether ranks agree on what they plan for.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/plan.h"
+#include "knapformer/torch/channel.h"
+
+namespace knapformer {
+
+class LengthGatherer {
+ public:
+  /// The channel of all ranks.
+  explicit LengthGatherer(std::shared_ptr<Channel> channel);
+
+  /// A gather in flight: start it for the next step while this one computes. One at a time.
+  class Pending {
+   public:
+    Pending() = default;
+
+   private:
+    friend class LengthGatherer;
+    std::vector<int64_t> lens_;
+    int64_t d_model_ = 0;
+    at::Tensor own_, gathered_;
+    WorkPtr work_;
+  };
+
+  /// Collective over the channel's group, also for ranks without sequences. d_model: width; ranks must agree.
+  Pending start(std::span<const int64_t> seq_lens, int64_t d_model);
+  /// Throws on every rank, alike, where ranks disagree.
+  SequenceLengths finish(Pending pending);
+
+ private:
+  void launch(Pending& pending);
+  void check_agreement(std::span<const int64_t> gathered, size_t stride) const;
+
+  std::shared_ptr<Channel> channel_;
+  at::Device device_ = at::kCPU;
+  int64_t capacity_ = 64;  // lengths; the same on all ranks, always
+};
+
+}  // namespace knapformer

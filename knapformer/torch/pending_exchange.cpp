@@ -1,0 +1,35 @@
+#include "knapformer/torch/pending_exchange.h"
+
+namespace knapformer {
+
+PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::IntArrayRef differentiable,
+                                       std::shared_ptr<Channel> channel, std::string label) {
+  PendingExchange pending;
+  pending.label_ = std::move(label);
+  pending.channel_ = std::move(channel);
+  pending.channel_->board().guard([&] {
+    pending.call_ = std::make_unique<ExchangeCall>(arguments, pending.label_);
+    ExchangeCall& call = *pending.call_;
+    Statement statement = make_statement(arguments, differentiable, pending.label_);
+    statement.follows = false;  // autograd has decided (exchange.cpp)
+    pending.channel_->agreement().agree(statement);
+    pending.engine_ = call.engine() == ExchangeEngine::kRuns ? make_run_engine(call) : make_index_engine(call);
+    WireBuffers wire = pending.engine_->pack();
+    const std::span<const int64_t> sent = call.sent_bytes(), received = call.received_bytes();
+    pending.work_ = start_all_to_all(pending.channel_->group(), wire.recv, wire.send,
+                                     {received.begin(), received.end()}, {sent.begin(), sent.end()});
+    pending.engine_->move_own();
+  });
+  return pending;
+}
+
+std::vector<at::Tensor> PendingExchange::finish() {
+  return channel_->board().guard([&] {
+    channel_->wait(*work_, call_->device(), label_);
+    work_.reset();
+    engine_->unpack();
+    return call_->outputs();
+  });
+}
+
+}  // namespace knapformer

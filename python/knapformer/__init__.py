@@ -1,0 +1,50 @@
+"""Balance the load of data-parallel ranks that train a DiT on sequences of very different lengths.
+
+Planning (`plan`, `Plan`, `Topology`, `DataMix`, ...) needs no torch. What moves tensors (`SequenceBalancer`) and the
+reference models load torch when they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from knapformer._core import (
+    ArgumentError,
+    DataMix,
+    Plan,
+    Sample,
+    StateError,
+    Topology,
+    WorkloadFit,
+    WorkloadModel,
+    fit_workload,
+    plan,
+    solver_names,
+)
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "DataMix",
+    "Plan",
+    "Sample",
+    "SequenceBalancer",
+    "StateError",
+    "Topology",
+    "WorkloadFit",
+    "WorkloadModel",
+    "fit_workload",
+    "plan",
+    "solver_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SequenceBalancer":
+        return importlib.import_module("knapformer.balancer").SequenceBalancer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,45 @@
+"""Stubs of the C++ module: what moves tensors. Docstrings are in the module; `knapformer.balancer` is its face."""
+
+from collections.abc import Callable, Sequence
+from typing import overload
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from knapformer._core import Plan
+
+class SequenceBalancer:
+    def __init__(
+        self,
+        topology: str,
+        *,
+        gamma: float,
+        mask_factor: float,
+        solver: str,
+        engine: str | None,
+        group: ProcessGroup | None,
+        make_bag_group: Callable[[list[int]], ProcessGroup],
+    ) -> None: ...
+    def plan_routing(self, seq_lens: Sequence[int] | Tensor, d_model: int) -> Plan: ...
+    @overload
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None, sequence_features: None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]: ...
+    @overload
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None, sequence_features: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]: ...
+    @overload
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None, *, sequence_features: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]: ...
+    def reverse_route(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+    def pre_attn(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def post_attn(self, o: Tensor) -> tuple[Tensor, Tensor]: ...
+    def report(self, message: str) -> None: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...

@@ -1,0 +1,173 @@
+"""Losses over sequences of unequal length on all ranks, weighted as one process with all the data would weigh them.
+
+The mean of each rank's mean is not the mean: a rank with few tokens would weigh each of them more. Here every rank
+divides its own sum by the count over all ranks. What a helper returns is scaled so that, after the gradient reduction
+of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data.
+
+    loss = token_mean(per_token)          # per_token: (tokens,), after reverse_route
+    loss.backward()
+    print(reported(loss))                 # the mean over all data
+
+The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank calls, in the
+same order, also a rank without data: its part of the loss is 0 and stays attached to the model. The all-reduce is
+spared where the count is known: from the plan (`plan`), or from the caller (`total`), who with gradient accumulation
+counts over all micro-batches:
+
+    total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
+    for batch in micro_batches:
+        token_mean(per_token_of(batch), total=total).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from knapformer._core import Plan
+
+GradientReduction = Literal["mean", "sum"]
+
+
+def token_mean(
+    per_token: Tensor,
+    *,
+    plan: Plan | None = None,
+    total: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    gradient_reduction: GradientReduction = "mean",
+) -> Tensor:
+    """The mean over all tokens of all ranks.
+
+    per_token: (tokens,), the loss of each token of this rank; may be empty. Tokens that bear no loss are left out.
+    plan: saves the all-reduce where every token that was planned bears a loss.
+    total: saves it where the number of tokens of all ranks is known.
+    group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
+    gradient_reduction: what the training loop does with gradients over these ranks.
+
+    Returns a scalar in float32 or better. Without data on any rank it is 0, with the graph behind it.
+    """
+    _check_vector("per_token", per_token)
+    num_tokens = len(per_token)
+    if plan is not None:
+        rank = _checked_rank(plan, group)
+        if (planned := plan.tokens_before[rank]) != num_tokens:
+            raise ValueError(
+                f"per_token: got {num_tokens} tokens, expected the {planned} that the plan has of this rank; where "
+                "only some of them bear a loss, leave plan out"
+            )
+        total = plan.num_tokens
+    return _share_of_mean(per_token.sum(dtype=_wide(per_token)), num_tokens, total, group, gradient_reduction)
+
+
+def sample_mean(
+    per_token: Tensor,
+    seq_lens: Sequence[int] | Tensor,
+    *,
+    plan: Plan | None = None,
+    total: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    gradient_reduction: GradientReduction = "mean",
+) -> Tensor:
+    """The mean over all samples of all ranks of the mean over each sample's tokens: a short one weighs as a long one.
+
+    seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. plan, total: as in
+    token_mean, of samples. The rest as there.
+    """
+    _check_vector("per_token", per_token)
+    lens = torch.as_tensor(seq_lens, dtype=torch.int64, device="cpu")
+    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < 1):
+        expected = f"lengths of at least 1 that add up to {len(per_token)}"
+        raise ValueError(f"seq_lens: got {lens.tolist()}, expected {expected}")
+    if plan is not None:
+        rank = _checked_rank(plan, group)
+        if len(plan.seq_lens[rank]) != len(lens):
+            expected = f"the {len(plan.seq_lens[rank])} that the plan has of this rank"
+            raise ValueError(f"seq_lens: got {len(lens)} samples, expected {expected}")
+        total = plan.num_sequences
+    weights = torch.repeat_interleave(1.0 / lens.to(torch.float64), lens)
+    weighted = per_token * weights.to(per_token.device, _wide(per_token), non_blocking=True)
+    return _share_of_mean(weighted.sum(), len(lens), total, group, gradient_reduction)
+
+
+def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """The sum of a count over the ranks of a group, all of which call."""
+    return int(_sum_over_ranks(count, group).item())
+
+
+def reported(
+    loss: Tensor, group: dist.ProcessGroup | None = None, gradient_reduction: GradientReduction = "mean"
+) -> Tensor:
+    """What token_mean or sample_mean returned on each rank as the one mean over all data, detached, to look at.
+
+    A collective of the group. group, gradient_reduction: as they were given there.
+    """
+    whole = loss.detach().clone()
+    if _num_ranks(group) > 1:
+        dist.all_reduce(whole, group=group)
+    return whole / _factor(group, gradient_reduction)
+
+
+def _check_vector(name: str, value: Tensor) -> None:
+    if value.ndim != 1:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (tokens,)")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _num_ranks(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+
+
+def _checked_rank(plan: Plan, group: dist.ProcessGroup | None) -> int:
+    num_ranks = _num_ranks(group)
+    if plan.num_ranks != num_ranks:
+        raise ValueError(
+            f"plan: got one over {plan.num_ranks} ranks, expected one over the {num_ranks} that gradients are reduced "
+            "over; where the balancer's group is only some of them, leave plan out"
+        )
+    return dist.get_rank(group) if num_ranks > 1 else 0
+
+
+def _factor(group: dist.ProcessGroup | None, gradient_reduction: GradientReduction) -> int:
+    """By which a rank's share is made larger, as a mean over ranks makes it smaller."""
+    if gradient_reduction not in ("mean", "sum"):
+        raise ValueError(f"gradient_reduction: got {gradient_reduction!r}, expected 'mean' or 'sum'")
+    return _num_ranks(group) if gradient_reduction == "mean" else 1
+
+
+def _share_of_mean(
+    local_sum: Tensor,
+    local_count: int,
+    total: int | None,
+    group: dist.ProcessGroup | None,
+    gradient_reduction: GradientReduction,
+) -> Tensor:
+    factor = _factor(group, gradient_reduction)
+    if total is not None:
+        if total < local_count:
+            raise ValueError(f"total: got {total}, expected at least the {local_count} of this rank")
+        return local_sum * (factor / max(total, 1))
+    # Of a group that has no CPU backend the count stays on the device: nothing waits for it.
+    count = _sum_over_ranks(local_count, group)
+    return local_sum * (factor / count.clamp(min=1).to(local_sum.dtype))
+
+
+def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
+    if _num_ranks(group) == 1:
+        return torch.tensor(count, dtype=torch.int64)
+    total = torch.tensor(count, dtype=torch.int64, device=_metadata_device(group))
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _metadata_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU where the group has a backend for it, so that nothing waits for the accelerator."""
+    devices = {str(device) for device in (group or dist.group.WORLD)._device_types}  # type: ignore[union-attr]
+    return torch.device("cpu" if "cpu" in devices else sorted(devices)[0])

@@ -1,0 +1,176 @@
+"""Wan weights of diffusers' WanTransformer3DModel, to and from the packed WanTransformer, bit for bit.
+
+Layouts: "diffusers", as its files hold it, and "diffusers-fused", after its fuse_qkv_projections(), where the separate
+projections are there as well.
+
+    model = wan_from_diffusers(WanTransformer3DModel.from_pretrained(...))    # a model in memory
+    model = wan_from_state(SafetensorsFolder("Wan2.1-T2V-14B/transformer"))   # files, read tensor by tensor
+    ...
+    diffusers_model.load_state_dict(wan_state(model))                         # and back
+
+diffusers itself is not imported: a state dict and a configuration are plain data. Its pipelines pad every text to 512
+tokens with zeros, and the video attends to that padding; a published model wants the same here, a text length of 512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer import ArgumentError
+from knapformer.models.state_layout import Rows, StateLayout
+from knapformer.models.wan import WanConfig, WanTransformer
+
+WAN_LAYOUTS = ("diffusers", "diffusers-fused")
+
+
+def wan_config(diffusers_config: Mapping[str, Any], max_text_tokens: int = 512) -> WanConfig:
+    """The configuration of a WanTransformer3DModel (its `config`, or what its config.json holds) in our words.
+
+    Raises ArgumentError for one with an image branch.
+    """
+    for name in ("image_dim", "added_kv_proj_dim"):
+        if diffusers_config.get(name) is not None:
+            raise ArgumentError(
+                f"{name}: got {diffusers_config[name]!r}, expected None: a model without an image branch"
+            )
+    return WanConfig(
+        num_blocks=diffusers_config["num_layers"],
+        d_model=diffusers_config["num_attention_heads"] * diffusers_config["attention_head_dim"],
+        num_heads=diffusers_config["num_attention_heads"],
+        mlp_width=diffusers_config["ffn_dim"],
+        in_channels=diffusers_config["in_channels"],
+        out_channels=diffusers_config.get("out_channels") or diffusers_config["in_channels"],
+        patch_size=tuple(diffusers_config["patch_size"]),
+        text_channels=diffusers_config["text_dim"],
+        time_channels=diffusers_config["freq_dim"],
+        cross_attention_norm=diffusers_config["cross_attn_norm"],
+        eps=diffusers_config["eps"],
+        max_text_tokens=max_text_tokens,
+    )
+
+
+def diffusers_wan_config(config: WanConfig) -> dict[str, Any]:
+    """The arguments of the WanTransformer3DModel of the same shape. Raises ArgumentError where there is none."""
+    if config.rope_theta != 10000.0:
+        raise ArgumentError(f"rope_theta: got {config.rope_theta!r}, expected 10000.0, which diffusers has fixed")
+    return {
+        "patch_size": config.patch_size,
+        "num_attention_heads": config.num_heads,
+        "attention_head_dim": config.head_dim,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "text_dim": config.text_channels,
+        "freq_dim": config.time_channels,
+        "ffn_dim": config.mlp_width,
+        "num_layers": config.num_blocks,
+        "cross_attn_norm": config.cross_attention_norm,
+        "eps": config.eps,
+    }
+
+
+def wan_from_diffusers(transformer: Any, dtype: torch.dtype | None = None) -> WanTransformer:
+    """The packed model of a WanTransformer3DModel, its projections fused or not, on that model's device.
+
+    dtype: of the parameters, by default that of the other model's patch embedding. Nothing is shared between the two.
+    """
+    state = transformer.state_dict()
+    like = state["patch_embedding.weight"]
+    return wan_from_state(state, wan_config(transformer.config), dtype or like.dtype, like.device)
+
+
+def wan_from_state(
+    state: Mapping[str, Tensor],
+    config: WanConfig | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> WanTransformer:
+    """The packed model of a state dict in either layout.
+
+    config: of the packed model; may be left out for a SafetensorsFolder whose config.json is there. dtype: of the
+    parameters, by default the state's.
+    """
+    if config is None:
+        found = getattr(state, "config", None)
+        if not found:
+            raise ArgumentError("config: got none, expected one, or a state dict that carries diffusers' config.json")
+        config = wan_config(found)
+    with torch.device("meta"):
+        model = WanTransformer(config)
+    model = model.to(dtype or state["patch_embedding.weight"].dtype).to_empty(device=device)
+    load_wan_state(model, state)
+    return model
+
+
+def load_wan_state(model: WanTransformer, state: Mapping[str, Tensor]) -> None:
+    """Copies a state dict of either layout into a model, plain or sharded over ranks (see StateLayout.load)."""
+    wan_layout(model.config, detect_wan_layout(state)).load(model, state)
+
+
+def wan_state(model: WanTransformer, layout: str = "diffusers", keep: bool = True) -> dict[str, Tensor]:
+    """The model's weights as a state dict of a layout, on the CPU. Of a sharded model every rank calls it.
+
+    keep: whether this rank wants the result (see StateLayout.save).
+    """
+    state = wan_layout(model.config, layout).save(model, keep)
+    if layout == "diffusers-fused":
+        state |= wan_layout(model.config, "diffusers").save(model, keep)
+    return state
+
+
+def detect_wan_layout(names: Iterable[str]) -> str:
+    """Which of WAN_LAYOUTS a state dict with these names is. Raises ArgumentError for none."""
+    found = set(names)
+    if "patch_embedding.weight" not in found or "condition_embedder.time_proj.weight" not in found:
+        raise ArgumentError("state_dict: got no condition_embedder.time_proj.weight, expected Wan weights of diffusers")
+    return "diffusers-fused" if any(name.endswith("attn1.to_qkv.weight") for name in found) else "diffusers"
+
+
+def wan_layout(config: WanConfig, name: str) -> StateLayout:
+    """The table of one of WAN_LAYOUTS for models of a configuration."""
+    if name not in WAN_LAYOUTS:
+        raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(WAN_LAYOUTS)}")
+    layout = _layout(config, fused=name == "diffusers-fused")
+    if name == "diffusers-fused":
+        layout.repeated = frozenset(_layout(config, fused=False).names() - layout.names())
+    return layout
+
+
+def _layout(config: WanConfig, fused: bool) -> StateLayout:
+    layout, d = StateLayout(), config.d_model
+
+    def same(name: str, num_rows: int) -> None:
+        layout.add_linear(name, Rows(name, num_rows))
+
+    same("patch_embedding", d)
+    layout.row_shapes["patch_embedding.weight"] = (config.in_channels, *config.patch_size)
+    for name in (
+        "time_embedder.linear_1",
+        "time_embedder.linear_2",
+        "text_embedder.linear_1",
+        "text_embedder.linear_2",
+    ):
+        same(f"condition_embedder.{name}", d)
+    same("condition_embedder.time_proj", 6 * d)
+    for i in range(config.num_blocks):
+        block = f"blocks.{i}"
+        for attn, joined, separate in (("attn1", "to_qkv", "qkv"), ("attn2", "to_kv", "kv")):
+            here = f"{block}.{attn}"
+            parts = [Rows(f"{here}.to_{one}", d) for one in separate]
+            layout.add_linear(f"{here}.{joined}", *([Rows(f"{here}.{joined}", d * len(parts))] if fused else parts))
+            layout.add_linear(f"{here}.to_out", Rows(f"{here}.to_out.0", d))
+            for norm in ("norm_q", "norm_k"):
+                layout.add(f"{here}.{norm}.weight", Rows(f"{here}.{norm}.weight", d))
+        same(f"{block}.attn2.to_q", d)
+        if config.cross_attention_norm:
+            same(f"{block}.norm2", d)
+        same(f"{block}.ffn.net.0.proj", config.mlp_width)
+        same(f"{block}.ffn.net.2", d)
+        layout.add(f"{block}.scale_shift_table", Rows(f"{block}.scale_shift_table", 1))
+    num_in_patch = layout.row_shapes["patch_embedding.weight"][1:]
+    same("proj_out", config.out_channels * num_in_patch[0] * num_in_patch[1] * num_in_patch[2])
+    layout.add("scale_shift_table", Rows("scale_shift_table", 1))
+    return layout

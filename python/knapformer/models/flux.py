@@ -1,0 +1,293 @@
+"""A FLUX-shaped diffusion transformer over packed sequences.
+
+A sample is one sequence, [text; image]. Double-stream blocks hold separate weights for text and image and join them in
+attention; single-stream blocks treat all tokens alike, with one product for queries, keys, values and the hidden layer
+and one for both outputs. A conditioning vector per sample (time step, guidance, pooled text) modulates every block
+(adaLN). Queries and keys are RMS-normed and rotated by their (frame, row, column) position.
+
+Modules are named after diffusers' FluxTransformer2DModel, whose weights diffusers_flux.py loads and saves. These of its
+products are fused here along the output axis, in this order:
+
+    attn.to_qkv        to_q, to_k, to_v               (double blocks)
+    attn.add_qkv_proj  add_q_proj, add_k_proj, add_v_proj
+    attn.to_out        to_out.0
+    proj_in            attn.to_q, attn.to_k, attn.to_v, proj_mlp   (single blocks)
+
+Rows of a modulation are in that model's order too: shift, scale, gate for attention, then for the hidden layer; in
+norm_out scale comes before shift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from knapformer.models.config import FluxConfig
+from knapformer.models.layers import Block, FeedForward, rotate, rotations
+from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+from knapformer.models.step import PackedStep
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class FluxBatch:
+    """The samples of one rank, packed: text tokens of all samples one after another, image tokens likewise.
+
+    A sample without text has a text length of 0; a rank without samples has tensors of no rows. What is None is taken
+    as zeros.
+    """
+
+    image: Tensor  # (image tokens, in_channels)
+    image_ids: Tensor  # (image tokens, 3) integers: frame, row, column
+    image_lens: Sequence[int]  # image tokens of each sample
+    text: Tensor  # (text tokens, text_channels)
+    text_lens: Sequence[int]  # text tokens of each sample
+    pooled: Tensor  # (samples, pooled_channels)
+    timestep: Tensor  # (samples,) in [0, 1]
+    guidance: Tensor | None = None  # (samples,)
+    text_ids: Tensor | None = None  # (text tokens, 3) integers
+
+    def __post_init__(self) -> None:
+        num_samples = len(self.image_lens)
+        if len(self.text_lens) != num_samples:
+            raise ValueError(f"text_lens: got {len(self.text_lens)} lengths, expected {num_samples}, as in image_lens")
+        for name, rows, expected in (
+            ("image", self.image, sum(self.image_lens)),
+            ("image_ids", self.image_ids, sum(self.image_lens)),
+            ("text", self.text, sum(self.text_lens)),
+            ("text_ids", self.text_ids, sum(self.text_lens)),
+            ("pooled", self.pooled, num_samples),
+            ("timestep", self.timestep, num_samples),
+            ("guidance", self.guidance, num_samples),
+        ):
+            if rows is not None and rows.shape[0] != expected:
+                raise ValueError(f"{name}: got {rows.shape[0]} rows, expected {expected}, as the lengths say")
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sample."""
+        return [text + image for text, image in zip(self.text_lens, self.image_lens, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Of the chunks on this rank, computed once a step. Not a tensor, so that FSDP leaves its precision alone."""
+
+    step: PackedStep
+    streams: TwoStreams
+    rotation: Tensor
+    chunk_of_token: Tensor  # (tokens,)
+    chunk_of_text: Tensor  # (text tokens,)
+    chunk_of_image: Tensor  # (image tokens,)
+
+
+def timestep_embedding(timestep: Tensor, num_channels: int, scale: float = 1000.0) -> Tensor:
+    """(samples,) -> (samples, num_channels) in float32 or better: cosines, then sines, of scale * t."""
+    wide = torch.promote_types(timestep.dtype, torch.float32)
+    half = num_channels // 2
+    exponents = torch.arange(half, dtype=wide, device=timestep.device) / half
+    angles = scale * timestep.to(wide).unsqueeze(1) * torch.exp(-math.log(10000.0) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+class _Embedder(nn.Module):
+    def __init__(self, num_channels: int, d_model: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(num_channels, d_model)
+        self.linear_2 = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(F.silu(self.linear_1(x.to(self.linear_1.weight.dtype))))
+        return out
+
+
+class ConditionEmbedding(nn.Module):
+    """Time step, guidance and pooled text of each sample -> its conditioning vector, (samples, d_model)."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.num_channels = config.time_channels
+        self.timestep_embedder = _Embedder(config.time_channels, config.d_model)
+        if config.guidance:
+            self.guidance_embedder = _Embedder(config.time_channels, config.d_model)
+        self.text_embedder = _Embedder(config.pooled_channels, config.d_model)
+
+    def forward(self, timestep: Tensor, guidance: Tensor | None, pooled: Tensor) -> Tensor:
+        cond: Tensor = self.timestep_embedder(timestep_embedding(timestep, self.num_channels))
+        if hasattr(self, "guidance_embedder"):
+            guidance = torch.zeros_like(timestep) if guidance is None else guidance
+            cond = cond + self.guidance_embedder(timestep_embedding(guidance, self.num_channels))
+        out: Tensor = cond + self.text_embedder(pooled)
+        return out
+
+
+class _Modulation(nn.Module):
+    """A conditioning vector -> the rows that modulate a block: `count` of (sequences, d_model)."""
+
+    def __init__(self, d_model: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.linear = nn.Linear(d_model, count * d_model)
+
+    def forward(self, cond: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(cond)).chunk(self.count, -1)  # type: ignore[no-any-return]
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=_EPS)
+
+
+class JointAttention(nn.Module):
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.head_dim = config.head_dim
+        self.to_qkv = nn.Linear(d_model, 3 * d_model, bias=config.qkv_bias)
+        self.add_qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.qkv_bias)
+        self.to_out = nn.Linear(d_model, d_model)
+        self.to_add_out = nn.Linear(d_model, d_model)
+        self.norm_q = nn.RMSNorm(config.head_dim, eps=_EPS)
+        self.norm_k = nn.RMSNorm(config.head_dim, eps=_EPS)
+        self.norm_added_q = nn.RMSNorm(config.head_dim, eps=_EPS)
+        self.norm_added_k = nn.RMSNorm(config.head_dim, eps=_EPS)
+
+    def forward(self, text: Tensor, image: Tensor, layout: _Layout) -> tuple[Tensor, Tensor]:
+        q_image, k_image, v_image = self.to_qkv(image).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        q_text, k_text, v_text = self.add_qkv_proj(text).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        join = layout.streams.join
+        q = rotate(join(self.norm_added_q(q_text), self.norm_q(q_image)), layout.rotation)
+        k = rotate(join(self.norm_added_k(k_text), self.norm_k(k_image)), layout.rotation)
+        out = layout.step.attention(q, k, join(v_text, v_image)).flatten(1)
+        out_text, out_image = layout.streams.split(out)
+        return self.to_add_out(out_text), self.to_out(out_image)
+
+
+class FluxDoubleBlock(Block):
+    """(text tokens, d), (image tokens, d), (chunks, d) -> the first two."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.norm1 = _Modulation(config.d_model, 6)
+        self.norm1_context = _Modulation(config.d_model, 6)
+        self.attn = JointAttention(config)
+        self.ff = FeedForward(config.d_model, config.mlp_width)
+        self.ff_context = FeedForward(config.d_model, config.mlp_width)
+
+    def compute(self, text: Tensor, image: Tensor, cond: Tensor, layout: _Layout) -> tuple[Tensor, Tensor]:
+        of_image, of_text = layout.chunk_of_image, layout.chunk_of_text
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.norm1(cond)
+        t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = self.norm1_context(cond)
+        attended_text, attended_image = self.attn(
+            modulate(_norm(text), t_shift, t_scale, of_text), modulate(_norm(image), shift, scale, of_image), layout
+        )
+        image = gated_add(image, attended_image, gate, of_image)
+        text = gated_add(text, attended_text, t_gate, of_text)
+        image = gated_add(image, self.ff(modulate(_norm(image), shift_ff, scale_ff, of_image)), gate_ff, of_image)
+        text = gated_add(
+            text, self.ff_context(modulate(_norm(text), t_shift_ff, t_scale_ff, of_text)), t_gate_ff, of_text
+        )
+        return text, image
+
+
+class _QueryKeyNorm(nn.Module):
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.norm_q = nn.RMSNorm(head_dim, eps=_EPS)
+        self.norm_k = nn.RMSNorm(head_dim, eps=_EPS)
+
+
+class FluxSingleBlock(Block):
+    """(tokens, d), (chunks, d) -> (tokens, d)."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.sizes = (3 * config.d_model, config.mlp_width)
+        self.head_dim = config.head_dim
+        self.norm = _Modulation(config.d_model, 3)
+        self.proj_in = nn.Linear(config.d_model, sum(self.sizes))
+        self.attn = _QueryKeyNorm(config.head_dim)
+        self.proj_out = nn.Linear(config.d_model + config.mlp_width, config.d_model)
+
+    def compute(self, x: Tensor, cond: Tensor, layout: _Layout) -> Tensor:
+        shift, scale, gate = self.norm(cond)
+        qkv, hidden = self.proj_in(modulate(_norm(x), shift, scale, layout.chunk_of_token)).split(self.sizes, -1)
+        q, k, v = qkv.unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        q = rotate(self.attn.norm_q(q), layout.rotation)
+        k = rotate(self.attn.norm_k(k), layout.rotation)
+        attended = layout.step.attention(q, k, v).flatten(1)
+        update = self.proj_out(torch.cat([attended, F.gelu(hidden, approximate="tanh")], -1))
+        return gated_add(x, update, gate, layout.chunk_of_token)
+
+
+class FluxTransformer(nn.Module):
+    """FluxBatch -> (image tokens, out_channels), in the order of batch.image.
+
+    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
+    parameter takes part in forward and backward on every rank.
+    """
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.config = config
+        d_model = config.d_model
+        self.x_embedder = nn.Linear(config.in_channels, d_model)
+        self.context_embedder = nn.Linear(config.text_channels, d_model)
+        self.time_text_embed = ConditionEmbedding(config)
+        self.transformer_blocks = nn.ModuleList(FluxDoubleBlock(config) for _ in range(config.num_double_blocks))
+        self.single_transformer_blocks = nn.ModuleList(FluxSingleBlock(config) for _ in range(config.num_single_blocks))
+        self.norm_out = _Modulation(d_model, 2)
+        self.proj_out = nn.Linear(d_model, config.out_channels)
+
+    def block_lists(self) -> list[nn.ModuleList]:
+        return [self.transformer_blocks, self.single_transformer_blocks]
+
+    def forward(self, batch: FluxBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+        dtype, device = self.x_embedder.weight.dtype, batch.image.device
+        home = TwoStreams.of_lengths(batch.text_lens, batch.image_lens, device)
+        text_ids = batch.image_ids.new_zeros((batch.text.shape[0], 3)) if batch.text_ids is None else batch.text_ids
+        position_ids = home.join(text_ids, batch.image_ids)
+        is_text = torch.zeros(home.num_rows, dtype=torch.uint8, device=device).index_fill_(0, home.text_rows, 1)
+        cond = self.time_text_embed(batch.timestep, batch.guidance, batch.pooled)
+        x = home.join(self.context_embedder(batch.text.to(dtype)), self.x_embedder(batch.image.to(dtype)))
+
+        step = PackedStep(batch.seq_lens, self.config.d_model, balancer)
+        x, (position_ids, is_text), (chunk_cond,) = step.enter(x, [position_ids, is_text], [cond])
+        x = self.run_blocks(step, x, position_ids, is_text, chunk_cond)
+        _, image = home.split(step.leave(x))
+
+        scale, shift = self.norm_out(cond)
+        out: Tensor = self.proj_out(modulate(_norm(image), shift, scale, segment_index(batch.image_lens, device)))
+        return out
+
+    def run_blocks(self, step: PackedStep, x: Tensor, position_ids: Tensor, is_text: Tensor, cond: Tensor) -> Tensor:
+        """(chunk tokens, d_model), (chunk tokens, 3), (chunk tokens,), (chunks, d_model) -> (chunk tokens, d_model)."""
+        layout = self._layout(step, position_ids, is_text, x)
+        text, image = layout.streams.split(x)
+        for block in self.transformer_blocks:
+            text, image = block(text, image, cond, layout)
+        x = layout.streams.join(text, image)
+        for block in self.single_transformer_blocks:
+            x = block(x, cond, layout)
+        return x
+
+    def _layout(self, step: PackedStep, position_ids: Tensor, is_text: Tensor, x: Tensor) -> _Layout:
+        streams = TwoStreams.of_flags(is_text)
+        chunk_of_token = step.chunk_of_token(x)
+        return _Layout(
+            step=step,
+            streams=streams,
+            rotation=rotations(position_ids, self.config.rope_axes, self.config.rope_theta, x.dtype),
+            chunk_of_token=chunk_of_token,
+            chunk_of_text=chunk_of_token.index_select(0, streams.text_rows),
+            chunk_of_image=chunk_of_token.index_select(0, streams.image_rows),
+        )

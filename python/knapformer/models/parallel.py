@@ -1,0 +1,70 @@
+"""How the models are spread over ranks: FSDP2 per block, activation checkpointing per block, precision, weights."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from knapformer.models.config import FluxConfig, ModelConfig
+from knapformer.models.flux import FluxTransformer
+from knapformer.models.layers import Block
+from knapformer.models.transformer import Transformer
+from knapformer.models.wan import WanTransformer
+
+Model = FluxTransformer | Transformer
+_AnyModel = TypeVar("_AnyModel", bound="FluxTransformer | Transformer | WanTransformer")
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
+    """With weights as torch draws them; on the device "meta" without any (see init_weights)."""
+    with torch.device(device):
+        model = FluxTransformer(config) if isinstance(config, FluxConfig) else Transformer(config)
+    return model.to(dtype)
+
+
+def set_checkpointing(model: nn.Module, enabled: bool = True) -> None:
+    """Every block is computed again in the backward pass instead of keeping its activations."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.checkpointed = enabled
+
+
+def shard_model(model: _AnyModel, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _AnyModel:
+    """FSDP2 over the ranks of `mesh` (one dimension): each block a unit, the rest in the root.
+
+    dtype: what is computed in, e.g. bfloat16; parameters keep theirs, and gradients are reduced in it. None computes in
+    the parameters' own. In place; returns the model.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
+    for blocks in model.block_lists():
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int = 0) -> None:
+    """Random values for every parameter, none of them zero: norm weights around 1, products scaled by their width.
+
+    A plain model gets the same values anywhere. A sharded one is drawn shard by shard, without ever being whole on one
+    rank; its values then depend on the number of ranks.
+    """
+    for index, parameter in enumerate(model.parameters()):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        rank = parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0
+        generator = torch.Generator(local.device).manual_seed((seed * 1_000_003 + index) * 65_537 + rank)
+        local.normal_(generator=generator).mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.02)
+    for module in model.modules():
+        if isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and module.weight is not None:
+            weight = module.weight
+            (weight.to_local() if isinstance(weight, DTensor) else weight).add_(1.0)

@@ -1,0 +1,79 @@
+"""One step of a packed model: where the tokens are while the blocks run.
+
+    home rank                                               home rank
+    packed sequences --enter--> chunks, block ... block, --leave--> packed sequences, same order
+
+Without a balancer the chunks are the rank's own sequences and nothing moves. The models are written once, against this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from knapformer.models.attention import PackedAttention
+from knapformer.models.packing import lengths_list, segment_index
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+
+class PackedStep:
+    """Made once a forward pass, by every rank, also by one without sequences: with a balancer `enter` and `leave` are
+    collectives, and so is every `attention` in a bag of several ranks.
+
+    seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features.
+    """
+
+    def __init__(
+        self,
+        seq_lens: Sequence[int],
+        d_model: int,
+        balancer: SequenceBalancer | None = None,
+        causal: bool = False,
+    ) -> None:
+        self._balancer = balancer
+        self._attend = PackedAttention(causal)
+        self._seq_lens = list(seq_lens)
+        self.chunk_lens = self._seq_lens
+        if balancer is not None:
+            balancer.plan_routing(self._seq_lens, d_model)
+
+    def enter(
+        self, x: Tensor, features: Sequence[Tensor], sequence_features: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Takes the tokens to where they are computed.
+
+        x (tokens, d_model), features (tokens, ...) of any dtype, sequence_features (sequences, ...) -> the same of the
+        chunks that this rank holds: (chunk tokens, d_model), (chunk tokens, ...), (chunks, ...).
+        """
+        if self._balancer is None:
+            return x, list(features), list(sequence_features)
+        if sequence_features:
+            chunk_lens, x, moved, moved_sequence_features = self._balancer.route(
+                x, list(features), sequence_features=list(sequence_features)
+            )
+        else:
+            (chunk_lens, x, moved), moved_sequence_features = self._balancer.route(x, list(features)), []
+        self.chunk_lens = lengths_list(chunk_lens)
+        return x, list(moved), list(moved_sequence_features)
+
+    def chunk_of_token(self, x: Tensor) -> Tensor:
+        """(chunk tokens,) int64, on the device of x: the chunk that each token belongs to."""
+        return segment_index(self.chunk_lens, x.device)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
+        a divisor -> (chunk tokens, heads, head_dim)."""
+        if self._balancer is None:
+            return self._attend(q, k, v, self._seq_lens)
+        return self._balancer.attention(q, k, v, self._attend)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""
+        if self._balancer is None:
+            return x
+        _, x = self._balancer.reverse_route(x)
+        return x

@@ -1,0 +1,86 @@
+"""A plain pre-norm transformer over packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from knapformer.models.config import TransformerConfig
+from knapformer.models.layers import Block, FeedForward, rotate, rotations
+from knapformer.models.packing import positions
+from knapformer.models.step import PackedStep
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+
+@dataclass(frozen=True)
+class TransformerBatch:
+    """The sequences of one rank, packed. A rank without any has tensors of no rows."""
+
+    x: Tensor  # (tokens, in_channels)
+    seq_lens: Sequence[int]  # tokens of each sequence
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        self.to_qkv = nn.Linear(config.d_model, sum(self.heads) * config.head_dim)
+        self.to_out = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x: Tensor, step: PackedStep, rotation: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 1)
+        out: Tensor = self.to_out(step.attention(rotate(q, rotation), rotate(k, rotation), v).flatten(1))
+        return out
+
+
+class TransformerBlock(Block):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.d_model)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(config.d_model)
+        self.ff = FeedForward(config.d_model, config.mlp_width)
+
+    def compute(self, x: Tensor, step: PackedStep, rotation: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), step, rotation)
+        out: Tensor = x + self.ff(self.norm2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence.
+
+    With a balancer a forward pass is collective: every rank of its group calls it, with the same balancer state.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.in_proj = nn.Linear(config.in_channels, config.d_model)
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_blocks))
+        self.norm_out = nn.LayerNorm(config.d_model)
+        self.out_proj = nn.Linear(config.d_model, config.out_channels)
+
+    def block_lists(self) -> list[nn.ModuleList]:
+        return [self.blocks]
+
+    def forward(self, batch: TransformerBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+        x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
+        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.causal)
+        x, (position_ids,), _ = step.enter(x, [positions(batch.seq_lens, x.device).unsqueeze(1)], [])
+        x = self.run_blocks(step, x, position_ids)
+        out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
+        return out
+
+    def run_blocks(self, step: PackedStep, x: Tensor, position_ids: Tensor) -> Tensor:
+        """(chunk tokens, d_model), (chunk tokens, 1) -> (chunk tokens, d_model)."""
+        rotation = rotations(position_ids, (self.config.head_dim,), self.config.rope_theta, x.dtype)
+        for block in self.blocks:
+            x = block(x, step, rotation)
+        return x

@@ -1,0 +1,329 @@
+"""A Wan-shaped video diffusion transformer over packed sequences.
+
+A sample is one sequence, the patches of its video, and beside it a text. Every block attends first over the video, its
+queries and keys RMS-normed across all heads and rotated by their (frame, row, column) position, then from the video to
+the text, and has a hidden layer at its end. The time step modulates each block (adaLN): one vector per sample plus a
+table per block. Norms, modulation and residual sums are computed in float32 or better.
+
+With a balancer the sequences that are planned and moved are the video's. The text travels with them as a second stream:
+one row a sequence, which reaches every rank that holds a chunk of it; its gradients come home as a sum over the chunks.
+
+    video  a a a a a a | b b    -- route -->    a a a a          a a b b
+    text   A           | B                      A                A   B
+
+Modules are named after diffusers' WanTransformer3DModel, whose weights diffusers_wan.py loads and saves. These of its
+products are fused here along the output axis, in this order:
+
+    attn1.to_qkv       to_q, to_k, to_v
+    attn2.to_kv        to_k, to_v
+    patch_embedding    a product over a patch's (channel, frame, row, column) numbers instead of a convolution
+
+Not here: the image branch of the image-to-video models of Wan 2.1, and a time step per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from knapformer.models.config import _Checked
+from knapformer.models.cross_attention import PackedCrossAttention
+from knapformer.models.flux import timestep_embedding
+from knapformer.models.layers import Block, FeedForward, rotate, rotations
+from knapformer.models.packing import gated_add, lengths_list, modulate, positions, segment_index
+from knapformer.models.patches import grid_of, grid_positions, patchify
+from knapformer.models.step import PackedStep
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+
+@dataclasses.dataclass(frozen=True)
+class WanConfig(_Checked):
+    """The defaults are the published text-to-video model of 14 B parameters."""
+
+    kind: ClassVar[str] = "wan"
+
+    num_blocks: int = 40
+    d_model: int = 5120
+    num_heads: int = 40
+    mlp_width: int = 13824
+    in_channels: int = 16
+    out_channels: int = 16
+    patch_size: tuple[int, ...] = (1, 2, 2)  # (frames, rows, columns) of the latent video
+    text_channels: int = 4096
+    time_channels: int = 256  # sines and cosines of the time step
+    cross_attention_norm: bool = True
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_text_tokens: int = 512  # of a sample; the room that the text takes while it travels
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect(self.d_model % self.num_heads == 0, "num_heads", f"a divisor of d_model {self.d_model}")
+        self._expect(
+            self.head_dim % 2 == 0 and self.head_dim >= 6,
+            "num_heads",
+            "an even d_model / num_heads of at least 6, for the rotation of pairs on three axes",
+        )
+        self._expect(len(self.patch_size) == 3, "patch_size", "three numbers: frames, rows, columns")
+        self._expect(self.time_channels % 2 == 0, "time_channels", "an even number")
+        self._expect(self.num_blocks > 0, "num_blocks", "at least one block")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def rope_axes(self) -> tuple[int, int, int]:
+        """Features of a head per axis: two thirds for row and column, the rest for the frame."""
+        side = self.head_dim // 6 * 2
+        return self.head_dim - 2 * side, side, side
+
+
+@dataclasses.dataclass(frozen=True)
+class WanBatch:
+    """The samples of one rank, packed: patches of all samples one after another, text tokens likewise.
+
+    A sample without text has a text length of 0; a rank without samples has tensors of no rows.
+    """
+
+    video: Tensor  # (patches, in_channels * numbers of a patch), as patchify makes them
+    position_ids: Tensor  # (patches, 3) integers: frame, row, column
+    video_lens: Sequence[int]  # patches of each sample
+    text: Tensor  # (text tokens, text_channels)
+    text_lens: Sequence[int]  # text tokens of each sample
+    timestep: Tensor  # (samples,) in [0, 1000]
+
+    def __post_init__(self) -> None:
+        num_samples = len(self.video_lens)
+        if len(self.text_lens) != num_samples:
+            raise ValueError(f"text_lens: got {len(self.text_lens)} lengths, expected {num_samples}, as in video_lens")
+        for name, rows, expected in (
+            ("video", self.video, sum(self.video_lens)),
+            ("position_ids", self.position_ids, sum(self.video_lens)),
+            ("text", self.text, sum(self.text_lens)),
+            ("timestep", self.timestep, num_samples),
+        ):
+            if rows.shape[0] != expected:
+                raise ValueError(f"{name}: got {rows.shape[0]} rows, expected {expected}, as the lengths say")
+
+    @staticmethod
+    def of_samples(
+        videos: Sequence[Tensor], texts: Sequence[Tensor], timestep: Tensor, patch_size: Sequence[int] = (1, 2, 2)
+    ) -> WanBatch:
+        """Of at least one sample. videos: (channels, frames, height, width); texts: (text tokens, text_channels)."""
+        grids = [grid_of(video, patch_size) for video in videos]
+        return WanBatch(
+            video=torch.cat([patchify(video, patch_size) for video in videos]),
+            position_ids=torch.cat([grid_positions(grid, videos[0].device) for grid in grids]),
+            video_lens=[math.prod(grid) for grid in grids],
+            text=torch.cat(list(texts)),
+            text_lens=[len(text) for text in texts],
+            timestep=timestep,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Of the chunks on this rank, computed once a step. Not a tensor, so that FSDP leaves its precision alone."""
+
+    step: PackedStep
+    to_text: PackedCrossAttention
+    rotation: Tensor
+    chunk_of_token: Tensor  # (chunk tokens,)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _TimeEmbedder(nn.Module):
+    def __init__(self, num_channels: int, d_model: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(num_channels, d_model)
+        self.linear_2 = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(F.silu(self.linear_1(x.to(self.linear_1.weight.dtype))))
+        return out
+
+
+class _TextEmbedder(nn.Module):
+    def __init__(self, num_channels: int, d_model: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(num_channels, d_model)
+        self.linear_2 = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.linear_1(x.to(self.linear_1.weight.dtype)), approximate="tanh")
+        out: Tensor = self.linear_2(hidden)
+        return out
+
+
+class WanConditionEmbedding(nn.Module):
+    """Time step -> (samples, d), and the rows that modulate the blocks, (samples, 6 d); text -> (text tokens, d)."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        self.num_channels = config.time_channels
+        self.time_embedder = _TimeEmbedder(config.time_channels, config.d_model)
+        self.time_proj = nn.Linear(config.d_model, 6 * config.d_model)
+        self.text_embedder = _TextEmbedder(config.text_channels, config.d_model)
+
+    def forward(self, timestep: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        time: Tensor = self.time_embedder(timestep_embedding(timestep, self.num_channels, scale=1.0))
+        return time, self.time_proj(F.silu(time)), self.text_embedder(text)
+
+
+class WanSelfAttention(nn.Module):
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.head_dim = config.head_dim
+        self.to_qkv = nn.Linear(d_model, 3 * d_model)
+        self.to_out = nn.Linear(d_model, d_model)
+        self.norm_q = nn.RMSNorm(d_model, eps=config.eps)
+        self.norm_k = nn.RMSNorm(d_model, eps=config.eps)
+
+    def forward(self, x: Tensor, layout: _Layout) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (self.norm_q(q), self.norm_k(k), v))
+        attended = layout.step.attention(rotate(q, layout.rotation), rotate(k, layout.rotation), v)
+        out: Tensor = self.to_out(attended.flatten(1))
+        return out
+
+
+class WanCrossAttention(nn.Module):
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.head_dim = config.head_dim
+        self.to_q = nn.Linear(d_model, d_model)
+        self.to_kv = nn.Linear(d_model, 2 * d_model)
+        self.to_out = nn.Linear(d_model, d_model)
+        self.norm_q = nn.RMSNorm(d_model, eps=config.eps)
+        self.norm_k = nn.RMSNorm(d_model, eps=config.eps)
+
+    def forward(self, x: Tensor, text: Tensor, layout: _Layout) -> Tensor:
+        k, v = self.to_kv(text).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (self.norm_q(self.to_q(x)), self.norm_k(k), v))
+        out: Tensor = self.to_out(layout.to_text(q, k, v).flatten(1))
+        return out
+
+
+class WanBlock(Block):
+    """(chunk tokens, d), (text tokens, d), (chunks, 6, d) -> the first."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.attn1 = WanSelfAttention(config)
+        self.attn2 = WanCrossAttention(config)
+        self.norm2 = nn.LayerNorm(config.d_model, eps=config.eps) if config.cross_attention_norm else nn.Identity()
+        self.ffn = FeedForward(config.d_model, config.mlp_width)
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.d_model) * config.d_model**-0.5)
+
+    def compute(self, x: Tensor, text: Tensor, modulation: Tensor, layout: _Layout) -> Tensor:
+        rows = _wide(self.scale_shift_table) + _wide(modulation)
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = rows.unbind(1)
+        of_chunk = layout.chunk_of_token
+        attended = self.attn1(self._modulated(x, shift, scale, of_chunk), layout)
+        x = gated_add(_wide(x), _wide(attended), gate, of_chunk).to(x.dtype)
+        x = x + self.attn2(self.norm2(x), text, layout)
+        hidden = self.ffn(self._modulated(x, shift_ff, scale_ff, of_chunk))
+        return gated_add(_wide(x), _wide(hidden), gate_ff, of_chunk).to(x.dtype)
+
+    def _modulated(self, x: Tensor, shift: Tensor, scale: Tensor, of_chunk: Tensor) -> Tensor:
+        return modulate(F.layer_norm(_wide(x), x.shape[-1:], eps=self.eps), shift, scale, of_chunk).to(x.dtype)
+
+
+class WanTransformer(nn.Module):
+    """WanBatch -> (patches, numbers of a patch * out_channels), in the order of batch.video; see unpatchify.
+
+    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
+    parameter takes part in forward and backward on every rank.
+    """
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        self.config = config
+        num_in_patch = math.prod(config.patch_size)
+        self.patch_embedding = nn.Linear(config.in_channels * num_in_patch, config.d_model)
+        self.condition_embedder = WanConditionEmbedding(config)
+        self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_blocks))
+        self.proj_out = nn.Linear(config.d_model, num_in_patch * config.out_channels)
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 2, config.d_model) * config.d_model**-0.5)
+
+    def block_lists(self) -> list[nn.ModuleList]:
+        return [self.blocks]
+
+    def forward(self, batch: WanBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+        time, modulation, text = self.condition_embedder(batch.timestep, batch.text)
+        x = self.patch_embedding(batch.video.to(self.patch_embedding.weight.dtype))
+
+        step = PackedStep(batch.video_lens, self.config.d_model, balancer)
+        text_lens: Sequence[int] = batch.text_lens
+        if balancer is None:
+            x, (position_ids,), (modulation,) = step.enter(x, [batch.position_ids], [modulation])
+        else:
+            text_rows, lens = self._rows_of_text(text, text_lens)
+            x, (position_ids,), (modulation, text_rows, lens) = step.enter(
+                x, [batch.position_ids], [modulation, text_rows, lens]
+            )
+            text, text_lens = self._text_of_rows(text_rows, lens)
+        x = step.leave(self.run_blocks(step, x, position_ids, text, text_lens, modulation))
+
+        shift, scale = (_wide(self.scale_shift_table) + _wide(time).unsqueeze(1)).unbind(1)
+        normed = F.layer_norm(_wide(x), x.shape[-1:], eps=self.config.eps)
+        of_sample = segment_index(batch.video_lens, x.device)
+        out: Tensor = self.proj_out(modulate(normed, shift, scale, of_sample).to(x.dtype))
+        return out
+
+    def run_blocks(
+        self,
+        step: PackedStep,
+        x: Tensor,
+        position_ids: Tensor,
+        text: Tensor,
+        text_lens: Sequence[int],
+        modulation: Tensor,
+    ) -> Tensor:
+        """(chunk tokens, d), (chunk tokens, 3), (text tokens of the chunks, d), (chunks, 6 d) -> (chunk tokens, d)."""
+        layout = _Layout(
+            step=step,
+            to_text=PackedCrossAttention(step.chunk_lens, text_lens),
+            rotation=rotations(position_ids, self.config.rope_axes, self.config.rope_theta, x.dtype),
+            chunk_of_token=step.chunk_of_token(x),
+        )
+        rows = modulation.unflatten(1, (6, -1))
+        for block in self.blocks:
+            x = block(x, text, rows, layout)
+        return x
+
+    def _rows_of_text(self, text: Tensor, text_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(text tokens, d) -> (samples, max_text_tokens * d) with zeros behind each text, and its lengths."""
+        limit = self.config.max_text_tokens
+        if max(text_lens, default=0) > limit:
+            raise ValueError(f"text_lens: got {max(text_lens)} tokens, expected at most max_text_tokens = {limit}")
+        rows = text.new_zeros((len(text_lens) * limit, text.shape[1]))
+        rows = rows.index_copy(0, _places(text_lens, limit, text.device), text)
+        lens = torch.tensor(list(text_lens), dtype=torch.int64).to(text.device, non_blocking=True)
+        return rows.reshape(len(text_lens), limit * text.shape[1]), lens
+
+    def _text_of_rows(self, rows: Tensor, lens: Tensor) -> tuple[Tensor, list[int]]:
+        """The inverse, of this rank's chunks. Reading the lengths makes the host wait for their device: once a step."""
+        text_lens, limit = lengths_list(lens), self.config.max_text_tokens
+        tokens = rows.reshape(len(text_lens) * limit, self.config.d_model)
+        return tokens.index_select(0, _places(text_lens, limit, rows.device)), text_lens
+
+
+def _places(lens: Sequence[int], limit: int, device: torch.device) -> Tensor:
+    """(tokens,) int64: where packed tokens lie among rows of `limit` tokens a sequence."""
+    return (segment_index(lens) * limit + positions(lens)).to(device, non_blocking=True)

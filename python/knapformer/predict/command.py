@@ -1,0 +1,160 @@
+"""`knapformer predict`: step times of a mix, or of given lengths, before booking the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import knapformer
+from knapformer import ArgumentError, DataMix
+from knapformer._core import HardwareModel, TrainedModel
+from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.predict.scaling import NO_BALANCER, Point, Workload, parse_ranks, predict_scaling
+from knapformer.predict.settings import add_model_options, models_from, settings_dict
+
+_FORMAT = "knapformer.prediction"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "predict", help="predicted step times as the cluster grows", allow_abbrev=False, description=__doc__
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--mix", "--data", dest="mix", metavar="CODES|MIX", help="data codes, or a mix: " + ", ".join(DataMix.names())
+    )
+    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    parser.add_argument("--ranks", metavar="N,N,...", help="such as 32,128,...,16384; dots go on by the same factor")
+    parser.add_argument(
+        "--topology", required=True, action="append", metavar="T",
+        help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--solver", default=None, choices=knapformer.solver_names(), help="default: the planner's")
+    parser.add_argument("--gamma", type=float, default=0.41, help="attention's cost per FLOP (default 0.41: H100)")
+    parser.add_argument("--d-model", type=int, default=3072, metavar="D", help="width, in features (default 3072)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="averaged (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the data (default 0)")
+    add_model_options(parser)
+    parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
+    parser.add_argument("--picture", metavar="FILE", help="draws them: .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument(
+        "--report", metavar="FILE", help="one HTML file, with the first plan of the last topology in detail"
+    )
+    parser.add_argument("--timeline", metavar="FILE", help="that plan's predicted step as a trace for Perfetto")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    outputs = {"--json": args.json, "--picture": args.picture, "--report": args.report, "--timeline": args.timeline}
+    for option, path in outputs.items():
+        if path is not None and not (option == "--json" and path == "-"):
+            check_output_path(option, path)
+    if args.picture is not None:
+        from knapformer.predict.picture import check_picture
+
+        check_picture(args.picture)
+    if args.report is not None:
+        from knapformer.report.page import check_can_report
+
+        check_can_report()
+    if args.steps < 1:
+        raise ArgumentError(f"--steps: got {args.steps}, expected at least 1")
+    if not 0 <= args.seed < 1 << 64:
+        raise ArgumentError(f"--seed: got {args.seed}, expected 0 to 2^64 - 1")
+    hardware, model = models_from(args)
+    workload, ranks = _workload(args)
+    points = predict_scaling(workload, ranks, args.topology, hardware, model)
+
+    result = {
+        "format": _FORMAT,
+        "version": 1,
+        "mix": None if workload.mix is None else str(workload.mix),
+        "d_model": workload.d_model,
+        "gamma": workload.gamma,
+        "solver": workload.solver,
+        "num_steps": workload.num_steps if workload.mix is not None else 1,
+        "seed": workload.seed,
+        **settings_dict(hardware, model),
+        "points": [point.as_dict() for point in points],
+    }
+    if args.json is not None and args.json != "-":
+        write_atomically(args.json, json.dumps(result, indent=1) + "\n")
+    if args.picture is not None:
+        from knapformer.predict.picture import draw_scaling
+
+        draw_scaling(args.picture, points, title=args.mix or args.lengths)
+    if args.report is not None or args.timeline is not None:
+        _write_details(args, workload, ranks, points, hardware, model)
+    if args.json == "-":
+        print(json.dumps(result, indent=1))
+    else:
+        print_points(points)
+
+
+def _workload(args: argparse.Namespace) -> tuple[Workload, list[int]]:
+    solver = args.solver or knapformer.solver_names()[0]
+    common = {"d_model": args.d_model, "gamma": args.gamma, "solver": solver}
+    if args.lengths is not None:
+        from knapformer.cli import read_lengths
+
+        lengths = read_lengths(args.lengths)
+        if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:
+            raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(lengths)}, as --lengths has, or none")
+        return Workload(lengths=lengths, **common), [len(lengths)]
+    mix = DataMix.parse(args.mix)
+    ranks = [mix.num_ranks] if args.ranks is None else parse_ranks(args.ranks)
+    return Workload(mix=mix, seed=args.seed, num_steps=args.steps, **common), ranks
+
+
+def _write_details(
+    args: argparse.Namespace,
+    workload: Workload,
+    ranks: list[int],
+    points: list[Point],
+    hardware: HardwareModel,
+    model: TrainedModel,
+) -> None:
+    from knapformer.predict.scaling import topology_for
+
+    num_ranks = ranks[0]
+    seq_lens = next(workload.seq_lens(num_ranks))
+    topology = topology_for(args.topology[-1], num_ranks)
+    plan = workload.plan(seq_lens, topology, hardware)
+    if args.report is not None:
+        from knapformer.report import write_report
+
+        write_report(args.report, plan, hardware=hardware, model=model, points=points)
+    if args.timeline is not None:
+        from knapformer.report.timeline import predicted_timeline
+
+        write_atomically(args.timeline, json.dumps(predicted_timeline(plan, hardware, model)) + "\n")
+
+
+def print_points(points: list[Point]) -> None:
+    from rich.table import Table
+
+    columns = ("ranks", "topology", "step s", "compute", "exchange", "rest", "efficiency", "speed-up", "WIR", "M tok/s",
+               "plan ms", "route", "attention", "off node")  # fmt: skip
+    table = Table(caption="seconds; the last three columns: GB that a rank sends in a step", caption_justify="right")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "topology" else "right", no_wrap=True)
+    unbalanced_s = {point.num_ranks: point.total_s for point in points if point.topology == NO_BALANCER}
+    for point in {(point.num_ranks, point.topology): point for point in points}.values():
+        between_bytes = point.route_bytes_between_nodes + point.attention_bytes_between_nodes
+        rest_s = point.route_s + point.fsdp_s + point.host_s + point.fixed_s
+        sent_gb = (
+            num_bytes / point.num_ranks / 1e9 for num_bytes in (point.route_bytes, point.attention_bytes, between_bytes)
+        )
+        table.add_row(
+            f"{point.num_ranks:,}", point.topology, f"{point.total_s:.3f}", f"{point.token_s + point.attention_s:.3f}",
+            f"{point.exchange_s:.3f}", f"{rest_s:.3f}",
+            f"{point.efficiency:.1%}", f"{unbalanced_s[point.num_ranks] / point.total_s:.2f}", f"{point.wir:.2f}",
+            f"{point.tokens_per_s / 1e6:.3f}", f"{point.plan_s * 1e3:.3g}", *(f"{gb:.2f}" for gb in sent_gb),
+        )  # fmt: skip
+    console = terminal_or_wide()
+    console.print(table)
+    console.print(
+        "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all.",
+        highlight=False,
+    )

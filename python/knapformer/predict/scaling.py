@@ -1,0 +1,181 @@
+"""Predicted steps of a data mix as the cluster grows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import knapformer
+from knapformer import ArgumentError, DataMix, Plan, Topology
+from knapformer._core import HardwareModel, StepTime, TrainedModel, plan_home, predict_step
+from knapformer.predict.settings import planning_cluster
+
+NO_BALANCER = "none"  # in place of a topology
+_TERMS = ("token_s", "attention_s", "exchange_s", "route_s", "fsdp_s", "host_s", "fixed_s", "total_s", "ideal_s")
+_BYTES = ("route_bytes", "route_bytes_between_nodes", "attention_bytes", "attention_bytes_between_nodes")
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks."""
+
+    d_model: int
+    gamma: float
+    solver: str
+    mix: DataMix | None = None
+    seed: int = 0
+    num_steps: int = 1
+    lengths: list[list[int]] | None = None
+
+    def plan(self, seq_lens: list[list[int]], topology: str, hardware: HardwareModel) -> Plan:
+        return knapformer.plan(
+            seq_lens, topology, self.d_model, self.gamma, self.solver, cluster=planning_cluster(hardware)
+        )
+
+    def seq_lens(self, num_ranks: int) -> Iterator[list[list[int]]]:
+        if self.lengths is not None:
+            yield self.lengths
+            return
+        assert self.mix is not None
+        for step in range(self.num_steps):
+            yield self.mix.draw_lengths(self.seed, step, num_ranks)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A topology on a number of ranks: means over steps, in seconds, bytes, and tokens."""
+
+    num_ranks: int
+    topology: str  # as planned, or "none"
+    asked: str  # as asked for: "g8n*" is another topology on every number of ranks
+    efficiency: float
+    wir: float
+    tokens_per_s: float
+    plan_s: float  # median wall time of the planner on this machine; 0 without a balancer
+    tokens: float
+    max_tokens_per_rank: float
+    token_s: float
+    attention_s: float
+    exchange_s: float
+    route_s: float
+    fsdp_s: float
+    host_s: float
+    fixed_s: float
+    total_s: float
+    ideal_s: float
+    route_bytes: float
+    route_bytes_between_nodes: float
+    attention_bytes: float
+    attention_bytes_between_nodes: float
+
+    def as_dict(self) -> dict[str, float | str | None]:
+        values = asdict(self)
+        values["wir"] = None if self.wir == float("inf") else self.wir  # JSON has no infinity
+        return values
+
+
+def parse_ranks(text: str) -> list[int]:
+    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the next count.
+
+    Raises ArgumentError.
+    """
+    ranks: list[int] = []
+    dots = False
+    for item in (part.strip() for part in text.split(",")):
+        if item == "...":
+            if len(ranks) < 2 or dots or ranks[-1] <= ranks[-2] or ranks[-1] % ranks[-2]:
+                raise ArgumentError(
+                    f"--ranks: got {text!r}, expected dots only after two counts, the second a multiple of the first"
+                )
+            dots = True
+            continue
+        if not (item.isascii() and item.isdigit() and 1 <= int(item) <= _MAX_RANKS):
+            raise ArgumentError(
+                f"--ranks: got {item!r}, expected counts from 1 to {_MAX_RANKS}, such as 32,128,...,2048"
+            )
+        last = int(item)
+        if dots:
+            ratio = ranks[-1] // ranks[-2]
+            while ranks[-1] * ratio < last:
+                ranks.append(ranks[-1] * ratio)
+            if last <= ranks[-1]:
+                raise ArgumentError(f"--ranks: got {text!r}, expected dots that go up to a higher count")
+            dots = False
+        ranks.append(last)
+    if dots:
+        raise ArgumentError(f"--ranks: got {text!r}, expected a count after the dots")
+    return ranks
+
+
+def topology_for(text: str, num_ranks: int) -> str:
+    """'g8n*' is as many bags of 8 as the ranks make; any other text stays. Raises ArgumentError."""
+    if not text.endswith("n*"):
+        return text
+    num_ranks_per_bag = Topology(text[:-1] + "1").num_ranks
+    if "+" in text or num_ranks % num_ranks_per_bag:
+        raise ArgumentError(
+            f"topology: got {text!r} for {num_ranks} ranks, expected one term, with bags whose size divides the ranks"
+        )
+    return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
+
+
+def plan_steps(workload: Workload, topology: str, num_ranks: int, hardware: HardwareModel) -> list[tuple[Plan, float]]:
+    """The plan of each step, and the seconds that planning took."""
+    plans = []
+    for seq_lens in workload.seq_lens(num_ranks):
+        start = time.perf_counter()
+        plan = workload.plan(seq_lens, topology, hardware)
+        plans.append((plan, time.perf_counter() - start))
+    return plans
+
+
+def summary(plans: Sequence[Plan], plan_s: float, name: str, hardware: HardwareModel, model: TrainedModel) -> Point:
+    steps: list[StepTime] = [predict_step(plan, hardware, model) for plan in plans]
+    mean = {field: statistics.fmean(getattr(step, field) for step in steps) for field in (*_TERMS, *_BYTES)}
+    tokens = statistics.fmean(plan.num_tokens for plan in plans)
+    return Point(
+        num_ranks=plans[0].num_ranks,
+        topology=name,
+        asked=name,
+        efficiency=mean["ideal_s"] / mean["total_s"],
+        wir=statistics.fmean(plan.wir_after for plan in plans),
+        tokens_per_s=tokens / mean["total_s"],
+        plan_s=plan_s,
+        tokens=tokens,
+        max_tokens_per_rank=statistics.fmean(max(plan.tokens_after) for plan in plans),
+        **mean,
+    )
+
+
+def predict_scaling(
+    workload: Workload, ranks: Sequence[int], topologies: Sequence[str], hardware: HardwareModel, model: TrainedModel
+) -> list[Point]:
+    """For each number of ranks: no balancer, then each topology. All input is checked before anything is planned.
+
+    Raises ArgumentError.
+    """
+    for num_ranks in ranks:
+        if workload.mix is not None:
+            workload.mix.check_divides(num_ranks)
+        for topology in topologies:
+            Topology(topology_for(topology, num_ranks), num_ranks)
+    points = []
+    for num_ranks in ranks:
+        home = [plan_home(plan) for plan, _ in plan_steps(_cheap(workload), "g1n1", num_ranks, hardware)]
+        points.append(summary(home, 0.0, NO_BALANCER, hardware, model))
+        planned: dict[str, Point] = {}
+        for asked in topologies:
+            text = topology_for(asked, num_ranks)
+            if text not in planned:
+                plans, seconds = zip(*plan_steps(workload, text, num_ranks, hardware), strict=True)
+                planned[text] = summary(plans, statistics.median(seconds), text, hardware, model)
+            points.append(replace(planned[text], asked=asked))
+    return points
+
+
+def _cheap(workload: Workload) -> Workload:
+    """The same lengths with the solver that is fastest: the plan at home does not depend on it."""
+    return Workload(**{**workload.__dict__, "solver": "greedy"})

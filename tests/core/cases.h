@@ -1,0 +1,74 @@
+// Generated cases for the tests of the core: random lengths, topologies and placements from one seed.
+#pragma once
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/plan.h"
+
+namespace knapformer {
+
+class Cases {
+ public:
+  explicit Cases(uint64_t seed) : random_(seed) {}
+
+  int64_t integer(int64_t min, int64_t max) { return std::uniform_int_distribution<int64_t>(min, max)(random_); }
+
+  /// A flat or nested topology of at most 8 ranks a bag.
+  std::string topology(bool nested) {
+    const std::vector<std::string> flat = {"1", "2", "3", "4", "5", "8"};
+    const std::vector<std::string> deep = {"2/1", "4/2/1", "4/1", "8/4/2/1", "6/3/1", "6/2", "1", "3"};
+    std::string text;
+    const int64_t terms = integer(1, 3);
+    for (int64_t i = 0; i < terms; ++i) {
+      const auto& pool = nested ? deep : flat;
+      if (i > 0) text += '+';
+      text += 'g' + pool[static_cast<size_t>(integer(0, static_cast<int64_t>(pool.size()) - 1))] + 'n' + std::to_string(integer(1, 3));
+    }
+    return text;
+  }
+
+  /// Lengths over `num_ranks` ranks: some ranks without any, some sequences of a token or two.
+  SequenceLengths lengths(int32_t num_ranks, int64_t max_len = 60) {
+    std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks));
+    for (auto& list : lists) {
+      const int64_t count = integer(0, 3) == 0 ? 0 : integer(0, 6);
+      for (int64_t i = 0; i < count; ++i) list.push_back(integer(0, 3) == 0 ? integer(1, 3) : integer(1, max_len));
+    }
+    return SequenceLengths::from_lists(lists);
+  }
+
+  PlanInput input(bool nested, int64_t max_len = 60) {
+    const std::string text = topology(nested);
+    const Topology topology = Topology::parse(text, Topology::parse(text).num_ranks() * integer(1, 3));
+    return {.seq_lens = lengths(topology.num_ranks(), max_len), .topology = topology, .d_model = integer(1, 64), .workload = {}};
+  }
+
+  /// Any valid plan at all: random aligned groups, and chunks cut at random places.
+  Plan any_plan(PlanInput input) {
+    std::vector<Placement> placements;
+    std::vector<int64_t> chunk_lens;
+    const Topology& topology = input.topology;
+    for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
+      const int32_t replica = input.seq_lens.home_of(SequenceId(s)).value / topology.num_ranks_per_replica();
+      const BagId bag(replica * topology.num_bags_per_replica() + static_cast<int32_t>(integer(0, topology.num_bags_per_replica() - 1)));
+      const Bag& chosen = topology.bag(bag);
+      const auto& degrees = topology.shapes()[static_cast<size_t>(chosen.shape)].degrees;
+      const int32_t degree = degrees[static_cast<size_t>(integer(0, static_cast<int64_t>(degrees.size()) - 1))];
+      const auto group = static_cast<int32_t>(integer(0, chosen.num_ranks / degree - 1));
+      placements.push_back({.bag = bag, .first_rank = Rank(chosen.first_rank.value + group * degree), .degree = degree});
+      std::vector<int64_t> cuts = {0, input.seq_lens[SequenceId(s)]};
+      for (int32_t i = 1; i < degree; ++i) cuts.push_back(integer(0, input.seq_lens[SequenceId(s)]));
+      std::sort(cuts.begin(), cuts.end());
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) chunk_lens.push_back(cuts[i + 1] - cuts[i]);
+    }
+    return Plan(std::move(input), "any", std::move(placements), std::move(chunk_lens));
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+}  // namespace knapformer

@@ -1,0 +1,58 @@
+#include "knapformer/core/plan_json.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "knapformer/core/error.h"
+#include "knapformer/core/planner.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+TEST(PlanJson, GoesOutAndIn) {
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    Cases cases(seed);
+    const Plan plan = cases.any_plan(cases.input(seed % 2 == 0));
+    EXPECT_EQ(plan_from_json(plan_to_json(plan)), plan);
+    EXPECT_EQ(plan_to_json(plan_from_json(plan_to_json(plan))), plan_to_json(plan));
+  }
+}
+
+TEST(PlanJson, InfiniteImbalanceIsNull) {
+  const Plan plan = plan_greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}), .topology = Topology::parse("g1n2"), .d_model = 8, .workload = {}});
+  EXPECT_TRUE(nlohmann::json::parse(plan_to_json(plan))["balance_before"]["wir"].is_null());
+}
+
+TEST(PlanJson, RefusesAnyTruncation) {
+  Cases cases(5);
+  const std::string json = plan_to_json(cases.any_plan(cases.input(false)));
+  for (size_t n = 0; n < json.size(); n += 7) EXPECT_THROW(plan_from_json(json.substr(0, n)), ArgumentError) << n;
+}
+
+TEST(PlanJson, RefusesWhatIsNoPlan) {
+  Cases cases(5);
+  const auto good = nlohmann::json::parse(plan_to_json(cases.any_plan(cases.input(false))));
+  EXPECT_THROW(plan_from_json("[]"), ArgumentError);
+  EXPECT_THROW(plan_from_json("{}"), ArgumentError);
+  const std::vector<std::pair<const char*, nlohmann::json>> broken = {
+      {"format", "other/1"},      {"topology", 3},       {"topology", "g7n1"},        {"num_ranks", -1},
+      {"d_model", 0},             {"gamma", -2},         {"gamma", "one"},            {"seq_lens", {{0}}},
+      {"bag_of_sequence", {-1}},  {"degree_of_sequence", nlohmann::json::array()},    {"first_rank_of_sequence", {100000}},
+      {"chunk_lens_of_sequence", {{-1}}}};
+  for (const auto& [field, value] : broken) {
+    auto bad = good;
+    bad[field] = value;
+    EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << field << " = " << value;
+    bad = good;
+    bad.erase(field);
+    EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << "without " << field;
+  }
+  auto moved = good;  // well-formed, but a promise is broken
+  moved["chunk_lens_of_sequence"][0][0] = moved["chunk_lens_of_sequence"][0][0].get<int64_t>() + 1;
+  EXPECT_THROW(plan_from_json(moved.dump()), ArgumentError);
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,208 @@
+#include "knapformer/core/step_time.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "knapformer/core/error.h"
+#include "knapformer/core/planner.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kWidth = 64;
+
+/// Round numbers, so that a reader can check each expectation by hand: 1 GFLOP/s, 1 MB/s inside, 0.25 MB/s between, no
+/// latency, nothing fixed, nodes of 2.
+HardwareModel round_hardware() {
+  HardwareModel hw;
+  hw.flops_per_s = 1e9;
+  hw.ranks_per_node = 2;
+  hw.node_bytes_per_s = 1e6;
+  hw.network_bytes_per_s = 0.25e6;
+  hw.node_latency_s = hw.network_latency_s = hw.fixed_s = 0;
+  return hw;
+}
+
+TrainedModel small_model() {
+  TrainedModel model;
+  model.num_blocks = 3;
+  model.num_parameters = 0;
+  return model;
+}
+
+PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* topology, double gamma = 0.5) {
+  return {.seq_lens = SequenceLengths::from_lists(lens),
+          .topology = Topology::parse(topology, static_cast<int64_t>(lens.size())),
+          .d_model = kWidth,
+          .workload = {.gamma = gamma}};
+}
+
+double token_s(double tokens) { return 24 * tokens * kWidth * kWidth / 1e9; }
+double attention_s(double len) { return 0.5 * 4 * len * len * kWidth / 1e9; }
+
+TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
+  const Plan home = plan_home(input_of({{100, 50}, {300}, {}, {20}}, "g4n1"));
+  home.validate();
+  EXPECT_EQ(home.tokens_moved(), 0);
+  EXPECT_TRUE(std::ranges::equal(home.workload_after(), home.workload_before()));
+  const StepTime step = predict_step(home, round_hardware(), small_model());
+  // 3 blocks; forward, recompute and a backward of two forwards.
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(300));
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(300));
+  EXPECT_DOUBLE_EQ(step.total_s(), step.token_s + step.attention_s);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_EQ(step.route_bytes, 0);
+  EXPECT_EQ(step.attention_bytes, 0);
+  const double work_s = token_s(470) + attention_s(100) + attention_s(50) + attention_s(300) + attention_s(20);
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * work_s / 4);
+
+  TrainedModel no_recompute = small_model();
+  no_recompute.recomputes = false;
+  EXPECT_DOUBLE_EQ(predict_step(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
+}
+
+TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
+  // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
+  const Plan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test",
+                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 4}});
+  const StepTime step = predict_step(plan, round_hardware(), small_model());
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(25));
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(100) / 4);
+  // To each of 3 peers a quarter of the columns of 25 rows, 2 bytes each, q, k, v and o: one peer in the node, two
+  // beyond.
+  const double bytes_per_peer = 4 * 25 * (kWidth / 4.0) * 2;
+  EXPECT_DOUBLE_EQ(step.exchange_s, 3 * 3 * (2 * bytes_per_peer / 0.25e6));
+  EXPECT_DOUBLE_EQ(step.attention_bytes, 3 * 3 * 4 * 3 * bytes_per_peer);
+  EXPECT_DOUBLE_EQ(step.attention_bytes_between_nodes, 3 * 3 * 4 * 2 * bytes_per_peer);
+  // Rank 0 sends 25 tokens to rank 1 and 50 out of its node; there and back, and the gradients of both.
+  EXPECT_DOUBLE_EQ(step.route_bytes, 4 * 75 * kWidth * 2);
+  EXPECT_DOUBLE_EQ(step.route_bytes_between_nodes, 4 * 50 * kWidth * 2);
+  EXPECT_DOUBLE_EQ(step.route_s, 4 * 50 * kWidth * 2 / 0.25e6);
+}
+
+TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
+  // Rank 0 has many tokens, rank 1 much attention; they share a short sequence, so each waits for the other.
+  const auto plan_with = [](int32_t degree) {
+    return Plan(input_of({{4}, std::vector<int64_t>(10, 40), {300}, {}}, "g4/2/1n1"), "test", [&] {
+      std::vector<Placement> placements = {{.bag = BagId(0), .first_rank = Rank(0), .degree = degree}};
+      for (int i = 0; i < 10; ++i) placements.push_back({.bag = BagId(0), .first_rank = Rank(0), .degree = 1});
+      placements.push_back({.bag = BagId(0), .first_rank = Rank(1), .degree = 1});
+      return placements;
+    }());
+  };
+  HardwareModel hw = round_hardware();
+  hw.node_bytes_per_s = 1e15;  // exchanges as good as free
+  const StepTime apart = predict_step(plan_with(1), hw, small_model());
+  const StepTime together = predict_step(plan_with(2), hw, small_model());
+  EXPECT_NEAR(together.token_s, 3 * 4 * token_s(402), 1e-12);
+  EXPECT_NEAR(together.attention_s, 3 * 4 * (attention_s(300) + attention_s(4) / 2), 1e-12);
+  EXPECT_GT(together.token_s + together.attention_s, apart.token_s + apart.attention_s);
+  EXPECT_EQ(together.ranks[0].group, 0);
+  EXPECT_EQ(together.ranks[1].group, 0);
+  EXPECT_EQ(together.ranks[2].group, 2);
+  EXPECT_EQ(apart.ranks[1].group, 1);
+  EXPECT_DOUBLE_EQ(together.ranks[1].wait_before_s, token_s(402) - token_s(302));
+  EXPECT_NEAR(together.ranks[0].wait_after_s, attention_s(300) - 10 * attention_s(40), 1e-12);
+}
+
+TEST(StepTime, WhatIsWholeHidesWhatTravels) {
+  const Plan plan(
+      input_of({{64, 500}, {}}, "g2/1n1"), "test",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}});
+  HardwareModel hw = round_hardware();
+  const StepTime exposed = predict_step(plan, hw, small_model());
+  hw.overlaps_attention = true;
+  const StepTime hidden = predict_step(plan, hw, small_model());
+  const double pre_s = 3 * 32 * (kWidth / 2.0) * 2 / 1e6;
+  ASSERT_LT(pre_s, attention_s(500));
+  // In forward and recompute; not in backward.
+  EXPECT_NEAR(exposed.total_s() - hidden.total_s(), 3 * 2 * pre_s, 1e-12);
+}
+
+TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
+  HardwareModel hw = round_hardware();
+  TrainedModel model = small_model();
+  model.shard_ranks = 4;
+  const auto fsdp_s = [&](int64_t len, double num_parameters) {
+    model.num_parameters = num_parameters;
+    return predict_step(plan_home(input_of({{len}, {len}, {len}, {len}}, "g1n4")), hw, model).fsdp_s;
+  };
+  // A block's parameters: half of them lie in the other node, whose two adapters bring 0.5 MB/s. First gather, last
+  // reduction.
+  const double parameters = 3e4, block_bytes = 1e4 * 2;
+  const double gather_s = std::max(block_bytes * 3 / 4 / 1e6, block_bytes / 2 / 0.5e6);
+  EXPECT_DOUBLE_EQ(fsdp_s(10'000, parameters), 2 * gather_s);
+  // Nothing to hide behind: 3 gathers in forward, 3 in backward (one before any compute of its own), 3 reductions.
+  const double forward_s = token_s(1) + attention_s(1);
+  EXPECT_NEAR(fsdp_s(1, parameters), 2 * gather_s + 2 * ((gather_s - forward_s) + (2 * gather_s - 3 * forward_s)),
+              1e-12);
+  EXPECT_DOUBLE_EQ(fsdp_s(10'000, 0), 0);
+}
+
+TEST(StepTime, CopiesOfTheShardsReduceOnTop) {
+  TrainedModel model;
+  const PlanInput input = input_of(std::vector<std::vector<int64_t>>(64, {1000}), "g1n64");
+  const StepTime copies = predict_step(plan_home(input), HardwareModel{}, model);
+  model.shard_ranks = 64;
+  const StepTime whole = predict_step(plan_home(input), HardwareModel{}, model);
+  EXPECT_GT(copies.fsdp_s, 0);
+  EXPECT_NE(copies.fsdp_s, whole.fsdp_s);
+}
+
+TEST(StepTime, SlowerRanksTakeLonger) {
+  PlanInput input = input_of({{100}, {100}}, "g1n2");
+  input.rank_speed = {1, 0.5};
+  const StepTime step = predict_step(plan_home(input), round_hardware(), small_model());
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(100) / 0.5);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * 2 * (token_s(100) + attention_s(100)) / 1.5);
+}
+
+TEST(StepTime, HostCostCountsPieces) {
+  HardwareModel hw = round_hardware();
+  hw.host_s_per_piece = 1;
+  const Plan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test",
+                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(0), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}});
+  EXPECT_DOUBLE_EQ(predict_step(plan, hw, small_model()).host_s, 3 * 4);  // blocks; two chunks in two pieces each
+}
+
+TEST(StepTime, TermsAddUpOnARealPlan) {
+  const StepTime step =
+      predict_step(plan_greedy(input_of({{100, 900}, {30}, {400}, {64}, {9}, {5}, {77}, {2000}}, "g4n2")),
+                   HardwareModel::published(), TrainedModel{});
+  EXPECT_GT(step.efficiency(), 0);
+  EXPECT_LT(step.efficiency(), 1);
+  EXPECT_GE(step.total_s(), step.ideal_s);
+  double compute_s = 0;
+  for (const RankTime& t : step.ranks) compute_s += t.compute_s();
+  EXPECT_NEAR(compute_s / 8 * 4 * 57, step.ideal_s, 1e-9);
+}
+
+TEST(StepTime, RefusesParametersOutOfRange) {
+  const Plan plan = plan_home(input_of({{1}}, "g1n1"));
+  const auto refuses = [&](auto change, const std::string& name) {
+    HardwareModel hw;
+    TrainedModel model;
+    change(hw, model);
+    try {
+      predict_step(plan, hw, model);
+      ADD_FAILURE() << name << " was accepted";
+    } catch (const ArgumentError& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with(name + ": got ")) << error.what();
+    }
+  };
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.flops_per_s = 0; }, "flops_per_s");
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.ranks_per_node = 0; }, "ranks_per_node");
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.network_bytes_per_s = -1; }, "network_bytes_per_s");
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.fixed_s = std::nan(""); }, "fixed_s");
+  refuses([](HardwareModel&, TrainedModel& model) { model.num_blocks = 0; }, "num_blocks");
+  refuses([](HardwareModel&, TrainedModel& model) { model.shard_ranks = 0; }, "shard_ranks");
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,364 @@
+"""SequenceBalancer on real ranks over Gloo. Oracles: index formulae, finite differences, and computing without it.
+
+One spawn runs many checks: each check is a function of (rank, world_size), called on all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from knapformer import SequenceBalancer
+
+LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
+
+
+def own(lens: list[list[int]], rank: int) -> list[int]:
+    return lens[rank]
+
+
+def causal_free_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+    """Softmax attention within each sequence, by plain products."""
+    repeats = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    outs = []
+    for qs, ks, vs in zip(*(t.split(seq_lens.tolist()) for t in (q, k, v)), strict=True):
+        ks, vs = (t.repeat_interleave(repeats, dim=1) for t in (ks, vs))
+        weights = torch.einsum("qhd,khd->hqk", qs, ks).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, vs))
+    return torch.cat(outs) if outs else q * 1  # no rows, with a history
+
+
+def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
+    """All that moves, and attention between, in float64: one rank's value is perturbed at a time, in lockstep."""
+    for topology, heads, kv_heads in (("g2n1", 2, 2), ("g2n1", 3, 1), ("g1n2", 2, 1)):
+        lens = [[2, 3], [4]]
+        balancer = SequenceBalancer(topology)
+        balancer.plan_routing(own(lens, rank), 8)
+        generator = torch.Generator().manual_seed(rank)
+        dim = 2
+        x = torch.randn(sum(own(lens, rank)), (heads + 2 * kv_heads) * dim, dtype=torch.float64, generator=generator)
+        side = torch.randn(len(own(lens, rank)), 3, dtype=torch.float64, generator=generator)
+        weight = torch.randn(x.shape[0], heads * dim, dtype=torch.float64, generator=generator)
+
+        def loss_of(x: Tensor, side: Tensor) -> Tensor:
+            chunk_lens, h, _, (chunk_side,) = balancer.route(x, [], [side])  # noqa: B023
+            scale = chunk_side.sum(1).repeat_interleave(chunk_lens.long())
+            q, k, v = (h * scale[:, None]).view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)  # noqa: B023
+            o = balancer.attention(q, k, v, causal_free_attention)  # noqa: B023
+            _, y = balancer.reverse_route(o.flatten(1))  # noqa: B023
+            return (y * weight).sum() + (y**2).sum()  # noqa: B023
+
+        x.requires_grad_()
+        side.requires_grad_()
+        loss_of(x, side).backward()
+
+        def total(x: Tensor, side: Tensor) -> float:
+            with torch.no_grad():
+                loss = loss_of(x, side)
+            dist.all_reduce(loss)
+            return loss.item()
+
+        epsilon = 1e-6
+        for perturbed in range(world_size):
+            for name, tensor, gradient in (("x", x, x.grad), ("side", side, side.grad)):
+                count = torch.tensor(tensor.numel() if rank == perturbed else 0)
+                dist.all_reduce(count)
+                for i in range(int(count)):
+                    values = []
+                    for sign in (1, -1):
+                        moved = tensor.detach().clone()
+                        if rank == perturbed:
+                            moved.view(-1)[i] += sign * epsilon
+                        values.append(total(moved, side) if name == "x" else total(x, moved))
+                    if rank == perturbed:
+                        difference = (values[0] - values[1]) / (2 * epsilon)
+                        assert gradient is not None
+                        assert abs(gradient.view(-1)[i].item() - difference) < 1e-6 * max(1, abs(difference)), (
+                            topology,
+                            name,
+                            i,
+                        )
+
+
+def check_equal_to_no_balancer(rank: int, world_size: int) -> None:
+    """A little attention network: outputs and gradients as each rank alone would have them."""
+    lens = LENS[world_size]
+    width, heads = 12, 6
+    for topology in {2: ["g1n2", "g2n1"], 4: ["g1n4", "g2n2", "g4n1", "g1n2+g2n1", "g1n1+g3n1"]}[world_size]:
+        for kv_heads in (6, 2, 1):
+            balancer = SequenceBalancer(topology)
+            torch.manual_seed(0)
+            weights = [torch.randn(width, (heads + 2 * kv_heads) * 2, dtype=torch.float64) for _ in range(2)]
+            torch.manual_seed(rank)
+            x = torch.randn(sum(own(lens, rank)), width, dtype=torch.float64)
+            plain_x, balanced_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+            def layer(x: Tensor, weight: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+                q, k, v = (x @ weight).unflatten(1, (-1, 2)).split([heads, kv_heads, kv_heads], 1)  # noqa: B023
+                return x + attend(q, k, v).flatten(1)
+
+            seq_lens = torch.tensor(own(lens, rank))
+            y = plain_x
+            for weight in weights:
+                y = layer(y, weight, lambda q, k, v: causal_free_attention(q, k, v, seq_lens))  # noqa: B023
+            for _ in range(2):
+                balanced_x.grad = None
+                balancer.plan_routing(own(lens, rank), width)
+                _, z, _ = balancer.route(balanced_x)
+                for weight in weights:
+                    z = layer(z, weight, lambda q, k, v: balancer.attention(q, k, v, causal_free_attention))  # noqa: B023
+                returned_lens, z = balancer.reverse_route(z)
+                assert returned_lens.tolist() == own(lens, rank)
+                torch.testing.assert_close(z, y, rtol=1e-12, atol=1e-12)
+                (z**2).sum().backward()
+            plain_x.grad = None
+            (y**2).sum().backward()
+            torch.testing.assert_close(balanced_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
+
+
+def check_features_of_every_dtype(rank: int, world_size: int) -> None:
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16]
+    dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
+    lens = LENS[world_size]
+    for engine in ("runs", "index"):
+        balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
+        plan = balancer.plan_routing(own(lens, rank), 8)
+
+        def row(sequence: int, position: int, dtype: torch.dtype) -> Tensor:
+            generator = torch.Generator().manual_seed(sequence * 1000 + position)
+            raw = torch.randint(0, 256, (3 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+            return (raw & 1).bool() if dtype == torch.bool else raw.view(dtype)
+
+        def rows(places: list[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+            return torch.stack([row(*place, dtype) for place in places]) if places else torch.empty(0, 3, dtype=dtype)
+
+        first = sum(len(lens[r]) for r in range(rank))
+        home = [(first + s, p) for s, n in enumerate(own(lens, rank)) for p in range(n)]
+        held = [(s, t + i) for s, r, t, n in plan.chunks if r == rank for i in range(n)]
+        chunk_lens, x, features = balancer.route(
+            rows(home, torch.float32), [rows(home, d).unsqueeze(2) for d in dtypes]
+        )
+        assert chunk_lens.dtype == torch.int32 and chunk_lens.tolist() == [n for _, r, _, n in plan.chunks if r == rank]
+        for got, dtype in zip([x, *features], [torch.float32, *dtypes], strict=True):
+            expected = rows(held, dtype)
+            assert got.dtype == dtype
+            assert torch.equal(got.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), dtype
+
+
+def check_lengths_of_every_kind(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer(f"g{world_size}n1")
+    lens = own(LENS[world_size], rank)
+    plans = [
+        balancer.plan_routing(form, 8)
+        for form in (
+            lens,
+            tuple(lens),
+            iter(lens),
+            torch.tensor(lens, dtype=torch.int64),
+            torch.tensor(lens, dtype=torch.int32),
+            torch.tensor(lens * 2, dtype=torch.int16)[: len(lens)],
+            torch.tensor([[n, 0] for n in lens], dtype=torch.int64).reshape(-1, 2)[:, 0],
+            np.array(lens, dtype=np.int64),
+        )
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    assert balancer.plan == plans[0]
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield counts
+    for event in profile.key_averages():
+        if event.key.startswith("c10d::"):
+            counts[event.key] += event.count
+
+
+def check_collective_counts(rank: int, world_size: int) -> None:
+    """By the profiler, which sees every collective that anyone starts."""
+    for topology in {2: ["g2n1", "g1n2"], 4: ["g2n2", "g1n2+g2n1"]}[world_size]:
+        balancer = SequenceBalancer(topology)
+        lens = own(LENS[world_size], rank)
+        bag = next(bag for bag in balancer.plan_routing(lens, 8).topology.bags if rank in bag)
+        for step in range(2):
+            with counted_collectives() as planning:
+                balancer.plan_routing(lens, 8)
+            assert planning == {"c10d::_allgather_base_": 1}, (step, planning)
+            x = torch.randn(sum(lens), 8, requires_grad=True)
+            side = torch.randn(len(lens), 2, requires_grad=True)
+            with counted_collectives() as routing:
+                _, h, _, (s,) = balancer.route(x, [torch.arange(sum(lens))], [side])
+            with counted_collectives() as attending:
+                o = balancer.attention(*(h.view(-1, 4, 2) for _ in range(3)), causal_free_attention)
+            with counted_collectives() as returning:
+                _, y = balancer.reverse_route(o.flatten(1))
+            with counted_collectives() as backward:
+                (y.sum() + s.sum()).backward()
+            an_attention = 2 if len(bag) > 1 else 0
+            assert routing == returning == {"c10d::alltoall_base_": 1}
+            assert attending == ({"c10d::alltoall_base_": an_attention} if an_attention else {})
+            assert backward == {"c10d::alltoall_base_": 2 + an_attention}
+
+
+def check_group_shared_with_fsdp(rank: int, world_size: int) -> None:
+    """Parameters sharded over the very group that balances, next to the same model whole and unbalanced."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group = dist.new_group(list(range(world_size)))
+    torch.manual_seed(3)
+    whole = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)).double()
+    torch.manual_seed(3)
+    sharded = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)).double()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for module in sharded:
+        fully_shard(module, mesh=mesh)
+    balancer = SequenceBalancer(f"g{world_size}n1", group=group)
+    lens = own(LENS[world_size], rank)
+    torch.manual_seed(10 + rank)
+    x = torch.randn(sum(lens), 8, dtype=torch.float64)
+
+    def forward(model: Any, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        q, k, v = model[0](x).view(x.shape[0], 3, 4, 2).unbind(1)
+        return model[1](attend(q, k, v).flatten(1))
+
+    for _ in range(2):
+        whole.zero_grad()
+        sharded.zero_grad()
+        forward(whole, x, lambda q, k, v: causal_free_attention(q, k, v, torch.tensor(lens))).pow(2).sum().backward()
+        for parameter in whole.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        balancer.plan_routing(lens, 8)
+        _, h, _ = balancer.route(x)
+        out = forward(sharded, h, lambda q, k, v: balancer.attention(q, k, v, causal_free_attention))
+        _, out = balancer.reverse_route(out)
+        out.pow(2).sum().backward()
+        for expected, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
+            got = parameter.grad.full_tensor() * world_size  # FSDP takes the mean
+            torch.testing.assert_close(got, expected.grad, rtol=1e-10, atol=1e-10)
+
+
+def check_several_routes_a_plan(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer(f"g{world_size}n1")
+    lens = own(LENS[world_size], rank)
+    for _ in range(2):
+        balancer.plan_routing(lens, 8)
+        first, second = torch.randn(sum(lens), 4), torch.randn(sum(lens), 2, 3).half()
+        _, a, _ = balancer.route(first)
+        _, b, _ = balancer.route(second)
+        assert torch.equal(balancer.reverse_route(b)[1], second)
+        assert torch.equal(balancer.reverse_route(a)[1], first)
+
+
+def check_groups_are_made_once(rank: int, world_size: int) -> None:
+    counts = []
+    for _ in range(3):
+        for topology in ("g2n2", "g1n2+g2n1") if world_size == 4 else ("g1n2",):
+            balancer = SequenceBalancer(topology)
+            balancer.plan_routing(own(LENS[world_size], rank), 8)
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    assert counts[0] == counts[1] == counts[2]
+
+
+def check_op_is_well_formed(rank: int, world_size: int) -> None:
+    """The dispatcher's own checks: schema, autograd, fake tensors, tracing. They call the op on all ranks alike."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: list[tuple[Any, ...]] = []
+
+    class Capture(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.knapformer.exchange.default:
+                calls.append(args)
+            return func(*args, **(kwargs or {}))
+
+    for engine in ("runs", "index"):
+        balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
+        balancer.plan_routing(own(LENS[world_size], rank), 8)
+        calls.clear()
+        with Capture():
+            _, h, _ = balancer.route(torch.randn(sum(own(LENS[world_size], rank)), 8), [])
+            balancer.pre_attn(*(h.view(-1, 4, 2),) * 3)
+        assert len(calls) == 2
+        for args in calls:
+            tensors = [t.clone().requires_grad_() for t in args[0]]
+            with_gradients = (tensors, *args[1:8], [1] * len(tensors), args[9], args[10] + " with gradients")
+            torch.library.opcheck(torch.ops.knapformer.exchange.default, with_gradients)
+
+
+CHECKS = [
+    check_gradients_by_finite_differences,
+    check_equal_to_no_balancer,
+    check_features_of_every_dtype,
+    check_lengths_of_every_kind,
+    check_collective_counts,
+    check_group_shared_with_fsdp,
+    check_several_routes_a_plan,
+    check_groups_are_made_once,
+    check_op_is_well_formed,
+]
+NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
+
+
+def run_checks(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+    """Runs the checks in turn; a failed one ends the spawn, since ranks are no longer in step."""
+    done = {}
+    for check in CHECKS:
+        if check.__name__ not in names:
+            continue
+        try:
+            check(rank, world_size)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
+        dist.barrier()
+        done[check.__name__] = "passed"
+    return done
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_balancer_on_real_ranks(world_size: int) -> None:
+    names = [check.__name__ for check in CHECKS if world_size == 2 or check not in NEEDS_TWO_RANKS]
+    for done in run_ranks(run_checks, world_size, names, timeout_s=300):
+        assert list(done) == names
+
+
+def test_a_rank_alone_needs_no_group() -> None:
+    balancer = SequenceBalancer("g1n1")
+    plan = balancer.plan_routing([3, 4], 8)
+    assert plan.num_sequences == 2
+    x = torch.randn(7, 8)
+    chunk_lens, y, (ids,) = balancer.route(x, [torch.arange(7)])
+    assert (
+        chunk_lens.tolist() == [3, 4]
+        and torch.equal(x, y)
+        and y.data_ptr() == x.data_ptr()
+        and ids.tolist() == list(range(7))
+    )
+    q = y.view(7, 4, 2)
+    o = balancer.attention(q, q, q, causal_free_attention)
+    torch.testing.assert_close(o, causal_free_attention(q, q, q, chunk_lens))
+    assert torch.equal(balancer.reverse_route(y)[1], x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"topology": "g2n1"}, "topology: got"),
+        ({"topology": "g1n1", "gamma": -1.0}, "gamma: got -1"),
+        ({"topology": "g1n1", "solver": "magic"}, "solver: got magic"),
+        ({"topology": "g1n1", "engine": "magic"}, "engine: got 'magic', expected 'runs' or 'index'"),
+    ],
+)
+def test_bad_options_are_value_errors(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SequenceBalancer(**arguments)

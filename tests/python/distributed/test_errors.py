@@ -1,0 +1,236 @@
+"""Mistakes on one rank, over real Gloo groups, which end the process where an all-to-all's splits do not match.
+
+Expected: an exception on every rank that names the argument, what came and what was expected, soon and not after the
+group's timeout.
+
+Every case has groups of its own, since a rank may be left waiting in one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from knapformer import ArgumentError, SequenceBalancer, StateError
+
+GROUP_TIMEOUT_S = 60
+SOON_S = 10
+
+LENS = [[3, 4], [5]]
+TOKENS = [7, 5]
+
+
+def _x(rank: int, dtype: torch.dtype = torch.float32, width: int = 4, rows: int | None = None) -> Tensor:
+    return torch.zeros(TOKENS[rank] if rows is None else rows, width, dtype=dtype)
+
+
+def _step(balancer: SequenceBalancer, rank: int) -> None:
+    """What all ranks do, and what the odd rank does in another way."""
+    balancer.plan_routing(LENS[rank], 8)
+    _, h, _ = balancer.route(_x(rank), [torch.zeros(TOKENS[rank], dtype=torch.int64)])
+    q = h.view(-1, 4, 1)
+    _, q, _, _ = balancer.pre_attn(q, q, q)
+    _, o = balancer.post_attn(q)
+    balancer.reverse_route(o.flatten(1))
+
+
+def _routed(balancer: SequenceBalancer, rank: int) -> Tensor:
+    balancer.plan_routing(LENS[rank], 8)
+    _, h, _ = balancer.route(_x(rank), [torch.zeros(TOKENS[rank], dtype=torch.int64)])
+    return h.view(-1, 4, 1)
+
+
+def _with_ids(call: Callable[[SequenceBalancer, int, list[Tensor]], Any]) -> Callable[[SequenceBalancer, int], Any]:
+    def run(balancer: SequenceBalancer, rank: int) -> None:
+        balancer.plan_routing(LENS[rank], 8)
+        call(balancer, rank, [torch.zeros(TOKENS[rank], dtype=torch.int64)])
+
+    return run
+
+
+def _failing_attention(balancer: SequenceBalancer, rank: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+        raise MemoryError("attention ran out of memory")
+
+    q = _routed(balancer, rank)
+    try:
+        balancer.attention(q, q, q, attend)
+    except MemoryError as error:
+        raise StateError(str(error)) from error  # as a rank that hears of it would see it
+
+
+# What rank 1 does instead of a step -> the words that every rank must raise.
+MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exception]]] = {
+    "lengths_negative": (lambda b, r: b.plan_routing([3, -1], 8), "seq_lens: got -1 for sequence 1", ArgumentError),
+    "lengths_float": (lambda b, r: b.plan_routing([3.5], 8), r"seq_lens: got [3.5], expected a list or", ArgumentError),
+    "lengths_float_tensor": (
+        lambda b, r: b.plan_routing(torch.ones(2), 8),
+        "seq_lens: got a tensor of shape [2]",
+        ArgumentError,
+    ),
+    "lengths_matrix": (
+        lambda b, r: b.plan_routing(torch.ones(2, 2, dtype=torch.int64), 8),
+        "seq_lens: got a tensor",
+        ArgumentError,
+    ),
+    "lengths_none": (lambda b, r: b.plan_routing(None, 8), "seq_lens: got None", ArgumentError),
+    "width_differs": (
+        lambda b, r: b.plan_routing([3], 16),
+        "d_model: got 16 on rank 1, expected 8, as on rank 0",
+        ArgumentError,
+    ),
+    "width_no_integer": (lambda b, r: b.plan_routing([3], "wide"), "d_model: got str", ArgumentError),
+    "rows": (
+        _with_ids(lambda b, r, ids: b.route(_x(r, rows=3), ids)),
+        "x: got 3 rows (shape [3, 4]), expected 5 rows",
+        ArgumentError,
+    ),
+    "no_tensor": (_with_ids(lambda b, r, ids: b.route(None, ids)), "x: got NoneType, expected a tensor", ArgumentError),
+    "dtype": (_with_ids(lambda b, r, ids: b.route(_x(r, torch.float64), ids)), "route: x: got ", ArgumentError),
+    "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on cpu", ArgumentError),
+    "device": (
+        _with_ids(lambda b, r, ids: b.route(_x(r).to("meta"), ids)),
+        "features[0]: got cpu, expected meta",
+        ArgumentError,
+    ),
+    "requires_grad": (
+        _with_ids(lambda b, r, ids: b.route(_x(r).requires_grad_(), ids)),
+        "x.requires_grad: got ",
+        ArgumentError,
+    ),
+    "features_missing": (_with_ids(lambda b, r, ids: b.route(_x(r))), "features[0]: got ", ArgumentError),
+    "features_more": (_with_ids(lambda b, r, ids: b.route(_x(r), ids * 2)), "features[1]: got ", ArgumentError),
+    "features_tensor": (
+        _with_ids(lambda b, r, ids: b.route(_x(r), ids[0])),
+        "features: got Tensor, expected a list",
+        ArgumentError,
+    ),
+    "side_rows": (
+        _with_ids(lambda b, r, ids: b.route(_x(r), ids, [torch.zeros(2, 1)])),
+        "sequence_features[0]: got 2 rows (shape [2, 1]), expected 1 rows, one for each sequence",
+        ArgumentError,
+    ),
+    "heads": (lambda b, r: b.pre_attn(*(_routed(b, r).reshape(-1, 2, 2),) * 3), "heads: got ", ArgumentError),
+    "kv_heads": (
+        lambda b, r: b.pre_attn(_routed(b, r), *(torch.zeros(6, 3, 1),) * 2),
+        "k: got 3 heads, expected a divisor",
+        ArgumentError,
+    ),
+    "o_heads": (
+        lambda b, r: b.post_attn(b.pre_attn(*(_routed(b, r),) * 3)[1][:, :1]),
+        "o: got 1 heads, expected 2 heads",
+        ArgumentError,
+    ),
+    "order": (lambda b, r: b.post_attn(_routed(b, r)), "pre_attn: has not been called since plan_routing", StateError),
+    "other_call": (lambda b, r: b.reverse_route(_routed(b, r).flatten(1)), "call: got ", StateError),
+    "call_left_out": (lambda b, r: (_routed(b, r), _step(b, r)), "call: got ", StateError),
+    "attention_raises": (_failing_attention, "attention ran out of memory", StateError),
+    "reported": (
+        lambda b, r: (b.report("the data loader ended"), b.plan_routing([3], 8)),
+        "the data loader ended",
+        StateError,
+    ),
+}
+
+
+def _error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    begin = time.monotonic()
+    try:
+        call()
+    except (ArgumentError, StateError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "nothing was raised", time.monotonic() - begin
+
+
+def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tuple[str, str, float]]:
+    outcomes = {}
+    for name, (mistake, _, _) in MISTAKES.items():
+        balancer = SequenceBalancer("g2n1", group=dist.new_group([0, 1]))
+        for _ in range(warm_steps):
+            _step(balancer, rank)
+
+        def call(mistake: Callable[..., Any] = mistake, balancer: SequenceBalancer = balancer) -> None:
+            (mistake if rank == 1 else _step)(balancer, rank)
+            _step(balancer, rank)  # a rank whose own calls went through meets the others here
+
+        outcomes[name] = _error_of(call)
+        kind, message, _ = _error_of(lambda balancer=balancer: balancer.plan_routing(LENS[rank], 8))
+        assert kind == "StateError" and "stopped by an earlier error" in message, (name, message)
+    return outcomes
+
+
+@pytest.mark.parametrize("warm_steps", [0, 2], ids=["at_once", "after_steps"])
+def test_a_mistake_on_one_rank_is_an_error_on_all(warm_steps: int) -> None:
+    by_rank = run_ranks(_make_mistakes, 2, warm_steps, timeout_s=300, group_timeout_s=GROUP_TIMEOUT_S)
+    wrong = []
+    for rank, outcomes in enumerate(by_rank):
+        for name, (_, words, kind) in MISTAKES.items():
+            got_kind, message, seconds = outcomes[name]
+            if got_kind != kind.__name__ or words not in message or seconds > SOON_S:
+                wrong.append(f"rank {rank}, {name}: {got_kind} after {seconds:.1f} s: {message!r} lacks {words!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "topology": ({"topology": "g1n2"}, "topology: got "),
+    "gamma": ({"gamma": 0.5}, "gamma: got "),
+    "mask_factor": ({"mask_factor": 0.5}, "mask_factor: got "),
+    "bad_topology": ({"topology": "g2x"}, "topology: got "),
+    "bad_gamma": ({"gamma": float("nan")}, "gamma: got nan"),
+    "ranks_do_not_divide": ({"topology": "g3n1"}, "topology: got "),
+}
+
+
+def _make_with_odd_options(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
+    outcomes = {}
+    for name, (odd, _) in OPTIONS.items():
+        group = dist.new_group([0, 1])
+        options = {"topology": "g2n1", **(odd if rank == 1 else {})}
+        outcomes[name] = _error_of(lambda options=options, group=group: SequenceBalancer(**options, group=group))
+        # Nothing was in flight: the group serves the next balancer.
+        _step(SequenceBalancer("g2n1", group=group), rank)
+    return outcomes
+
+
+def test_options_that_differ_are_an_error_on_all_ranks() -> None:
+    for outcomes in run_ranks(_make_with_odd_options, 2, timeout_s=120):
+        for name, (_, words) in OPTIONS.items():
+            kind, message, seconds = outcomes[name]
+            assert kind == "ArgumentError" and words in message and seconds < SOON_S, (name, kind, message, seconds)
+
+
+def _lose_a_rank(rank: int, world_size: int) -> tuple[str, str, float]:
+    """Rank 1 leaves without a word: the others are told at the group's timeout."""
+    balancer = SequenceBalancer("g2n1")
+    for _ in range(2):
+        _step(balancer, rank)
+    if rank == 1:
+        time.sleep(8)
+        return "", "", 0
+    return _error_of(lambda: _step(balancer, rank))
+
+
+def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
+    kind, message, seconds = run_ranks(_lose_a_rank, 2, group_timeout_s=3, timeout_s=60)[0]
+    assert kind == "StateError" and "plan_routing: the collective failed on rank 0" in message, message
+    assert 2 < seconds < 8
+
+
+def _without_a_bags_group(rank: int, world_size: int) -> tuple[str, str, float]:
+    from knapformer import balancer
+
+    if rank == 1:
+        balancer._bag_group = lambda *_: None  # type: ignore[assignment, return-value]
+    return _error_of(lambda: SequenceBalancer("g2n1"))
+
+
+def test_a_bag_without_its_group_is_an_error_on_all_ranks() -> None:
+    for kind, message, seconds in run_ranks(_without_a_bags_group, 2, timeout_s=60):
+        assert kind == "StateError" and "make_bag_group: got no group for bag 0" in message and seconds < SOON_S

@@ -1,0 +1,171 @@
+"""What the ranks of test_losses do, and the same in one process that holds all the data, with the means written out.
+
+Kept apart from the test so that a started rank imports nothing of pytest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from knapformer.losses import count_over_ranks, reported, sample_mean, token_mean
+from knapformer.models import (
+    NAMED_CONFIGS,
+    Transformer,
+    TransformerBatch,
+    TransformerConfig,
+    init_weights,
+    shard_model,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import knapformer
+from knapformer import SequenceBalancer
+
+CONFIG = NAMED_CONFIGS["transformer-tiny"]
+assert isinstance(CONFIG, TransformerConfig)
+
+Step = tuple[tuple[int, ...], ...]  # lengths of the samples of each rank
+Outcome = list[tuple[float, dict[str, Tensor]]]  # of each step: reported loss, gradients
+
+
+@dataclass(frozen=True)
+class Case:
+    mean: str  # over "token" or "sample"
+    wrapper: str  # "ddp" and "fsdp" reduce gradients by mean, "sum" by hand
+    count: str  # "reduced", "plan" or "total"
+    topology: str | None
+    steps: tuple[Step, ...]
+
+
+def _new_model() -> Transformer:
+    model = Transformer(CONFIG).double()
+    init_weights(model, seed=5)
+    return model
+
+
+def _sample(step: int, number: int, length: int) -> tuple[Tensor, Tensor]:
+    """Input and target of a sample: a function of its number in the step, not of the rank that holds it."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(length, width, generator=generator, dtype=torch.float64)
+        for width in (CONFIG.in_channels, CONFIG.out_channels)
+    )
+
+
+def alone(mean: str, steps: tuple[Step, ...]) -> Outcome:
+    """One sample at a time through the model; means as sums with explicit divisors."""
+    outcome = []
+    for index, step in enumerate(steps):
+        model = _new_model()
+        lengths = [length for of_rank in step for length in of_rank]
+        loss = torch.zeros((), dtype=torch.float64)
+        for number, length in enumerate(lengths):
+            x, target = _sample(index, number, length)
+            error = (model(TransformerBatch(x, [length])) - target).square().sum() / CONFIG.out_channels
+            loss = loss + error / (sum(lengths) if mean == "token" else len(lengths) * length)
+        if lengths:
+            loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        outcome.append((loss.item(), grads))
+    return outcome
+
+
+def on_ranks(case: Case, naive: bool = False) -> Outcome:
+    """Collective. naive: each rank's own mean instead, to see that it differs."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    balancer = None if case.topology is None else SequenceBalancer(case.topology)
+    reduction = "sum" if case.wrapper == "sum" else "mean"
+    outcome = []
+    for index, step in enumerate(case.steps):
+        model = _new_model()
+        run = model
+        if case.wrapper == "fsdp":
+            shard_model(model, init_device_mesh("cpu", (world,)))
+        elif case.wrapper == "ddp":
+            run = DistributedDataParallel(model)
+        first = sum(len(of_rank) for of_rank in step[:rank])
+        drawn = [_sample(index, first + i, length) for i, length in enumerate(step[rank])]
+        none = _sample(0, 0, 0)
+        x, target = (torch.cat([none[part], *(d[part] for d in drawn)]) for part in (0, 1))
+        seq_lens = list(step[rank])
+        per_token = (run(TransformerBatch(x, seq_lens), balancer) - target).square().mean(1)
+
+        plan = total = None
+        if case.count == "plan":
+            everyone = [list(of_rank) for of_rank in step]
+            plan = balancer.plan if balancer else knapformer.plan(everyone, "g1n1", CONFIG.d_model)
+        elif case.count == "total":
+            total = count_over_ranks(len(x) if case.mean == "token" else len(seq_lens))
+        if naive:
+            loss = per_token.mean() if seq_lens else per_token.sum()
+        elif case.mean == "token":
+            loss = token_mean(per_token, plan=plan, total=total, gradient_reduction=reduction)
+        else:
+            loss = sample_mean(per_token, seq_lens, plan=plan, total=total, gradient_reduction=reduction)
+        loss.backward()
+        outcome.append((reported(loss, gradient_reduction=reduction).item(), _reduced(model, case.wrapper)))
+    return outcome
+
+
+def _reduced(model: Transformer, wrapper: str) -> dict[str, Tensor]:
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name} has no gradient"
+        if wrapper == "sum":
+            dist.all_reduce(grad)
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return grads
+
+
+def accumulated(steps: tuple[Step, ...]) -> dict[str, Tensor]:
+    """Collective. The steps as micro-batches of one: the gradient of the mean over the tokens of all of them."""
+    rank = dist.get_rank()
+    model = _new_model()
+    total = count_over_ranks(sum(sum(step[rank]) for step in steps))
+    for index, step in enumerate(steps):
+        first = sum(len(of_rank) for of_rank in step[:rank])
+        for i, length in enumerate(step[rank]):
+            x, target = _sample(index, first + i, length)
+            per_token = (model(TransformerBatch(x, [length])) - target).square().mean(1)
+            token_mean(per_token, total=total).backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(grads[name])
+        grads[name] /= dist.get_world_size()
+    return grads
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
+    return [on_ranks(case) for case in cases]
+
+
+def run_naive(rank: int, world_size: int, case: Case) -> Outcome:
+    return on_ranks(case, naive=True)
+
+
+def run_accumulated(rank: int, world_size: int, steps: tuple[Step, ...]) -> dict[str, Tensor]:
+    return accumulated(steps)
+
+
+def run_misuse(rank: int, world_size: int) -> list[str]:
+    """What each rank is told where it gives a plan that does not fit."""
+    plan = knapformer.plan([[3, 4], [5]], "g1n2", 64)
+    alone_plan = knapformer.plan([[3]], "g1n1", 64)
+    messages = []
+    for call in (
+        lambda: token_mean(torch.zeros(6), plan=plan),
+        lambda: sample_mean(torch.zeros(7), [1, 2, 4], plan=plan),
+        lambda: token_mean(torch.zeros(3), plan=alone_plan),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

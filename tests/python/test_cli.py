@@ -1,0 +1,229 @@
+"""The command: what it prints, what it writes, and that wrong input ends in one line and status 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from knapformer.cli import main
+
+from knapformer import DataMix, Plan, plan
+
+MIXED = ["--data", "mixed", "--ranks", "32"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    try:
+        status = main(args)
+    except SystemExit as exit_:  # argparse
+        status = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--gamma", "0.41", "--seed", "7", "--step", "3"]
+    status, out, err = run(capsys, *args, "--json", str(path))
+    lengths = DataMix.parse("mixed").draw_lengths(7, 3, 32)
+    assert (status, err) == (0, "")
+    assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", 3072, gamma=0.41)
+    assert os.listdir(tmp_path) == ["plan.json"]
+    assert "g8n4, 32 ranks" in out
+    status, out, err = run(capsys, *args, "--json", "-")
+    assert (status, err, out) == (0, "", path.read_text())
+
+
+def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[10, 2000], [30], []]")
+    status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
+    made = plan([[10, 2000], [30], []], "g1n1+g2n1", 8)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert status == 0
+    assert [row[:4] for row in cells] == [["0", "0", "2", "2,010"], ["1", "1", "1", "30"], ["2", "1", "0", "0"]]
+    assert [int(row[6].replace(",", "")) for row in cells] == made.tokens_after
+    mean = sum(made.workload_before) / 3
+    assert [float(row[7]) for row in cells] == pytest.approx([w / mean for w in made.workload_after], abs=6e-4)
+    assert "inf before" in out
+
+
+def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
+    assert status == 0
+    assert len(out.splitlines()) < 12 and "4,096" in out
+
+
+def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[], []]")
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
+    assert (status, err) == (0, "") and "nothing to balance" in out
+
+
+def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
+    status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
+    assert status == 0 and Plan.from_json(out).seq_lens == [[5, 6], [7]]
+
+
+def test_simulate_and_plan_draw_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys, "plan", "--topology", "g1n1", "--data", "g1b3i512f1s0", "--ranks", "1", "--scale", "2",
+        "--max-text-tokens", "0", "--json", "-",
+    )  # fmt: skip
+    lengths = Plan.from_json(out).seq_lens[0]
+    assert status == 0 and len(lengths) == 3 and all(256 * 0.96 - 1 <= n <= 256 * 1.04 for n in lengths)
+
+
+PLAN_G8 = ["plan", "--topology", "g8n4"]
+SIMULATE = ["simulate", "--topology", "g2n1"]
+TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["draw"], "invalid choice: 'draw'"),
+        (PLAN_G8, "one of the arguments --data --lengths is required"),
+        ([*PLAN_G8, "--data", "mixed"], "--ranks: got none"),
+        ([*PLAN_G8, "--data", "mixd", "--ranks", "32"], "data: got 'mixd'"),
+        ([*PLAN_G8, "--data", "g8b1i256", "--ranks", "32"], "data: got 'g8b1i256'"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "33"], "ranks: got 33, expected a positive multiple of the 32"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "0"], "--ranks: got '0'"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "many"], "--ranks: got 'many'"),
+        (["plan", "--topology", "g8", *MIXED], "topology: got 'g8'"),
+        (["plan", "--topology", "g3n1", *MIXED], "topology: got 'g3n1'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "-1"], "--gamma: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "inf"], "--gamma: got 'inf'"),
+        ([*PLAN_G8, *MIXED, "--d-model", "0"], "--d-model: got '0'"),
+        ([*PLAN_G8, *MIXED, "--seed", "-1"], "--seed: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--scale", "0"], "--scale: got '0'"),
+        ([*PLAN_G8, *MIXED, "--solver", "magic"], "invalid choice: 'magic'"),
+        ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
+        ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
+        ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
+        ([*PLAN_G8, "--lengths", "nowhere.json"], "nowhere.json: No such file"),
+        ([*PLAN_G8, "--lengths", "."], ".: Is a directory"),
+        ([*SIMULATE, *TWO, "--steps", "0"], "--steps: got '0'"),
+        ([*SIMULATE, *TWO, "--warmup", "-1"], "--warmup: got '-1'"),
+        ([*SIMULATE, *TWO, "--gamma", "fitted"], "--gamma: got 'fitted'"),
+        ([*SIMULATE, *TWO, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
+        ([*SIMULATE, *TWO, "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([*SIMULATE, *TWO, "--model", "flux-huge"], "model: got 'flux-huge'"),
+        ([*SIMULATE, *TWO, "--model", "nowhere.json"], "nowhere.json: No such file"),
+        ([*SIMULATE, *TWO, "--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
+        ([*SIMULATE, "--data", "g2b1i256f1s0"], "--ranks: got none"),
+        ([*SIMULATE, "--data", "mixed", "--ranks", "2"], "ranks: got 2"),
+        ([*SIMULATE, *TWO, "--topology", "g2n1"], "topology: got 'g2n1' twice"),
+        ([*SIMULATE, *TWO, "--topology", "g3n1"], "topology: got 'g3n1'"),
+        ([*SIMULATE, *TWO, "--topology", "n2"], "topology: got 'n2'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    status, out, err = run(capsys, *args)
+    assert status == 2 and out == "" and os.listdir(tmp_path) == []
+    assert err.startswith("knapformer") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not readable as JSON"),
+        (b"[[1, 2], [3", "not readable as JSON"),
+        (b"\xff\xfe[", "not readable as JSON"),
+        (b"[" * 200_000, "not readable as JSON"),
+        (b"[[" + b"9" * 5000 + b"], []]", "not readable as JSON"),
+        (b"{}", "expected a list"),
+        (b"[]", "expected a list"),
+        (b"[1, 2]", "expected a list"),
+        (b"[[1], [0]]", "rank 1: got 0"),
+        (b"[[1], [-3]]", "rank 1: got -3"),
+        (b"[[1], [2.5]]", "rank 1: got 2.5"),
+        (b"[[NaN], [1]]", "rank 0: got nan"),
+        (b"[[true], [1]]", "rank 0: got True"),
+        (b'[["7"], [1]]', "rank 0: got '7'"),
+        (b"[[1], [99999999999999999999]]", "rank 1: got 99999999999999999999"),
+        (b"[[1], [1], [1]]", "topology: got 'g2n1'"),
+    ],
+)
+def test_wrong_lengths(content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_bytes(content)
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
+    assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from knapformer import output
+
+    path = tmp_path / "out.json"
+    output.write_atomically(str(path), "old")
+    assert path.read_text() == "old" and path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        output.write_atomically(str(path), "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
+    """In an interpreter where importing torch or numpy fails."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from knapformer.cli import main\n"
+        "status = main(['plan', '--topology', 'g8n4', '--data', 'joint', '--ranks', '32'])\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "32 ranks" in done.stdout
+
+
+def test_simulate_without_torch_says_so() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from knapformer.cli import main\n"
+        "sys.exit(main(['simulate', '--topology', 'g2n1', '--data', 'g2b1i256f1s0', '--ranks', '2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs torch" in done.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -m knapformer.cli plan --topology g1n64 --data low --ranks 64 --json - | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stderr, len(done.stdout)) == ("", 10)
+
+
+def test_result_files_hold_nothing_that_json_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An infinite ratio, of a rank without work, is no JSON number."""
+    path = tmp_path / "lengths.json"
+    path.write_text("[[8], []]")
+    status, out, _ = run(capsys, "plan", "--topology", "g1n2", "--lengths", str(path), "--json", "-")
+
+    def refuse(name: str) -> float:
+        raise AssertionError(name)
+
+    assert status == 0
+    json.loads(out, parse_constant=refuse)

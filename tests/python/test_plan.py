@@ -1,0 +1,135 @@
+"""Planning from Python: the golden plans, the promises of a plan, and errors by name. None of it needs torch."""
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import knapformer as kf
+
+GOLDEN = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "golden/reference_plans.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=[g["name"] for g in GOLDEN])
+def test_greedy_makes_the_golden_plans(golden):
+    plan = kf.plan(golden["seq_lens"], golden["topology"], golden["d_model"], gamma=golden["gamma"], solver="greedy")
+    plan.validate()
+    assert plan.bag_of_sequence == golden["bag_of_sequence"]
+    assert plan.wir_before == pytest.approx(golden["wir_before"], rel=1e-9)
+    bags = plan.topology.bags
+    lens = [length for per_rank in plan.seq_lens for length in per_rank]
+    expected = [0.0] * plan.num_ranks
+    d, gamma = golden["d_model"], golden["gamma"]
+    for sequence, rank, _, tokens in plan.chunks:
+        size = len(bags[golden["bag_of_sequence"][sequence]])
+        share = lens[sequence] // size
+        assert share <= tokens <= share + 1
+        expected[rank] += 24 * tokens * d * d + gamma * 4 * lens[sequence] ** 2 * d / size
+    assert plan.workload_after == pytest.approx(expected, rel=1e-9)
+    for bag in bags:
+        ours = sum(plan.workload_after[r] for r in bag) / 1e12
+        assert ours == pytest.approx(sum(golden["workload_after"][r] for r in bag), rel=1e-9)
+
+
+lengths = st.lists(st.integers(1, 5000), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_token_is_on_exactly_one_rank(data):
+    topology = data.draw(st.sampled_from(["g1n4", "g2n2", "g4n1", "g1n2+g2n1", "g1n1", "g2n1"]))
+    per_replica = kf.Topology(topology).num_ranks
+    num_ranks = per_replica * data.draw(st.integers(1, 2))
+    seq_lens = data.draw(st.lists(lengths, min_size=num_ranks, max_size=num_ranks))
+    plan = kf.plan(seq_lens, topology, 64, gamma=data.draw(st.floats(0, 4)))
+    plan.validate()
+    tokens = [[] for _ in range(plan.num_sequences)]
+    for sequence, _, first, count in plan.chunks:
+        tokens[sequence].extend(range(first, first + count))
+    assert tokens == [list(range(length)) for per_rank in seq_lens for length in per_rank]
+    assert [sum(lens) for lens in plan.chunk_lens] == plan.tokens_after
+    assert sum(plan.tokens_after) == sum(map(sum, seq_lens)) == plan.num_tokens
+    for rank, (lens, ids) in enumerate(zip(plan.chunk_lens, plan.sequences_on, strict=True)):
+        assert sorted(zip(ids, lens, strict=True)) == sorted((s, n) for s, r, _, n in plan.chunks if r == rank)
+
+
+def test_plans_are_values():
+    plan = kf.plan([[100, 200], [], [30], [4]], "g2n2", 64, gamma=0.41)
+    assert plan == kf.plan([[100, 200], [], [30], [4]], "g2n2", 64, gamma=0.41)
+    assert plan != kf.plan([[100, 200], [], [30], [5]], "g2n2", 64, gamma=0.41)
+    assert kf.Plan.from_json(plan.to_json()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert "g2n2" in repr(plan)
+    assert math.isinf(plan.wir_before)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("topology", {"topology": "g3"}),
+        ("topology", {"topology": "g3n1"}),
+        ("gamma", {"gamma": -1.0}),
+        ("gamma", {"gamma": math.nan}),
+        ("d_model", {"d_model": 0}),
+        ("solver", {"solver": "best"}),
+        ("seq_lens", {"seq_lens_per_rank": [[1, 0], [2]]}),
+        ("seq_lens", {"seq_lens_per_rank": [[1, -5], [2]]}),
+        ("topology", {"seq_lens_per_rank": []}),
+    ],
+)
+def test_errors_name_the_argument(argument, change):
+    arguments = {"seq_lens_per_rank": [[5], [7]], "topology": "g2n1", "d_model": 64} | change
+    with pytest.raises(kf.ArgumentError, match=rf"^{argument}: got .*, expected ") as error:
+        kf.plan(**arguments)
+    assert isinstance(error.value, ValueError)
+
+
+def test_planning_needs_no_torch():
+    code = """
+import sys
+sys.modules["torch"] = None  # an import of torch raises ImportError
+import knapformer
+plan = knapformer.plan([[100], [5]], "g2n1", 64)
+assert plan.num_tokens == 105
+knapformer.DataMix.parse("joint").draw_lengths(0, 0, 32)
+try:
+    knapformer.SequenceBalancer
+except ImportError:
+    print("no balancer without torch")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "no balancer without torch\n"
+
+
+def test_fit_recovers_gamma():
+    lens, k, d = [256, 1024, 4096, 16384], 2e-15, 3072
+    fit = kf.fit_workload(lens, [k * kf.WorkloadModel(gamma=0.385).work(n, d) for n in lens], d)
+    assert fit.gamma == pytest.approx(0.385, rel=1e-9)
+    assert fit.seconds_per_flop == pytest.approx(k, rel=1e-9)
+
+
+# Published WIR without balancer and under each topology; over 50 steps of our own draws, at the gamma at which they come out.
+PUBLISHED_WIR = {
+    "low": {None: 1.22, "g1n32": 1.00, "g2n16": 1.00, "g4n8": 1.00, "g8n4": 1.00},
+    "mixed": {None: 17.14, "g1n32": 3.92, "g2n16": 1.27, "g4n8": 1.01, "g8n4": 1.00},
+    "joint": {None: 28.11, "g1n32": 4.61, "g2n16": 1.62, "g4n8": 1.00, "g8n4": 1.00},
+}
+
+
+@pytest.mark.parametrize("mix", PUBLISHED_WIR)
+def test_mixes_and_planner_reproduce_the_published_wir(mix):
+    for topology, published in PUBLISHED_WIR[mix].items():
+        wir = []
+        for step in range(50):
+            seq_lens = kf.DataMix.parse(mix).draw_lengths(0, step, 32)
+            plan = kf.plan(seq_lens, topology or "g1n32", 3072, gamma=0.41, solver="greedy")
+            wir.append(plan.wir_after if topology else plan.wir_before)
+        assert sum(wir) / len(wir) == pytest.approx(published, rel=0.05), topology

@@ -1,0 +1,198 @@
+// Agreement over a store alone: who announces when, and what ranks that differ get told.
+#include "knapformer/torch/agreement.h"
+
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "knapformer/core/error.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using namespace std::chrono_literals;
+
+/// Counts what ranks ask of it.
+class CountingStore : public c10d::HashStore {
+ public:
+  using HashStore::set;
+  std::atomic<int64_t> num_asked = 0;
+  std::atomic<int64_t> num_compared = 0;  // two an announcement; unlike waits, their number does not hang on timing
+
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++num_asked;
+    HashStore::set(key, value);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& value) override {
+    ++num_asked;
+    ++num_compared;
+    return HashStore::compareSet(key, expected, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    ++num_asked;
+    return HashStore::check(keys);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    ++num_asked;
+    return HashStore::add(key, value);
+  }
+};
+
+struct World {
+  c10::intrusive_ptr<CountingStore> store = c10::make_intrusive<CountingStore>();
+  testing::InProcessWorld ranks;
+
+  explicit World(int32_t num_ranks) : ranks(num_ranks) {}
+
+  std::shared_ptr<ErrorBoard> board(int32_t rank) {
+    return std::make_shared<ErrorBoard>(c10::make_intrusive<c10d::PrefixStore>("board", store), rank);
+  }
+
+  std::shared_ptr<Agreement> join(int32_t rank, std::chrono::milliseconds timeout = 10s) {
+    return std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>("agreement", store), rank,
+                                       ranks.num_ranks(), timeout, board(rank));
+  }
+};
+
+Statement statement(std::string_view call, std::string_view dtype = "float", std::string_view gradients = "1",
+                    bool follows = false) {
+  Statement s(call);
+  s.add("x", dtype);
+  s.gradients.append(gradients);
+  s.follows = follows;
+  return s;
+}
+
+TEST(Agreement, AsksTheStoreOnceACallRepeats) {
+  World world(3);
+  std::atomic<int64_t> asked_by_first_steps = 0, compared_by_first_steps = 0;
+  std::barrier all_here(3);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    const auto step = [&](int32_t num_layers) {
+      agreement->agree(Statement("plan_routing"));
+      agreement->begin_step();
+      agreement->agree(statement("route"));
+      for (int32_t i = 0; i < num_layers; ++i) {
+        agreement->agree(statement("pre_attn"));
+        agreement->agree(statement("post_attn"));
+      }
+      agreement->agree(statement("reverse_route"));
+    };
+    step(20);
+    // The third layer onwards repeats what followed before; the end and the next step's beginning do not.
+    step(20);
+    all_here.arrive_and_wait();
+    if (rank == 0) {
+      asked_by_first_steps = world.store->num_asked.load();
+      compared_by_first_steps = world.store->num_compared.load();
+    }
+    all_here.arrive_and_wait();
+    for (int32_t i = 0; i < 50; ++i) step(20);
+  });
+  EXPECT_EQ(world.store->num_asked, asked_by_first_steps);
+  // Of the 86 calls of the first two steps, each rank announces plan_routing, route, pre_attn, post_attn, pre_attn
+  // after post_attn, reverse_route after post_attn, and plan_routing after reverse_route.
+  EXPECT_EQ(compared_by_first_steps, 2 * 3 * 7);
+}
+
+TEST(Agreement, LetsAllRanksChangeTogether) {
+  World world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    for (int32_t i = 0; i < 30; ++i)
+      agreement->agree(statement("route", i % 3 == 0 ? "float" : "double", i % 2 == 0 ? "0" : "1"));
+  });
+}
+
+TEST(Agreement, LeavesFewKeysBehind) {
+  World world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    for (int32_t i = 0; i < 100; ++i) agreement->agree(statement("route", std::to_string(i)));
+  });
+  EXPECT_LT(world.store->getNumKeys(), 12);
+}
+
+TEST(Agreement, TellsAllRanksWhatDiffers) {
+  World world(3);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    world.board(rank)->guard([&] { agreement->agree(statement("route", rank == 1 ? "double" : "float")); });
+  });
+  int32_t num_original = 0;
+  for (const auto& error : errors) {
+    const std::string message = testing::describe(error);
+    EXPECT_TRUE(message.starts_with("ArgumentError: ")) << message;
+    EXPECT_NE(message.find("route: x: got "), std::string::npos) << message;
+    // Whoever came first is what was expected.
+    EXPECT_TRUE(message.find("got double on rank 1") != std::string::npos ||
+                message.find("expected double, as on rank 1") != std::string::npos)
+        << message;
+    num_original += message.find("rank 1: ") == std::string::npos;
+  }
+  EXPECT_GE(num_original, 1);
+}
+
+TEST(Agreement, FindsARankThatWentAheadAsForeseen) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    for (int32_t i = 0; i < 4; ++i) agreement->agree(statement("route"));
+    agreement->agree(statement("route", rank == 0 ? "half" : "float"));  // rank 1 goes ahead...
+    for (;;) {  // ... into a collective, where it looks now and then
+      std::this_thread::sleep_for(1ms);
+      world.board(rank)->guard([&] { agreement->check_announcements(); });
+    }
+  });
+  EXPECT_NE(testing::describe(errors[0]).find("half"), std::string::npos) << testing::describe(errors[0]);
+  EXPECT_NE(testing::describe(errors[1]).find("x: got float on rank 1, expected half, as on rank 0"),
+            std::string::npos);
+}
+
+TEST(Agreement, RanksWithoutRowsFollow) {
+  World world(3);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    // An evaluation without gradients comes between training steps. Rank 2 never has rows, nor gradients of its own.
+    for (const char flag : {'1', '1', '0', '1', '0', '0', '1', '1'}) {
+      const std::string gradients(1, flag);
+      Statement own = statement(flag == '1' ? "route" : "route without gradients", "float", rank == 2 ? "0" : gradients,
+                                rank == 2 && flag == '1');
+      if (own.follows) {
+        own.gradients = agreement->foresee(own);
+        own.follows = false;
+      }
+      EXPECT_EQ(own.gradients, gradients);
+      agreement->agree(own);
+    }
+  });
+}
+
+TEST(Agreement, AllRanksWithoutRowsAgreeOnOne) {
+  World world(3);
+  std::array<std::string, 3> agreed;
+  world.ranks.run_all([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    agreed[static_cast<size_t>(rank)] = agreement->foresee(statement("route", "float", rank == 1 ? "1" : "0", true));
+  });
+  EXPECT_EQ(agreed[0], agreed[1]);
+  EXPECT_EQ(agreed[1], agreed[2]);
+}
+
+TEST(Agreement, GivesUpAfterTheGroupsTimeout) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto agreement = world.join(rank, 300ms);
+    if (rank == 0) agreement->agree(statement("route"));
+  });
+  EXPECT_NE(testing::describe(errors[0]).find("StateError: route: rank 0 waited"), std::string::npos)
+      << testing::describe(errors[0]);
+}
+
+}  // namespace
+}  // namespace knapformer

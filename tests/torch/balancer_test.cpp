@@ -1,0 +1,395 @@
+// SequenceBalancer over ranks that are threads. The oracle is an index formula: every token carries its sequence and
+// place, so what a rank must hold follows from the plan's chunks alone.
+#include "knapformer/torch/balancer.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tests/core/cases.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using testing::InProcessWorld;
+
+struct Token {
+  int64_t sequence = 0;
+  int64_t position = 0;
+};
+
+/// The tokens of a rank's own sequences, in order.
+std::vector<Token> home_tokens(const Plan& plan, int32_t rank) {
+  std::vector<Token> tokens;
+  for (int32_t s = plan.seq_lens().first_of(Rank(rank)).value; s < plan.seq_lens().last_of(Rank(rank)).value; ++s) {
+    for (int64_t p = 0; p < plan.seq_lens()[SequenceId(s)]; ++p) tokens.push_back({s, p});
+  }
+  return tokens;
+}
+
+/// The tokens of the chunks that a rank holds, in order.
+std::vector<Token> chunk_tokens(const Plan& plan, int32_t rank) {
+  std::vector<Token> tokens;
+  for (const int32_t index : plan.chunks_on(Rank(rank))) {
+    const Chunk& chunk = plan.chunk(index);
+    for (int64_t i = 0; i < chunk.num_tokens; ++i) tokens.push_back({chunk.sequence.value, chunk.first_token + i});
+  }
+  return tokens;
+}
+
+/// The tokens that attention on a rank sees: all of each sequence that its bag was given.
+std::vector<Token> attention_tokens(const Plan& plan, int32_t rank) {
+  std::vector<Token> tokens;
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+    if (!plan.topology().bag(plan.placement(SequenceId(s)).bag).holds(Rank(rank))) continue;
+    for (int64_t p = 0; p < plan.seq_lens()[SequenceId(s)]; ++p) tokens.push_back({s, p});
+  }
+  return tokens;
+}
+
+int64_t number_of(const Token& token) { return token.sequence * 1000 + token.position; }
+
+/// (tokens, columns) of numbers that no other token or column has.
+at::Tensor numbered(const std::vector<Token>& tokens, int64_t columns, double scale) {
+  at::Tensor values = at::empty({static_cast<int64_t>(tokens.size()), columns}, at::kDouble);
+  double* out = values.mutable_data_ptr<double>();
+  for (const Token& token : tokens) {
+    for (int64_t c = 0; c < columns; ++c) *out++ = scale * static_cast<double>(number_of(token) * 100 + c);
+  }
+  return values;
+}
+
+std::vector<int64_t> to_list(const at::Tensor& lens) {
+  EXPECT_EQ(lens.scalar_type(), at::kInt);
+  std::vector<int64_t> list;
+  for (int64_t i = 0; i < lens.numel(); ++i) list.push_back(lens[i].item<int64_t>());
+  return list;
+}
+
+struct Setup {
+  std::string topology;
+  int32_t num_ranks = 1;
+  ExchangeEngine engine = ExchangeEngine::kRuns;
+  std::string solver = "greedy";
+};
+
+void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.topology << " on " << setup.num_ranks << " ranks"; }
+
+std::unique_ptr<SequenceBalancer> make_balancer(InProcessWorld& world, int32_t rank, const Setup& setup) {
+  return std::make_unique<SequenceBalancer>(
+      setup.topology, BalancerOptions{.workload = {.gamma = 0.5}, .solver = setup.solver, .engine = setup.engine},
+      world.all(rank), [&world, rank](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+}
+
+/// Lengths of all ranks: some ranks without sequences, some sequences of a token or two.
+std::vector<std::vector<int64_t>> random_lengths(Cases& cases, int32_t num_ranks) {
+  const SequenceLengths lens = cases.lengths(num_ranks, 40);
+  std::vector<std::vector<int64_t>> lists;
+  for (int32_t r = 0; r < num_ranks; ++r) lists.emplace_back(lens.lens(Rank(r)).begin(), lens.lens(Rank(r)).end());
+  return lists;
+}
+
+class Balancer : public ::testing::TestWithParam<Setup> {};
+
+std::vector<Setup> setups() {
+  std::vector<Setup> all;
+  for (const auto& [topology, num_ranks] : std::vector<std::pair<std::string, int32_t>>{{"g1n2", 2},
+                                                                                        {"g2n1", 2},
+                                                                                        {"g1n1+g2n1", 3},
+                                                                                        {"g3n1", 3},
+                                                                                        {"g2n2", 4},
+                                                                                        {"g4n1", 4},
+                                                                                        {"g2n1", 4},
+                                                                                        {"g1n2+g2n1", 8},
+                                                                                        {"g8n1", 8},
+                                                                                        {"g4n2", 8},
+                                                                                        {"g3n1+g5n1", 8}}) {
+    for (const ExchangeEngine engine : {ExchangeEngine::kRuns, ExchangeEngine::kIndex}) {
+      for (const char* solver : {"greedy", "balanced"}) all.push_back({topology, num_ranks, engine, solver});
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Topologies, Balancer, ::testing::ValuesIn(setups()), [](const auto& test) {
+  std::string name = test.param.topology + "_on" + std::to_string(test.param.num_ranks) + "_" + test.param.solver +
+                     (test.param.engine == ExchangeEngine::kRuns ? "_runs" : "_index");
+  std::replace(name.begin(), name.end(), '+', '_');
+  return name;
+});
+
+TEST_P(Balancer, RoutesForthAndBack) {
+  Cases cases(11);
+  for (int32_t round = 0; round < 6; ++round) {
+    const auto lists = random_lengths(cases, GetParam().num_ranks);
+    InProcessWorld world(GetParam().num_ranks);
+    world.run_all([&](int32_t rank) {
+      const auto balancer = make_balancer(world, rank, GetParam());
+      const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      const std::vector<Token> home = home_tokens(plan, rank), held = chunk_tokens(plan, rank);
+      const at::Tensor x = numbered(home, 3, 1.0).set_requires_grad(true);
+      const at::Tensor ids = numbered(home, 1, 1.0).squeeze(1).to(at::kLong);
+      const at::Tensor bits = ids.remainder(3).eq(0).unsqueeze(1).expand({-1, 5});
+
+      const SequenceBalancer::Routed routed = balancer->route(x, {ids, bits});
+      std::vector<int64_t> chunk_lens;
+      for (const int32_t c : plan.chunks_on(Rank(rank))) chunk_lens.push_back(plan.chunk(c).num_tokens);
+      EXPECT_EQ(to_list(routed.chunk_lens), chunk_lens);
+      EXPECT_TRUE(at::equal(routed.x, numbered(held, 3, 1.0)));
+      const at::Tensor held_ids = numbered(held, 1, 1.0).squeeze(1).to(at::kLong);
+      EXPECT_TRUE(at::equal(routed.features.at(0), held_ids));
+      EXPECT_TRUE(at::equal(routed.features.at(1), held_ids.remainder(3).eq(0).unsqueeze(1).expand({-1, 5})));
+
+      const SequenceBalancer::Returned back = balancer->reverse_route(routed.x * 2);
+      EXPECT_EQ(to_list(back.seq_lens), lists[static_cast<size_t>(rank)]);
+      EXPECT_TRUE(at::equal(back.x, x * 2));
+      // A loss that weighs every token on its own.
+      (back.x * numbered(home, 3, 0.5)).sum().backward();
+      EXPECT_TRUE(at::equal(x.grad(), numbered(home, 3, 1.0)));
+    });
+  }
+}
+
+TEST_P(Balancer, SideDataReachesEveryChunkAndSumsBack) {
+  Cases cases(12);
+  for (int32_t round = 0; round < 6; ++round) {
+    const auto lists = random_lengths(cases, GetParam().num_ranks);
+    InProcessWorld world(GetParam().num_ranks);
+    for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
+      world.run_all([&](int32_t rank) {
+        const auto balancer = make_balancer(world, rank, GetParam());
+        const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+        const int64_t first = plan.seq_lens().first_of(Rank(rank)).value;
+        const auto count = static_cast<int64_t>(lists[static_cast<size_t>(rank)].size());
+        const at::Tensor x = at::zeros({plan.tokens_before()[static_cast<size_t>(rank)], 1});
+        const at::Tensor side =
+            (at::arange(count, at::kDouble) + first).unsqueeze(1).expand({-1, 2}).to(dtype).set_requires_grad(true);
+        const at::Tensor numbers = at::arange(count, at::kInt) + first;
+
+        const SequenceBalancer::Routed routed = balancer->route(x, {}, {side, numbers});
+        // The gradient of each holder is its rank's number plus 1.
+        at::Tensor loss = (routed.sequence_features.at(0) * (rank + 1)).sum() + routed.x.sum();
+        const auto chunks = plan.chunks_on(Rank(rank));
+        ASSERT_EQ(routed.sequence_features.at(1).size(0), static_cast<int64_t>(chunks.size()));
+        for (size_t i = 0; i < chunks.size(); ++i) {
+          const int32_t sequence = plan.chunk(chunks[i]).sequence.value;
+          ASSERT_EQ(routed.sequence_features[1][static_cast<int64_t>(i)].item<int64_t>(), sequence);
+          ASSERT_EQ(routed.sequence_features[0][static_cast<int64_t>(i)][1].item<double>(), sequence);  // small: exact
+        }
+        loss.backward();
+        for (int64_t s = 0; s < count; ++s) {
+          double expected = 0;
+          for (const Chunk& chunk : plan.chunks(SequenceId(first + s))) expected += chunk.rank.value + 1;
+          ASSERT_EQ(side.grad()[s][0].item<double>(), expected) << "rank " << rank << " sequence " << first + s;
+          ASSERT_EQ(side.grad()[s][1].item<double>(), expected);
+        }
+      });
+    }
+  }
+}
+
+struct Heads {
+  int64_t query = 0;
+  int64_t key_value = 0;
+};
+
+/// Attention's inputs and back. Values name (token, head, column); gradients also the rank and the local head that they
+/// come from, so that sums over repeated key/value heads are seen.
+void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
+  SCOPED_TRACE(::testing::Message() << heads.query << " heads, " << heads.key_value << " kv heads");
+  Cases cases(seed);
+  const auto lists = random_lengths(cases, setup.num_ranks);
+  InProcessWorld world(setup.num_ranks);
+  constexpr int64_t kDim = 2;
+  const auto values_of = [&](const std::vector<Token>& tokens, int64_t num_heads, double scale) {
+    return numbered(tokens, num_heads * kDim, scale).view({static_cast<int64_t>(tokens.size()), num_heads, kDim});
+  };
+  const auto weight_of = [](int32_t rank, int64_t local_head) {
+    return static_cast<double>(rank * 64 + local_head + 1);
+  };
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, setup);
+    const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+    const std::vector<Token> held = chunk_tokens(plan, rank), seen = attention_tokens(plan, rank);
+    const Bag& bag = plan.topology().bag(plan.topology().bag_of(Rank(rank)));
+    const HeadPartition partition = partition_heads(heads.query, heads.key_value, bag.num_ranks);
+    const int32_t index = rank - bag.first_rank.value;
+
+    const at::Tensor q = values_of(held, heads.query, 1).set_requires_grad(true);
+    const at::Tensor k = values_of(held, heads.key_value, 2).set_requires_grad(true);
+    const at::Tensor v = values_of(held, heads.key_value, 3).set_requires_grad(true);
+    const SequenceBalancer::AttentionInputs inputs = balancer->pre_attn(q, k, v);
+
+    const auto expect_heads = [&](const at::Tensor& got, const HeadShares& shares, int64_t num_heads, double scale) {
+      const at::Tensor whole = values_of(seen, num_heads, scale);
+      const auto share = shares.of(index);
+      ASSERT_EQ(got.sizes(), (std::vector<int64_t>{whole.size(0), static_cast<int64_t>(share.size()), kDim}));
+      for (size_t h = 0; h < share.size(); ++h) {
+        ASSERT_TRUE(at::equal(got.select(1, static_cast<int64_t>(h)), whole.select(1, share[h])))
+            << "rank " << rank << " head " << h;
+      }
+    };
+    expect_heads(inputs.q, partition.query, heads.query, 1);
+    expect_heads(inputs.k, partition.key_value, heads.key_value, 2);
+    expect_heads(inputs.v, partition.key_value, heads.key_value, 3);
+    std::vector<int64_t> seen_lens;
+    for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+      if (plan.placement(SequenceId(s)).bag == plan.topology().bag_of(Rank(rank)))
+        seen_lens.push_back(plan.seq_lens()[SequenceId(s)]);
+    }
+    EXPECT_EQ(to_list(inputs.seq_lens), seen_lens);
+
+    const SequenceBalancer::AttentionOutput output = balancer->post_attn(inputs.q * 7);
+    EXPECT_TRUE(at::equal(output.o, q * 7));
+
+    at::Tensor loss = output.o.sum();
+    for (const at::Tensor& tensor : {inputs.k, inputs.v}) {
+      for (int64_t h = 0; h < tensor.size(1); ++h) loss = loss + (tensor.select(1, h) * weight_of(rank, h)).sum();
+    }
+    loss.backward();
+    EXPECT_TRUE(at::equal(q.grad(), at::full_like(q, 7.0)));
+    for (int64_t head = 0; head < heads.key_value; ++head) {
+      double expected = 0;
+      for (int32_t peer = 0; peer < bag.num_ranks; ++peer) {
+        const auto share = partition.key_value.of(peer);
+        for (size_t local = 0; local < share.size(); ++local) {
+          if (share[local] == head) expected += weight_of(bag.first_rank.value + peer, static_cast<int64_t>(local));
+        }
+      }
+      ASSERT_TRUE(at::equal(k.grad().select(1, head),
+                            at::full({static_cast<int64_t>(held.size()), kDim}, expected, at::kDouble)));
+      ASSERT_TRUE(at::equal(v.grad().select(1, head), k.grad().select(1, head)));
+    }
+  });
+}
+
+TEST_P(Balancer, AttentionSeesWholeSequencesAndItsShareOfTheHeads) {
+  uint64_t seed = 100;
+  for (const Heads& heads : std::vector<Heads>{{8, 8}, {7, 7}, {6, 2}, {12, 3}, {8, 1}, {2, 2}, {6, 3}, {5, 1}}) {
+    check_attention(GetParam(), heads, seed++);
+  }
+}
+
+TEST_P(Balancer, StartsTheCollectivesThatItPromises) {
+  Cases cases(13);
+  const auto lists = random_lengths(cases, GetParam().num_ranks);
+  InProcessWorld world(GetParam().num_ranks);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, GetParam());
+    const testing::CollectiveCounts& counts = world.counts(rank);
+    EXPECT_EQ(counts.all_gather + counts.all_to_all, 0);
+    const Bag& bag = balancer->topology().bag(balancer->topology().bag_of(Rank(rank)));
+    const int64_t an_attention = bag.num_ranks > 1 ? 1 : 0;
+    int64_t expected = 0;
+    for (int32_t step = 0; step < 3; ++step) {
+      const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      EXPECT_EQ(counts.all_gather, step + 1);
+      const at::Tensor x = numbered(home_tokens(plan, rank), 4, 1).set_requires_grad(true);
+      const auto routed =
+          balancer->route(x, {x.detach().to(at::kFloat)},
+                          {at::zeros({static_cast<int64_t>(lists[static_cast<size_t>(rank)].size()), 2})});
+      EXPECT_EQ(counts.all_to_all, ++expected);
+      const at::Tensor heads = routed.x.view({-1, 2, 2});
+      const auto inputs = balancer->pre_attn(heads, heads, heads);
+      EXPECT_EQ(counts.all_to_all, expected += an_attention);
+      const auto output = balancer->post_attn(inputs.q);
+      EXPECT_EQ(counts.all_to_all, expected += an_attention);
+      const auto back = balancer->reverse_route(output.o.flatten(1));
+      EXPECT_EQ(counts.all_to_all, ++expected);
+      (back.x.sum() + inputs.k.sum() + inputs.v.sum()).backward();
+      EXPECT_EQ(counts.all_to_all, expected += 2 + 2 * an_attention);
+    }
+    EXPECT_EQ(counts.bytes_sent_to_self, 0);
+  });
+}
+
+TEST(BalancerAlone, ReturnsViews) {
+  for (const bool with_group : {false, true}) {
+    InProcessWorld world(1);
+    SequenceBalancer balancer("g1n1", {}, with_group ? world.all(0) : nullptr, {});
+    balancer.plan_routing(std::vector<int64_t>{3, 4}, 8);
+    const at::Tensor x = at::ones({7, 4}).set_requires_grad(true);
+    const at::Tensor ids = at::arange(7);
+    const auto routed = balancer.route(x, {ids}, {at::zeros({2, 3})});
+    EXPECT_EQ(routed.x.const_data_ptr(), x.const_data_ptr());
+    EXPECT_EQ(routed.features.at(0).const_data_ptr(), ids.const_data_ptr());
+    EXPECT_EQ(routed.sequence_features.at(0).size(0), 2);
+    const at::Tensor heads = routed.x.view({7, 2, 2});
+    const auto inputs = balancer.pre_attn(heads, heads.narrow(1, 0, 1), heads.narrow(1, 0, 1));
+    EXPECT_EQ(inputs.q.const_data_ptr(), x.const_data_ptr());
+    EXPECT_EQ(to_list(inputs.seq_lens), (std::vector<int64_t>{3, 4}));
+    const auto back = balancer.reverse_route(balancer.post_attn(inputs.q).o.flatten(1));
+    EXPECT_EQ(back.x.const_data_ptr(), x.const_data_ptr());
+    back.x.sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), at::ones_like(x)));
+    EXPECT_EQ(world.counts(0).all_gather + world.counts(0).all_to_all, 0);
+  }
+}
+
+TEST(BalancerBackward, RunsOnRanksWhoseRowsNeedNoGradient) {
+  // Rank 1 has no sequences, and builds its empty x without any history: its backward must run all the same.
+  InProcessWorld world(2);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, {"g2n1", 2, ExchangeEngine::kRuns, "greedy"});
+    for (int32_t step = 0; step < 3; ++step) {
+      balancer->plan_routing(rank == 0 ? std::vector<int64_t>{5, 6} : std::vector<int64_t>{}, 8);
+      const at::Tensor x = at::ones({rank == 0 ? 11 : 0, 4}).set_requires_grad(rank == 0);
+      const auto routed = balancer->route(x);
+      EXPECT_TRUE(routed.x.requires_grad());
+      const auto back = balancer->reverse_route(routed.x * 3);
+      ASSERT_TRUE(back.x.requires_grad());
+      back.x.sum().backward();
+      EXPECT_TRUE(rank == 1 || at::equal(x.grad(), at::full_like(x, 3)));
+      const at::NoGradGuard no_grad;  // an evaluation in between
+      balancer->plan_routing(rank == 0 ? std::vector<int64_t>{11} : std::vector<int64_t>{}, 8);
+      EXPECT_FALSE(balancer->route(x).x.requires_grad());
+    }
+  });
+}
+
+TEST(BalancerBackward, SumsHalfTypesInFloat) {
+  // 8 ranks share a sequence: the sum of 256 and seven times 1 is 256 in bfloat16, 263 -> 264 by way of float.
+  InProcessWorld world(8);
+  world.run_all([&](int32_t rank) {
+    for (const ExchangeEngine engine : {ExchangeEngine::kRuns, ExchangeEngine::kIndex}) {
+      const auto balancer = make_balancer(world, rank, {"g8n1", 8, engine, "greedy"});
+      balancer->plan_routing(rank == 3 ? std::vector<int64_t>{16} : std::vector<int64_t>{}, 8);
+      const int64_t count = rank == 3 ? 1 : 0;
+      const at::Tensor side = at::ones({count, 2}, at::kBFloat16).set_requires_grad(true);
+      const auto routed = balancer->route(at::zeros({count * 16, 1}), {}, {side});
+      (routed.sequence_features.at(0) * (rank == 0 ? 256 : 1)).sum().backward();
+      EXPECT_TRUE(rank != 3 || side.grad()[0][1].item<double>() == 264.0);
+    }
+  });
+}
+
+TEST(BalancerSteps, GrowTheLengthBufferTogether) {
+  InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, {"g3n1", 3, ExchangeEngine::kRuns, "greedy"});
+    const auto plan_for = [&](int64_t count_on_rank_1) {
+      std::vector<int64_t> lens(static_cast<size_t>(rank == 1 ? count_on_rank_1 : 2));
+      std::iota(lens.begin(), lens.end(), 1);
+      const Plan& plan = balancer->plan_routing(lens, 8);
+      EXPECT_EQ(plan.num_sequences(), count_on_rank_1 + 4);
+      EXPECT_EQ(std::vector<int64_t>(plan.seq_lens().lens(Rank(rank)).begin(), plan.seq_lens().lens(Rank(rank)).end()),
+                lens);
+    };
+    const auto& gathers = world.counts(rank).all_gather;
+    plan_for(64);
+    EXPECT_EQ(gathers, 1);
+    plan_for(65);  // one more than fits at first
+    EXPECT_EQ(gathers, 3);
+    plan_for(128);
+    EXPECT_EQ(gathers, 4);
+    plan_for(5000);
+    EXPECT_EQ(gathers, 6);
+    plan_for(0);
+    EXPECT_EQ(gathers, 7);
+  });
+}
+
+}  // namespace
+}  // namespace knapformer
