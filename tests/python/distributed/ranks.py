@@ -42,7 +42,7 @@ def run_ranks(
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [context.Pipe() for _ in range(world_size)]
         processes = [
             context.Process(
                 target=_rank_main,
@@ -68,6 +68,8 @@ def run_ranks(
             pids = [process.pid or 0 for process in processes]
             return _collect([receiver for receiver, _ in pipes], pids, folder, timeout_s)
         finally:
+            for receiver, _ in pipes:
+                receiver.close()  # lets the rank go
             for process in processes:
                 process.join(timeout=5)
                 if process.is_alive():
@@ -96,7 +98,7 @@ def _collect(receivers: list[Connection], pids: list[int], folder: str, timeout_
             del open_ranks[rank]
             try:
                 ok, value = pickle.loads(receiver.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 ok, value = False, "ended without a result (crashed?)\n" + _stack_of(folder, rank)
             if ok:
                 results[rank] = value
@@ -168,8 +170,9 @@ def _rank_main(
             pipe.send_bytes(pickle.dumps((True, fn(rank, world_size, *args))))
         except BaseException:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        finally:
-            pipe.close()
+    # Rank 0 serves the store, which a slower rank may still need to join the group: nobody leaves before all are done.
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
     # Not through the interpreter's end: a group whose ranks raised in the middle of a collective waits there for its
     # timeout.
     os._exit(0)
