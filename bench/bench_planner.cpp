@@ -35,7 +35,8 @@ SequenceLengths five_lengths(int32_t num_ranks, int32_t count) {
   return SequenceLengths::from_lists(lists);
 }
 
-void plan(benchmark::State& state, const SequenceLengths& lens, const std::string& topology, std::string_view solver, Effort effort) {
+void plan(benchmark::State& state, const SequenceLengths& lens, const std::string& topology, std::string_view solver,
+          Effort effort) {
   const PlanInput input{
       .seq_lens = lens, .topology = Topology::parse(topology, lens.num_ranks()), .d_model = 3072, .workload = {}};
   for (auto _ : state) benchmark::DoNotOptimize(make_plan(input, solver, effort));
@@ -52,11 +53,23 @@ BENCHMARK(greedy_joint_32)->Unit(benchmark::kMicrosecond);
 BENCHMARK(greedy_1024_16k)->Unit(benchmark::kMillisecond);
 BENCHMARK(greedy_16384_262k)->Unit(benchmark::kMillisecond);
 
-void balanced_joint_32(benchmark::State& state) { plan(state, joint(32), "g8/4/2/1n4", "balanced", {.moves = state.range(0)}); }
-void balanced_b_1024_4k(benchmark::State& state) { plan(state, five_lengths(1024, 4), "g8/4/2/1n128", "balanced", {.moves = state.range(0)}); }
-void balanced_1024_16k(benchmark::State& state) { plan(state, five_lengths(1024, 16), "g8/4/2/1n128", "balanced", {.moves = state.range(0)}); }
-void balanced_flat_joint_32(benchmark::State& state) { plan(state, joint(32), "g4n8", "balanced", {.moves = state.range(0)}); }
-BENCHMARK(balanced_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Arg(Effort::kHigh)->Unit(benchmark::kMicrosecond);
+void balanced_joint_32(benchmark::State& state) {
+  plan(state, joint(32), "g8/4/2/1n4", "balanced", {.moves = state.range(0)});
+}
+void balanced_b_1024_4k(benchmark::State& state) {
+  plan(state, five_lengths(1024, 4), "g8/4/2/1n128", "balanced", {.moves = state.range(0)});
+}
+void balanced_1024_16k(benchmark::State& state) {
+  plan(state, five_lengths(1024, 16), "g8/4/2/1n128", "balanced", {.moves = state.range(0)});
+}
+void balanced_flat_joint_32(benchmark::State& state) {
+  plan(state, joint(32), "g4n8", "balanced", {.moves = state.range(0)});
+}
+BENCHMARK(balanced_joint_32)
+    ->Arg(Effort::kLow)
+    ->Arg(Effort::kDefault)
+    ->Arg(Effort::kHigh)
+    ->Unit(benchmark::kMicrosecond);
 BENCHMARK(balanced_b_1024_4k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(balanced_1024_16k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(balanced_flat_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);

@@ -61,8 +61,8 @@ void BagForest::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
   roots_.push_back(root);
   shape_of_bag_.push_back(bag.shape);
   const auto& levels = levels_[static_cast<size_t>(bag.shape)];
-  const double limit =
-      input.max_tokens_per_rank > 0 ? static_cast<double>(input.max_tokens_per_rank) : std::numeric_limits<double>::infinity();
+  const double limit = input.max_tokens_per_rank > 0 ? static_cast<double>(input.max_tokens_per_rank)
+                                                     : std::numeric_limits<double>::infinity();
   const double time_per_token = input.workload.token_work(1, input.d_model) / input.cluster.flops_per_s / unit_s_;
   KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
   for (size_t k = levels.size(); k-- > 0;) {  // from the root down

@@ -70,7 +70,7 @@ class BagForest {
     double exchange_per_token = 0;  // of a chunk, on the rank that holds it
     double load_per_token = 0;      // of both, on each rank, per token of a sequence cut evenly
     double token_capacity = 0;
-    int32_t depth = 0;                // 0 at the root
+    int32_t depth = 0;                      // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
 
@@ -83,8 +83,8 @@ class BagForest {
     double max_attention = 0;  // over ranks, from this node down
     double max_exchange = 0;
     double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
-    double time = 0;           // of the slowest connected group
-    double energy = 0;         // see set_reference
+    double time = 0;               // of the slowest connected group
+    double energy = 0;             // see set_reference
     int32_t num_sequences = 0;
   };
 
@@ -127,7 +127,8 @@ class BagForest {
   /// The load of v's fullest rank, as if all were cut evenly: what tells ranks of one connected group apart.
   double load(int32_t v) const {
     double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
-    for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) load += state(x).tokens * node(x).load_per_token + state(x).attention;
+    for (int32_t x = node(v).parent; x >= 0; x = node(x).parent)
+      load += state(x).tokens * node(x).load_per_token + state(x).attention;
     return load;
   }
 
@@ -184,9 +185,9 @@ class BagForest {
 inline void BagForest::change(const ForestItem& item, int32_t v, double sign) {
   State& state = states_[static_cast<size_t>(v)];
   state.num_sequences += sign > 0 ? 1 : -1;
-  state.tokens += sign * item.tokens;                                // integers: exact
+  state.tokens += sign * item.tokens;  // integers: exact
   state.attention += sign * item.attention * node(v).attention_share;
-  if (state.num_sequences == 0) state.attention = 0;                 // leave no rounding behind
+  if (state.num_sequences == 0) state.attention = 0;  // leave no rounding behind
 }
 
 inline void BagForest::update(int32_t v) {

@@ -29,7 +29,9 @@ bool BalancedFit::place_alone(const ForestItem& item, int32_t v, double target) 
   for (int32_t x = n.parent; x >= 0; x = forest_.node(x).parent) {
     if (forest_.state(x).num_sequences > 0) return false;
   }
-  if (forest_.group_time(v) + forest_.cost(item, v) > target || forest_.state(v).tokens + item.tokens > n.token_capacity) return false;
+  if (forest_.group_time(v) + forest_.cost(item, v) > target ||
+      forest_.state(v).tokens + item.tokens > n.token_capacity)
+    return false;
   forest_.add(item, v);
   forest_.update_node(v);
   is_stale_[static_cast<size_t>(n.bag)] = 1;

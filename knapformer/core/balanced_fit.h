@@ -32,8 +32,8 @@ class BalancedFit {
     std::vector<Entry> heap;
   };
   int32_t freest(Queue& queue);
-  /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target. What
-  /// is above v is brought up to date later.
+  /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target.
+  /// What is above v is brought up to date later.
   bool place_alone(const ForestItem& item, int32_t v, double target);
   void refresh_bag_of(int32_t v);
 

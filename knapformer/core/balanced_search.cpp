@@ -36,7 +36,8 @@ class Random {
 /// The highest of the bags' times, kept up to date: a binary tree of maxima.
 class SlowestBag {
  public:
-  explicit SlowestBag(const BagForest& forest) : forest_(forest), num_leaves_(std::bit_ceil(static_cast<size_t>(forest.num_bags()))) {
+  explicit SlowestBag(const BagForest& forest)
+      : forest_(forest), num_leaves_(std::bit_ceil(static_cast<size_t>(forest.num_bags()))) {
     best_.resize(2 * num_leaves_, 0);
     for (size_t i = 0; i < num_leaves_; ++i) {
       best_[num_leaves_ + i] = static_cast<int32_t>(std::min(i, static_cast<size_t>(forest.num_bags() - 1)));
@@ -131,7 +132,8 @@ class Search {
     const auto degrees = forest_.degrees();
     std::vector<int32_t> example(degrees.size(), -1);
     for (int32_t v = 0; v < forest_.num_nodes(); ++v) {
-      const auto k = static_cast<size_t>(std::lower_bound(degrees.begin(), degrees.end(), forest_.node(v).degree) - degrees.begin());
+      const auto k = static_cast<size_t>(std::lower_bound(degrees.begin(), degrees.end(), forest_.node(v).degree) -
+                                         degrees.begin());
       if (example[k] < 0) example[k] = v;
     }
     const double limit = slowest_.time();

@@ -84,7 +84,8 @@ std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placeme
 
 BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::move(input)), effort_(effort) {
   key_ = 0x6B6E6170666F726Du;
-  for (const int64_t length : input_.seq_lens.lens()) key_ = (key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
+  for (const int64_t length : input_.seq_lens.lens())
+    key_ = (key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
 }
 
@@ -97,7 +98,8 @@ int64_t BalancedSolver::num_moves(size_t num_items) const {
 }
 
 void BalancedSolver::keep(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
-  for (size_t i = 0; i < node_of_item.size(); ++i) placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
+  for (size_t i = 0; i < node_of_item.size(); ++i)
+    placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
 }
 
 void BalancedSolver::solve_nested(int32_t replica) {
@@ -131,8 +133,8 @@ void BalancedSolver::solve_flat(int32_t replica) {
   double best_work = forest.slowest();
   const double greedy_time = forest.slowest_with_exchange();
   const int64_t moves = num_moves(forest.items().size());
-  // First without taking longer than greedy at all; then a little longer, then a little more. Where nothing is exchanged
-  // time is work.
+  // First without taking longer than greedy at all; then a little longer, then a little more. Where nothing is
+  // exchanged time is work.
   const bool exchanges = greedy_time > best_work;
   for (const double longer : {0.0, 0.0005, 0.002}) {
     if (best_work <= kEvenWork || moves == 0 || (longer > 0 && !exchanges)) return;
@@ -181,7 +183,8 @@ std::optional<Plan> BalancedSolver::best_flat_below(const Plan& plan) const {
     }
   } else {
     std::string flat;
-    for (const BagShape& s : topology.shapes()) flat += text(flat.empty() ? "" : "+", 'g', s.num_ranks_per_bag(), 'n', s.num_bags);
+    for (const BagShape& s : topology.shapes())
+      flat += text(flat.empty() ? "" : "+", 'g', s.num_ranks_per_bag(), 'n', s.num_bags);
     flats.push_back(flat);
   }
   const auto consider = [&](Plan candidate) {
@@ -243,7 +246,8 @@ Plan BalancedSolver::solve_all_flat() {
   Plan plan = finish(std::move(placements_));
   // Bags were compared; ranks may differ by the tokens that do not divide.
   Plan published(input_, "balanced", std::move(greedy));
-  const bool is_better = plan.balance_after().max <= published.balance_after().max && keeps_limit(plan) >= keeps_limit(published);
+  const bool is_better =
+      plan.balance_after().max <= published.balance_after().max && keeps_limit(plan) >= keeps_limit(published);
   return is_better ? std::move(plan) : std::move(published);
 }
 

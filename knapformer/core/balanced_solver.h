@@ -8,8 +8,8 @@
 // sequences are cut unevenly where that helps (chunk_cut.h).
 //
 // Nested bags are balanced for predicted time. In a flat topology every sequence of a bag is shared by all its ranks
-// whatever is planned, and the published measure is work per rank: flat topologies are balanced for work, and among such
-// plans for predicted time, which may be at most a five-hundredth longer than the greedy plan's.
+// whatever is planned, and the published measure is work per rank: flat topologies are balanced for work, and among
+// such plans for predicted time, which may be at most a five-hundredth longer than the greedy plan's.
 //
 // By construction a plan of flat bags never has a fuller rank, in work, than the greedy plan; and one of nested bags is
 // never worse, in predicted time, than the greedy plan of any flat topology whose groups are among its own

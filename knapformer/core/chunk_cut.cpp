@@ -42,20 +42,23 @@ class BagCut {
     // theirs, and larger ones take what is left.
     for (size_t k = 0; k < degrees.size(); ++k) {
       for (size_t group = 0; group < members_[k].size(); ++group) {
-        if (!members_[k][group].empty()) fill(degrees[k], static_cast<int32_t>(group), group_tokens_[k][group], members_[k][group]);
+        if (!members_[k][group].empty())
+          fill(degrees[k], static_cast<int32_t>(group), group_tokens_[k][group], members_[k][group]);
       }
     }
   }
 
  private:
   int64_t tokens_at(int64_t level, size_t rank) const {
-    const double tokens = static_cast<double>(level) / kLevelsPerToken * input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(rank)));
+    const double tokens =
+        static_cast<double>(level) / kLevelsPerToken * input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(rank)));
     int64_t whole = static_cast<int64_t>(std::floor(tokens));
     if (input_.max_tokens_per_rank > 0) whole = std::min(whole, input_.max_tokens_per_rank);
     return whole;
   }
 
-  /// The most tokens that each rank may hold: the lowest level at which every group's tokens fit the ranks of the group.
+  /// The most tokens that each rank may hold: the lowest level at which every group's tokens fit the ranks of the
+  /// group.
   void set_limits(std::span<const int32_t> degrees) {
     // Tokens at each group and below.
     std::vector<std::vector<int64_t>> below = group_tokens_;
@@ -82,9 +85,11 @@ class BagCut {
         return true;
       };
       double slowest = std::numeric_limits<double>::infinity();
-      for (size_t i = r; i < r + size; ++i) slowest = std::min(slowest, input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(i))));
+      for (size_t i = r; i < r + size; ++i)
+        slowest = std::min(slowest, input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(i))));
       int64_t low = -1;  // does not fit
-      int64_t high = static_cast<int64_t>(std::ceil(static_cast<double>(below[top][r / size] + 1) / slowest * kLevelsPerToken));
+      int64_t high =
+          static_cast<int64_t>(std::ceil(static_cast<double>(below[top][r / size] + 1) / slowest * kLevelsPerToken));
       if (fits(high)) {
         const int64_t step = input_.rank_speed.empty() ? static_cast<int64_t>(kLevelsPerToken) : 1;
         low = -1, high /= step;
@@ -106,7 +111,8 @@ class BagCut {
     const auto size = static_cast<size_t>(degree);
     if (size == 1) {
       tokens_[first] += tokens;
-      for (const int32_t id : ids) chunk_lens_[static_cast<size_t>(chunk_offsets_[static_cast<size_t>(id)])] = input_.seq_lens[SequenceId(id)];
+      for (const int32_t id : ids)
+        chunk_lens_[static_cast<size_t>(chunk_offsets_[static_cast<size_t>(id)])] = input_.seq_lens[SequenceId(id)];
       return;
     }
     const auto share_at = [&](int64_t level, size_t i) {
@@ -165,7 +171,7 @@ class BagCut {
   int32_t first_rank_ = 0;
   std::vector<int64_t> tokens_;  // of each rank of the bag, so far
   std::vector<int64_t> limits_;
-  std::vector<std::vector<int64_t>> group_tokens_;         // by degree, then group
+  std::vector<std::vector<int64_t>> group_tokens_;          // by degree, then group
   std::vector<std::vector<std::vector<int32_t>>> members_;  // sequences, by degree, then group
   std::vector<int64_t> shares_;
 };
@@ -192,7 +198,8 @@ std::vector<int64_t> cut_chunks(const PlanInput& input, std::span<const Placemen
     const auto in_bag = std::span(ids).subspan(first, last - first);
     const auto is_whole = [&](int32_t id) { return placements[static_cast<size_t>(id)].degree == 1; };
     if (std::all_of(in_bag.begin(), in_bag.end(), is_whole)) {
-      for (const int32_t id : in_bag) chunk_lens[static_cast<size_t>(chunk_offsets[static_cast<size_t>(id)])] = input.seq_lens[SequenceId(id)];
+      for (const int32_t id : in_bag)
+        chunk_lens[static_cast<size_t>(chunk_offsets[static_cast<size_t>(id)])] = input.seq_lens[SequenceId(id)];
       continue;
     }
     cutter.cut(bag, input.topology.shapes()[static_cast<size_t>(bag.shape)].degrees, in_bag);

@@ -23,7 +23,8 @@ void ClusterModel::validate() const {
 
 double ClusterModel::exchange_s_per_token(Rank first_rank, int32_t degree, int64_t d_model) const {
   if (degree == 1) return 0;
-  const double bandwidth = same_node(first_rank, Rank(first_rank.value + degree - 1)) ? node_bytes_per_s : network_bytes_per_s;
+  const double bandwidth =
+      same_node(first_rank, Rank(first_rank.value + degree - 1)) ? node_bytes_per_s : network_bytes_per_s;
   return 4.0 * static_cast<double>(d_model) * bytes_per_number * (degree - 1) / degree / bandwidth;
 }
 

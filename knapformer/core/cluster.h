@@ -23,9 +23,9 @@
 namespace knapformer {
 
 struct ClusterModel {
-  double flops_per_s = 400e12;               // sustained, by a rank of speed 1
-  double node_bytes_per_s = 200e9;           // a rank's bandwidth to ranks of its node
-  double network_bytes_per_s = 25e9;         // a rank's bandwidth to ranks of other nodes
+  double flops_per_s = 400e12;        // sustained, by a rank of speed 1
+  double node_bytes_per_s = 200e9;    // a rank's bandwidth to ranks of its node
+  double network_bytes_per_s = 25e9;  // a rank's bandwidth to ranks of other nodes
   double bytes_per_number = 2;
   int32_t ranks_per_node = 8;
 

@@ -29,7 +29,8 @@ constexpr std::array<NamedMix, 3> kPublishedMixes = {{
     {"joint",
      "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"},
 }};
-constexpr std::array<std::string_view, 3> kNames = {kPublishedMixes[0].name, kPublishedMixes[1].name, kPublishedMixes[2].name};
+constexpr std::array<std::string_view, 3> kNames = {kPublishedMixes[0].name, kPublishedMixes[1].name,
+                                                    kPublishedMixes[2].name};
 
 /// A counter-based generator: the n-th number is SplitMix64's output function (Steele et al., 2014) of key + n * gamma.
 class CounterRandom {
@@ -56,8 +57,8 @@ class CounterRandom {
 
 [[noreturn]] void throw_malformed(std::string_view data, size_t position, std::string_view expected) {
   throw_argument("data", text("'", data, "'"),
-                 text("'low', 'mixed', 'joint', or codes like 'g8b4i256f1s0' joined by commas: ", expected, " at character ",
-                      position + 1));
+                 text("'low', 'mixed', 'joint', or codes like 'g8b4i256f1s0' joined by commas: ", expected,
+                      " at character ", position + 1));
 }
 
 DataCode parse_code(TextReader& reader, std::string_view data) {
@@ -90,8 +91,10 @@ DataMix DataMix::parse(std::string_view data, double resolution_scale, int64_t m
   if (!std::isfinite(resolution_scale) || resolution_scale <= 0) {
     throw_argument("scale", resolution_scale, "a positive finite number");
   }
-  if (max_text_tokens < 0 || max_text_tokens > 1 << 20) throw_argument("max_text_tokens", max_text_tokens, "0 to 1048576");
-  const auto named = std::find_if(kPublishedMixes.begin(), kPublishedMixes.end(), [&](const NamedMix& m) { return m.name == data; });
+  if (max_text_tokens < 0 || max_text_tokens > 1 << 20)
+    throw_argument("max_text_tokens", max_text_tokens, "0 to 1048576");
+  const auto named =
+      std::find_if(kPublishedMixes.begin(), kPublishedMixes.end(), [&](const NamedMix& m) { return m.name == data; });
   const std::string_view codes = named == kPublishedMixes.end() ? data : named->codes;
 
   DataMix mix;
@@ -108,7 +111,8 @@ DataMix DataMix::parse(std::string_view data, double resolution_scale, int64_t m
     reader.skip_spaces();
   } while (reader.accept(','));
   if (!reader.at_end()) throw_malformed(codes, reader.position(), "',' or the end");
-  if (num_ranks > kMaxRanks) throw_argument("data", text("codes for ", num_ranks, " ranks"), text("at most ", kMaxRanks));
+  if (num_ranks > kMaxRanks)
+    throw_argument("data", text("codes for ", num_ranks, " ranks"), text("at most ", kMaxRanks));
   mix.num_ranks_ = static_cast<int32_t>(num_ranks);
   return mix;
 }

@@ -23,10 +23,10 @@ namespace knapformer {
 
 struct DataCode {
   int32_t num_ranks = 0;
-  int32_t batch_size = 0;    // samples a rank draws each step
-  int32_t resolution = 0;    // pixels a side
+  int32_t batch_size = 0;  // samples a rank draws each step
+  int32_t resolution = 0;  // pixels a side
   int32_t num_frames = 1;
-  bool smooth = false;       // a video: compressed in time
+  bool smooth = false;  // a video: compressed in time
 
   /// Before the aspect-ratio factor.
   int64_t visual_tokens() const;

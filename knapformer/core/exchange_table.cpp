@@ -16,7 +16,9 @@ struct PeerRun {
 /// Runs in wire order within each peer -> an end: sorted by peer (stable), adjacent rows joined, empty runs dropped.
 ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRun> peer_runs) {
   const auto peers = static_cast<size_t>(num_peers);
-  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .run_offsets = std::vector<int32_t>(peers + 1, 0),
+  ExchangeEnd end{.num_rows = num_rows,
+                  .runs = {},
+                  .run_offsets = std::vector<int32_t>(peers + 1, 0),
                   .peer_rows = std::vector<int64_t>(peers, 0)};
   std::vector<int32_t> cursor(peers + 1, 0);
   for (const PeerRun& r : peer_runs) ++cursor[static_cast<size_t>(r.peer) + 1];
@@ -59,8 +61,9 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
     level.seq_lens.push_back(plan.seq_lens()[id]);
     if (degree > 1) {
       for (const Chunk& chunk : plan.chunks(id)) {
-        received.push_back({.peer = chunk.rank.value - bag.first_rank.value,
-                            .run = {.first_row = num_attention_rows + chunk.first_token, .num_rows = chunk.num_tokens}});
+        received.push_back(
+            {.peer = chunk.rank.value - bag.first_rank.value,
+             .run = {.first_row = num_attention_rows + chunk.first_token, .num_rows = chunk.num_tokens}});
       }
     }
     num_attention_rows += plan.seq_lens()[id];
@@ -82,7 +85,8 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
 
 std::span<const RowRun> ExchangeEnd::runs_of(int32_t peer) const {
   const auto p = static_cast<size_t>(peer);
-  return std::span(runs).subspan(static_cast<size_t>(run_offsets[p]), static_cast<size_t>(run_offsets[p + 1] - run_offsets[p]));
+  return std::span(runs).subspan(static_cast<size_t>(run_offsets[p]),
+                                 static_cast<size_t>(run_offsets[p + 1] - run_offsets[p]));
 }
 
 ExchangeTable ExchangeTable::inverse() const {
@@ -112,8 +116,8 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   tables.sequences.send = make_end(last.value - first.value, plan.num_ranks(), sequences);
   tables.sequences.send.rows_repeat = shared;
 
-  // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is the
-  // order of chunk indices, and so by home rank.
+  // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
+  // the order of chunk indices, and so by home rank.
   struct Held {
     int32_t chunk = 0;
     int64_t first_row = 0;

@@ -14,8 +14,8 @@
 // like the rest; it need not enter the all-to-all.
 //
 // Two kinds of ends. A *whole* end meets every peer with all columns (heads) of its rows. A *shared* end meets peer p
-// with p's share of the heads only, and the same rows meet every peer of the group: Ulysses. In pre_attn the sending end
-// is shared and the receiving one whole; post_attn is its inverse.
+// with p's share of the heads only, and the same rows meet every peer of the group: Ulysses. In pre_attn the sending
+// end is shared and the receiving one whole; post_attn is its inverse.
 #pragma once
 
 #include <cstdint>

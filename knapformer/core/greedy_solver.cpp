@@ -92,7 +92,8 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
     }
     if (best == nullptr) best = &queues.back();
     const BagId bag = best->top().bag;
-    placements[static_cast<size_t>(ranked.index)] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks()};
+    placements[static_cast<size_t>(ranked.index)] = {
+        .bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks()};
     best->add_to_top(work);
   }
 }

@@ -12,7 +12,8 @@ namespace {
 std::vector<int32_t> even_offsets(int32_t count, int32_t degree) {
   std::vector<int32_t> offsets(static_cast<size_t>(degree) + 1, 0);
   for (int32_t i = 0; i < degree; ++i) {
-    offsets[static_cast<size_t>(i) + 1] = offsets[static_cast<size_t>(i)] + count / degree + (i < count % degree ? 1 : 0);
+    offsets[static_cast<size_t>(i) + 1] =
+        offsets[static_cast<size_t>(i)] + count / degree + (i < count % degree ? 1 : 0);
   }
   return offsets;
 }
@@ -20,7 +21,9 @@ std::vector<int32_t> even_offsets(int32_t count, int32_t degree) {
 /// Consecutive shares of all heads, `unit` heads an offset.
 HeadShares contiguous(int32_t num_heads, std::vector<int32_t> offsets, int32_t unit) {
   for (int32_t& offset : offsets) offset *= unit;
-  HeadShares shares{.num_heads = num_heads, .heads = std::vector<int32_t>(static_cast<size_t>(num_heads)), .offsets = std::move(offsets)};
+  HeadShares shares{.num_heads = num_heads,
+                    .heads = std::vector<int32_t>(static_cast<size_t>(num_heads)),
+                    .offsets = std::move(offsets)};
   std::iota(shares.heads.begin(), shares.heads.end(), 0);
   return shares;
 }

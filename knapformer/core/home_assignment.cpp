@@ -17,12 +17,13 @@ struct Pull {
   int32_t slot = 0;
 };
 
-/// Gives each content a slot of its own: strongest pulls first (of equal ones those that come first), the rest in order.
-/// `slot_of` holds -1 where free, on entry everywhere.
+/// Gives each content a slot of its own: strongest pulls first (of equal ones those that come first), the rest in
+/// order. `slot_of` holds -1 where free, on entry everywhere.
 void match(std::span<const Pull> pulls, std::span<int32_t> slot_of, std::vector<char>& slot_taken) {
   std::vector<KeyedIndex> order;
   order.reserve(pulls.size());
-  for (size_t i = 0; i < pulls.size(); ++i) order.push_back({.key = ~static_cast<uint64_t>(pulls[i].tokens), .index = static_cast<int32_t>(i)});
+  for (size_t i = 0; i < pulls.size(); ++i)
+    order.push_back({.key = ~static_cast<uint64_t>(pulls[i].tokens), .index = static_cast<int32_t>(i)});
   sort_by_key(order);
   slot_taken.assign(slot_of.size(), 0);
   for (const KeyedIndex& item : order) {
@@ -53,7 +54,8 @@ void merge(std::vector<Pull>& pulls) {
   std::vector<KeyedIndex> order;
   order.reserve(pulls.size());
   for (size_t i = 0; i < pulls.size(); ++i) {
-    order.push_back({.key = static_cast<uint64_t>(pulls[i].content) << 32 | static_cast<uint64_t>(pulls[i].slot), .index = static_cast<int32_t>(i)});
+    order.push_back({.key = static_cast<uint64_t>(pulls[i].content) << 32 | static_cast<uint64_t>(pulls[i].slot),
+                     .index = static_cast<int32_t>(i)});
   }
   sort_by_key(order);
   std::vector<Pull> merged;
@@ -132,7 +134,8 @@ class HomeAssignment {
           add_pull(pulls, content, index, home_bag, home_bag, id);
           continue;
         }
-        for (int32_t b = home_bag; b >= 0 && touches_node(bags[static_cast<size_t>(b)], home); --b) add_pull(pulls, content, index, b, home_bag, id);
+        for (int32_t b = home_bag; b >= 0 && touches_node(bags[static_cast<size_t>(b)], home); --b)
+          add_pull(pulls, content, index, b, home_bag, id);
         for (auto b = static_cast<size_t>(home_bag) + 1; b < num_bags && touches_node(bags[b], home); ++b) {
           add_pull(pulls, content, index, static_cast<int32_t>(b), home_bag, id);
         }
@@ -140,7 +143,8 @@ class HomeAssignment {
       merge(pulls);
       std::vector<int32_t> chosen(members.size(), -1);
       match(pulls, chosen, taken_);
-      for (size_t m = 0; m < members.size(); ++m) slot_of[static_cast<size_t>(members[m])] = members[static_cast<size_t>(chosen[m])];
+      for (size_t m = 0; m < members.size(); ++m)
+        slot_of[static_cast<size_t>(members[m])] = members[static_cast<size_t>(chosen[m])];
     }
     for (int32_t s = first.value; s < last.value; ++s) {
       Placement& place = placements_[static_cast<size_t>(s)];
@@ -155,15 +159,18 @@ class HomeAssignment {
     const int32_t node = input_.cluster.ranks_per_node, first = home.value / node * node;
     return bag.first_rank.value < first + node && bag.first_rank.value + bag.num_ranks > first;
   }
-  void add_pull(std::vector<Pull>& pulls, int32_t content, const std::vector<int32_t>& index, int32_t bag, int32_t home_bag, SequenceId id) {
+  void add_pull(std::vector<Pull>& pulls, int32_t content, const std::vector<int32_t>& index, int32_t bag,
+                int32_t home_bag, SequenceId id) {
     const int32_t slot = index[static_cast<size_t>(bag)];
-    if (slot >= 0) pulls.push_back({.tokens = input_.seq_lens[id] * (bag == home_bag ? 2 : 1), .content = content, .slot = slot});
+    if (slot >= 0)
+      pulls.push_back({.tokens = input_.seq_lens[id] * (bag == home_bag ? 2 : 1), .content = content, .slot = slot});
   }
 
   /// Within each bag, from the largest groups down: the parts of a group trade places.
   void assign_groups() {
     std::vector<std::vector<int32_t>> ids_of_bag(input_.topology.bags().size());
-    for (size_t s = 0; s < placements_.size(); ++s) ids_of_bag[placements_[s].bag.index()].push_back(static_cast<int32_t>(s));
+    for (size_t s = 0; s < placements_.size(); ++s)
+      ids_of_bag[placements_[s].bag.index()].push_back(static_cast<int32_t>(s));
     for (size_t b = 0; b < ids_of_bag.size(); ++b) {
       const Bag& bag = input_.topology.bag(BagId(b));
       if (!input_.cluster.same_node(bag.first_rank, Rank(bag.first_rank.value + bag.num_ranks - 1))) continue;
@@ -194,19 +201,24 @@ class HomeAssignment {
           if (tokens > 0) pulls_.push_back({.tokens = tokens, .content = content, .slot = slot});
         }
       }
-      match(pulls_, std::span(slots_).subspan(static_cast<size_t>(group * num_parts), static_cast<size_t>(num_parts)), taken_);
+      match(pulls_, std::span(slots_).subspan(static_cast<size_t>(group * num_parts), static_cast<size_t>(num_parts)),
+            taken_);
     }
     for (const int32_t s : ids) {
       Placement& place = placements_[static_cast<size_t>(s)];
       if (place.degree > part) continue;
       const int32_t content = (place.first_rank.value - bag.first_rank.value) / part;
-      place.first_rank = Rank(place.first_rank.value + (slots_[static_cast<size_t>(content)] - content % num_parts) * part);
+      place.first_rank =
+          Rank(place.first_rank.value + (slots_[static_cast<size_t>(content)] - content % num_parts) * part);
     }
   }
 
-  int64_t pairs_of(int32_t s) const { return input_.attention_pairs.empty() ? 0 : input_.attention_pairs[static_cast<size_t>(s)]; }
+  int64_t pairs_of(int32_t s) const {
+    return input_.attention_pairs.empty() ? 0 : input_.attention_pairs[static_cast<size_t>(s)];
+  }
 
-  /// Sequences of equal length and mask trade places: first those that come home by it, then those that come into their node.
+  /// Sequences of equal length and mask trade places: first those that come home by it, then those that come into their
+  /// node.
   void assign_equal_sequences() {
     for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) {
       const int32_t num_ranks = input_.topology.num_ranks_per_replica();
@@ -219,14 +231,16 @@ class HomeAssignment {
       sort_by_key(order);
       std::vector<int32_t> ids;
       for (size_t i = 0, j; i < order.size(); i = j) {
-        for (j = i + 1; j < order.size() && order[j].key == order[i].key; ++j) {}
+        for (j = i + 1; j < order.size() && order[j].key == order[i].key; ++j) {
+        }
         if (j - i < 2) continue;
         // Of equal lengths those with equal masks: nearly always all.
         ids.clear();
         for (size_t k = i; k < j; ++k) ids.push_back(order[k].index);
         std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return pairs_of(a) < pairs_of(b); });
         for (size_t a = 0, b; a < ids.size(); a = b) {
-          for (b = a + 1; b < ids.size() && pairs_of(ids[b]) == pairs_of(ids[a]); ++b) {}
+          for (b = a + 1; b < ids.size() && pairs_of(ids[b]) == pairs_of(ids[a]); ++b) {
+          }
           if (b - a > 1) trade_sequences(std::span(ids).subspan(a, b - a));
         }
       }

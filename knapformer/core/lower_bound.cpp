@@ -54,12 +54,14 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
   // Exchange does not run faster on a faster rank. Rank time weighed by speed, as the sum below has it, counts it times
   // the speed of the rank that spends it, which is at least this much.
   double min_speed = max_speed;
-  for (int32_t r = first_rank.value; r <= last_rank.value; ++r) min_speed = std::min(min_speed, input.speed_of(Rank(r)));
+  for (int32_t r = first_rank.value; r <= last_rank.value; ++r)
+    min_speed = std::min(min_speed, input.speed_of(Rank(r)));
 
-  // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed. With T
-  // falling it steps from offer to dearer offer, at thresholds that do not depend on the other sequences.
+  // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed.
+  // With T falling it steps from offer to dearer offer, at thresholds that do not depend on the other sequences.
   const auto cost_s = [&](SequenceId id, const DegreeOffer& offer) {
-    return input.work(id) / input.cluster.flops_per_s + static_cast<double>(input.seq_lens[id]) * offer.exchange_s_per_token * min_speed;
+    return input.work(id) / input.cluster.flops_per_s +
+           static_cast<double>(input.seq_lens[id]) * offer.exchange_s_per_token * min_speed;
   };
   double cheapest_s = 0;  // of all sequences, each with its cheapest offer
   double longest_s = 0;   // below this T some sequence fits nowhere
@@ -90,7 +92,8 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
     double cost = options[0].second;
     for (size_t k = 1; k < options.size(); ++k) {
       if (options[k].second >= cost) continue;
-      if (options[k].first > bound_s) steps.push_back({.threshold_s = options[k].first, .added_s = cost - options[k].second});
+      if (options[k].first > bound_s)
+        steps.push_back({.threshold_s = options[k].first, .added_s = cost - options[k].second});
       cost = options[k].second;
     }
   }

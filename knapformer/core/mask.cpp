@@ -20,9 +20,10 @@ int64_t one_side(int64_t seq_len, int64_t reach) {
 }
 
 [[noreturn]] void throw_malformed(std::string_view text) {
-  throw_argument("mask", knapformer::text("'", text, "'"),
-                 "'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT', with counts of tokens "
-                 "(FRAME at least 1)");
+  throw_argument(
+      "mask", knapformer::text("'", text, "'"),
+      "'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT', with counts of tokens "
+      "(FRAME at least 1)");
 }
 
 }  // namespace
@@ -61,11 +62,16 @@ Mask Mask::parse(std::string_view text) {
 
 std::string Mask::str() const {
   switch (kind) {
-    case Kind::kFull: return "full";
-    case Kind::kCausal: return "causal";
-    case Kind::kPrefix: return text("prefix:", text_tokens);
-    case Kind::kBlockCausal: return text("block_causal:", text_tokens, ':', frame_tokens);
-    case Kind::kWindow: return text("window:", left, ':', right);
+    case Kind::kFull:
+      return "full";
+    case Kind::kCausal:
+      return "causal";
+    case Kind::kPrefix:
+      return text("prefix:", text_tokens);
+    case Kind::kBlockCausal:
+      return text("block_causal:", text_tokens, ':', frame_tokens);
+    case Kind::kWindow:
+      return text("window:", left, ':', right);
   }
   KNAPFORMER_ASSERT(false);
 }
@@ -73,16 +79,21 @@ std::string Mask::str() const {
 int64_t Mask::pairs(int64_t seq_len) const {
   const int64_t text_len = std::min(text_tokens, seq_len);
   switch (kind) {
-    case Kind::kFull: return seq_len * seq_len;
-    case Kind::kCausal: return triangle(seq_len);
-    case Kind::kPrefix: return text_len * text_len + triangle(seq_len) - triangle(text_len);
+    case Kind::kFull:
+      return seq_len * seq_len;
+    case Kind::kCausal:
+      return triangle(seq_len);
+    case Kind::kPrefix:
+      return text_len * text_len + triangle(seq_len) - triangle(text_len);
     case Kind::kBlockCausal: {
       // Whole frames f = 1..F see text_len + f * frame keys each; the last, partial one sees everything.
       const int64_t frames = (seq_len - text_len) / frame_tokens;
       const int64_t rest = seq_len - text_len - frames * frame_tokens;
-      return text_len * text_len + frame_tokens * (frames * text_len + triangle(frames) * frame_tokens) + rest * seq_len;
+      return text_len * text_len + frame_tokens * (frames * text_len + triangle(frames) * frame_tokens) +
+             rest * seq_len;
     }
-    case Kind::kWindow: return seq_len + one_side(seq_len, left) + one_side(seq_len, right);
+    case Kind::kWindow:
+      return seq_len + one_side(seq_len, left) + one_side(seq_len, right);
   }
   KNAPFORMER_ASSERT(false);
 }

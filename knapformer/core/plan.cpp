@@ -28,7 +28,8 @@ SequenceLengths::SequenceLengths(std::vector<int64_t> lens, std::span<const int6
     offsets_.push_back(static_cast<int32_t>(next));
   }
   if (next != lens_.size()) {
-    throw_argument("seq_lens", text("counts that add up to ", next), text("counts that add up to the ", lens_.size(), " lengths"));
+    throw_argument("seq_lens", text("counts that add up to ", next),
+                   text("counts that add up to the ", lens_.size(), " lengths"));
   }
 }
 
@@ -62,18 +63,21 @@ void PlanInput::validate() const {
   for (size_t s = 0; s < attention_pairs.size(); ++s) {
     const int64_t length = seq_lens[SequenceId(s)];
     if (attention_pairs[s] < 0 || attention_pairs[s] > length * length) {
-      throw_argument("attention_pairs", text(attention_pairs[s], " for sequence ", s), text("0 to ", length, "^2 pairs"));
+      throw_argument("attention_pairs", text(attention_pairs[s], " for sequence ", s),
+                     text("0 to ", length, "^2 pairs"));
     }
   }
   if (!rank_speed.empty() && rank_speed.size() != static_cast<size_t>(seq_lens.num_ranks())) {
-    throw_argument("rank_speed", text(rank_speed.size(), " speeds"), text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
+    throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
+                   text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
   }
   for (size_t r = 0; r < rank_speed.size(); ++r) {
     if (!(rank_speed[r] > 0) || !std::isfinite(rank_speed[r])) {
       throw_argument("rank_speed", text(rank_speed[r], " for rank ", r), "a positive finite number");
     }
   }
-  if (max_tokens_per_rank < 0) throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
+  if (max_tokens_per_rank < 0)
+    throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
 }
 
 double PlanInput::total_speed() const {
@@ -194,15 +198,17 @@ void Plan::validate() const {
     const SequenceId id(s);
     const Placement& place = placement(id);
     if (place.bag.value < 0 || place.bag.index() >= topology().bags().size()) {
-      throw StateError(text("plan: sequence ", s, " is in bag ", place.bag.value, ", expected one of ", topology().bags().size()));
+      throw StateError(
+          text("plan: sequence ", s, " is in bag ", place.bag.value, ", expected one of ", topology().bags().size()));
     }
     const Bag& bag = topology().bag(place.bag);
     const auto& degrees = topology().shapes()[static_cast<size_t>(bag.shape)].degrees;
     const int32_t offset = place.first_rank.value - bag.first_rank.value;
     if (std::find(degrees.begin(), degrees.end(), place.degree) == degrees.end() || offset < 0 ||
         offset + place.degree > bag.num_ranks || offset % place.degree != 0) {
-      throw StateError(text("plan: sequence ", s, " is shared by ", place.degree, " ranks from rank ", place.first_rank.value,
-                            ", expected an aligned group of bag ", place.bag.value, " of topology ", topology().str()));
+      throw StateError(text("plan: sequence ", s, " is shared by ", place.degree, " ranks from rank ",
+                            place.first_rank.value, ", expected an aligned group of bag ", place.bag.value,
+                            " of topology ", topology().str()));
     }
     const int32_t replica = place.bag.value / topology().num_bags_per_replica();
     if (seq_lens().home_of(id).value / topology().num_ranks_per_replica() != replica) {
@@ -211,14 +217,17 @@ void Plan::validate() const {
     int64_t next_token = 0;
     int32_t next_rank = place.first_rank.value;
     for (const Chunk& chunk : chunks(id)) {
-      if (chunk.sequence != id || chunk.rank.value != next_rank++ || chunk.first_token != next_token || chunk.num_tokens < 0) {
-        throw StateError(text("plan: the chunks of sequence ", s, " do not follow each other over the ranks of its group"));
+      if (chunk.sequence != id || chunk.rank.value != next_rank++ || chunk.first_token != next_token ||
+          chunk.num_tokens < 0) {
+        throw StateError(
+            text("plan: the chunks of sequence ", s, " do not follow each other over the ranks of its group"));
       }
       next_token += chunk.num_tokens;
       tokens[chunk.rank.index()] += chunk.num_tokens;
     }
     if (next_token != seq_lens()[id] || next_rank != place.first_rank.value + place.degree) {
-      throw StateError(text("plan: the chunks of sequence ", s, " hold ", next_token, " tokens, expected ", seq_lens()[id]));
+      throw StateError(
+          text("plan: the chunks of sequence ", s, " hold ", next_token, " tokens, expected ", seq_lens()[id]));
     }
   }
   size_t num_held = 0;
@@ -238,11 +247,13 @@ void Plan::validate() const {
       throw StateError(text("plan: rank ", r, " lists ", held, " tokens, expected ", tokens[static_cast<size_t>(r)]));
     }
   }
-  if (num_held != chunks_.size()) throw StateError(text("plan: ", num_held, " of ", chunks_.size(), " chunks are on a rank"));
+  if (num_held != chunks_.size())
+    throw StateError(text("plan: ", num_held, " of ", chunks_.size(), " chunks are on a rank"));
 }
 
 bool Plan::operator==(const Plan& other) const {
-  return input_ == other.input_ && solver_ == other.solver_ && placements_ == other.placements_ && chunks_ == other.chunks_;
+  return input_ == other.input_ && solver_ == other.solver_ && placements_ == other.placements_ &&
+         chunks_ == other.chunks_;
 }
 
 }  // namespace knapformer

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-
 #include <nlohmann/json.hpp>
 
 #include "knapformer/core/error.h"
@@ -123,14 +122,15 @@ Plan plan_from_json(std::string_view json_text) {
   if (field<std::string>(json, "format") != kFormat) {
     throw_argument("plan", text("format '", field<std::string>(json, "format"), "'"), text("'", kFormat, "'"));
   }
-  PlanInput input{.seq_lens = SequenceLengths::from_lists(field<std::vector<std::vector<int64_t>>>(json, "seq_lens")),
-                  .topology = Topology::parse(field<std::string>(json, "topology"), field<int64_t>(json, "num_ranks")),
-                  .d_model = field<int64_t>(json, "d_model"),
-                  .workload = {.gamma = field<double>(json, "gamma"), .mask_factor = field<double>(json, "mask_factor")},
-                  .attention_pairs = field_or(json, "attention_pairs", std::vector<int64_t>()),
-                  .cluster = cluster_from_json(json.contains("cluster") ? json["cluster"] : Json::object()),
-                  .rank_speed = field_or(json, "rank_speed", std::vector<double>()),
-                  .max_tokens_per_rank = field_or<int64_t>(json, "max_tokens_per_rank", 0)};
+  PlanInput input{
+      .seq_lens = SequenceLengths::from_lists(field<std::vector<std::vector<int64_t>>>(json, "seq_lens")),
+      .topology = Topology::parse(field<std::string>(json, "topology"), field<int64_t>(json, "num_ranks")),
+      .d_model = field<int64_t>(json, "d_model"),
+      .workload = {.gamma = field<double>(json, "gamma"), .mask_factor = field<double>(json, "mask_factor")},
+      .attention_pairs = field_or(json, "attention_pairs", std::vector<int64_t>()),
+      .cluster = cluster_from_json(json.contains("cluster") ? json["cluster"] : Json::object()),
+      .rank_speed = field_or(json, "rank_speed", std::vector<double>()),
+      .max_tokens_per_rank = field_or<int64_t>(json, "max_tokens_per_rank", 0)};
   input.validate();
   const auto bags = field<std::vector<int32_t>>(json, "bag_of_sequence");
   const auto first_ranks = field<std::vector<int32_t>>(json, "first_rank_of_sequence");
@@ -139,19 +139,23 @@ Plan plan_from_json(std::string_view json_text) {
   const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   if (bags.size() != num_sequences || first_ranks.size() != num_sequences || degrees.size() != num_sequences ||
       lens.size() != num_sequences) {
-    throw_argument("plan", text(bags.size(), " bags, ", first_ranks.size(), " first ranks, ", degrees.size(), " degrees and ",
-                                lens.size(), " lists of chunk lengths"),
+    throw_argument("plan",
+                   text(bags.size(), " bags, ", first_ranks.size(), " first ranks, ", degrees.size(), " degrees and ",
+                        lens.size(), " lists of chunk lengths"),
                    text("one of each for the ", num_sequences, " sequences"));
   }
   std::vector<Placement> placements(num_sequences);
   std::vector<int64_t> chunk_lens;
   for (size_t s = 0; s < num_sequences; ++s) {
     placements[s] = {.bag = BagId(bags[s]), .first_rank = Rank(first_ranks[s]), .degree = degrees[s]};
-    const bool in_group = degrees[s] >= 1 && first_ranks[s] >= 0 && first_ranks[s] <= input.topology.num_ranks() - degrees[s];
+    const bool in_group =
+        degrees[s] >= 1 && first_ranks[s] >= 0 && first_ranks[s] <= input.topology.num_ranks() - degrees[s];
     if (!in_group || lens[s].size() != static_cast<size_t>(degrees[s])) {
-      throw_argument("plan", text("sequence ", s, " at rank ", first_ranks[s], " with degree ", degrees[s], " and ", lens[s].size(),
-                                  " chunks"),
-                     text("a group within the ", input.topology.num_ranks(), " ranks, and a chunk for each of its ranks"));
+      throw_argument(
+          "plan",
+          text("sequence ", s, " at rank ", first_ranks[s], " with degree ", degrees[s], " and ", lens[s].size(),
+               " chunks"),
+          text("a group within the ", input.topology.num_ranks(), " ranks, and a chunk for each of its ranks"));
     }
     chunk_lens.insert(chunk_lens.end(), lens[s].begin(), lens[s].end());
   }

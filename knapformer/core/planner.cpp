@@ -26,13 +26,14 @@ void check_token_limit(const Plan& plan) {
   }
   const int64_t least = (fullest_replica + topology.num_ranks_per_replica() - 1) / topology.num_ranks_per_replica();
   if (least > limit) {
-    throw_argument("max_tokens_per_rank", limit,
-                   text("at least ", least, ": a replica of ", topology.num_ranks_per_replica(), " ranks has ", fullest_replica,
-                        " tokens, ", fullest_replica - limit * topology.num_ranks_per_replica(), " more than it may hold"));
+    throw_argument(
+        "max_tokens_per_rank", limit,
+        text("at least ", least, ": a replica of ", topology.num_ranks_per_replica(), " ranks has ", fullest_replica,
+             " tokens, ", fullest_replica - limit * topology.num_ranks_per_replica(), " more than it may hold"));
   }
   throw_argument("max_tokens_per_rank", limit,
-                 text("at least ", plan.max_tokens(), ", which the fullest rank of the best plan found with topology ", topology.str(),
-                      " and solver '", plan.solver(), "' holds (", plan.max_tokens() - limit,
+                 text("at least ", plan.max_tokens(), ", which the fullest rank of the best plan found with topology ",
+                      topology.str(), " and solver '", plan.solver(), "' holds (", plan.max_tokens() - limit,
                       " more); bags of more ranks can share what does not fit"));
 }
 

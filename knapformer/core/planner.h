@@ -12,12 +12,12 @@
 
 namespace knapformer {
 
-/// How much a planner searches, in moves tried for each replica: it does not depend on the machine. From 0 on it is that
-/// number; below, a name for a number that grows with the sequences. Greedy does not search.
+/// How much a planner searches, in moves tried for each replica: it does not depend on the machine. From 0 on it is
+/// that number; below, a name for a number that grows with the sequences. Greedy does not search.
 struct Effort {
-  static constexpr int64_t kLow = 0;       // constructive only: who plans in the step
+  static constexpr int64_t kLow = 0;  // constructive only: who plans in the step
   static constexpr int64_t kDefault = -1;
-  static constexpr int64_t kHigh = -2;     // 50 times the default
+  static constexpr int64_t kHigh = -2;  // 50 times the default
 
   int64_t moves = kDefault;
 

@@ -19,14 +19,16 @@ struct KeyedIndex {
 inline void sort_by_key(std::vector<KeyedIndex>& items) {
   constexpr size_t kFew = 512;  // below, comparing is faster than counting
   if (items.size() < kFew) {
-    std::stable_sort(items.begin(), items.end(), [](const KeyedIndex& a, const KeyedIndex& b) { return a.key < b.key; });
+    std::stable_sort(items.begin(), items.end(),
+                     [](const KeyedIndex& a, const KeyedIndex& b) { return a.key < b.key; });
     return;
   }
   constexpr int kDigitBits = 11, kNumDigits = 6;
   constexpr size_t kNumValues = size_t{1} << kDigitBits;
   std::vector<std::array<uint32_t, kNumValues>> counts(kNumDigits);
   for (const KeyedIndex& item : items) {
-    for (int d = 0; d < kNumDigits; ++d) ++counts[static_cast<size_t>(d)][item.key >> (d * kDigitBits) & (kNumValues - 1)];
+    for (int d = 0; d < kNumDigits; ++d)
+      ++counts[static_cast<size_t>(d)][item.key >> (d * kDigitBits) & (kNumValues - 1)];
   }
   std::vector<KeyedIndex> sorted(items.size());
   for (int d = 0; d < kNumDigits; ++d) {

@@ -17,15 +17,17 @@ constexpr int32_t kMaxRanks = 1 << 20;
 BagShape parse_term(TextReader& reader, std::string_view text) {
   BagShape shape;
   reader.skip_spaces();
-  if (!reader.accept('g')) throw_malformed(text, reader.position(), "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
+  if (!reader.accept('g'))
+    throw_malformed(text, reader.position(), "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
   do {
     const size_t start = reader.position();
     const auto degree = reader.integer(1, kMaxRanks);
     if (!degree) throw_malformed(text, start, knapformer::text("a number of ranks from 1 to ", kMaxRanks));
     if (!shape.degrees.empty() && (*degree >= shape.degrees.back() || shape.degrees.front() % *degree != 0 ||
                                    shape.degrees.back() % *degree != 0)) {
-      throw_malformed(text, start, knapformer::text("degrees that fall and divide each other, so a divisor of ",
-                                                    shape.degrees.back(), " below it"));
+      throw_malformed(text, start,
+                      knapformer::text("degrees that fall and divide each other, so a divisor of ",
+                                       shape.degrees.back(), " below it"));
     }
     shape.degrees.push_back(*degree);
   } while (reader.accept('/'));
@@ -84,8 +86,8 @@ Topology Topology::parse(std::string_view text, int64_t num_ranks) {
   Topology topology = parse(text);
   if (num_ranks < 1 || num_ranks > kMaxRanks || num_ranks % topology.num_ranks_per_replica_ != 0) {
     throw_argument("topology",
-                   knapformer::text("'", text, "', which is ", topology.num_ranks_per_replica_, " ranks, for ", num_ranks,
-                                    num_ranks == 1 ? " rank" : " ranks"),
+                   knapformer::text("'", text, "', which is ", topology.num_ranks_per_replica_, " ranks, for ",
+                                    num_ranks, num_ranks == 1 ? " rank" : " ranks"),
                    "a topology whose ranks divide the ranks of the group");
   }
   topology.repeat(static_cast<int32_t>(num_ranks / topology.num_ranks_per_replica_));

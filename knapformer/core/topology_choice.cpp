@@ -41,28 +41,32 @@ std::vector<Candidate> candidates(int32_t num_ranks, const TopologyQuestion& que
 
 std::string percent(double share) { return text(std::round(share * 1000) / 10, " %"); }
 
-std::string reason_for(const Candidate& candidate, const TopologyOption& option, double exchange, double ideal_s, double longest_s) {
+std::string reason_for(const Candidate& candidate, const TopologyOption& option, double exchange, double ideal_s,
+                       double longest_s) {
   if (std::isinf(option.predicted_time_s)) return "cannot keep the limit of tokens per rank";
   const double share = longest_s / candidate.bag_ranks / ideal_s;
   if (share > 1.02) {
-    return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10, " times a rank's share of the work, and at most ",
-                candidate.bag_ranks, candidate.bag_ranks == 1 ? " rank" : " ranks", " can hold it");
+    return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10,
+                " times a rank's share of the work, and at most ", candidate.bag_ranks,
+                candidate.bag_ranks == 1 ? " rank" : " ranks", " can hold it");
   }
   const double idle = std::max(0.0, option.efficiency_loss - 1 - exchange);
-  return text(percent(exchange), " of the ideal time goes to exchanges", option.crossing == 0 ? " (nothing is shared)" : "", ", ",
-              percent(idle), " to waiting");
+  return text(percent(exchange), " of the ideal time goes to exchanges",
+              option.crossing == 0 ? " (nothing is shared)" : "", ", ", percent(idle), " to waiting");
 }
 
 }  // namespace
 
-std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> batches, const TopologyQuestion& question) {
+std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> batches,
+                                            const TopologyQuestion& question) {
   if (batches.empty()) throw_argument("batches", "none", "at least one batch of lengths");
   const int32_t num_ranks = batches.front().num_ranks();
   if (num_ranks < 1) throw_argument("batches", "no ranks", "lengths for at least one rank");
   if (question.num_heads < 1) throw_argument("num_heads", question.num_heads, "at least 1");
   for (const SequenceLengths& batch : batches) {
     if (batch.num_ranks() != num_ranks) {
-      throw_argument("batches", text("lengths for ", batch.num_ranks(), " ranks beside ", num_ranks), "batches for one number of ranks");
+      throw_argument("batches", text("lengths for ", batch.num_ranks(), " ranks beside ", num_ranks),
+                     "batches for one number of ranks");
     }
   }
   question.cluster.validate();
@@ -87,7 +91,8 @@ std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> bat
         option.efficiency_loss += weight * time.efficiency_loss();
         if (plan.num_tokens() > 0) {
           option.crossing += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
-          option.max_tokens_over_mean += weight * static_cast<double>(plan.max_tokens()) * num_ranks / static_cast<double>(plan.num_tokens());
+          option.max_tokens_over_mean +=
+              weight * static_cast<double>(plan.max_tokens()) * num_ranks / static_cast<double>(plan.num_tokens());
         }
         double exchanged_s = 0;
         for (const RankPhases& rank : time.ranks) exchanged_s += rank.exchange_s;

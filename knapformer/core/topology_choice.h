@@ -34,7 +34,8 @@ struct TopologyOption {
 };
 
 /// Flat and nested bags of up to a node's ranks, and of two nodes where those do. Best first; ties go to the topology
-/// with fewer tokens crossing, then to the smaller bags. Every batch has the same number of ranks. Throws ArgumentError.
+/// with fewer tokens crossing, then to the smaller bags. Every batch has the same number of ranks. Throws
+/// ArgumentError.
 std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> batches, const TopologyQuestion& question);
 
 }  // namespace knapformer

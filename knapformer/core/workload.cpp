@@ -9,7 +9,8 @@ namespace knapformer {
 namespace {
 
 /// Root of the mean squared relative residual of t = a x + b y.
-double relative_rms(std::span<const double> x, std::span<const double> y, std::span<const double> t, double a, double b) {
+double relative_rms(std::span<const double> x, std::span<const double> y, std::span<const double> t, double a,
+                    double b) {
   double sum = 0;
   for (size_t i = 0; i < t.size(); ++i) {
     const double r = (a * x[i] + b * y[i] - t[i]) / t[i];
@@ -30,7 +31,8 @@ void WorkloadModel::validate() const {
 WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model) {
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
   if (seq_lens.size() != latencies_s.size()) {
-    throw_argument("latencies_s", text(latencies_s.size(), " latencies"), text("one for each of the ", seq_lens.size(), " lengths"));
+    throw_argument("latencies_s", text(latencies_s.size(), " latencies"),
+                   text("one for each of the ", seq_lens.size(), " lengths"));
   }
   bool distinct = false;
   for (size_t i = 0; i < seq_lens.size(); ++i) {
@@ -40,10 +42,11 @@ WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const doub
     }
     distinct = distinct || seq_lens[i] != seq_lens[0];
   }
-  if (!distinct) throw_argument("seq_lens", text(seq_lens.size(), " lengths, all equal"), "at least two distinct lengths");
+  if (!distinct)
+    throw_argument("seq_lens", text(seq_lens.size(), " lengths, all equal"), "at least two distinct lengths");
 
-  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. Two unknowns: the normal equations, with
-  // both columns scaled to length 1, so that what is left of their conditioning is the angle between them.
+  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. Two unknowns: the normal equations,
+  // with both columns scaled to length 1, so that what is left of their conditioning is the angle between them.
   const WorkloadModel model;
   std::vector<double> x(seq_lens.size()), y(seq_lens.size());
   double xx = 0, yy = 0;
@@ -67,7 +70,8 @@ WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const doub
   const double a = (xt - c * yt) / det / x_norm;
   const double b = (yt - c * xt) / det / y_norm;
   if (!(a > 0)) {
-    throw StateError(text("fit_workload: the best k is ", a, " s per FLOP, expected a positive one: the latencies do not grow with "
+    throw StateError(text("fit_workload: the best k is ", a,
+                          " s per FLOP, expected a positive one: the latencies do not grow with "
                           "the lengths as the workload model says; measure more lengths, or with less noise"));
   }
   const double k_alone = wt / ww;

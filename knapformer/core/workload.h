@@ -48,8 +48,8 @@ struct WorkloadModel {
 struct WorkloadFit {
   double seconds_per_flop = 0;  // k in t = k (24 l d^2 + gamma 4 l^2 d)
   double gamma = 0;
-  double relative_rms_error = 0;                 // of the fit, over the measured latencies
-  double relative_rms_error_without_gamma = 0;   // of the best fit with gamma = 1
+  double relative_rms_error = 0;                // of the fit, over the measured latencies
+  double relative_rms_error_without_gamma = 0;  // of the best fit with gamma = 1
 };
 
 /// Least squares for k and gamma over measured latencies (seconds) of one block at these lengths (tokens).

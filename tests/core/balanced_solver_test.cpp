@@ -97,16 +97,19 @@ TEST_P(Goals, AreReachedOnTheMean) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Mixes, Goals,
-                         testing::Values(Goal{"mixed", 0.41, 1.075, 1.080, 0.47}, Goal{"mixed", 1.0, 1.070, 1.075, 0.47},
-                                         Goal{"joint", 0.41, 1.083, 1.090, 0.47}, Goal{"joint", 1.0, 1.066, 1.070, 0.47},
-                                         Goal{"low", 0.41, 1.005, 1.005, 0.0}, Goal{"low", 1.0, 1.005, 1.005, 0.0}));
+                         testing::Values(Goal{"mixed", 0.41, 1.075, 1.080, 0.47},
+                                         Goal{"mixed", 1.0, 1.070, 1.075, 0.47},
+                                         Goal{"joint", 0.41, 1.083, 1.090, 0.47},
+                                         Goal{"joint", 1.0, 1.066, 1.070, 0.47}, Goal{"low", 0.41, 1.005, 1.005, 0.0},
+                                         Goal{"low", 1.0, 1.005, 1.005, 0.0}));
 
 TEST(BalancedSolver, PlansAreValidEqualAndSurviveJson) {
   for (uint64_t seed = 0; seed < 150; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(seed % 3 != 0, 4000);
     if (seed % 4 == 1) {
-      for (int32_t r = 0; r < in.topology.num_ranks(); ++r) in.rank_speed.push_back(static_cast<double>(cases.integer(1, 4)) / 2);
+      for (int32_t r = 0; r < in.topology.num_ranks(); ++r)
+        in.rank_speed.push_back(static_cast<double>(cases.integer(1, 4)) / 2);
     }
     if (seed % 4 == 2) {
       for (const int64_t length : in.seq_lens.lens()) in.attention_pairs.push_back(cases.integer(0, length * length));
@@ -187,7 +190,8 @@ TEST(BalancedSolver, NestedBagsAreNeverWorseThanFlatOnes) {
     std::mt19937_64 random(seed);
     std::vector<std::vector<int64_t>> lens(16);
     for (auto& list : lens) {
-      for (uint64_t i = random() % 4; i > 0; --i) list.push_back(static_cast<int64_t>(100 + random() % (uint64_t{1} << (6 + random() % 10))));
+      for (uint64_t i = random() % 4; i > 0; --i)
+        list.push_back(static_cast<int64_t>(100 + random() % (uint64_t{1} << (6 + random() % 10))));
     }
     PlanInput in;
     in.seq_lens = SequenceLengths::from_lists(lens);
@@ -205,7 +209,8 @@ TEST(BalancedSolver, FlatBagsAreNeverFullerThanGreedyOnes) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     Cases cases(seed);
     const PlanInput in = cases.input(false, 20000);
-    EXPECT_LE(plan_balanced(in, {.moves = 800}).balance_after().max, plan_greedy(in).balance_after().max) << "seed " << seed;
+    EXPECT_LE(plan_balanced(in, {.moves = 800}).balance_after().max, plan_greedy(in).balance_after().max)
+        << "seed " << seed;
   }
 }
 
@@ -238,9 +243,12 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
     FAIL();
   } catch (const ArgumentError& error) {
     const std::string message = error.what();
-    EXPECT_TRUE(message.starts_with("max_tokens_per_rank: got " + std::to_string(mean - 1) + ", expected at least " + std::to_string(mean)))
+    EXPECT_TRUE(message.starts_with("max_tokens_per_rank: got " + std::to_string(mean - 1) + ", expected at least " +
+                                    std::to_string(mean)))
         << message;
-    EXPECT_NE(message.find(std::to_string(free.num_tokens() - 32 * (mean - 1)) + " more than it may hold"), std::string::npos) << message;
+    EXPECT_NE(message.find(std::to_string(free.num_tokens() - 32 * (mean - 1)) + " more than it may hold"),
+              std::string::npos)
+        << message;
   }
 }
 
@@ -276,7 +284,8 @@ TEST(HomeAssignment, NeverMovesMoreAndNeverChangesTheTime) {
     const Plan after(in, "any", placements, cut_chunks(in, placements));
     after.validate();
     // To rounding: sums over sequences in another order, and cuts that differ by a token.
-    EXPECT_NEAR(after.predicted_time_s(), before.predicted_time_s(), before.predicted_time_s() * 0.02) << "seed " << seed;
+    EXPECT_NEAR(after.predicted_time_s(), before.predicted_time_s(), before.predicted_time_s() * 0.02)
+        << "seed " << seed;
   }
 }
 
@@ -313,17 +322,20 @@ TEST(ChunkCut, ReachesHallsBound) {
       int64_t most = 0, bound = 0;
       const Bag& bag = in.topology.bag(in.topology.bag_of(leader));
       for (int32_t i = 0; i < plan.num_ranks(); ++i) {
-        if (time.group_of_rank[static_cast<size_t>(i)] == leader) most = std::max(most, plan.tokens_after()[static_cast<size_t>(i)]);
+        if (time.group_of_rank[static_cast<size_t>(i)] == leader)
+          most = std::max(most, plan.tokens_after()[static_cast<size_t>(i)]);
       }
       for (const int32_t degree : in.topology.shapes()[static_cast<size_t>(bag.shape)].degrees) {
         for (int32_t first = bag.first_rank.value; first < bag.first_rank.value + bag.num_ranks; first += degree) {
           bool inside = true;
-          for (int32_t i = first; i < first + degree; ++i) inside = inside && time.group_of_rank[static_cast<size_t>(i)] == leader;
+          for (int32_t i = first; i < first + degree; ++i)
+            inside = inside && time.group_of_rank[static_cast<size_t>(i)] == leader;
           if (!inside) continue;
           int64_t tokens = 0;
           for (int32_t s = 0; s < plan.num_sequences(); ++s) {
             const Placement& place = plan.placement(SequenceId(s));
-            if (place.first_rank.value >= first && place.first_rank.value + place.degree <= first + degree) tokens += in.seq_lens[SequenceId(s)];
+            if (place.first_rank.value >= first && place.first_rank.value + place.degree <= first + degree)
+              tokens += in.seq_lens[SequenceId(s)];
           }
           bound = std::max(bound, (tokens + degree - 1) / degree);
         }

@@ -25,7 +25,8 @@ class Cases {
     for (int64_t i = 0; i < terms; ++i) {
       const auto& pool = nested ? deep : flat;
       if (i > 0) text += '+';
-      text += 'g' + pool[static_cast<size_t>(integer(0, static_cast<int64_t>(pool.size()) - 1))] + 'n' + std::to_string(integer(1, 3));
+      text += 'g' + pool[static_cast<size_t>(integer(0, static_cast<int64_t>(pool.size()) - 1))] + 'n' +
+              std::to_string(integer(1, 3));
     }
     return text;
   }
@@ -43,7 +44,10 @@ class Cases {
   PlanInput input(bool nested, int64_t max_len = 60) {
     const std::string text = topology(nested);
     const Topology topology = Topology::parse(text, Topology::parse(text).num_ranks() * integer(1, 3));
-    return {.seq_lens = lengths(topology.num_ranks(), max_len), .topology = topology, .d_model = integer(1, 64), .workload = {}};
+    return {.seq_lens = lengths(topology.num_ranks(), max_len),
+            .topology = topology,
+            .d_model = integer(1, 64),
+            .workload = {}};
   }
 
   /// Any valid plan at all: random aligned groups, and chunks cut at random places.
@@ -53,12 +57,14 @@ class Cases {
     const Topology& topology = input.topology;
     for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
       const int32_t replica = input.seq_lens.home_of(SequenceId(s)).value / topology.num_ranks_per_replica();
-      const BagId bag(replica * topology.num_bags_per_replica() + static_cast<int32_t>(integer(0, topology.num_bags_per_replica() - 1)));
+      const BagId bag(replica * topology.num_bags_per_replica() +
+                      static_cast<int32_t>(integer(0, topology.num_bags_per_replica() - 1)));
       const Bag& chosen = topology.bag(bag);
       const auto& degrees = topology.shapes()[static_cast<size_t>(chosen.shape)].degrees;
       const int32_t degree = degrees[static_cast<size_t>(integer(0, static_cast<int64_t>(degrees.size()) - 1))];
       const auto group = static_cast<int32_t>(integer(0, chosen.num_ranks / degree - 1));
-      placements.push_back({.bag = bag, .first_rank = Rank(chosen.first_rank.value + group * degree), .degree = degree});
+      placements.push_back(
+          {.bag = bag, .first_rank = Rank(chosen.first_rank.value + group * degree), .degree = degree});
       std::vector<int64_t> cuts = {0, input.seq_lens[SequenceId(s)]};
       for (int32_t i = 1; i < degree; ++i) cuts.push_back(integer(0, input.seq_lens[SequenceId(s)]));
       std::sort(cuts.begin(), cuts.end());

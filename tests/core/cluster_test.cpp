@@ -23,12 +23,14 @@ PlanInput input(std::vector<std::vector<int64_t>> lens, const char* topology, Cl
 }
 
 ClusterModel unit_cluster() {
-  return {.flops_per_s = 1, .node_bytes_per_s = 2, .network_bytes_per_s = 0.5, .bytes_per_number = 2, .ranks_per_node = 2};
+  return {
+      .flops_per_s = 1, .node_bytes_per_s = 2, .network_bytes_per_s = 0.5, .bytes_per_number = 2, .ranks_per_node = 2};
 }
 
 TEST(BlockTime, RanksThatShareNothingDoNotWait) {
-  const Plan plan(input({{3}, {5}}, "g2/1n1", unit_cluster()), "any",
-                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}});
+  const Plan plan(
+      input({{3}, {5}}, "g2/1n1", unit_cluster()), "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}});
   const BlockTime time = predict_block_time(plan);
   EXPECT_DOUBLE_EQ(time.group_s[0], 24 * 3 + 4 * 9);
   EXPECT_DOUBLE_EQ(time.group_s[1], 24 * 5 + 4 * 25);
@@ -38,8 +40,10 @@ TEST(BlockTime, RanksThatShareNothingDoNotWait) {
 
 TEST(BlockTime, AConnectedGroupTakesItsLongestPhases) {
   // Sequence 0 is cut 6 + 2 over both ranks, sequence 1 lies whole on rank 1.
-  const Plan plan(input({{8}, {5}}, "g2/1n1", unit_cluster()), "any",
-                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}}, {6, 2, 5});
+  const Plan plan(
+      input({{8}, {5}}, "g2/1n1", unit_cluster()), "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}},
+      {6, 2, 5});
   const BlockTime time = predict_block_time(plan);
   const double shared = 4 * 64 / 2.0, whole = 4 * 25;
   // 4 numbers of 2 bytes a token, half of which leave, at 2 bytes/s: 2 s a token.

@@ -20,9 +20,11 @@ TEST(DataMix, VisualTokensAreThoseOfThePaper) {
   EXPECT_EQ(joint.num_ranks(), 32);
 }
 
-/// Published: 369.7 thousand tokens a step for the joint mix, 147.63 thousand/s * 3.13 s for low, 58.58 * 4.64 for mixed.
+/// Published: 369.7 thousand tokens a step for the joint mix, 147.63 thousand/s * 3.13 s for low, 58.58 * 4.64 for
+/// mixed.
 TEST(DataMix, TokensPerStepAreThoseOfThePaper) {
-  for (const auto& [name, tokens] : {std::pair{"joint", 369.7e3}, {"low", 147.63e3 * 3.13}, {"mixed", 58.58e3 * 4.64}}) {
+  for (const auto& [name, tokens] :
+       {std::pair{"joint", 369.7e3}, {"low", 147.63e3 * 3.13}, {"mixed", 58.58e3 * 4.64}}) {
     double sum = 0;
     for (int64_t step = 0; step < 50; ++step) {
       for (const auto& lens : DataMix::parse(name).draw_lengths(0, step, 32)) {
@@ -92,11 +94,13 @@ TEST_P(MalformedMix, IsRefusedByName) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MalformedMix,
-                         testing::Values("", "high", "g1", "g1b1i256f1", "g1b1i256f1s2", "g0b1i256f1s0", "g1b0i256f1s0", "g1b1i256f0s0",
-                                         "g1b1i256f1s0,", "g1b1i256f1s0;g1b1i256f1s0", "g1b1i256f1s0x", "g-1b1i256f1s0", "g1b1i2.5f1s0"));
+                         testing::Values("", "high", "g1", "g1b1i256f1", "g1b1i256f1s2", "g0b1i256f1s0", "g1b0i256f1s0",
+                                         "g1b1i256f0s0", "g1b1i256f1s0,", "g1b1i256f1s0;g1b1i256f1s0", "g1b1i256f1s0x",
+                                         "g-1b1i256f1s0", "g1b1i2.5f1s0"));
 
 TEST(DataMix, RefusesBadScales) {
-  for (const double scale : {0.0, -1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+  for (const double scale :
+       {0.0, -1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_THROW(DataMix::parse("low", scale), ArgumentError);
   }
   EXPECT_THROW(DataMix::parse("low", 1, -1), ArgumentError);

@@ -112,7 +112,8 @@ void check_route(const Plan& plan) {
     home.push_back(tokens_at_home(plan, Rank(r)));
     held.push_back(tokens_held(plan, Rank(r)));
     Rows& ids = home_sequences.emplace_back();
-    for (int32_t s = plan.seq_lens().first_of(Rank(r)).value; s < plan.seq_lens().last_of(Rank(r)).value; ++s) ids.push_back(s);
+    for (int32_t s = plan.seq_lens().first_of(Rank(r)).value; s < plan.seq_lens().last_of(Rank(r)).value; ++s)
+      ids.push_back(s);
   }
   EXPECT_EQ(run(tokens, home), held);
   EXPECT_EQ(run(inverses(tokens), held), home);
@@ -125,7 +126,8 @@ void check_route(const Plan& plan) {
 void check_attention(const Plan& plan) {
   for (const Bag& bag : plan.topology().bags()) {
     std::vector<AttentionTables> tables;
-    for (int32_t i = 0; i < bag.num_ranks; ++i) tables.push_back(make_attention_tables(plan, Rank(bag.first_rank.value + i)));
+    for (int32_t i = 0; i < bag.num_ranks; ++i)
+      tables.push_back(make_attention_tables(plan, Rank(bag.first_rank.value + i)));
     const auto& degrees = plan.topology().shapes()[static_cast<size_t>(bag.shape)].degrees;
     for (size_t level = 0; level < degrees.size(); ++level) {
       std::vector<ExchangeTable> pre_attn;
@@ -141,7 +143,9 @@ void check_attention(const Plan& plan) {
         std::vector<int64_t> seq_lens;
         for (int32_t s = 0; s < plan.num_sequences(); ++s) {  // each sequence whole and in order
           const Placement& place = plan.placement(SequenceId(s));
-          if (place.degree != mine.degree || rank < place.first_rank || rank.value >= place.first_rank.value + place.degree) continue;
+          if (place.degree != mine.degree || rank < place.first_rank ||
+              rank.value >= place.first_rank.value + place.degree)
+            continue;
           seq_lens.push_back(plan.seq_lens()[SequenceId(s)]);
           for (int64_t t = 0; t < seq_lens.back(); ++t) rows.push_back(token_row(SequenceId(s), t));
         }
@@ -155,12 +159,14 @@ void check_attention(const Plan& plan) {
       }
       if (degrees[level] == 1) continue;
       EXPECT_EQ(run(pre_attn, partial), whole);
-      // post_attn sends each rank its own tokens back, once from every rank of the group: all of them with the same rows.
+      // post_attn sends each rank its own tokens back, once from every rank of the group: all of them with the same
+      // rows.
       const auto back = inverses(pre_attn);
       for (int32_t i = 0; i < bag.num_ranks; ++i) {
         for (int32_t peer = 0; peer < bag.num_ranks; ++peer) {
           Rows sent;
-          for (const int64_t row : wire_rows(back[static_cast<size_t>(peer)].send, i)) sent.push_back(whole[static_cast<size_t>(peer)][static_cast<size_t>(row)]);
+          for (const int64_t row : wire_rows(back[static_cast<size_t>(peer)].send, i))
+            sent.push_back(whole[static_cast<size_t>(peer)][static_cast<size_t>(row)]);
           const bool same_group = peer / degrees[level] == i / degrees[level];
           EXPECT_EQ(sent, same_group ? partial[static_cast<size_t>(i)] : Rows{});
         }
@@ -202,7 +208,10 @@ TEST(ExchangeTables, InverseTwiceIsTheTable) {
 
 TEST(ExchangeTables, NeighbouringRowsOfAPeerAreOneRun) {
   // Three sequences that all move from rank 0 to rank 1: one memory copy, not three.
-  PlanInput input{.seq_lens = SequenceLengths::from_lists({{5, 6, 7}, {}}), .topology = Topology::parse("g1n2"), .d_model = 8, .workload = {}};
+  PlanInput input{.seq_lens = SequenceLengths::from_lists({{5, 6, 7}, {}}),
+                  .topology = Topology::parse("g1n2"),
+                  .d_model = 8,
+                  .workload = {}};
   const Placement to_1{.bag = BagId(1), .first_rank = Rank(1), .degree = 1};
   const Plan plan(std::move(input), "any", {to_1, to_1, to_1});
   EXPECT_EQ(make_route_tables(plan, Rank(0)).tokens.send.runs, (std::vector<RowRun>{{0, 18}}));

@@ -17,18 +17,21 @@ TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
     const auto golden = nlohmann::json::parse(line);
     SCOPED_TRACE(golden["name"].get<std::string>());
     const auto seq_lens = golden["seq_lens"].get<std::vector<std::vector<int64_t>>>();
-    const PlanInput input{.seq_lens = SequenceLengths::from_lists(seq_lens),
-                          .topology = Topology::parse(golden["topology"].get<std::string>(), static_cast<int64_t>(seq_lens.size())),
-                          .d_model = golden["d_model"].get<int64_t>(),
-                          .workload = {.gamma = golden["gamma"].get<double>()}};
+    const PlanInput input{
+        .seq_lens = SequenceLengths::from_lists(seq_lens),
+        .topology = Topology::parse(golden["topology"].get<std::string>(), static_cast<int64_t>(seq_lens.size())),
+        .d_model = golden["d_model"].get<int64_t>(),
+        .workload = {.gamma = golden["gamma"].get<double>()}};
     const Plan plan = plan_greedy(input);
     plan.validate();
     std::vector<int32_t> bags;
     for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
     EXPECT_EQ(bags, golden["bag_of_sequence"].get<std::vector<int32_t>>());
 
-    const auto before = golden["workload_before"].get<std::vector<double>>(), after = golden["workload_after"].get<std::vector<double>>();
-    for (size_t r = 0; r < before.size(); ++r) EXPECT_NEAR(plan.workload_before()[r] / 1e12, before[r], 1e-9 * before[r]);
+    const auto before = golden["workload_before"].get<std::vector<double>>(),
+               after = golden["workload_after"].get<std::vector<double>>();
+    for (size_t r = 0; r < before.size(); ++r)
+      EXPECT_NEAR(plan.workload_before()[r] / 1e12, before[r], 1e-9 * before[r]);
     for (const Bag& bag : plan.topology().bags()) {
       double ours = 0, theirs = 0;
       for (int32_t i = 0; i < bag.num_ranks; ++i) {

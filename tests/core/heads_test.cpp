@@ -9,8 +9,8 @@
 namespace knapformer {
 namespace {
 
-/// What grouped-query attention needs, for every count of heads and ranks: each query head on one rank, shares even, and
-/// on each rank the i-th of its n key/value heads serves exactly the i-th n-th of its query heads.
+/// What grouped-query attention needs, for every count of heads and ranks: each query head on one rank, shares even,
+/// and on each rank the i-th of its n key/value heads serves exactly the i-th n-th of its query heads.
 TEST(Heads, EveryRankComputesGroupedQueryAttentionOfItsShare) {
   for (int heads = 1; heads <= 24; ++heads) {
     for (int kv_heads = 1; kv_heads <= heads; ++kv_heads) {

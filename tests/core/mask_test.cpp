@@ -12,14 +12,20 @@ namespace {
 /// Whether query i sees key j, from the words of the definition.
 bool sees(const Mask& mask, int64_t i, int64_t j) {
   switch (mask.kind) {
-    case Mask::Kind::kFull: return true;
-    case Mask::Kind::kCausal: return j <= i;
-    case Mask::Kind::kPrefix: return j <= i || (i < mask.text_tokens && j < mask.text_tokens);
+    case Mask::Kind::kFull:
+      return true;
+    case Mask::Kind::kCausal:
+      return j <= i;
+    case Mask::Kind::kPrefix:
+      return j <= i || (i < mask.text_tokens && j < mask.text_tokens);
     case Mask::Kind::kBlockCausal: {
-      const auto block = [&](int64_t t) { return t < mask.text_tokens ? -1 : (t - mask.text_tokens) / mask.frame_tokens; };
+      const auto block = [&](int64_t t) {
+        return t < mask.text_tokens ? -1 : (t - mask.text_tokens) / mask.frame_tokens;
+      };
       return block(j) <= block(i);
     }
-    case Mask::Kind::kWindow: return (mask.left < 0 || i - j <= mask.left) && (mask.right < 0 || j - i <= mask.right);
+    case Mask::Kind::kWindow:
+      return (mask.left < 0 || i - j <= mask.left) && (mask.right < 0 || j - i <= mask.right);
   }
   return false;
 }
@@ -39,7 +45,8 @@ TEST(Mask, PairsAreThoseOfABruteCount) {
     for (const int64_t frame : {1, 2, 7, 50}) {
       masks.push_back({.kind = Mask::Kind::kBlockCausal, .text_tokens = text, .frame_tokens = frame});
     }
-    for (const int64_t right : {-1, 0, 3, 60}) masks.push_back({.kind = Mask::Kind::kWindow, .left = text, .right = right});
+    for (const int64_t right : {-1, 0, 3, 60})
+      masks.push_back({.kind = Mask::Kind::kWindow, .left = text, .right = right});
   }
   masks.push_back({.kind = Mask::Kind::kWindow, .left = -1, .right = 2});
   for (const Mask& mask : masks) {
@@ -75,7 +82,8 @@ TEST_P(MalformedMask, IsRefusedByName) {
 
 INSTANTIATE_TEST_SUITE_P(All, MalformedMask,
                          testing::Values("", "ful", "full:1", "causal:", "prefix", "prefix:", "prefix:-1", "prefix:1:2",
-                                         "block_causal:3", "block_causal:3:0", "window:3", "window:3:x", "window:3:99999999999"));
+                                         "block_causal:3", "block_causal:3:0", "window:3", "window:3:x",
+                                         "window:3:99999999999"));
 
 }  // namespace
 }  // namespace knapformer

@@ -21,7 +21,10 @@ TEST(PlanJson, GoesOutAndIn) {
 }
 
 TEST(PlanJson, InfiniteImbalanceIsNull) {
-  const Plan plan = plan_greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}), .topology = Topology::parse("g1n2"), .d_model = 8, .workload = {}});
+  const Plan plan = plan_greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
+                                 .topology = Topology::parse("g1n2"),
+                                 .d_model = 8,
+                                 .workload = {}});
   EXPECT_TRUE(nlohmann::json::parse(plan_to_json(plan))["balance_before"]["wir"].is_null());
 }
 
@@ -36,11 +39,18 @@ TEST(PlanJson, RefusesWhatIsNoPlan) {
   const auto good = nlohmann::json::parse(plan_to_json(cases.any_plan(cases.input(false))));
   EXPECT_THROW(plan_from_json("[]"), ArgumentError);
   EXPECT_THROW(plan_from_json("{}"), ArgumentError);
-  const std::vector<std::pair<const char*, nlohmann::json>> broken = {
-      {"format", "other/1"},      {"topology", 3},       {"topology", "g7n1"},        {"num_ranks", -1},
-      {"d_model", 0},             {"gamma", -2},         {"gamma", "one"},            {"seq_lens", {{0}}},
-      {"bag_of_sequence", {-1}},  {"degree_of_sequence", nlohmann::json::array()},    {"first_rank_of_sequence", {100000}},
-      {"chunk_lens_of_sequence", {{-1}}}};
+  const std::vector<std::pair<const char*, nlohmann::json>> broken = {{"format", "other/1"},
+                                                                      {"topology", 3},
+                                                                      {"topology", "g7n1"},
+                                                                      {"num_ranks", -1},
+                                                                      {"d_model", 0},
+                                                                      {"gamma", -2},
+                                                                      {"gamma", "one"},
+                                                                      {"seq_lens", {{0}}},
+                                                                      {"bag_of_sequence", {-1}},
+                                                                      {"degree_of_sequence", nlohmann::json::array()},
+                                                                      {"first_rank_of_sequence", {100000}},
+                                                                      {"chunk_lens_of_sequence", {{-1}}}};
   for (const auto& [field, value] : broken) {
     auto bad = good;
     bad[field] = value;

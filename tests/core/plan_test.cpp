@@ -12,7 +12,10 @@ namespace knapformer {
 namespace {
 
 PlanInput two_ranks(std::vector<std::vector<int64_t>> lens, const char* topology) {
-  return {.seq_lens = SequenceLengths::from_lists(lens), .topology = Topology::parse(topology), .d_model = 4, .workload = {.gamma = 0.5}};
+  return {.seq_lens = SequenceLengths::from_lists(lens),
+          .topology = Topology::parse(topology),
+          .d_model = 4,
+          .workload = {.gamma = 0.5}};
 }
 
 TEST(SequenceLengths, NumbersSequencesThroughTheRanks) {
@@ -31,7 +34,8 @@ TEST(SequenceLengths, RefusesLengthsThatAreNone) {
       FAIL();
     } catch (const ArgumentError& error) {
       EXPECT_EQ(std::string(error.what()),
-                "seq_lens: got " + std::to_string(length) + " for sequence 1 of rank 1, expected a length of 1 to 2147483648 tokens");
+                "seq_lens: got " + std::to_string(length) +
+                    " for sequence 1 of rank 1, expected a length of 1 to 2147483648 tokens");
     }
   }
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{1}), ArgumentError);
@@ -99,13 +103,16 @@ TEST(Plan, ValidateFindsEveryBrokenPromise) {
     const Plan plan(two_ranks({{10}, {}, {}, {}}, topology), "any", {place}, std::move(chunk_lens));
     EXPECT_THROW(plan.validate(), StateError);
   };
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {5, 4});                // a token is lost
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {12, -2});              // a chunk of fewer than none
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {10});                  // no degree of this bag
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});                // out of its bag
-  check("g4/2n1", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});              // not aligned
-  check("g2n2", {.bag = BagId(5), .first_rank = Rank(0), .degree = 2}, {5, 5});                // no such bag
-  PlanInput replicas{.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}), .topology = Topology::parse("g2n1", 4), .d_model = 4, .workload = {}};
+  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {5, 4});    // a token is lost
+  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {12, -2});  // a chunk of fewer than none
+  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {10});      // no degree of this bag
+  check("g2n2", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});    // out of its bag
+  check("g4/2n1", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});  // not aligned
+  check("g2n2", {.bag = BagId(5), .first_rank = Rank(0), .degree = 2}, {5, 5});    // no such bag
+  PlanInput replicas{.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
+                     .topology = Topology::parse("g2n1", 4),
+                     .d_model = 4,
+                     .workload = {}};
   const Plan leaves(replicas, "any", {{.bag = BagId(1), .first_rank = Rank(2), .degree = 2}}, {5, 5});
   EXPECT_THROW(leaves.validate(), StateError);
 }

@@ -26,7 +26,8 @@ std::vector<int32_t> bags_by_the_book(const PlanInput& input) {
       sequences.push_back({input.workload.work(input.seq_lens[SequenceId(s)], input.d_model) / 1e12, s});
       total += sequences.back().first;
     }
-    std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::stable_sort(sequences.begin(), sequences.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
     const double target = total / topology.num_ranks_per_replica();
     const int32_t first = replica * topology.num_bags_per_replica(), last = first + topology.num_bags_per_replica();
     int32_t largest = 0;
@@ -37,7 +38,8 @@ std::vector<int32_t> bags_by_the_book(const PlanInput& input) {
       for (const bool any_candidate : {true, false}) {
         for (int32_t b = first; b < last; ++b) {
           const int32_t size = topology.bag(BagId(b)).num_ranks;
-          const bool fits = any_candidate ? size * target >= work && input.seq_lens[SequenceId(s)] >= size : size == largest;
+          const bool fits =
+              any_candidate ? size * target >= work && input.seq_lens[SequenceId(s)] >= size : size == largest;
           if (fits && (best < 0 || occupancy[static_cast<size_t>(b)] < occupancy[static_cast<size_t>(best)])) best = b;
         }
         if (best >= 0) break;
@@ -71,7 +73,8 @@ TEST(Greedy, ReplicasArePlannedApart) {
     for (int32_t r = 0; r < 4; ++r) both.emplace_back(lens->lens(Rank(r)).begin(), lens->lens(Rank(r)).end());
   }
   const auto plan_of = [](SequenceLengths lens, int64_t ranks) {
-    return plan_greedy({.seq_lens = std::move(lens), .topology = Topology::parse("g1n2+g2n1", ranks), .d_model = 16, .workload = {}});
+    return plan_greedy(
+        {.seq_lens = std::move(lens), .topology = Topology::parse("g1n2+g2n1", ranks), .d_model = 16, .workload = {}});
   };
   const Plan joined = plan_of(SequenceLengths::from_lists(both), 8), alone = plan_of(right, 4);
   for (int32_t s = 0; s < alone.num_sequences(); ++s) {
@@ -82,19 +85,28 @@ TEST(Greedy, ReplicasArePlannedApart) {
 }
 
 TEST(Greedy, PlansNothingAtAll) {
-  const Plan plan = plan_greedy({.seq_lens = SequenceLengths::from_lists({{}, {}}), .topology = Topology::parse("g2n1"), .d_model = 8, .workload = {}});
+  const Plan plan = plan_greedy({.seq_lens = SequenceLengths::from_lists({{}, {}}),
+                                 .topology = Topology::parse("g2n1"),
+                                 .d_model = 8,
+                                 .workload = {}});
   plan.validate();
   EXPECT_EQ(plan.num_sequences(), 0);
   EXPECT_DOUBLE_EQ(plan.balance_after().wir(), 1);
 }
 
 TEST(Greedy, RefusesNestedBags) {
-  EXPECT_THROW(plan_greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}), .topology = Topology::parse("g2/1n1"), .d_model = 8, .workload = {}}),
+  EXPECT_THROW(plan_greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
+                            .topology = Topology::parse("g2/1n1"),
+                            .d_model = 8,
+                            .workload = {}}),
                ArgumentError);
 }
 
 TEST(MakePlan, KnowsItsSolversByName) {
-  const PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {9}}), .topology = Topology::parse("g2n1"), .d_model = 8, .workload = {}};
+  const PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {9}}),
+                        .topology = Topology::parse("g2n1"),
+                        .d_model = 8,
+                        .workload = {}};
   for (const std::string_view name : solver_names()) EXPECT_NO_THROW(make_plan(input, name).validate()) << name;
   EXPECT_THROW(make_plan(input, "best"), ArgumentError);
 }

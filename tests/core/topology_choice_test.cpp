@@ -13,7 +13,8 @@ namespace {
 
 std::vector<SequenceLengths> batches(const char* mix) {
   std::vector<SequenceLengths> out;
-  for (int64_t step = 0; step < 2; ++step) out.push_back(SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(1, step, 32)));
+  for (int64_t step = 0; step < 2; ++step)
+    out.push_back(SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(1, step, 32)));
   return out;
 }
 
@@ -53,7 +54,8 @@ TEST(TopologyChoice, HeadsAndTokensLimitIt) {
 
 TEST(TopologyChoice, RefusesBatchesThatAreNone) {
   EXPECT_THROW(rank_topologies({}, {.d_model = 8}), ArgumentError);
-  const std::vector<SequenceLengths> uneven = {SequenceLengths::from_lists({{4}}), SequenceLengths::from_lists({{4}, {4}})};
+  const std::vector<SequenceLengths> uneven = {SequenceLengths::from_lists({{4}}),
+                                               SequenceLengths::from_lists({{4}, {4}})};
   EXPECT_THROW(rank_topologies(uneven, {.d_model = 8}), ArgumentError);
 }
 

@@ -57,9 +57,9 @@ TEST_P(MalformedTopology, IsRefusedByName) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MalformedTopology,
-                         testing::Values("", "g", "g2", "g2n", "n2g2", "g0n1", "g1n0", "g-1n1", "g2n1+", "+g2n1", "g2n1,g2n1", "g2n1x",
-                                         "g2.5n1", "g99999999999n1", "g1048576n2", "g8/3n1", "g8/8n1", "g4/8n1", "g8//4n1", "g8/n1",
-                                         "g12/6/4n1", "G2n1"));
+                         testing::Values("", "g", "g2", "g2n", "n2g2", "g0n1", "g1n0", "g-1n1", "g2n1+", "+g2n1",
+                                         "g2n1,g2n1", "g2n1x", "g2.5n1", "g99999999999n1", "g1048576n2", "g8/3n1",
+                                         "g8/8n1", "g4/8n1", "g8//4n1", "g8/n1", "g12/6/4n1", "G2n1"));
 
 TEST(Topology, RefusesRanksItDoesNotDivide) {
   for (const int64_t ranks : {0, -8, 7, 9, 1}) EXPECT_THROW(Topology::parse("g8n1", ranks), ArgumentError) << ranks;
@@ -68,7 +68,8 @@ TEST(Topology, RefusesRanksItDoesNotDivide) {
     FAIL();
   } catch (const ArgumentError& error) {
     EXPECT_STREQ(error.what(),
-                 "topology: got 'g2n2', which is 4 ranks, for 6 ranks, expected a topology whose ranks divide the ranks of the group");
+                 "topology: got 'g2n2', which is 4 ranks, for 6 ranks, expected a topology whose ranks divide the "
+                 "ranks of the group");
   }
 }
 

@@ -21,7 +21,8 @@ TEST(Workload, IsTheFormulaOfThePaper) {
 TEST(Workload, RefusesWhatIsNoWorkload) {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
   for (const double gamma : {-1.0, nan, inf}) EXPECT_THROW(WorkloadModel{.gamma = gamma}.validate(), ArgumentError);
-  for (const double factor : {-0.1, 1.1, nan}) EXPECT_THROW((WorkloadModel{.gamma = 1, .mask_factor = factor}.validate()), ArgumentError);
+  for (const double factor : {-0.1, 1.1, nan})
+    EXPECT_THROW((WorkloadModel{.gamma = 1, .mask_factor = factor}.validate()), ArgumentError);
   EXPECT_NO_THROW(WorkloadModel{.gamma = 0}.validate());
 }
 
@@ -55,7 +56,8 @@ TEST(WorkloadFit, IsTheMinimumOfTheSquaredError) {
   };
   const double best = error(fit.seconds_per_flop, fit.gamma);
   for (const double dk : {0.99, 1.0, 1.01}) {
-    for (const double dg : {0.99, 1.0, 1.01}) EXPECT_LE(best, error(fit.seconds_per_flop * dk, fit.gamma * dg) * (1 + 1e-12));
+    for (const double dg : {0.99, 1.0, 1.01})
+      EXPECT_LE(best, error(fit.seconds_per_flop * dk, fit.gamma * dg) * (1 + 1e-12));
   }
 }
 
