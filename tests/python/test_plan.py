@@ -116,8 +116,8 @@ def test_fit_recovers_gamma():
     assert fit.seconds_per_flop == pytest.approx(k, rel=1e-9)
 
 
-# Published WIR without balancer and under each topology; over 50 steps of our own draws, at the gamma at which they come
-# out.
+# Published WIR without balancer and under each topology; over 50 steps of our own draws, at the gamma at which they
+# come out.
 PUBLISHED_WIR = {
     "low": {None: 1.22, "g1n32": 1.00, "g2n16": 1.00, "g4n8": 1.00, "g8n4": 1.00},
     "mixed": {None: 17.14, "g1n32": 3.92, "g2n16": 1.27, "g4n8": 1.01, "g8n4": 1.00},
