@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "knapformer/bindings/bind_step_time.h"
+#include "knapformer/bindings/effort.h"
 #include "knapformer/core/data_mix.h"
 #include "knapformer/core/error.h"
 #include "knapformer/core/mask.h"
@@ -225,13 +226,6 @@ std::vector<int64_t> pairs_of(const Masks& masks, const SequenceLengths& seq_len
     for (size_t i = 0; i < lens.size(); ++i) pairs.push_back(Mask::parse(lists[r][i]).pairs(lens[i]));
   }
   return pairs;
-}
-
-Effort effort_of(const std::variant<int64_t, std::string>& effort) {
-  if (const auto* name = std::get_if<std::string>(&effort)) return Effort::parse(*name);
-  const int64_t moves = std::get<int64_t>(effort);
-  if (moves < 0) throw_argument("effort", moves, "'low', 'default', 'high' or a number of moves of at least 0");
-  return {.moves = moves};
 }
 
 void bind_plan(py::module_& m) {

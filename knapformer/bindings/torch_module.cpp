@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "knapformer/bindings/effort.h"
 #include "knapformer/core/error.h"
 #include "knapformer/torch/balancer.h"
 
@@ -79,20 +80,44 @@ auto convert_then_call(SequenceBalancer& self, Convert convert, Call call) {
   return call(arguments);
 }
 
+/// Called under the GIL, by whoever holds it or not.
+Attend attend_from(SequenceBalancer& self, const py::object& attend) {
+  if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
+  return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
+    const py::gil_scoped_acquire acquire;
+    try {
+      return tensor_from(attend(q, k, v, seq_lens), "attend's result");
+    } catch (const py::error_already_set& error) {
+      self.report(StateError(text("attention: ", std::string(py::str(error.type().attr("__name__"))), ": ",
+                                  std::string(py::str(error.value())))));
+      throw;
+    }
+  };
+}
+
 void bind_balancer(py::module_& m) {
   py::class_<SequenceBalancer>(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
       .def(py::init([](const std::string& topology, double gamma, double mask_factor, const std::string& solver,
+                       const std::variant<int64_t, std::string>& effort, const std::string& mask,
+                       const ClusterModel& cluster, std::vector<double> rank_speed, int64_t max_tokens_per_rank,
                        const std::optional<std::string>& engine, const std::optional<ProcessGroupPtr>& group,
                        const MakeBagGroup& make_bag_group) {
-             BalancerOptions options{
-                 .workload = {.gamma = gamma, .mask_factor = mask_factor}, .solver = solver, .engine = {}};
+             BalancerOptions options{.workload = {.gamma = gamma, .mask_factor = mask_factor},
+                                     .solver = solver,
+                                     .effort = effort_of(effort),
+                                     .mask = Mask::parse(mask),
+                                     .cluster = cluster,
+                                     .rank_speed = std::move(rank_speed),
+                                     .max_tokens_per_rank = max_tokens_per_rank,
+                                     .engine = {}};
              if (engine) options.engine = engine_named(*engine);
              const py::gil_scoped_release release;
              return std::make_unique<SequenceBalancer>(topology, std::move(options), group.value_or(ProcessGroupPtr()),
                                                        make_bag_group);
            }),
            py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("mask_factor"), py::arg("solver"),
-           py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
+           py::arg("effort"), py::arg("mask"), py::arg("cluster"), py::arg("rank_speed"),
+           py::arg("max_tokens_per_rank"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
            "Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several, counted "
            "inside\n"
            "`group`, and returns their group. engine: 'runs' (CPU tensors), 'index' (any device), None: what suits the "
@@ -196,6 +221,37 @@ void bind_balancer(py::module_& m) {
           "all heads\n"
           "of the chunks that this rank holds. Needs a pre_attn before it, for the number of heads.\n\n"
           "Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one.")
+      .def(
+          "attention",
+          [](SequenceBalancer& self, const py::object& q, const py::object& k, const py::object& v,
+             const py::object& attend) {
+            struct Arguments {
+              at::Tensor q, k, v;
+              Attend attend;
+            };
+            return convert_then_call(
+                self,
+                [&] {
+                  return Arguments{tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
+                                   attend_from(self, attend)};
+                },
+                [&](const Arguments& a) { return self.attention(a.q, a.k, a.v, a.attend); });
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"),
+          "Every token of a chunk attends to its whole sequence, over flat and nested bags: o.\n\n"
+          "q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. "
+          "Returns\n"
+          "(chunk tokens, heads, ...). attend(q, k, v, seq_lens) -> o is the attention kernel: it sees whole "
+          "sequences, "
+          "packed,\n"
+          "with a share of the heads (see pre_attn), and returns (tokens, heads, ...). It is called once for each "
+          "number of\n"
+          "ranks that sequences here are shared by; on a rank without tokens once, without any. What is whole on this "
+          "rank\n"
+          "attends while the rest travels, forward and backward. Where attend raises, the other ranks hear of it.\n\n"
+          "Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where "
+          "no\n"
+          "sequence of the bag is shared.")
       .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),

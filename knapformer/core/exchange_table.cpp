@@ -145,7 +145,7 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
 }
 
 AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
-  AttentionTables tables{.bag = plan.topology().bag_of(rank), .levels = {}};
+  AttentionTables tables{.bag = plan.topology().bag_of(rank), .levels = {}, .any_shared = false};
   const Bag& bag = plan.topology().bag(tables.bag);
   const std::span<const int32_t> chunks = plan.chunks_on(rank);  // by degree
   size_t next = 0;
@@ -157,6 +157,10 @@ AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
     first_row += tables.levels.back().num_rows;
   }
   KNAPFORMER_ASSERT(next == chunks.size());
+  for (int32_t i = 0; i < bag.num_ranks; ++i) {
+    const std::span<const int32_t> held = plan.chunks_on(Rank(bag.first_rank.value + i));
+    if (!held.empty() && plan.degree_of(plan.chunk(held.back())) > 1) tables.any_shared = true;
+  }
   return tables;
 }
 

@@ -89,6 +89,8 @@ struct AttentionTables {
   /// Ascending by degree. Every degree that the bag allows, also those without sequences: all ranks of a bag have the
   /// same levels.
   std::vector<AttentionLevel> levels;
+  /// Some rank of the bag holds part of a sequence: known to all of them.
+  bool any_shared = false;
 };
 
 RouteTables make_route_tables(const Plan& plan, Rank rank);

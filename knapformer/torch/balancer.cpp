@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "knapformer/core/error.h"
-#include "knapformer/core/planner.h"
 
 namespace knapformer {
 namespace {
@@ -79,9 +78,46 @@ std::string route_label(size_t num_features, size_t num_sequence_features) {
   return label + ")";
 }
 
+/// In a step's tables.
+constexpr size_t kFirstLevelTable = 2;
+
 /// In pre_attn.
 HeadSharing sharing_of(const AttentionLevel& level) {
   return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
+}
+
+Plan plan_with(const BalancerOptions& options, const Topology& topology, SequenceLengths seq_lens, int64_t d_model) {
+  PlanInput input{.seq_lens = std::move(seq_lens),
+                  .topology = topology,
+                  .d_model = d_model,
+                  .workload = options.workload,
+                  .cluster = options.cluster,
+                  .rank_speed = options.rank_speed,
+                  .max_tokens_per_rank = options.max_tokens_per_rank};
+  if (options.mask.kind != Mask::Kind::kFull) {
+    for (const int64_t length : input.seq_lens.lens()) input.attention_pairs.push_back(options.mask.pairs(length));
+  }
+  return make_plan(std::move(input), options.solver, options.effort);
+}
+
+/// What ranks must agree on, or they would plan differently.
+void add_options(Statement& statement, const BalancerOptions& options) {
+  statement.add("gamma", exact_text(options.workload.gamma));
+  statement.add("mask_factor", exact_text(options.workload.mask_factor));
+  statement.add("solver", options.solver);
+  statement.add("effort", std::to_string(options.effort.moves));
+  statement.add("mask", options.mask.str());
+  const ClusterModel& cluster = options.cluster;
+  std::string figures = std::to_string(cluster.ranks_per_node);
+  for (const double figure :
+       {cluster.flops_per_s, cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.bytes_per_number}) {
+    figures += ' ' + exact_text(figure);
+  }
+  statement.add("cluster", figures);
+  std::string speeds;
+  for (const double speed : options.rank_speed) speeds += exact_text(speed) + ' ';
+  statement.add("rank_speed", speeds);
+  statement.add("max_tokens_per_rank", std::to_string(options.max_tokens_per_rank));
 }
 
 std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
@@ -92,11 +128,12 @@ struct SequenceBalancer::Step {
   Plan plan;
   RouteTables route;
   AttentionTables attention;
-  at::Tensor seq_lens, chunk_lens, attn_lens;
-  HeadCounts heads;  // of the last pre_attn
+  at::Tensor seq_lens, chunk_lens;
+  std::vector<at::Tensor> attn_lens;  // of each attention level
+  HeadCounts heads;                   // of the last pre_attn
 
   std::optional<at::Device> device;
-  /// Tokens, sequences, then one an attention level.
+  /// Tokens, sequences, then one for each attention level of several ranks.
   std::vector<TableTensors> tables;
 };
 
@@ -126,9 +163,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     Statement statement("SequenceBalancer");
     statement.add("version", std::to_string(kProtocolVersion));
     statement.add("topology", topology_.str());
-    statement.add("gamma", exact_text(options_.workload.gamma));
-    statement.add("mask_factor", exact_text(options_.workload.mask_factor));
-    statement.add("solver", options_.solver);
+    add_options(statement, options_);
     all_->agreement().agree(statement);
     gatherer_ = std::make_unique<LengthGatherer>(all_);
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
@@ -139,16 +174,8 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
 SequenceBalancer::~SequenceBalancer() = default;
 
 void SequenceBalancer::check_options() {
-  options_.workload.validate();
-  const auto names = solver_names();
-  if (std::find(names.begin(), names.end(), options_.solver) == names.end()) {
-    std::string known;
-    for (const std::string_view name : names) known.append(known.empty() ? "" : ", ").append(name);
-    throw_argument("solver", options_.solver, text("one of ", known));
-  }
-  if (!topology_.is_flat()) {
-    throw_argument("topology", topology_.str(), "flat bags, such as g4n2: attention does not run over nested ones");
-  }
+  const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology_.num_ranks()));
+  static_cast<void>(plan_with(options_, topology_, SequenceLengths::from_lists(none), 1));  // a plan checks its input
 }
 
 std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
@@ -199,15 +226,12 @@ SequenceLengths SequenceBalancer::learn_lengths(std::span<const int64_t> seq_len
 
 const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model) {
   return collective([&]() -> const Plan& {
-    Plan plan = make_plan({.seq_lens = learn_lengths(seq_lens, d_model),
-                           .topology = topology_,
-                           .d_model = d_model,
-                           .workload = options_.workload},
-                          options_.solver);
+    Plan plan = plan_with(options_, topology_, learn_lengths(seq_lens, d_model), d_model);
     RouteTables route = make_route_tables(plan, rank_);
     AttentionTables attention = make_attention_tables(plan, rank_);
     at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank_)), chunk_lens = lengths_tensor(route.chunk_lens);
-    at::Tensor attn_lens = lengths_tensor(attention.levels[0].seq_lens);
+    std::vector<at::Tensor> attn_lens;
+    for (const AttentionLevel& level : attention.levels) attn_lens.push_back(lengths_tensor(level.seq_lens));
     step_.reset(new Step{.plan = std::move(plan),
                          .route = std::move(route),
                          .attention = std::move(attention),
@@ -301,35 +325,65 @@ SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) 
   });
 }
 
+void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const int64_t num_rows = step().route.tokens.recv.num_rows;
+  check_rows(q, "q", num_rows, "token of the chunks that this rank holds", 2);
+  check_rows(k, "k", num_rows, "token of the chunks that this rank holds", 2);
+  check_rows(v, "v", num_rows, "token of the chunks that this rank holds", 2);
+  check_device(k, "k", q, "q");
+  check_device(v, "v", q, "q");
+  if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
+  for (const AttentionLevel& level : step().attention.levels) {
+    static_cast<void>(partition_heads(q.size(1), k.size(1), level.degree));  // checks the counts
+  }
+}
+
+void SequenceBalancer::check_flat(std::string_view call) const {
+  if (topology_.is_flat()) return;
+  throw StateError(text(call, ": got the topology ", topology_.str(),
+                        ", expected flat bags, such as g4n2: nested ones attend by attention(q, k, v, attend)"));
+}
+
+at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                       const Attend& attend) {
+  return collective([&] {
+    Step& s = step();
+    check_attention_inputs(q, k, v);
+    std::span<const TableTensors> shared_levels;
+    if (bag_) shared_levels = std::span(tables_on(q.device())).subspan(kFirstLevelTable);
+    const BagAttention attention{.tables = s.attention,
+                                 .seq_lens = s.attn_lens,
+                                 .shared_levels = shared_levels,
+                                 .channel = bag_.get(),
+                                 .heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)}};
+    return attention.run(q, k, v, attend);
+  });
+}
+
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
                                                              const at::Tensor& v) {
   return collective([&]() -> AttentionInputs {
     Step& s = step();
-    const int64_t num_rows = s.route.tokens.recv.num_rows;
-    check_rows(q, "q", num_rows, "token of the chunks that this rank holds", 2);
-    check_rows(k, "k", num_rows, "token of the chunks that this rank holds", 2);
-    check_rows(v, "v", num_rows, "token of the chunks that this rank holds", 2);
-    check_device(k, "k", q, "q");
-    check_device(v, "v", q, "q");
-    if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
+    check_flat("pre_attn");
+    check_attention_inputs(q, k, v);
     const AttentionLevel& level = s.attention.levels[0];
-    static_cast<void>(partition_heads(q.size(1), k.size(1), level.degree));  // checks the counts
     s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
-    if (level.degree == 1) return {.seq_lens = s.attn_lens, .q = as_view(q), .k = as_view(k), .v = as_view(v)};
+    if (level.degree == 1) return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
     const std::vector<TableTensors>& tables = tables_on(q.device());
     const std::vector<at::Tensor> moved =
-        exchange({{.table = tables[2],
+        exchange({{.table = tables[kFirstLevelTable],
                    .tensors = {q, k, v},
                    .roles = {HeadRole::kQuery, HeadRole::kKeyValue, HeadRole::kKeyValue},
                    .sharing = sharing_of(level)}},
                  s.heads, *bag_, "pre_attn(q,k,v)");
-    return {.seq_lens = s.attn_lens, .q = moved[0], .k = moved[1], .v = moved[2]};
+    return {.seq_lens = s.attn_lens[0], .q = moved[0], .k = moved[1], .v = moved[2]};
   });
 }
 
 SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& o) {
   return collective([&]() -> AttentionOutput {
     Step& s = step();
+    check_flat("post_attn");
     if (s.heads.num_heads == 0)
       throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");
     const AttentionLevel& level = s.attention.levels[0];
@@ -342,7 +396,7 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     if (level.degree == 1) return {.chunk_lens = s.chunk_lens, .o = as_view(o)};
     const std::vector<TableTensors>& tables = tables_on(o.device());
     return {.chunk_lens = s.chunk_lens,
-            .o = exchange({{.table = tables[2].inverse(),
+            .o = exchange({{.table = tables[kFirstLevelTable].inverse(),
                             .tensors = {o},
                             .roles = {HeadRole::kQuery},
                             .sharing = sharing_of(level).inverse()}},

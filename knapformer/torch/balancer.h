@@ -1,15 +1,17 @@
 // SequenceBalancer: plans a step, and moves its tensors.
 //
-//   SequenceBalancer balancer("g2n1", {.workload = {.gamma = 0.49}}, group, make_bag_group);
+//   SequenceBalancer balancer("g4/2/1n2", {.workload = {.gamma = 0.49}}, group, make_bag_group);
 //   balancer.plan_routing(seq_lens, d_model);
-//   auto step = balancer.route(x, {ids}, {conditioning});        // (tokens, ...) -> (tokens of this rank's chunks,
-//   ...)
-//     auto a = balancer.pre_attn(q, k, v);                       // (chunk tokens, heads, head_dim)
-//     o = attend(a.q, a.k, a.v, a.seq_lens);                     //   -> (tokens of whole sequences, heads / g,
-//     head_dim) auto h = balancer.post_attn(o);                            //   -> (chunk tokens, heads, head_dim)
-//   x = balancer.reverse_route(x).x;                             // back home, in the order of seq_lens
+//   auto step = balancer.route(x, {ids}, {conditioning});   // (tokens, ...) -> (tokens of this rank's chunks, ...)
+//     h = balancer.attention(q, k, v, attend);              // (chunk tokens, heads, head_dim), there and back
+//   x = balancer.reverse_route(x).x;                        // back home, in the order of seq_lens
 //
-// Every method but plan() is collective: all ranks of the group (pre_attn and post_attn: all ranks of the bag) call it,
+// attend(q, k, v, seq_lens) sees whole sequences with a share of the heads. In flat bags its two sides are there too:
+//
+//     auto a = balancer.pre_attn(q, k, v);       // (chunk tokens, heads, ...) -> (tokens of whole sequences, heads /
+//     g) h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;                       // and back
+//
+// Every method but plan() is collective: all ranks of the group (attention, pre_attn, post_attn: of the bag) call it,
 // in the same order, also ranks and bags without sequences. Gradients flow through all but plan_routing, so the
 // backward pass is collective as well. An error on one rank becomes an error on all, which then need a new balancer. A
 // step costs one collective to plan, one for each route and reverse_route, two an attention, none in bags of one; the
@@ -26,16 +28,26 @@
 #include <vector>
 
 #include "knapformer/core/exchange_table.h"
+#include "knapformer/core/mask.h"
 #include "knapformer/core/plan.h"
+#include "knapformer/core/planner.h"
+#include "knapformer/torch/bag_attention.h"
 #include "knapformer/torch/channel.h"
 #include "knapformer/torch/exchange.h"
 #include "knapformer/torch/learn_lengths.h"
 
 namespace knapformer {
 
+/// How to plan: as in PlanInput and make_plan, the same on all ranks.
 struct BalancerOptions {
   WorkloadModel workload = {};
-  std::string solver = "greedy";
+  std::string solver = "balanced";
+  Effort effort = {};
+  /// Of all sequences.
+  Mask mask = {};
+  ClusterModel cluster = {};
+  std::vector<double> rank_speed = {};
+  int64_t max_tokens_per_rank = 0;
   /// Unset: runs for CPU tensors, indices for others.
   std::optional<ExchangeEngine> engine = std::nullopt;
 };
@@ -82,7 +94,8 @@ class SequenceBalancer {
     at::Tensor q, k, v;   // (tokens of these, this rank's share of the heads, head_dim)
   };
   /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
-  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/heads.h).
+  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/heads.h). Flat topologies alone,
+  /// as post_attn: in a nested bag ranks hold other shares of the heads at every level.
   AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
   struct AttentionOutput {
@@ -91,6 +104,10 @@ class SequenceBalancer {
   };
   /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...).
   AttentionOutput post_attn(const at::Tensor& o);
+
+  /// From chunks to chunks, over flat and nested bags, with what is whole on this rank attended to while the rest
+  /// travels. q, k, v as in pre_attn; returns (chunk tokens, heads, ...). See bag_attention.h for `attend`.
+  at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend);
 
   /// Tells the other ranks that this one failed outside of these methods (in attention, say) and will not come to the
   /// calls that they wait in: they raise the error too. Not collective.
@@ -112,6 +129,8 @@ class SequenceBalancer {
                                     const MakeBagGroup& make_bag_group);
   SequenceLengths learn_lengths(std::span<const int64_t> seq_lens, int64_t d_model);
   Step& step();
+  void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+  void check_flat(std::string_view call) const;
   const std::vector<TableTensors>& tables_on(at::Device device);
   /// Runs the body of a collective method: not after an error, and an error in it becomes the other ranks'.
   template <class Body>

@@ -1,4 +1,4 @@
-// The op knapformer::exchange: everything that moves.
+// The ops that move everything: knapformer::exchange, and its two halves.
 //
 //   exchange(Tensor[] tensors,        rows in, region by region
 //            Tensor[] send,           EndTensors of each region: table, rows, index
@@ -12,11 +12,16 @@
 //            str channel,             Channel::name
 //            str label) -> Tensor[]   "route(x,features[0])": the call and its tensors, for errors
 //
+//   exchange_start(the same) -> Tensor        packs and launches; a tensor without bytes stands for what is in flight
+//   exchange_finish(Tensor started) -> Tensor[]                   waits and unpacks; once
+//
 // Collective over the channel's group: all ranks call it, in the same order relative to the group's other collectives,
 // with tensors that differ in their rows alone, and with the same `differentiable`. A rank without rows takes part like
 // any other, forward and backward. One all-to-all, forward and backward each.
 //
-// Its backward is exchange with the ends swapped. Where a row or head went to several peers, its gradients add up.
+// Its backward is the exchange with the ends swapped. Where a row or head went to several peers, its gradients add up.
+// The backward of a finish starts that, and the backward of its start finishes it: what was computed between the halves
+// overlaps with the transport again, in backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,23 +29,15 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/torch/channel.h"
-#include "knapformer/torch/end_tensors.h"
-#include "knapformer/torch/exchange_call.h"
+#include "knapformer/torch/exchange_request.h"
 
 namespace knapformer {
 
-/// Tensors that travel by one table.
-struct RegionInput {
-  TableTensors table;
-  std::vector<at::Tensor> tensors;
-  std::vector<HeadRole> roles;  // one a tensor
-  HeadSharing sharing = {};
-};
-
-/// Calls the op. Which gradients travel back: those of tensors that require one, here and now; on a rank without rows,
-/// those that travel on the others. `label` as above.
 std::vector<at::Tensor> exchange(const std::vector<RegionInput>& regions, HeadCounts heads, Channel& channel,
                                  const std::string& label);
+
+at::Tensor start_exchange(const std::vector<RegionInput>& regions, HeadCounts heads, Channel& channel,
+                          const std::string& label);
+std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 
 }  // namespace knapformer

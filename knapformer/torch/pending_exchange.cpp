@@ -1,5 +1,7 @@
 #include "knapformer/torch/pending_exchange.h"
 
+#include "knapformer/core/error.h"
+
 namespace knapformer {
 
 PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::IntArrayRef differentiable,
@@ -25,10 +27,14 @@ PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::I
 
 std::vector<at::Tensor> PendingExchange::finish() {
   return channel_->board().guard([&] {
+    if (!work_) throw StateError(text(label_, ": has been finished before, expected once"));
     channel_->wait(*work_, call_->device(), label_);
     work_.reset();
     engine_->unpack();
-    return call_->outputs();
+    engine_.reset();
+    std::vector<at::Tensor> outputs = call_->outputs();
+    call_.reset();
+    return outputs;
   });
 }
 

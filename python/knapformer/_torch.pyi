@@ -6,7 +6,7 @@ from typing import overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from knapformer._core import Plan
+from knapformer._core import ClusterModel, Plan
 
 class SequenceBalancer:
     def __init__(
@@ -16,6 +16,11 @@ class SequenceBalancer:
         gamma: float,
         mask_factor: float,
         solver: str,
+        effort: int | str,
+        mask: str,
+        cluster: ClusterModel,
+        rank_speed: Sequence[float],
+        max_tokens_per_rank: int,
         engine: str | None,
         group: ProcessGroup | None,
         make_bag_group: Callable[[list[int]], ProcessGroup],
@@ -36,6 +41,9 @@ class SequenceBalancer:
     def reverse_route(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
     def pre_attn(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def post_attn(self, o: Tensor) -> tuple[Tensor, Tensor]: ...
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor: ...
     def report(self, message: str) -> None: ...
     @property
     def plan(self) -> Plan: ...

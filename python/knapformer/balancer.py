@@ -1,23 +1,18 @@
 """SequenceBalancer: plans a training step, and moves its tensors. Needs torch.
 
-The work is C++ (`knapformer._torch`). What is here is what has to be Python: the groups of bags are made by
-`torch.distributed.new_group`, and attention is the caller's function.
+The work is C++ (`knapformer._torch`). What is here is what has to be Python: the groups of bags, made by
+`torch.distributed.new_group`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from knapformer import _torch
-
-# (q, k, v, seq_lens) -> o, over packed sequences. q: (tokens, heads, head_dim); k, v: (tokens, kv heads, head_dim);
-# seq_lens: int32 CPU; o: (tokens, heads, ...).
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from knapformer._core import ClusterModel
 
 # An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait
 # for it: the op has a side effect, on others.
@@ -27,21 +22,24 @@ torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
 class SequenceBalancer(_torch.SequenceBalancer):
     """Balances the work of data-parallel ranks: tokens move at the start of the model, and back at its end.
 
-        balancer = SequenceBalancer("g2n1", gamma=0.49)
+        balancer = SequenceBalancer("g8/4/2/1n1", gamma=0.49)
         plan = balancer.plan_routing(seq_lens, d_model)       # every step
         chunk_lens, x, features = balancer.route(x, features)
         for block in blocks:
             ...
-            o = balancer.attention(q, k, v, attend)           # or pre_attn, attend, post_attn
+            o = balancer.attention(q, k, v, attend)           # in flat bags also: pre_attn, attend, post_attn
         seq_lens, x = balancer.reverse_route(x)
 
-    topology: text such as "g1n2+g2n1", repeated over the ranks of `group`.
+    topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
+        1 of its ranks), repeated over the ranks of `group`. `knapformer.rank_topologies` finds the best for a sample of
+        lengths.
     gamma: cost of attention's FLOPs over that of the matrix products (`knapformer.fit_workload` measures it).
     group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
         alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call
         into it in the same order.
     mask_factor: share of the (query, key) pairs that the attention mask leaves: 1 full, 0.5 causal.
-    solver: one of `knapformer.solver_names()`.
+    solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies alone).
+    effort, cluster, rank_speed, max_tokens_per_rank: as in `knapformer.plan`. mask: of all sequences, as there.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums cost no wait for an
     accelerator, and what a varlen kernel needs on the device is one non-blocking copy a step.
@@ -58,7 +56,12 @@ class SequenceBalancer(_torch.SequenceBalancer):
         group: dist.ProcessGroup | None = None,
         *,
         mask_factor: float = 1.0,
-        solver: str = "greedy",
+        solver: str = "balanced",
+        effort: int | str = "default",
+        mask: str = "full",
+        cluster: ClusterModel | None = None,
+        rank_speed: Sequence[float] = (),
+        max_tokens_per_rank: int = 0,
         engine: str | None = None,
     ) -> None:
         if group is None and dist.is_initialized():
@@ -68,25 +71,15 @@ class SequenceBalancer(_torch.SequenceBalancer):
             gamma=gamma,
             mask_factor=mask_factor,
             solver=solver,
+            effort=effort,
+            mask=mask,
+            cluster=cluster or ClusterModel(),
+            rank_speed=list(rank_speed),
+            max_tokens_per_rank=max_tokens_per_rank,
             engine=engine,
             group=group,
             make_bag_group=lambda ranks: _bag_group(group, ranks),
         )
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """Attention over whole sequences from chunks of them. Collective over the bag.
-
-        q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, head_dim). attend sees this rank's share of
-        the heads of whole sequences, and is called once, also without any. Returns (chunk tokens, heads, ...). Where
-        attend raises, the other ranks hear of it.
-        """
-        seq_lens, q, k, v = self.pre_attn(q, k, v)
-        try:
-            o = attend(q, k, v, seq_lens)
-        except Exception as error:
-            self.report(f"attention: {type(error).__name__}: {error}")
-            raise
-        return self.post_attn(o)[1]
 
 
 # (parent group, global ranks of a bag) -> the bag's group. A group costs connections and lives as long as the process:

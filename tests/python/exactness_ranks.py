@@ -26,7 +26,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from knapformer import SequenceBalancer
+from knapformer import ClusterModel, SequenceBalancer
+
+GAMMA = 0.7
+# An exchange costs a few percent of a token's work at these widths: plans share short sequences, but not all of them.
+CLUSTER = ClusterModel(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
 
 Samples = list[tuple[int, int]]  # (text tokens, image tokens) of each
 Step = list[Samples]  # of each rank
@@ -100,7 +104,7 @@ def run_on_ranks(case: Case) -> Outcome:
     init_weights(model, seed=5)
     set_checkpointing(model, case.checkpointing)
     shard_model(model, init_device_mesh("cpu", (world,)))
-    balancer = None if case.topology is None else SequenceBalancer(case.topology, gamma=0.7)
+    balancer = None if case.topology is None else SequenceBalancer(case.topology, gamma=GAMMA, cluster=CLUSTER)
     losses = []
     for index, step in enumerate(case.steps):
         batch, target = batch_of(case.model, step, index, [rank])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from exactness_ranks import CLUSTER
 from knapformer.losses import reported, token_mean
 from knapformer.models import (
     FluxConfig,
@@ -94,7 +95,7 @@ def wan_on_ranks(rank: int, world: int, topologies: list[str | None], steps: lis
         model = seeded_wan()
         set_checkpointing(model)
         shard_model(model, init_device_mesh("cpu", (world,)))
-        balancer = None if topology is None else SequenceBalancer(topology)
+        balancer = None if topology is None else SequenceBalancer(topology, cluster=CLUSTER)
         losses, text_grads = [], []
         for index, step in enumerate(steps):
             batch, target = wan_batch(step, index, [rank])

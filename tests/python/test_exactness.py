@@ -11,8 +11,11 @@ import functools
 import numpy as np
 import pytest
 from distributed.ranks import run_ranks
-from exactness_ranks import Case, Outcome, Step, run_alone, run_cases
+from exactness_ranks import CLUSTER, GAMMA, Case, Outcome, Step, run_alone, run_cases
+from knapformer.models import NAMED_CONFIGS
 from numpy.linalg import norm
+
+from knapformer import plan
 
 RELATIVE_ERROR = 1e-10
 
@@ -28,9 +31,17 @@ FOUR_RANKS: dict[str, tuple[Step, ...]] = {
         [[(2, 3), (0, 8)], [(6, 41)], [(0, 2)], []],
     ),
 }
+EIGHT_RANKS: dict[str, tuple[Step, ...]] = {
+    "uneven": ([[(3, 9)], [], [(0, 90), (4, 4)], [(2, 30)], [(0, 7)] * 3, [(5, 44)], [], [(1, 16)]],),
+}
 MODELS = ("flux-tiny", "transformer-tiny")
-TOPOLOGIES = {2: (None, "g1n2", "g2n1"), 4: (None, "g1n2+g2n1", "g4n1", "g2n1")}  # the last is two replicas
-DATA = {2: TWO_RANKS, 4: FOUR_RANKS}
+TOPOLOGIES = {
+    2: (None, "g1n2", "g2n1", "g2/1n1"),
+    4: (None, "g1n2+g2n1", "g4n1", "g2n1", "g4/2/1n1"),  # g2n1 makes two replicas
+    8: (None, "g8/4/2/1n1"),
+}
+DATA = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
+WORLDS = tuple(TOPOLOGIES)
 
 
 def cases_of(world: int) -> dict[str, Case]:
@@ -40,7 +51,7 @@ def cases_of(world: int) -> dict[str, Case]:
         )
         for model in MODELS
         for topology in TOPOLOGIES[world]
-        for checkpointing in (False, True)
+        for checkpointing in ((False, True) if world < 8 else (True,))
         for data, steps in DATA[world].items()
     }
 
@@ -63,6 +74,11 @@ def outcomes_4() -> dict[str, Outcome]:
     return start_ranks(4)
 
 
+@pytest.fixture(scope="module")
+def outcomes_8() -> dict[str, Outcome]:
+    return start_ranks(8)
+
+
 @functools.cache
 def expected(model: str, data: str, world: int) -> Outcome:
     return run_alone(model, DATA[world][data])
@@ -77,19 +93,37 @@ def assert_equal(got: Outcome, wanted: Outcome) -> None:
         assert difference <= RELATIVE_ERROR * size, f"{parameter}: off by {difference:.3g} of {size:.3g}"
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 4) for name in cases_of(world)])
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in WORLDS for name in cases_of(world)])
 def test_equal_to_one_process_with_all_the_data(world: int, name: str, request: pytest.FixtureRequest) -> None:
     outcomes = request.getfixturevalue(f"outcomes_{world}")
     assert_equal(outcomes[name], expected(cases_of(world)[name].model, name.rsplit(", ", 1)[1], world))
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(n, name) for n in (2, 4) for name, case in cases_of(n).items() if case.topology]
+    ("world", "name"), [(n, name) for n in WORLDS for name, case in cases_of(n).items() if case.topology]
 )
 def test_equal_to_the_ranks_without_a_balancer(world: int, name: str, request: pytest.FixtureRequest) -> None:
     outcomes = request.getfixturevalue(f"outcomes_{world}")
     without = name.replace(f" {cases_of(world)[name].topology},", " None,")
     assert_equal(outcomes[name], outcomes[without])
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_nested_plans_share_at_several_degrees_with_uneven_chunks(world: int) -> None:
+    topology = TOPOLOGIES[world][-1]
+    assert topology is not None
+    degrees, uneven = set(), 0
+    for steps in DATA[world].values():
+        for step in steps:
+            lens = [[text + image for text, image in samples] for samples in step]
+            for model in MODELS:
+                made = plan(lens, topology, NAMED_CONFIGS[model].d_model, GAMMA, "balanced", cluster=CLUSTER)
+                degrees |= set(made.degree_of_sequence)
+                chunks: dict[int, list[int]] = {}
+                for sequence, _, _, tokens in made.chunks:
+                    chunks.setdefault(sequence, []).append(tokens)
+                uneven += sum(max(c) - min(c) > 1 for c in chunks.values())
+    assert len(degrees) >= 3 and uneven > 0, (degrees, uneven)
 
 
 def test_gradients_that_could_hide_an_error_are_not_zero() -> None:

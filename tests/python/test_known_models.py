@@ -35,7 +35,7 @@ STEPS: dict[int, list[WanStep]] = {
         [[((1, 1, 2), 2)], [((1, 3, 1), 3), ((1, 1, 1), 6)], [((1, 2, 2), 0)], [((2, 5, 4), 5)]],
     ],
 }
-TOPOLOGIES: dict[int, list[str | None]] = {2: [None, "g1n2", "g2n1"], 4: ["g1n2+g2n1", "g4n1", "g2n1"]}
+TOPOLOGIES: dict[int, list[str | None]] = {2: [None, "g1n2", "g2n1"], 4: ["g1n2+g2n1", "g4n1", "g2n1", "g4/2/1n1"]}
 
 
 @functools.cache

@@ -118,7 +118,10 @@ def test_settings_travel_to_the_ranks() -> None:
         ({"num_steps": 0}, "num_steps: got 0"),
         ({"num_warmup_steps": -1}, "num_warmup_steps: got -1"),
         ({"num_repeats": 0}, "num_repeats: got 0"),
-        ({"topologies": ("g2/1n1",)}, "topology: got 'g2/1n1', expected flat bags"),
+        (
+            {"topologies": ("g2/1n1",), "solver": "greedy"},
+            "solver: got 'greedy' for topology g2/1n1, expected flat bags",
+        ),
         ({"solver": "magic"}, "solver: got '?magic"),
         ({"threads": 0}, "threads: got 0"),
         ({"seed": -1}, "seed: got -1"),

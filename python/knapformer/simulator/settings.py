@@ -30,7 +30,7 @@ class SimulationSettings:
     num_warmup_steps: int = 2
     num_repeats: int = 1  # of every timed step, of which the best counts: for machines that are not idle
     gamma: float | None = None  # None: fitted to this machine before the run
-    solver: str = "greedy"
+    solver: str = "balanced"
     seed: int = 0
     dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
     device: str = "auto"
@@ -45,10 +45,7 @@ class SimulationSettings:
         if not self.topologies:
             raise ArgumentError("topology: got none, expected at least one")
         for i, topology in enumerate(self.topologies):
-            parsed = Topology(topology, self.num_ranks)
-            if not parsed.is_flat:
-                raise ArgumentError(f"topology: got {topology!r}, expected flat bags: nested ones are planned, not run")
-            canonical = str(parsed)
+            canonical = str(Topology(topology, self.num_ranks))
             if canonical in (str(Topology(other)) for other in self.topologies[:i]):
                 raise ArgumentError(f"topology: got {topology!r} twice, expected each once")
         for name, least in (("num_steps", 1), ("num_warmup_steps", 0), ("num_repeats", 1), ("threads", 1), ("seed", 0)):

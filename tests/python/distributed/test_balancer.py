@@ -355,7 +355,7 @@ def test_a_rank_alone_needs_no_group() -> None:
     [
         ({"topology": "g2n1"}, "topology: got"),
         ({"topology": "g1n1", "gamma": -1.0}, "gamma: got -1"),
-        ({"topology": "g1n1", "solver": "magic"}, "solver: got magic"),
+        ({"topology": "g1n1", "solver": "magic"}, "solver: got 'magic'"),
         ({"topology": "g1n1", "engine": "magic"}, "engine: got 'magic', expected 'runs' or 'index'"),
     ],
 )

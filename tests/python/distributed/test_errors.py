@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, SequenceBalancer, StateError
+from knapformer import ArgumentError, ClusterModel, SequenceBalancer, StateError
 
 GROUP_TIMEOUT_S = 60
 SOON_S = 10
@@ -35,10 +35,13 @@ def _step(balancer: SequenceBalancer, rank: int) -> None:
     """What all ranks do, and what the odd rank does in another way."""
     balancer.plan_routing(LENS[rank], 8)
     _, h, _ = balancer.route(_x(rank), [torch.zeros(TOKENS[rank], dtype=torch.int64)])
-    q = h.view(-1, 4, 1)
-    _, q, _, _ = balancer.pre_attn(q, q, q)
-    _, o = balancer.post_attn(q)
+    q = _attend_in_halves(balancer, h.view(-1, 4, 1))
+    o = balancer.attention(q, q, q, lambda q, k, v, seq_lens: q)
     balancer.reverse_route(o.flatten(1))
+
+
+def _attend_in_halves(balancer: SequenceBalancer, q: Tensor) -> Tensor:
+    return balancer.post_attn(balancer.pre_attn(q, q, q)[1])[1]
 
 
 def _routed(balancer: SequenceBalancer, rank: int) -> Tensor:
@@ -59,7 +62,7 @@ def _failing_attention(balancer: SequenceBalancer, rank: int) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
         raise MemoryError("attention ran out of memory")
 
-    q = _routed(balancer, rank)
+    q = _attend_in_halves(balancer, _routed(balancer, rank))
     try:
         balancer.attention(q, q, q, attend)
     except MemoryError as error:
@@ -128,6 +131,16 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "o: got 1 heads, expected 2 heads",
         ArgumentError,
     ),
+    "attended_shape": (
+        lambda b, r: b.attention(*(_attend_in_halves(b, _routed(b, r)),) * 3, lambda q, k, v, seq_lens: q[:, :1]),
+        "attend: got a result of shape [12, 1, 1], expected (12 tokens, 2 heads, ...), as q has",
+        ArgumentError,
+    ),
+    "attended_nothing": (
+        lambda b, r: b.attention(*(_attend_in_halves(b, _routed(b, r)),) * 3, lambda q, k, v, seq_lens: None),
+        "attend's result: got NoneType, expected a tensor",
+        ArgumentError,
+    ),
     "order": (lambda b, r: b.post_attn(_routed(b, r)), "pre_attn: has not been called since plan_routing", StateError),
     "other_call": (lambda b, r: b.reverse_route(_routed(b, r).flatten(1)), "call: got ", StateError),
     "call_left_out": (lambda b, r: (_routed(b, r), _step(b, r)), "call: got ", StateError),
@@ -182,6 +195,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "topology": ({"topology": "g1n2"}, "topology: got "),
     "gamma": ({"gamma": 0.5}, "gamma: got "),
     "mask_factor": ({"mask_factor": 0.5}, "mask_factor: got "),
+    "effort": ({"effort": "low"}, "effort: got "),
+    "mask": ({"mask": "causal"}, "mask: got "),
+    "cluster": ({"cluster": ClusterModel(flops_per_s=1e12)}, "cluster: got "),
+    "rank_speed": ({"rank_speed": [1, 0.5]}, "rank_speed: got "),
+    "max_tokens_per_rank": ({"max_tokens_per_rank": 9}, "max_tokens_per_rank: got "),
+    "bad_rank_speed": ({"rank_speed": [1, 2, 3]}, "rank_speed: got 3 "),
     "bad_topology": ({"topology": "g2x"}, "topology: got "),
     "bad_gamma": ({"gamma": float("nan")}, "gamma: got nan"),
     "ranks_do_not_divide": ({"topology": "g3n1"}, "topology: got "),
