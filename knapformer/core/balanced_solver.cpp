@@ -152,7 +152,10 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const bool small = forest.items().size() <= 512;
   const bool searches = num_moves(forest.items().size()) > 0;
   TargetSearch targets(forest, bound);
-  targets.run(searches ? 10 : small ? 4 : 2, 0.02);
+  // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
+  // close to the bound.
+  const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
+  targets.run(searches ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
   if (searches && targets.best_time() > bound * kGoodEnough) {
     set_reference(forest, bound, targets.best_time());
