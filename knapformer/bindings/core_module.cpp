@@ -299,28 +299,27 @@ void bind_plan(py::module_& m) {
       "plan",
       [](const std::vector<std::vector<int64_t>>& seq_lens, const std::string& topology, int64_t d_model, double gamma,
          const std::string& solver, double mask_factor, const std::variant<int64_t, std::string>& effort,
-         const Masks& masks, int64_t max_tokens_per_rank, std::vector<double> rank_speed, const ClusterModel& cluster) {
-        const auto lens = SequenceLengths::from_lists(seq_lens);
-        const TopologyQuestion question{.d_model = d_model,
-                                        .workload = {.gamma = gamma, .mask_factor = mask_factor},
-                                        .cluster = cluster,
-                                        .max_tokens_per_rank = max_tokens_per_rank};
-        const std::string chosen =
-            topology == "auto" ? rank_topologies({&lens, 1}, question).front().topology : topology;
-        PlanInput input{.seq_lens = lens,
-                        .topology = Topology::parse(chosen, static_cast<int64_t>(seq_lens.size())),
+         const Masks& masks, int64_t max_tokens_per_rank, std::vector<double> rank_speed, const ClusterModel& cluster,
+         int32_t num_heads) {
+        PlanInput input{.seq_lens = SequenceLengths::from_lists(seq_lens),
+                        .topology = {},
                         .d_model = d_model,
-                        .workload = question.workload,
+                        .workload = {.gamma = gamma, .mask_factor = mask_factor},
                         .cluster = cluster,
                         .rank_speed = std::move(rank_speed),
                         .max_tokens_per_rank = max_tokens_per_rank};
         input.attention_pairs = pairs_of(masks, input.seq_lens);
+        const std::string chosen =
+            topology == "auto"
+                ? rank_topologies({&input, 1}, {.num_heads = num_heads, .solver = solver}).front().topology
+                : topology;
+        input.topology = Topology::parse(chosen, input.seq_lens.num_ranks());
         return make_plan(std::move(input), solver, effort_of(effort));
       },
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = 1.0,
-      py::arg("solver") = "greedy", py::arg("mask_factor") = 1.0, py::arg("effort") = "default",
+      py::arg("solver") = "balanced", py::arg("mask_factor") = 1.0, py::arg("effort") = "default",
       py::arg("masks") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = std::vector<double>(),
-      py::arg("cluster") = ClusterModel{}, py::call_guard<py::gil_scoped_release>(),
+      py::arg("cluster") = ClusterModel{}, py::arg("num_heads") = 0, py::call_guard<py::gil_scoped_release>(),
       "Plans the sequences of all ranks, without process groups.\n\n"
       "seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the "
       "best of\n"
@@ -331,7 +330,9 @@ void bind_plan(py::module_& m) {
       "lengths'\n"
       "(see attention_pairs). max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. "
       "rank_speed: per rank,\n"
-      "relative; none where all are equal. cluster: what times are predicted with.\n\n"
+      "relative; none where all are equal. cluster: what times are predicted with. num_heads: with 'auto', only bags "
+      "whose ranks\n"
+      "divide them; 0 for any.\n\n"
       "Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
       .def_readonly("topology", &TopologyOption::topology)
@@ -348,20 +349,31 @@ void bind_plan(py::module_& m) {
   m.def(
       "rank_topologies",
       [](const std::vector<std::vector<std::vector<int64_t>>>& batches, int64_t d_model, double gamma,
-         int32_t num_heads, int64_t max_tokens_per_rank, const ClusterModel& cluster) {
-        std::vector<SequenceLengths> lens;
-        for (const auto& batch : batches) lens.push_back(SequenceLengths::from_lists(batch));
-        return rank_topologies(lens, {.d_model = d_model,
-                                      .workload = {.gamma = gamma},
-                                      .cluster = cluster,
-                                      .num_heads = num_heads,
-                                      .max_tokens_per_rank = max_tokens_per_rank});
+         int32_t num_heads, const std::string& mask, int64_t max_tokens_per_rank, const std::vector<double>& rank_speed,
+         const ClusterModel& cluster) {
+        std::vector<PlanInput> inputs;
+        for (const auto& batch : batches) {
+          inputs.push_back({.seq_lens = SequenceLengths::from_lists(batch),
+                            .topology = {},
+                            .d_model = d_model,
+                            .workload = {.gamma = gamma},
+                            .cluster = cluster,
+                            .rank_speed = rank_speed,
+                            .max_tokens_per_rank = max_tokens_per_rank});
+          inputs.back().attention_pairs = pairs_of(mask, inputs.back().seq_lens);
+        }
+        return rank_topologies(inputs, {.num_heads = num_heads});
       },
-      py::arg("batches"), py::arg("d_model"), py::arg("gamma") = 1.0,
-      py::arg("num_heads") = TopologyQuestion{}.num_heads, py::arg("max_tokens_per_rank") = 0,
+      py::arg("batches"), py::arg("d_model"), py::arg("gamma") = 1.0, py::arg("num_heads") = 0,
+      py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = std::vector<double>(),
       py::arg("cluster") = ClusterModel{}, py::call_guard<py::gil_scoped_release>(),
-      "Topologies for a sample of batches (each: lists of lengths per rank), best predicted time first, with "
-      "reasons.\n\n"
+      "Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time "
+      "first, with\n"
+      "reasons: flat and nested bags of up to two of the cluster's nodes, planned by the balanced solver. num_heads: "
+      "only bags whose\n"
+      "ranks divide them; 0 for any. mask: of all sequences. The rest as in plan. Where max_tokens_per_rank cannot be "
+      "kept a topology\n"
+      "comes last, its predicted_time infinite.\n\n"
       "Raises ArgumentError.");
   m.def("solver_names", [] {
     std::vector<std::string> names(solver_names().begin(), solver_names().end());

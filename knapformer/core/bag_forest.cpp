@@ -115,9 +115,7 @@ double BagForest::slowest() const {
 
 double BagForest::slowest_with_exchange() const {
   double time = 0;
-  for (const int32_t root : roots_) {
-    time = std::max(time, state(root).max_token_time + state(root).max_attention + state(root).max_exchange);
-  }
+  for (int32_t bag = 0; bag < num_bags(); ++bag) time = std::max(time, time_with_exchange(bag));
   return time;
 }
 

@@ -42,7 +42,7 @@ namespace knapformer {
 /// What the solver balances.
 enum class Objective {
   kTime,  // predicted time of the slowest group
-  kWork,  // work of the fullest bag; flat bags only
+  kFlat,  // flat bags only: see FlatGoal
 };
 
 /// A sequence as the solver sees it.
@@ -135,9 +135,22 @@ class BagForest {
   /// Energy: the sum over ranks of ((time of its group - floor) / (reference - floor))^16, nothing below the floor. Its
   /// gradient pulls at the slowest groups most, the more so the closer the floor is to the reference.
   void set_reference(double floor, double reference);
-  /// Objective::kWork: a bag that takes longer than this, exchange included, counts as if it had much more work.
-  void set_time_limit(double limit) { time_limit_ = limit; }
-  /// Objective::kWork: the highest time of a bag, exchange included.
+  /// Objective::kFlat: what is to be evened out, a bag's work or its time, exchange included; beyond a limit it counts
+  /// as if it were out of all proportion.
+  struct FlatGoal {
+    bool of_time = false;
+    double most_work = std::numeric_limits<double>::infinity();
+    double most_time = std::numeric_limits<double>::infinity();
+  };
+  void set_flat_goal(const FlatGoal& goal) {
+    flat_goal_ = goal;
+    update_all();
+  }
+  /// A bag's time, exchange included, whatever the objective; and the highest.
+  double time_with_exchange(int32_t bag) const {
+    const State& s = state(root(bag));
+    return s.max_token_time + s.max_attention + s.max_exchange;
+  }
   double slowest_with_exchange() const;
 
   /// The nodes from v to its root, saved and put back.
@@ -167,7 +180,7 @@ class BagForest {
   double unit_s_ = 1;
   double floor_ = 0;
   double inverse_range_ = 1;
-  double time_limit_ = std::numeric_limits<double>::infinity();
+  FlatGoal flat_goal_;
   int32_t first_bag_ = 0;
   std::vector<Node> nodes_;
   std::vector<State> states_;
@@ -229,9 +242,11 @@ inline void BagForest::update(int32_t v) {
   if (shared || n.num_children == 0) {
     for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
     double time = token_time + attention + exchange;
-    if (objective_ == Objective::kWork) {
-      constexpr double kLatePenalty = 20;
-      time += kLatePenalty * std::max(0.0, time - time_limit_) - exchange;
+    if (objective_ == Objective::kFlat) {
+      constexpr double kPenalty = 1000;
+      const double work = token_time + attention;
+      const double excess = std::max(0.0, work - flat_goal_.most_work) + std::max(0.0, time - flat_goal_.most_time);
+      time = (flat_goal_.of_time ? time : work) + kPenalty * excess;
     }
     double x = std::max(0.0, time - floor_) * inverse_range_;
     x *= x;

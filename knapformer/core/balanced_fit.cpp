@@ -50,7 +50,7 @@ int32_t BalancedFit::freest(Queue& queue) {
     while (true) {  // the key only grew: sift it down
       size_t child = 2 * hole + 1;
       if (child >= heap.size()) break;
-      if (child + 1 < heap.size() && heap[child + 1] < heap[child]) ++child;
+      child += static_cast<size_t>(child + 1 < heap.size() && heap[child + 1] < heap[child]);
       if (!(heap[child] < entry)) break;
       heap[hole] = heap[child];
       hole = child;

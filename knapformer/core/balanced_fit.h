@@ -27,7 +27,10 @@ class BalancedFit {
     struct Entry {
       double key;
       int32_t node;
-      bool operator<(const Entry& other) const { return key != other.key ? key < other.key : node < other.node; }
+      /// Without branches: which child is smaller nobody can predict.
+      bool operator<(const Entry& other) const {
+        return (key < other.key) | ((key == other.key) & (node < other.node));
+      }
     };
     std::vector<Entry> heap;
   };

@@ -18,8 +18,8 @@ namespace {
 
 /// Within this of the lower bound nothing is left to search for.
 constexpr double kGoodEnough = 1.0005;
-/// Bags whose work is this even need no more: tokens that do not divide leave about as much.
-constexpr double kEvenWork = 1.0001;
+/// Bags that are this even need no more: tokens that do not divide leave about as much.
+constexpr double kEven = 1.00005;
 
 /// Tries targets above the bound: doubling the margin while the placement misses its target, halving it while it meets
 /// it. Leaves the best placement in the forest.
@@ -68,9 +68,49 @@ void set_reference(BagForest& forest, double bound, double time) {
   forest.set_reference(time - kRangeOverGain * std::max(time - bound, kLeastGain), time);
 }
 
-bool keeps_limit(const Plan& plan) {
-  const int64_t limit = plan.input().max_tokens_per_rank;
-  return limit == 0 || plan.max_tokens() <= limit;
+/// What a replica of a plan is judged by.
+struct Figures {
+  double time_s = 0;         // predicted
+  double max_over_mean = 1;  // work of a rank, over its speed
+  bool keeps_limit = true;
+};
+
+std::vector<Figures> figures_of(const Plan& plan) {
+  const PlanInput& input = plan.input();
+  const BlockTime time = predict_block_time(plan);
+  const auto num_ranks = static_cast<size_t>(plan.topology().num_ranks_per_replica());
+  std::vector<Figures> figures(static_cast<size_t>(plan.topology().num_replicas()));
+  std::vector<double> work(plan.workload_after().begin(), plan.workload_after().end());
+  for (size_t r = 0; r < work.size(); ++r) work[r] /= input.speed_of(Rank(r));
+  for (size_t i = 0; i < figures.size(); ++i) {
+    figures[i].max_over_mean = LoadBalance::of(std::span(work).subspan(i * num_ranks, num_ranks)).max_over_mean();
+  }
+  for (size_t r = 0; r < time.ranks.size(); ++r) {
+    Figures& f = figures[r / num_ranks];
+    f.time_s = std::max(f.time_s, time.group_s[r]);
+    f.keeps_limit &= input.max_tokens_per_rank == 0 || plan.tokens_after()[r] <= input.max_tokens_per_rank;
+  }
+  return figures;
+}
+
+int32_t replica_of(const Plan& plan, const Placement& place) {
+  return place.bag.value / plan.topology().num_bags_per_replica();
+}
+
+/// The plan with some replicas, those marked, from another plan of the same input.
+Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
+  if (std::all_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return other;
+  if (std::none_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return plan;
+  std::vector<Placement> placements;
+  std::vector<int64_t> chunk_lens;
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+    const SequenceId id(s);
+    const bool takes = from_other[static_cast<size_t>(replica_of(plan, plan.placement(id)))] != 0;
+    const Plan& source = takes ? other : plan;
+    placements.push_back(source.placement(id));
+    for (const Chunk& chunk : source.chunks(id)) chunk_lens.push_back(chunk.num_tokens);
+  }
+  return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
 std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placement>& placements) {
@@ -87,6 +127,7 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::mo
   for (const int64_t length : input_.seq_lens.lens())
     key_ = (key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
+  bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
 
 int64_t BalancedSolver::num_moves(size_t num_items) const {
@@ -106,12 +147,15 @@ void BalancedSolver::solve_nested(int32_t replica) {
   BagForest forest(input_, replica, Objective::kTime);
   if (forest.items().empty()) return;
   const double bound_s = replica_lower_bound_s(input_, replica);
-  bound_s_ = std::max(bound_s_, bound_s);
+  bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
   const bool small = forest.items().size() <= 512;
   const bool searches = num_moves(forest.items().size()) > 0;
   TargetSearch targets(forest, bound);
-  targets.run(searches ? 10 : small ? 4 : 2, 0.02);
+  // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
+  // close to the bound.
+  const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
+  targets.run(searches ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
   if (searches && targets.best_time() > bound * kGoodEnough) {
     set_reference(forest, bound, targets.best_time());
@@ -126,38 +170,49 @@ void BalancedSolver::solve_nested(int32_t replica) {
 }
 
 void BalancedSolver::solve_flat(int32_t replica) {
-  BagForest forest(input_, replica, Objective::kWork);
+  BagForest forest(input_, replica, Objective::kFlat);
   if (forest.items().empty()) return;
+  const int64_t moves = num_moves(forest.items().size());
+  if (moves == 0) return;
   std::vector<int32_t> nodes = nodes_of(forest, placements_);  // greedy
   load(forest, nodes);
-  double best_work = forest.slowest();
-  const double greedy_time = forest.slowest_with_exchange();
-  const int64_t moves = num_moves(forest.items().size());
-  // First without taking longer than greedy at all; then a little longer, then a little more. Where nothing is
-  // exchanged time is work.
-  const bool exchanges = greedy_time > best_work;
-  for (const double longer : {0.0, 0.0005, 0.002}) {
-    if (best_work <= kEvenWork || moves == 0 || (longer > 0 && !exchanges)) return;
-    std::vector<int32_t> trial = nodes;
-    const double time_limit = greedy_time * (1 + longer);
-    forest.set_time_limit(time_limit);
-    load(forest, trial);
-    set_reference(forest, 1.0, best_work);
-    improve(forest, trial,
+  // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
+  double mean_time = 0, token_time = 0;
+  int32_t num_ranks = 0;
+  for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
+    const BagForest::Node& node = forest.node(forest.root(bag));
+    mean_time += forest.time_with_exchange(bag) * node.degree;
+    num_ranks += node.degree;
+    token_time = std::max(token_time, node.time_per_token * node.degree + node.exchange_per_token);
+  }
+  mean_time /= num_ranks;
+  const auto search = [&](const BagForest::FlatGoal& goal, double least) {
+    forest.set_flat_goal({.of_time = goal.of_time});
+    const double now = forest.slowest();
+    if (now <= least * kEven) return;
+    forest.set_flat_goal(goal);
+    set_reference(forest, least, now);
+    improve(forest, nodes,
             {.num_moves = moves,
              .key = key_ + static_cast<uint64_t>(replica),
-             .good_enough = kEvenWork,
-             .first_temperature = 0.1,
+             .good_enough = least * kEven,
+             .first_temperature = 1,
              .last_temperature = 1e-6});
-    forest.set_time_limit(std::numeric_limits<double>::infinity());
-    forest.update_all();
-    const double work = forest.slowest();
-    constexpr double kRounding = 1e-9;
-    if (work >= best_work || forest.slowest_with_exchange() > time_limit * (1 + kRounding)) continue;
-    best_work = work;
-    nodes.swap(trial);
-    keep(forest, nodes);
+  };
+  forest.set_flat_goal({});
+  const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
+  if (input_.topology.shapes().size() == 1) {
+    // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
+    // that first, without taking longer than greedy. Then the time, with the work as even.
+    search({.of_time = false, .most_time = greedy_time}, 1);
+    forest.set_flat_goal({});
+    search({.of_time = true, .most_work = std::max(forest.slowest(), kEven)}, mean_time);
+  } else {
+    // Small bags exchange less. First the time, with the work no less even than greedy's; then the work.
+    search({.of_time = true, .most_work = greedy_work}, 1);
+    search({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
   }
+  keep(forest, nodes);
 }
 
 Plan BalancedSolver::finish(std::vector<Placement> placements) const {
@@ -167,48 +222,70 @@ Plan BalancedSolver::finish(std::vector<Placement> placements) const {
   return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
 }
 
-std::optional<Plan> BalancedSolver::best_flat_below(const Plan& plan) const {
+std::vector<std::string> BalancedSolver::flat_topologies() const {
   const Topology& topology = input_.topology;
-  double time_s = plan.predicted_time_s();
-  std::optional<Plan> best;
-  // Who plans in the step has no time to look for the last two-thousandth.
-  if (effort_ == Effort::kLow && keeps_limit(plan) && time_s <= kGoodEnough * bound_s_) return best;
-  // Of bags of several shapes only the whole bags make a flat topology with the same ranks in them.
   std::vector<std::string> flats;
   if (topology.shapes().size() == 1) {
     const int32_t num_ranks = topology.num_ranks_per_replica();
-    for (const int32_t degree : topology.shapes().front().degrees) {
-      const bool may_be_better = flat_bound_s(degree) < time_s;
-      if (may_be_better) flats.push_back(text('g', degree, 'n', num_ranks / degree));
-    }
-  } else {
-    std::string flat;
-    for (const BagShape& s : topology.shapes())
-      flat += text(flat.empty() ? "" : "+", 'g', s.num_ranks_per_bag(), 'n', s.num_bags);
-    flats.push_back(flat);
+    for (const int32_t degree : topology.shapes().front().degrees)
+      flats.push_back(text('g', degree, 'n', num_ranks / degree));
+    return flats;
   }
-  const auto consider = [&](Plan candidate) {
-    const double candidate_s = candidate.predicted_time_s();
-    if (keeps_limit(candidate) && (candidate_s < time_s || !keeps_limit(best ? *best : plan))) {
-      time_s = candidate_s;
-      best = std::move(candidate);
-    }
-    return candidate_s;
+  // Of bags of several shapes only the whole bags make a flat topology with the same ranks in them.
+  std::string flat;
+  for (const BagShape& s : topology.shapes())
+    flat += text(flat.empty() ? "" : "+", 'g', s.num_ranks_per_bag(), 'n', s.num_bags);
+  flats.push_back(flat);
+  return flats;
+}
+
+Plan BalancedSolver::with_flat_replicas(Plan plan) const {
+  const auto num_replicas = static_cast<size_t>(input_.topology.num_replicas());
+  std::vector<Figures> best = figures_of(plan);
+  // Who plans in the step has no time to look for the last two-thousandth.
+  const auto is_done = [&](size_t replica) {
+    return effort_ == Effort::kLow && best[replica].keeps_limit &&
+           best[replica].time_s <= kGoodEnough * bounds_s_[replica];
   };
-  for (const std::string& name : flats) {
-    const Topology flat = Topology::parse(name, topology.num_ranks());
-    const double greedy_s = consider(in_nested_bags(greedy_placements(input_, flat), {}));
-    // Close enough that it may win once improved as well.
-    constexpr double kClose = 1.02;
-    if (effort_ == Effort::kLow || greedy_s > kClose * time_s) continue;
+  for (const std::string& name : flat_topologies()) {
     PlanInput input = input_;
-    input.topology = flat;
-    const Plan improved = BalancedSolver(std::move(input), effort_).solve();
+    input.topology = Topology::parse(name, input_.topology.num_ranks());
+    std::vector<char> may_win(num_replicas);
+    for (size_t r = 0; r < num_replicas; ++r) {
+      may_win[r] = !is_done(r) &&
+                   (!best[r].keeps_limit || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
+    }
+    if (std::none_of(may_win.begin(), may_win.end(), [](char c) { return c != 0; })) continue;
+    const auto consider = [&](const Plan& candidate) {
+      const std::vector<Figures> figures = figures_of(candidate);
+      std::vector<char> takes(num_replicas, 0);
+      for (size_t r = 0; r < num_replicas; ++r) {
+        const bool is_faster = figures[r].time_s < best[r].time_s;
+        takes[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
+                   (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
+        if (takes[r]) best[r] = figures[r];
+      }
+      plan = merged(std::move(plan), candidate, takes);
+      return figures;
+    };
+    std::vector<Placement> greedy = greedy_placements(input, input.topology);
+    const std::vector<Figures> greedy_figures = consider(in_nested_bags(greedy, {}));
+    if (effort_ == Effort::kLow) continue;
+    BalancedSolver improver(std::move(input), effort_);
+    improver.placements_ = greedy;
+    for (size_t r = 0; r < num_replicas; ++r) {
+      // Close enough that it may win once improved as well.
+      constexpr double kClose = 1.02;
+      may_win[r] = may_win[r] && greedy_figures[r].time_s <= kClose * best[r].time_s;
+      if (may_win[r]) improver.solve_flat(static_cast<int32_t>(r));
+    }
+    if (improver.placements_ == greedy) continue;
+    const Plan improved = improver.finish(std::move(improver.placements_));
     std::vector<int64_t> chunk_lens;
     for (const Chunk& chunk : improved.chunks()) chunk_lens.push_back(chunk.num_tokens);
     consider(in_nested_bags({improved.placements().begin(), improved.placements().end()}, std::move(chunk_lens)));
   }
-  return best;
+  return plan;
 }
 
 Plan BalancedSolver::in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const {
@@ -217,38 +294,27 @@ Plan BalancedSolver::in_nested_bags(std::vector<Placement> placements, std::vect
   return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
 }
 
-double BalancedSolver::flat_bound_s(int32_t degree) const {
-  double work_s = 0, longest_s = 0, tokens = 0;
-  for (int32_t s = 0; s < input_.seq_lens.num_sequences(); ++s) {
-    const double sequence_s = input_.work(SequenceId(s)) / input_.cluster.flops_per_s;
-    work_s += sequence_s;
-    longest_s = std::max(longest_s, sequence_s);
-    tokens += static_cast<double>(input_.seq_lens[SequenceId(s)]);
-  }
-  if (!input_.rank_speed.empty()) return 0;
-  const double exchange_s = input_.cluster.exchange_s_per_token(Rank(0), degree, input_.d_model);
-  return std::max((work_s + exchange_s * tokens) / input_.topology.num_ranks(), longest_s / degree);
-}
-
 Plan BalancedSolver::solve() {
   if (input_.topology.is_flat()) return solve_all_flat();
   for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_nested(replica);
-  Plan plan = finish(std::move(placements_));
-  std::optional<Plan> better = best_flat_below(plan);
-  return better ? std::move(*better) : std::move(plan);
+  return with_flat_replicas(finish(std::move(placements_)));
 }
 
 Plan BalancedSolver::solve_all_flat() {
   std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
   placements_ = greedy;
   for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_flat(replica);
-  if (placements_ == greedy) return Plan(input_, "balanced", std::move(greedy));
-  Plan plan = finish(std::move(placements_));
+  Plan published(input_, "balanced", greedy);
+  if (placements_ == greedy) return published;
+  const Plan plan = finish(std::move(placements_));
   // Bags were compared; ranks may differ by the tokens that do not divide.
-  Plan published(input_, "balanced", std::move(greedy));
-  const bool is_better =
-      plan.balance_after().max <= published.balance_after().max && keeps_limit(plan) >= keeps_limit(published);
-  return is_better ? std::move(plan) : std::move(published);
+  const std::vector<Figures> before = figures_of(published), after = figures_of(plan);
+  std::vector<char> takes(before.size());
+  for (size_t r = 0; r < before.size(); ++r) {
+    takes[r] = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s &&
+               after[r].keeps_limit >= before[r].keeps_limit;
+  }
+  return merged(std::move(published), plan, takes);
 }
 
 }  // namespace knapformer

@@ -17,7 +17,7 @@
 // come close are improved like the nested one before they are compared.
 #pragma once
 
-#include <optional>
+#include <string>
 #include <vector>
 
 #include "knapformer/core/bag_forest.h"
@@ -39,18 +39,18 @@ class BalancedSolver {
   void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
-  /// The best greedy plan of a flat topology with groups of the nested one's, where it beats the plan.
-  std::optional<Plan> best_flat_below(const Plan& plan) const;
+  /// Flat topologies with groups of the nested one's.
+  std::vector<std::string> flat_topologies() const;
+  /// The plan, with those replicas from plans of flat topologies that are better there.
+  Plan with_flat_replicas(Plan plan) const;
   /// The plan of a flat topology, as one of this input's nested bags.
   Plan in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const;
-  /// No plan in bags of this many ranks takes less.
-  double flat_bound_s(int32_t degree) const;
 
   PlanInput input_;
   int64_t effort_;
   uint64_t key_ = 0;  // of the random numbers
   std::vector<Placement> placements_;
-  double bound_s_ = 0;  // of nested bags
+  std::vector<double> bounds_s_;  // of nested bags, by replica
 };
 
 }  // namespace knapformer

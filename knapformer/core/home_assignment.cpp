@@ -237,7 +237,8 @@ class HomeAssignment {
         // Of equal lengths those with equal masks: nearly always all.
         ids.clear();
         for (size_t k = i; k < j; ++k) ids.push_back(order[k].index);
-        std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return pairs_of(a) < pairs_of(b); });
+        if (!input_.attention_pairs.empty())
+          std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return pairs_of(a) < pairs_of(b); });
         for (size_t a = 0, b; a < ids.size(); a = b) {
           for (b = a + 1; b < ids.size() && pairs_of(ids[b]) == pairs_of(ids[a]); ++b) {
           }
@@ -251,11 +252,13 @@ class HomeAssignment {
     const auto by_rank = [](const Placement& a, const Placement& b) {
       return std::tie(a.first_rank, a.degree) < std::tie(b.first_rank, b.degree);
     };
-    std::vector<Placement> places;
+    std::vector<Placement>& places = places_;
+    std::vector<char>&used = used_, &done = done_;
+    places.clear();
     for (const int32_t s : ids) places.push_back(placements_[static_cast<size_t>(s)]);
     std::sort(places.begin(), places.end(), by_rank);
-    std::vector<char> used(places.size(), 0);
-    std::vector<char> done(ids.size(), 0);
+    used.assign(places.size(), 0);
+    done.assign(ids.size(), 0);
     const auto take = [&](size_t i, size_t p) {
       placements_[static_cast<size_t>(ids[i])] = places[p];
       used[p] = done[i] = 1;
@@ -296,6 +299,8 @@ class HomeAssignment {
   std::vector<int64_t> tokens_;
   std::vector<int32_t> slots_;
   std::vector<Pull> pulls_;
+  std::vector<Placement> places_;  // of sequences that trade
+  std::vector<char> used_, done_;
 };
 
 }  // namespace

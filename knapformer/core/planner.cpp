@@ -1,5 +1,6 @@
 #include "knapformer/core/planner.h"
 
+#include <algorithm>
 #include <array>
 
 #include "knapformer/core/balanced_solver.h"
@@ -30,6 +31,16 @@ void check_token_limit(const Plan& plan) {
         "max_tokens_per_rank", limit,
         text("at least ", least, ": a replica of ", topology.num_ranks_per_replica(), " ranks has ", fullest_replica,
              " tokens, ", fullest_replica - limit * topology.num_ranks_per_replica(), " more than it may hold"));
+  }
+  int64_t longest = 0;
+  for (const int64_t length : plan.seq_lens().lens()) longest = std::max(longest, length);
+  const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
+  const int64_t share = (longest + sharing - 1) / sharing;
+  if (share > limit) {
+    throw_argument(
+        "max_tokens_per_rank", limit,
+        text("at least ", share, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
+             sharing == 1 ? " rank" : " ranks", ", ", share - limit, " more tokens each than they may hold"));
   }
   throw_argument("max_tokens_per_rank", limit,
                  text("at least ", plan.max_tokens(), ", which the fullest rank of the best plan found with topology ",

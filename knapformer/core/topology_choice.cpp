@@ -17,15 +17,13 @@ struct Candidate {
   bool nested = false;
 };
 
-std::vector<Candidate> candidates(int32_t num_ranks, const TopologyQuestion& question) {
+std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, const TopologyQuestion& question) {
   std::vector<Candidate> out;
-  const int32_t largest = std::min(2 * question.cluster.ranks_per_node, question.num_heads);
-  for (int32_t size = 1; size <= std::min(largest, num_ranks); ++size) {
-    const int32_t node = question.cluster.ranks_per_node;
+  for (int32_t size = 1; size <= std::min(2 * static_cast<int64_t>(node), int64_t{num_ranks}); ++size) {
     const bool tiles_nodes = node % size == 0 || size % node == 0;
-    if (num_ranks % size != 0 || !tiles_nodes) continue;
+    if (num_ranks % size != 0 || !tiles_nodes || question.num_heads % size != 0) continue;
     out.push_back({.text = text('g', size, 'n', num_ranks / size), .bag_ranks = size});
-    if (size == 1) continue;
+    if (size == 1 || question.solver == "greedy") continue;
     // All the way down to 1, by the smallest prime each time: the most degrees that divide each other.
     std::string nested = text('g', size);
     for (int32_t degree = size; degree > 1;) {
@@ -43,7 +41,6 @@ std::string percent(double share) { return text(std::round(share * 1000) / 10, "
 
 std::string reason_for(const Candidate& candidate, const TopologyOption& option, double exchange, double ideal_s,
                        double longest_s) {
-  if (std::isinf(option.predicted_time_s)) return "cannot keep the limit of tokens per rank";
   const double share = longest_s / candidate.bag_ranks / ideal_s;
   if (share > 1.02) {
     return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10,
@@ -57,35 +54,32 @@ std::string reason_for(const Candidate& candidate, const TopologyOption& option,
 
 }  // namespace
 
-std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> batches,
-                                            const TopologyQuestion& question) {
+std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, const TopologyQuestion& question) {
   if (batches.empty()) throw_argument("batches", "none", "at least one batch of lengths");
-  const int32_t num_ranks = batches.front().num_ranks();
+  const int32_t num_ranks = batches.front().seq_lens.num_ranks();
   if (num_ranks < 1) throw_argument("batches", "no ranks", "lengths for at least one rank");
-  if (question.num_heads < 1) throw_argument("num_heads", question.num_heads, "at least 1");
-  for (const SequenceLengths& batch : batches) {
-    if (batch.num_ranks() != num_ranks) {
-      throw_argument("batches", text("lengths for ", batch.num_ranks(), " ranks beside ", num_ranks),
+  if (question.num_heads < 0) throw_argument("num_heads", question.num_heads, "at least 1, or 0 for any");
+  const ClusterModel& cluster = batches.front().cluster;
+  cluster.validate();
+  for (const PlanInput& batch : batches) {
+    if (batch.seq_lens.num_ranks() != num_ranks) {
+      throw_argument("batches", text("lengths for ", batch.seq_lens.num_ranks(), " ranks beside ", num_ranks),
                      "batches for one number of ranks");
     }
+    if (batch.cluster != cluster) throw_argument("batches", "several cluster models", "one for all");
   }
-  question.cluster.validate();
 
   std::vector<std::pair<TopologyOption, Candidate>> ranked;
-  for (const Candidate& candidate : candidates(num_ranks, question)) {
+  for (const Candidate& candidate : candidates(num_ranks, cluster.ranks_per_node, question)) {
     TopologyOption option{.topology = candidate.text};
     double exchange = 0, ideal_s = 0, longest_s = 0;
     const double weight = 1.0 / static_cast<double>(batches.size());
-    for (const SequenceLengths& batch : batches) {
-      PlanInput input;
-      input.seq_lens = batch;
+    for (const PlanInput& batch : batches) {
+      PlanInput input = batch;
       input.topology = Topology::parse(candidate.text, num_ranks);
-      input.d_model = question.d_model;
-      input.workload = question.workload;
-      input.cluster = question.cluster;
-      input.max_tokens_per_rank = question.max_tokens_per_rank;
+      input.validate();
       try {
-        const Plan plan = plan_balanced(std::move(input));
+        const Plan plan = make_plan(std::move(input), question.solver);
         const BlockTime time = predict_block_time(plan);
         option.predicted_time_s += weight * time.slowest_s;
         option.efficiency_loss += weight * time.efficiency_loss();
@@ -99,14 +93,16 @@ std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> bat
         exchange += time.ideal_s > 0 ? weight * exchanged_s / num_ranks / time.ideal_s : 0;
         ideal_s = std::max(ideal_s, time.ideal_s);
         for (int32_t s = 0; s < plan.num_sequences(); ++s) {
-          longest_s = std::max(longest_s, plan.input().work(SequenceId(s)) / question.cluster.flops_per_s);
+          longest_s = std::max(longest_s, plan.input().work(SequenceId(s)) / cluster.flops_per_s);
         }
-      } catch (const ArgumentError&) {
-        if (question.max_tokens_per_rank == 0) throw;
+      } catch (const ArgumentError& error) {
+        const std::string_view refusal = error.what();
+        if (!refusal.starts_with("max_tokens_per_rank:")) throw;
+        option.reason = refusal;
         option.predicted_time_s = option.efficiency_loss = std::numeric_limits<double>::infinity();
       }
     }
-    option.reason = reason_for(candidate, option, exchange, ideal_s, longest_s);
+    if (option.reason.empty()) option.reason = reason_for(candidate, option, exchange, ideal_s, longest_s);
     ranked.emplace_back(std::move(option), candidate);
   }
   std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "knapformer/core/plan.h"
@@ -11,13 +12,11 @@
 namespace knapformer {
 
 struct TopologyQuestion {
-  int64_t d_model = 0;
-  WorkloadModel workload = {};
-  ClusterModel cluster = {};
-  /// Attention heads: more ranks than heads cannot share a sequence usefully.
-  int32_t num_heads = 1 << 20;
-  /// 0: no limit. Topologies that cannot keep it are ranked last.
-  int64_t max_tokens_per_rank = 0;
+  /// Attention heads. Bags are as large as divides them: uneven shares of the heads the prediction does not see. 0: any
+  /// size.
+  int32_t num_heads = 0;
+  /// As in make_plan. With "greedy" only flat topologies are candidates.
+  std::string_view solver = "balanced";
 };
 
 struct TopologyOption {
@@ -33,9 +32,10 @@ struct TopologyOption {
   std::string reason = {};
 };
 
-/// Flat and nested bags of up to a node's ranks, and of two nodes where those do. Best first; ties go to the topology
-/// with fewer tokens crossing, then to the smaller bags. Every batch has the same number of ranks. Throws
-/// ArgumentError.
-std::vector<TopologyOption> rank_topologies(std::span<const SequenceLengths> batches, const TopologyQuestion& question);
+/// Flat and nested bags of up to two nodes' ranks, whose size divides a node's or is a multiple of it. A batch is what
+/// is planned, its topology left out; all have one number of ranks and one cluster. Best first; ties go to the topology
+/// with fewer tokens crossing, then to the smaller bags. A topology that cannot keep max_tokens_per_rank comes last.
+/// Throws ArgumentError.
+std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, const TopologyQuestion& question = {});
 
 }  // namespace knapformer

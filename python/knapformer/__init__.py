@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from knapformer._core import (
     ArgumentError,
+    ClusterModel,
     DataMix,
     Plan,
     Sample,
     StateError,
     Topology,
+    TopologyOption,
     WorkloadFit,
     WorkloadModel,
+    attention_pairs,
     fit_workload,
     plan,
+    rank_topologies,
     solver_names,
 )
 
@@ -30,16 +34,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "ClusterModel",
     "DataMix",
     "Plan",
     "Sample",
     "SequenceBalancer",
     "StateError",
     "Topology",
+    "TopologyOption",
     "WorkloadFit",
     "WorkloadModel",
+    "attention_pairs",
     "fit_workload",
     "plan",
+    "rank_topologies",
     "solver_names",
 ]
 

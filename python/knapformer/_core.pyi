@@ -143,14 +143,42 @@ def plan(
     topology: str,
     d_model: int,
     gamma: float = 1.0,
-    solver: str = "greedy",
+    solver: str = "balanced",
     mask_factor: float = 1.0,
     effort: int | str = "default",
     masks: str | Sequence[Sequence[str]] = "full",
     max_tokens_per_rank: int = 0,
     rank_speed: Sequence[float] = ...,
     cluster: ClusterModel = ...,
+    num_heads: int = 0,
 ) -> Plan: ...
+
+class TopologyOption:
+    """A topology and what it is predicted to do."""
+
+    @property
+    def topology(self) -> str: ...
+    @property
+    def predicted_time(self) -> float: ...
+    @property
+    def efficiency_loss(self) -> float: ...
+    @property
+    def crossing(self) -> float: ...
+    @property
+    def max_tokens_over_mean(self) -> float: ...
+    @property
+    def reason(self) -> str: ...
+
+def rank_topologies(
+    batches: Sequence[Sequence[Sequence[int]]],
+    d_model: int,
+    gamma: float = 1.0,
+    num_heads: int = 0,
+    mask: str = "full",
+    max_tokens_per_rank: int = 0,
+    rank_speed: Sequence[float] = ...,
+    cluster: ClusterModel = ...,
+) -> list[TopologyOption]: ...
 def attention_pairs(mask: str, seq_len: int) -> int: ...
 def solver_names() -> list[str]: ...
 

@@ -1,4 +1,4 @@
-"""The command `knapformer`: `plan` and `simulate`.
+"""The command `knapformer`: `plan`, `simulate`, and where the others begin.
 
 Whatever is wrong with the input ends in one line on standard error and exit status 2, before any work is done. What
 goes wrong later ends in one line and status 1. `plan` needs no torch.
@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import knapformer
-from knapformer import ArgumentError, DataMix, Plan, StateError
+from knapformer import ArgumentError, Plan, StateError, tune
+from knapformer.options import (
+    MAX_RANKS,
+    add_data,
+    add_draw,
+    add_lengths,
+    add_limits,
+    add_workload,
+    batches,
+    effort,
+    integer,
+    limits,
+    number,
+)
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
 from knapformer.predict import command as predict
 from knapformer.report import check_can_report, write_report
 from knapformer.report import command as report
 
-_MAX_RANKS = 1 << 20
 _MAX_TABLE_RANKS = 64  # more are summed up by bag size
 
 
@@ -34,35 +44,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {least} to {most}")
-        return value
-
-    return parse
-
-
-def _number(least: float, inclusive: bool = True) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and (value > least or (inclusive and value == least))):
-            sign = ">=" if inclusive else ">"
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number {sign} {least:g}")
-        return value
-
-    return parse
-
-
 def _gamma_or_fit(text: str) -> float | None:
-    return None if text == "fit" else _number(0)(text)
+    return None if text == "fit" else number(0)(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,50 +54,31 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_simulate(commands)
+    tune.add_parser(commands)
     predict.add_parser(commands)
     report.add_parser(commands)
     return parser
-
-
-def _add_data(parser: argparse._ActionsContainer, required: bool) -> None:
-    parser.add_argument(
-        "--data",
-        metavar="CODES|MIX",
-        required=required,
-        help=f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}",
-    )
-
-
-def _add_draw(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=_integer(0, 2**64 - 1), default=0, help="of the data (default 0)")
-    parser.add_argument(
-        "--scale",
-        type=_number(0, inclusive=False),
-        default=1.0,
-        metavar="F",
-        help="divides the resolutions (default 1)",
-    )
-    parser.add_argument(
-        "--max-text-tokens", type=_integer(0, 1 << 20), default=392, metavar="N", help="per sample (default 392)"
-    )
 
 
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="plan a data mix or given lengths, without starting ranks", allow_abbrev=False
     )
-    parser.add_argument("--topology", required=True, metavar="T", help="bags of ranks, such as g8n4 or g1n2+g2n1")
-    source = parser.add_mutually_exclusive_group(required=True)
-    _add_data(source, required=False)
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
-    parser.add_argument("--ranks", type=_integer(1, _MAX_RANKS), metavar="N", help="with --data")
-    parser.add_argument("--solver", default="greedy", choices=knapformer.solver_names(), help="default greedy")
-    parser.add_argument("--gamma", type=_number(0), default=1.0, help="attention's cost per FLOP (default 1)")
     parser.add_argument(
-        "--d-model", type=_integer(1, 1 << 20), default=3072, metavar="D", help="width, in features (default 3072)"
+        "--topology",
+        required=True,
+        metavar="T",
+        help="bags of ranks, such as g8n4, g1n2+g2n1 or g8/4/2/1n4; auto: the best for these lengths (see tune)",
     )
-    parser.add_argument("--step", type=_integer(0, 2**63 - 1), default=0, help="of the data (default 0)")
-    _add_draw(parser)
+    add_lengths(parser)
+    parser.add_argument("--step", type=integer(0, 2**63 - 1), default=0, help="of the data (default 0)")
+    parser.add_argument("--solver", default="balanced", choices=knapformer.solver_names(), help="default balanced")
+    parser.add_argument(
+        "--effort", type=effort, default="default", metavar="E",
+        help="of the balanced solver: low, default, high, or a number of moves",
+    )  # fmt: skip
+    add_workload(parser)
+    add_limits(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the plan as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes the plan as an HTML file that opens offline")
     parser.set_defaults(run=_plan)
@@ -124,28 +88,28 @@ def _add_simulate(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate", help="fake training steps on real ranks, without and with the balancer", allow_abbrev=False
     )
-    _add_data(parser, required=True)
+    add_data(parser, required=True)
     parser.add_argument("--topology", required=True, action="append", metavar="T", help="may be given several times")
-    parser.add_argument("--ranks", type=_integer(1, _MAX_RANKS), metavar="N", help="local ranks to start")
+    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help="local ranks to start")
     parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
-    parser.add_argument("--steps", type=_integer(1, 10**9), default=10, metavar="N", help="timed (default 10)")
+    parser.add_argument("--steps", type=integer(1, 10**9), default=10, metavar="N", help="timed (default 10)")
     parser.add_argument(
-        "--repeats", type=_integer(1, 10**6), default=1, metavar="N", help="of each step, the best counts (default 1)"
+        "--repeats", type=integer(1, 10**6), default=1, metavar="N", help="of each step, the best counts (default 1)"
     )
-    parser.add_argument("--warmup", type=_integer(0, 10**9), default=2, metavar="N", help="before them (default 2)")
+    parser.add_argument("--warmup", type=integer(0, 10**9), default=2, metavar="N", help="before them (default 2)")
     parser.add_argument("--solver", default="greedy", choices=knapformer.solver_names(), help="default greedy")
     parser.add_argument(
         "--gamma", type=_gamma_or_fit, default=None, help="attention's cost per FLOP; 'fit' measures it (default)"
     )
-    _add_draw(parser)
+    add_draw(parser)
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
     parser.add_argument(
-        "--threads", type=_integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
+        "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
     )
     parser.add_argument(
-        "--peak-tflops", type=_number(0, inclusive=False), metavar="F", help="of a rank's device; reports HFU"
+        "--peak-tflops", type=number(0, inclusive=False), metavar="F", help="of a rank's device; reports HFU"
     )
     parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
@@ -156,19 +120,21 @@ def _plan(args: argparse.Namespace) -> None:
     if args.json not in (None, "-"):
         check_output_path("--json", args.json)
     _check_report(args.report)
-    if args.lengths is not None:
-        seq_lens = read_lengths(args.lengths)
-        if args.ranks not in (None, len(seq_lens)):
-            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(seq_lens)}, as --lengths has, or none")
-    else:
-        if args.ranks is None:
-            raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
-        mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
-        mix.check_divides(args.ranks)
-        knapformer.Topology(args.topology, args.ranks)  # before drawing what it could not plan
-        seq_lens = mix.draw_lengths(args.seed, args.step, args.ranks)
+    keep_to = limits(args)
+    # What could not be planned is not drawn.
+    check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
+    (seq_lens,) = batches(args, range(args.step, args.step + 1), check)
     start = time.perf_counter()
-    plan = knapformer.plan(seq_lens, args.topology, args.d_model, args.gamma, args.solver)
+    plan = knapformer.plan(
+        seq_lens,
+        args.topology,
+        args.d_model,
+        args.gamma,
+        args.solver,
+        effort=args.effort,
+        masks=args.mask,
+        **keep_to,
+    )
     elapsed_s = time.perf_counter() - start
     if args.report is not None:
         write_report(args.report, plan)
@@ -184,25 +150,6 @@ def _check_report(path: str | None) -> None:
     if path is not None:
         check_output_path("--report", path)
         check_can_report()
-
-
-def read_lengths(path: str) -> list[list[int]]:
-    """A JSON list of lists of integers from a file, or from standard input for '-'.
-
-    Raises ArgumentError for other content, OSError where it cannot be read.
-    """
-    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    try:
-        lengths = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"--lengths: {path}: not readable as JSON: {error}") from None
-    if not isinstance(lengths, list) or not lengths or not all(isinstance(lens, list) for lens in lengths):
-        raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
-    for rank, lens in enumerate(lengths):
-        for length in lens:
-            if type(length) is not int or not 1 <= length < 1 << 31:
-                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
-    return lengths
 
 
 def _print_plan(plan: Plan, elapsed_s: float) -> None:
@@ -271,9 +218,14 @@ def _plan_sentence(plan: Plan) -> str:
     if plan.num_tokens == 0:
         return "No sequences: nothing to balance."
     gain = plan.max_over_mean_before / plan.max_over_mean_after
+    over_ideal, fullest = plan.predicted_time / plan.ideal_time - 1, plan.max_tokens * plan.num_ranks / plan.num_tokens
     return (
         f"Highest over lowest work of a rank: {plan.wir_before:.2f} before, {plan.wir_after:.2f} after. The slowest "
-        f"rank has {gain:.2f} times less to compute; {plan.tokens_moved / plan.num_tokens:.1%} of the tokens move."
+        f"rank has {gain:.2f} times less to compute; {plan.tokens_moved / plan.num_tokens:.1%} of the tokens move.\n"
+        f"Predicted: {plan.predicted_time * 1e3:.3f} ms a block, forward, {over_ideal:.1%} over ideal and at most "
+        f"{max(plan.gap, 0):.1%} over the best plan of this topology. In attention "
+        f"{plan.attention_tokens_moved / plan.num_tokens:.1%} of the tokens cross ranks; the fullest rank holds "
+        f"{plan.max_tokens:,}, {fullest:.2f} times the mean."
     )
 
 

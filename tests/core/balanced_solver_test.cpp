@@ -91,7 +91,7 @@ TEST_P(Goals, AreReachedOnTheMean) {
     crossing += plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens()) / kSeeds;
   }
   EXPECT_LE(by_default, goal.at_default);
-  EXPECT_LE(model, by_default);
+  EXPECT_LE(model, by_default * (1 + 1e-9));
   EXPECT_LE(low, goal.at_low);
   EXPECT_LE(crossing, goal.crossing);
 }
@@ -205,25 +205,115 @@ TEST(BalancedSolver, NestedBagsAreNeverWorseThanFlatOnes) {
   }
 }
 
-TEST(BalancedSolver, FlatBagsAreNeverFullerThanGreedyOnes) {
-  for (uint64_t seed = 0; seed < 200; ++seed) {
+/// Work of a rank over the mean, each rank's over its speed.
+double max_over_mean(const Plan& plan) {
+  std::vector<double> work(plan.workload_after().begin(), plan.workload_after().end());
+  for (size_t r = 0; r < work.size(); ++r) work[r] /= plan.input().speed_of(Rank(r));
+  return LoadBalance::of(work).max_over_mean();
+}
+
+TEST(BalancedSolver, FlatBagsAreNeverWorseThanGreedyOnes) {
+  constexpr double kFree = std::numeric_limits<double>::infinity();
+  int num_better = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
     Cases cases(seed);
-    const PlanInput in = cases.input(false, 20000);
-    EXPECT_LE(plan_balanced(in, {.moves = 800}).balance_after().max, plan_greedy(in).balance_after().max)
-        << "seed " << seed;
+    PlanInput in = cases.input(false, 20000);
+    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
+    if (seed % 3 == 1) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = kFree;
+    if (seed % 5 == 1) {
+      for (int32_t r = 0; r < in.topology.num_ranks(); ++r)
+        in.rank_speed.push_back(static_cast<double>(cases.integer(1, 4)) / 2);
+    }
+    const Plan balanced = plan_balanced(in, {.moves = static_cast<int64_t>(seed % 4 * 300)});
+    const Plan greedy = plan_greedy(in);
+    balanced.validate();
+    EXPECT_LE(balanced.predicted_time_s(), greedy.predicted_time_s()) << "seed " << seed;
+    // Of several replicas each has its mean.
+    if (in.topology.num_replicas() == 1) {
+      EXPECT_LE(max_over_mean(balanced), max_over_mean(greedy)) << "seed " << seed;
+    }
+    num_better += balanced.predicted_time_s() < 0.99 * greedy.predicted_time_s();
   }
+  EXPECT_GE(num_better, 30);
+}
+
+/// Of a rank a sequence for every entry, of one of five lengths, times U[0.96, 1.04], plus up to 392 of text.
+SequenceLengths five_lengths(uint64_t seed, int32_t num_ranks, int32_t per_rank) {
+  std::mt19937_64 random(seed);
+  std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks));
+  constexpr double kVisual[] = {256, 1024, 4096, 16384, 25600};
+  const auto uniform = [&] { return static_cast<double>(random() >> 11) * 0x1p-53; };
+  for (auto& list : lens) {
+    for (int32_t i = 0; i < per_rank; ++i) {
+      const double visual = kVisual[random() % 5] * (0.96 + 0.08 * uniform());
+      list.push_back(static_cast<int64_t>(visual) + static_cast<int64_t>(random() % 393));
+    }
+  }
+  return SequenceLengths::from_lists(lens);
 }
 
 TEST(BalancedSolver, FlatBagsComeOutEvenWhereGreedyLeavesRoom) {
-  double balanced = 0, greedy = 0;
-  constexpr int kSeeds = 20;
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    const PlanInput in = mix_input("joint", "g4n8", seed, 1.0);
-    balanced += plan_balanced(in).balance_after().max_over_mean() / kSeeds;
-    greedy += plan_greedy(in).balance_after().max_over_mean() / kSeeds;
+  for (const bool free : {true, false}) {
+    double joint_g4 = 0, joint_g8 = 0, a_g8 = 0, a_g4 = 0, greedy = 0, a_greedy = 0;
+    constexpr int kSeeds = 20;
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      const auto mean_of = [&](PlanInput in, std::string_view solver) {
+        if (free) in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+        return make_plan(in, solver).balance_after().max_over_mean() / kSeeds;
+      };
+      joint_g4 += mean_of(mix_input("joint", "g4n8", seed, 1.0), "balanced");
+      joint_g8 += mean_of(mix_input("joint", "g8n4", seed, 1.0), "balanced");
+      greedy += mean_of(mix_input("joint", "g4n8", seed, 1.0), "greedy");
+      PlanInput a = mix_input("joint", "g8n4", seed, 1.0);
+      a.seq_lens = five_lengths(seed, 32, 2);
+      a_g8 += mean_of(a, "balanced");
+      a.topology = Topology::parse("g4n8", 32);
+      a_g4 += mean_of(a, "balanced");
+      a_greedy += mean_of(a, "greedy");
+    }
+    EXPECT_LE(joint_g4, free ? 1.0002 : 1.0003);
+    EXPECT_LE(joint_g8, 1.0002);
+    EXPECT_LE(a_g8, free ? 1.0002 : 1.0003);
+    EXPECT_GE(greedy, 1.0006);
+    EXPECT_LE((a_g4 - 1) / (a_greedy - 1), 0.7);
   }
-  EXPECT_LE(balanced, 1.0002);
-  EXPECT_GE(greedy, 1.0006);
+}
+
+TEST(BalancedSolver, WithExchangesFreeWorkIsEven) {
+  PlanInput in = mix_input("joint", "g8/4/2/1n4", 0, 1.0);
+  in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    for (const char* mix : {"mixed", "joint", "low"}) {
+      in.seq_lens = mix_input(mix, "g8/4/2/1n4", seed, 1.0).seq_lens;
+      EXPECT_LE(plan_balanced(in).balance_after().max_over_mean(), 1.005) << mix << ", seed " << seed;
+    }
+    in.seq_lens = five_lengths(seed, 32, 2);
+    EXPECT_LE(plan_balanced(in).balance_after().max_over_mean(), 1.005) << "A, seed " << seed;
+  }
+}
+
+TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
+  // A replica's predicted time does not depend on what the others hold.
+  std::vector<std::vector<int64_t>> all;
+  std::vector<double> alone;
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    const SequenceLengths lens = seed % 2 == 0 ? five_lengths(seed, 8, 3) : five_lengths(seed, 8, 1);
+    for (int32_t r = 0; r < 8; ++r) all.emplace_back(lens.lens(Rank(r)).begin(), lens.lens(Rank(r)).end());
+    PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
+    alone.push_back(plan_balanced(in).predicted_time_s());
+  }
+  const PlanInput in{.seq_lens = SequenceLengths::from_lists(all),
+                     .topology = Topology::parse("g8/4/2/1n1", 48),
+                     .d_model = 3072,
+                     .workload = {}};
+  const Plan plan = plan_balanced(in);
+  plan.validate();
+  const BlockTime time = predict_block_time(plan);
+  for (size_t i = 0; i < alone.size(); ++i) {
+    const double together = *std::max_element(time.group_s.begin() + static_cast<std::ptrdiff_t>(8 * i),
+                                              time.group_s.begin() + static_cast<std::ptrdiff_t>(8 * i + 8));
+    EXPECT_NEAR(together, alone[i], 0.01 * alone[i]) << "replica " << i;  // random numbers differ
+  }
 }
 
 TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
@@ -236,6 +326,23 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
   limited.validate();
   EXPECT_LE(limited.max_tokens(), in.max_tokens_per_rank);
   EXPECT_GE(limited.predicted_time_s(), free.predicted_time_s() * 0.99);
+
+  // One sequence that is too long for all that may share it.
+  PlanInput one = in;
+  one.seq_lens = SequenceLengths::from_lists({{1000}, {1}, {1}, {1}});
+  one.topology = Topology::parse("g2/1n2", 4);
+  one.max_tokens_per_rank = 300;
+  try {
+    plan_balanced(one);
+    FAIL();
+  } catch (const ArgumentError& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "max_tokens_per_rank: got 300, expected at least 500: a sequence of 1000 tokens is shared by at most 2 "
+        "ranks, 200 more tokens each than they may hold");
+  }
+  one.max_tokens_per_rank = 500;
+  EXPECT_EQ(plan_balanced(one).max_tokens(), 500);
 
   in.max_tokens_per_rank = mean - 1;
   try {

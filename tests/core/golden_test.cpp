@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "knapformer/core/planner.h"
@@ -9,19 +10,32 @@
 namespace knapformer {
 namespace {
 
-TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
+struct Golden {
+  nlohmann::json json;
+  PlanInput input;
+};
+
+std::vector<Golden> golden_plans() {
   std::ifstream file(GOLDEN_DIR "/reference_plans.jsonl");
-  ASSERT_TRUE(file) << "no golden plans at " GOLDEN_DIR;
-  int num_plans = 0;
-  for (std::string line; std::getline(file, line); ++num_plans) {
-    const auto golden = nlohmann::json::parse(line);
-    SCOPED_TRACE(golden["name"].get<std::string>());
+  std::vector<Golden> plans;
+  for (std::string line; std::getline(file, line);) {
+    nlohmann::json golden = nlohmann::json::parse(line);
     const auto seq_lens = golden["seq_lens"].get<std::vector<std::vector<int64_t>>>();
-    const PlanInput input{
+    PlanInput input{
         .seq_lens = SequenceLengths::from_lists(seq_lens),
         .topology = Topology::parse(golden["topology"].get<std::string>(), static_cast<int64_t>(seq_lens.size())),
         .d_model = golden["d_model"].get<int64_t>(),
         .workload = {.gamma = golden["gamma"].get<double>()}};
+    plans.push_back({.json = std::move(golden), .input = std::move(input)});
+  }
+  return plans;
+}
+
+TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
+  const std::vector<Golden> plans = golden_plans();
+  ASSERT_EQ(plans.size(), 72) << "in " GOLDEN_DIR;
+  for (const auto& [golden, input] : plans) {
+    SCOPED_TRACE(golden["name"].get<std::string>());
     const Plan plan = plan_greedy(input);
     plan.validate();
     std::vector<int32_t> bags;
@@ -41,7 +55,26 @@ TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
       EXPECT_NEAR(ours, theirs, 1e-9 * theirs);
     }
   }
-  EXPECT_EQ(num_plans, 72);
+}
+
+TEST(GoldenPlans, BalancedIsNeverWorse) {
+  constexpr double kFree = std::numeric_limits<double>::infinity();
+  for (const bool free : {false, true}) {
+    int num_better = 0;
+    for (auto& [golden, input] : golden_plans()) {
+      SCOPED_TRACE(golden["name"].get<std::string>());
+      if (free) input.cluster.node_bytes_per_s = input.cluster.network_bytes_per_s = kFree;
+      const Plan greedy = plan_greedy(input);
+      for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+        const Plan balanced = plan_balanced(input, {.moves = effort});
+        balanced.validate();
+        EXPECT_LE(balanced.balance_after().max_over_mean(), greedy.balance_after().max_over_mean());
+        EXPECT_LE(balanced.predicted_time_s(), greedy.predicted_time_s());
+        num_better += balanced.predicted_time_s() < 0.999 * greedy.predicted_time_s();
+      }
+    }
+    EXPECT_GE(num_better, 25);
+  }
 }
 
 }  // namespace

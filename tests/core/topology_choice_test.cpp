@@ -11,31 +11,33 @@
 namespace knapformer {
 namespace {
 
-std::vector<SequenceLengths> batches(const char* mix) {
-  std::vector<SequenceLengths> out;
-  for (int64_t step = 0; step < 2; ++step)
-    out.push_back(SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(1, step, 32)));
+std::vector<PlanInput> batches(const char* mix, int64_t max_tokens_per_rank = 0) {
+  std::vector<PlanInput> out;
+  for (int64_t step = 0; step < 2; ++step) {
+    out.push_back({.seq_lens = SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(1, step, 32)),
+                   .topology = {},
+                   .d_model = 3072,
+                   .workload = {},
+                   .max_tokens_per_rank = max_tokens_per_rank});
+  }
   return out;
 }
 
 TEST(TopologyChoice, SharesOnlyWhereSomethingIsLong) {
-  EXPECT_EQ(rank_topologies(batches("low"), {.d_model = 3072}).front().topology, "g1n32");
-  const TopologyOption best = rank_topologies(batches("joint"), {.d_model = 3072}).front();
+  EXPECT_EQ(rank_topologies(batches("low")).front().topology, "g1n32");
+  const TopologyOption best = rank_topologies(batches("joint")).front();
   EXPECT_FALSE(Topology::parse(best.topology).is_flat()) << best.topology;
 }
 
 TEST(TopologyChoice, IsInOrderAndPredictsWhatThePlansDo) {
-  const auto lens = batches("mixed");
-  const auto options = rank_topologies(lens, {.d_model = 3072});
+  const auto inputs = batches("mixed");
+  const auto options = rank_topologies(inputs);
   for (size_t i = 1; i < options.size(); ++i) EXPECT_LE(options[i - 1].predicted_time_s, options[i].predicted_time_s);
   for (const TopologyOption& option : options) {
     double mean = 0;
-    for (const SequenceLengths& batch : lens) {
-      PlanInput in;
-      in.seq_lens = batch;
+    for (PlanInput in : inputs) {
       in.topology = Topology::parse(option.topology, 32);
-      in.d_model = 3072;
-      mean += plan_balanced(in).predicted_time_s() / static_cast<double>(lens.size());
+      mean += plan_balanced(in).predicted_time_s() / static_cast<double>(inputs.size());
     }
     EXPECT_NEAR(option.predicted_time_s, mean, mean * 1e-12) << option.topology;
     EXPECT_FALSE(option.reason.empty());
@@ -43,20 +45,27 @@ TEST(TopologyChoice, IsInOrderAndPredictsWhatThePlansDo) {
 }
 
 TEST(TopologyChoice, HeadsAndTokensLimitIt) {
-  for (const TopologyOption& option : rank_topologies(batches("joint"), {.d_model = 3072, .num_heads = 2})) {
+  for (const TopologyOption& option : rank_topologies(batches("joint"), {.num_heads = 6})) {
     EXPECT_LE(Topology::parse(option.topology).bags().front().num_ranks, 2) << option.topology;
   }
   // One rank cannot hold the longest sequence of the joint mix under this limit; eight can.
-  const auto options = rank_topologies(batches("joint"), {.d_model = 3072, .max_tokens_per_rank = 20000});
+  const auto options = rank_topologies(batches("joint", 20000));
   EXPECT_TRUE(std::isfinite(options.front().predicted_time_s));
   EXPECT_TRUE(std::isinf(options.back().predicted_time_s));
 }
 
-TEST(TopologyChoice, RefusesBatchesThatAreNone) {
-  EXPECT_THROW(rank_topologies({}, {.d_model = 8}), ArgumentError);
-  const std::vector<SequenceLengths> uneven = {SequenceLengths::from_lists({{4}}),
-                                               SequenceLengths::from_lists({{4}, {4}})};
-  EXPECT_THROW(rank_topologies(uneven, {.d_model = 8}), ArgumentError);
+TEST(TopologyChoice, GreedyHasFlatOnes) {
+  for (const TopologyOption& option : rank_topologies(batches("joint"), {.solver = "greedy"})) {
+    EXPECT_TRUE(Topology::parse(option.topology).is_flat()) << option.topology;
+  }
+}
+
+TEST(TopologyChoice, RefusesWhatIsNoSample) {
+  EXPECT_THROW(rank_topologies({}), ArgumentError);
+  std::vector<PlanInput> uneven = batches("joint");
+  uneven.back().seq_lens = SequenceLengths::from_lists({{4}, {4}});
+  EXPECT_THROW(rank_topologies(uneven), ArgumentError);
+  EXPECT_THROW(rank_topologies(batches("joint", 20000), {.solver = "magic"}), ArgumentError);
 }
 
 }  // namespace

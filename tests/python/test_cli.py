@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from knapformer.cli import main
 
-from knapformer import DataMix, Plan, plan
+from knapformer import ClusterModel, DataMix, Plan, plan, rank_topologies
+from knapformer.predict import HardwareModel
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -57,6 +58,65 @@ def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
     assert status == 0
     assert len(out.splitlines()) < 12 and "4,096" in out
+
+
+def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = [2.0] + [1.0] * 31
+    status, out, err = run(
+        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal", "--ranks-per-node", "4",
+        "--max-tokens-per-rank", "6000", "--rank-speed", ",".join(map(str, speed)), "--cluster", "published", "--json", "-",
+    )  # fmt: skip
+    hardware = HardwareModel.published()
+    made = plan(
+        DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", 3072, effort=500, masks="causal",
+        max_tokens_per_rank=6000, rank_speed=speed,
+        cluster=ClusterModel(hardware.flops_per_s, hardware.node_bytes_per_s, hardware.network_bytes_per_s, 2, 4),
+    )  # fmt: skip
+    assert (status, err) == (0, "") and Plan.from_json(out) == made
+    assert made.max_tokens <= 6000 and made.solver == "balanced"
+
+
+def test_tune_ranks_topologies_with_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    args = [
+        "tune",
+        "--data",
+        "joint",
+        "--ranks",
+        "32",
+        "--steps",
+        "2",
+        "--heads",
+        "24",
+        "--max-tokens-per-rank",
+        "20000",
+    ]
+    status, out, err = run(capsys, *args, "--json", str(path))
+    assert (status, err) == (0, "")
+    ranking = json.loads(path.read_text())["topologies"]
+    sample = [DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
+    asked = rank_topologies(sample, 3072, num_heads=24, max_tokens_per_rank=20000)
+    assert [option["topology"] for option in ranking] == [option.topology for option in asked]
+    times = [option["predicted_time_s"] for option in ranking]
+    assert times[-1] is None and times[:-1] == sorted(times[:-1])  # one rank cannot hold the longest sequence
+    assert "20000" in ranking[-1]["reason"] and ranking[-1]["topology"] == "g1n32"
+    assert all(f"{option.topology}: {option.reason}." in out for option in asked)
+    assert not any(option["topology"].startswith("g16") for option in ranking)  # 16 does not divide the 24 heads
+    best = plan(sample[0], ranking[0]["topology"], 3072).predicted_time
+    flat = min(plan(sample[0], t, 3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4"))
+    assert best < flat
+    status, out, _ = run(capsys, *args, "--json", "-")
+    assert status == 0 and json.loads(out) == json.loads(path.read_text())
+
+
+def test_auto_is_the_best_of_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    for extra in ([], ["--solver", "greedy"]):
+        status, out, _ = run(capsys, "plan", "--topology", "auto", *MIXED, *extra, "--json", "-")
+        lengths = DataMix.parse("mixed").draw_lengths(0, 0, 32)
+        made = Plan.from_json(out)
+        assert status == 0 and made == plan(lengths, str(made.topology), 3072, solver=made.solver)
+        assert made.solver == "greedy" or str(made.topology) == rank_topologies([lengths], 3072)[0].topology
+        assert made.topology.is_flat == (made.solver == "greedy")
 
 
 def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -107,6 +167,21 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, *MIXED, "--seed", "-1"], "--seed: got '-1'"),
         ([*PLAN_G8, *MIXED, "--scale", "0"], "--scale: got '0'"),
         ([*PLAN_G8, *MIXED, "--solver", "magic"], "invalid choice: 'magic'"),
+        (["plan", "--topology", "g8/4n4", *MIXED, "--solver", "greedy"], "solver: got 'greedy' for topology g8/4n4"),
+        ([*PLAN_G8, *MIXED, "--effort", "best"], "--effort: got 'best'"),
+        ([*PLAN_G8, *MIXED, "--effort", "-1"], "--effort: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--mask", "star"], "mask: got 'star'"),
+        ([*PLAN_G8, *MIXED, "--rank-speed", "1,0"], "--rank-speed: got '0'"),
+        ([*PLAN_G8, *MIXED, "--rank-speed", "1,2"], "rank_speed: got 2 speeds"),
+        ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
+        ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
+        (["tune", *MIXED, "--heads", "0"], "--heads: got '0'"),
+        (["tune", *MIXED, "--steps", "0"], "--steps: got '0'"),
+        (["tune", *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
+        (["tune", *MIXED, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
+        (["tune", *MIXED, "--json", "nowhere/tuning.json"], "--json: got 'nowhere/tuning.json'"),
+        (["tune", "--data", "mixed"], "--ranks: got none"),
+        (["tune", "--ranks", "32"], "one of the arguments --data --lengths is required"),
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
         ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),

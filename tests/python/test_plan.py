@@ -80,6 +80,16 @@ def test_plans_are_values():
         ("gamma", {"gamma": math.nan}),
         ("d_model", {"d_model": 0}),
         ("solver", {"solver": "best"}),
+        ("effort", {"effort": "much"}),
+        ("effort", {"effort": -1}),
+        ("masks", {"masks": [["full"]]}),
+        ("masks", {"masks": [["full"], []]}),
+        ("mask", {"masks": "star"}),
+        ("max_tokens_per_rank", {"max_tokens_per_rank": 5}),
+        ("max_tokens_per_rank", {"max_tokens_per_rank": -1}),
+        ("rank_speed", {"rank_speed": [1.0]}),
+        ("rank_speed", {"rank_speed": [1.0, 0.0]}),
+        ("num_heads", {"topology": "auto", "num_heads": -1}),
         ("seq_lens", {"seq_lens_per_rank": [[1, 0], [2]]}),
         ("seq_lens", {"seq_lens_per_rank": [[1, -5], [2]]}),
         ("topology", {"seq_lens_per_rank": []}),
@@ -90,6 +100,42 @@ def test_errors_name_the_argument(argument, change):
     with pytest.raises(kf.ArgumentError, match=rf"^{argument}: got .*, expected ") as error:
         kf.plan(**arguments)
     assert isinstance(error.value, ValueError)
+
+
+def test_options_reach_the_plan():
+    lengths = [[4000, 100, 100], [300], [], [50, 60]]
+    plan = kf.plan(lengths, "g4/2/1n1", 64)
+    assert plan.solver == "balanced" and plan.attention_pairs == [] and plan.lower_bound <= plan.predicted_time
+    causal = kf.plan(lengths, "g4/2/1n1", 64, masks="causal")
+    assert causal.attention_pairs == [kf.attention_pairs("causal", n) for n in (4000, 100, 100, 300, 50, 60)]
+    assert causal.predicted_time < plan.predicted_time
+    mixed = kf.plan(
+        lengths, "g4/2/1n1", 64, masks=[["causal", "full", "window:8:0"], ["prefix:7"], [], ["full", "full"]]
+    )
+    assert mixed.attention_pairs[1:3] == [100 * 100, kf.attention_pairs("window:8:0", 100)]
+    held = kf.plan(lengths, "g4/2/1n1", 64, max_tokens_per_rank=1153)  # of 4,610
+    assert held.max_tokens == 1153
+    fast = kf.plan([[100] * 8] * 4, "g1n4", 64, rank_speed=[1, 1, 1, 5])
+    assert fast.tokens_after[3] == 5 * fast.tokens_after[0]
+    slow_links = kf.ClusterModel(node_bytes_per_s=1e6, network_bytes_per_s=1e6)
+    assert max(kf.plan([[300, 100], [200]], "g2/1n1", 64, cluster=slow_links).degree_of_sequence) == 1
+    assert kf.plan(lengths, "g4/2/1n1", 64, effort="low").predicted_time >= plan.lower_bound
+
+
+def test_auto_chooses_from_lengths_and_heads():
+    assert str(kf.plan([[100], [100], [100], [100]], "auto", 3072).topology) == "g1n4"
+    lengths = [[30000], [100], [100], [100]]
+    assert len(kf.plan(lengths, "auto", 3072).topology.bags[0]) == 4
+    assert len(kf.plan(lengths, "auto", 3072, num_heads=6).topology.bags[0]) == 2
+    node_of_two = kf.ClusterModel(ranks_per_node=1)
+    assert all(
+        len(kf.Topology(o.topology).bags[0]) <= 2 for o in kf.rank_topologies([lengths], 3072, cluster=node_of_two)
+    )
+    ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], 3072)
+    assert [o.predicted_time for o in ranking] == sorted(o.predicted_time for o in ranking)
+    assert "longest sequence alone" in next(o for o in ranking if o.topology == "g1n4").reason
+    with pytest.raises(kf.ArgumentError, match="^batches: got"):
+        kf.rank_topologies([], 3072)
 
 
 def test_planning_needs_no_torch():

@@ -96,7 +96,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[int]]:
     solver = args.solver or knapformer.solver_names()[0]
     common = {"d_model": args.d_model, "gamma": args.gamma, "solver": solver}
     if args.lengths is not None:
-        from knapformer.cli import read_lengths
+        from knapformer.options import read_lengths
 
         lengths = read_lengths(args.lengths)
         if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:

@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace, hardware: HardwareModel) -> tuple[Plan, floa
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     if args.lengths is not None:
-        from knapformer.cli import read_lengths
+        from knapformer.options import read_lengths
 
         seq_lens = read_lengths(args.lengths)
         if args.ranks not in (None, len(seq_lens)):

@@ -1,0 +1,167 @@
+"""Options that commands share: numbers with bounds, the lengths to plan, the workload, and what a plan must keep to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from knapformer import ArgumentError, ClusterModel, DataMix
+
+MAX_RANKS = 1 << 20
+Lengths = list[list[int]]  # for each rank those of its sequences, in tokens
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {least} to {most}")
+        return value
+
+    return parse
+
+
+def number(least: float, inclusive: bool = True) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (value > least or (inclusive and value == least))):
+            sign = ">=" if inclusive else ">"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number {sign} {least:g}")
+        return value
+
+    return parse
+
+
+def effort(text: str) -> int | str:
+    return text if text in ("low", "default", "high") else integer(0, 2**62)(text)
+
+
+def speeds(text: str) -> list[float]:
+    return [number(0, inclusive=False)(speed) for speed in text.split(",")]
+
+
+def add_data(parser: argparse._ActionsContainer, required: bool) -> None:
+    parser.add_argument(
+        "--data",
+        metavar="CODES|MIX",
+        required=required,
+        help=f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}",
+    )
+
+
+def add_draw(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--seed", type=integer(0, 2**64 - 1), default=0, help="of the data (default 0)")
+    parser.add_argument(
+        "--scale", type=number(0, inclusive=False), default=1.0, metavar="F", help="divides the resolutions (default 1)"
+    )
+    parser.add_argument(
+        "--max-text-tokens", type=integer(0, 1 << 20), default=392, metavar="N", help="per sample (default 392)"
+    )
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """What `batches` reads."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    add_data(source, required=False)
+    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help="with --data")
+    add_draw(parser)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gamma", type=number(0), default=1.0, help="attention's cost per FLOP (default 1)")
+    parser.add_argument(
+        "--d-model", type=integer(1, 1 << 20), default=3072, metavar="D", help="width, in features (default 3072)"
+    )
+    parser.add_argument(
+        "--mask", default="full", metavar="M",
+        help="of all sequences: full (default), causal, prefix:TEXT, block_causal:TEXT:FRAME, window:LEFT:RIGHT",
+    )  # fmt: skip
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """What `limits` reads."""
+    parser.add_argument(
+        "--heads", type=integer(1, 1 << 20), metavar="N", help="of attention: only bags whose ranks divide them"
+    )
+    parser.add_argument(
+        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
+    )
+    parser.add_argument("--rank-speed", type=speeds, default=[], metavar="F,F,...", help="per rank, relative")
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE",
+        help="what times are predicted with: as in knapformer predict (default: 400 TFLOP/s, 200 and 25 GB/s)",
+    )  # fmt: skip
+    parser.add_argument("--ranks-per-node", type=integer(1, MAX_RANKS), metavar="N", help="default 8")
+
+
+def limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
+    from knapformer.predict.settings import planning_cluster, read_cluster
+
+    cluster = ClusterModel() if args.cluster is None else planning_cluster(read_cluster(args.cluster)[0])
+    if args.ranks_per_node is not None:
+        cluster = ClusterModel(
+            cluster.flops_per_s,
+            cluster.node_bytes_per_s,
+            cluster.network_bytes_per_s,
+            cluster.bytes_per_number,
+            args.ranks_per_node,
+        )
+    return {
+        "num_heads": args.heads or 0,
+        "max_tokens_per_rank": args.max_tokens_per_rank,
+        "rank_speed": args.rank_speed,
+        "cluster": cluster,
+    }
+
+
+def batches(args: argparse.Namespace, steps: range, check: Callable[[int], object] | None = None) -> Iterator[Lengths]:
+    """The lengths of --lengths, or those that --data draws in each of the steps.
+
+    `check` sees the number of ranks before anything is drawn. Raises ArgumentError, OSError.
+    """
+    if args.lengths is not None:
+        lengths = read_lengths(args.lengths)
+        if args.ranks not in (None, len(lengths)):
+            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(lengths)}, as --lengths has, or none")
+        yield lengths
+        return
+    if args.ranks is None:
+        raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
+    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
+    mix.check_divides(args.ranks)
+    if check is not None:
+        check(args.ranks)
+    for step in steps:
+        yield mix.draw_lengths(args.seed, step, args.ranks)
+
+
+def read_lengths(path: str) -> Lengths:
+    """A JSON list of lists of integers from a file, or from standard input for '-'.
+
+    Raises ArgumentError for other content, OSError where it cannot be read.
+    """
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        lengths = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"--lengths: {path}: not readable as JSON: {error}") from None
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(lens, list) for lens in lengths):
+        raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
+    for rank, lens in enumerate(lengths):
+        for length in lens:
+            if type(length) is not int or not 1 <= length < 1 << 31:
+                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
+    return lengths
