@@ -64,6 +64,11 @@ std::vector<int64_t> lengths_from(const py::object& seq_lens) {
   throw_argument("seq_lens", std::string(py::repr(seq_lens)), "a list or 1-dimensional tensor of integers");
 }
 
+int64_t width_from(const py::object& d_model) {
+  if (!py::isinstance<py::int_>(d_model)) throw_argument("d_model", type_of(d_model), "an integer");
+  return d_model.cast<int64_t>();
+}
+
 /// `convert` under the GIL, then `call` with its result and without it: others of this process run while ranks wait for
 /// each other. What convert throws is reported: `call` reports itself.
 template <class Convert, class Call>
@@ -96,6 +101,13 @@ Attend attend_from(SequenceBalancer& self, const py::object& attend) {
 }
 
 void bind_balancer(py::module_& m) {
+  // Its end waits for a thread: not with the GIL, which others of this process need.
+  py::class_<SequenceBalancer::PlanningAhead, std::shared_ptr<SequenceBalancer::PlanningAhead>>(
+      m, "PlanningAhead", "What start_planning returns.", py::release_gil_before_calling_cpp_dtor())
+      .def_property_readonly("ready", &SequenceBalancer::PlanningAhead::ready,
+                             "Whether finish_planning would find the thread done.")
+      .def_property_readonly("num_ended", &SequenceBalancer::PlanningAhead::num_ended,
+                             "Ranks whose data had ended. StateError before finish_planning.");
   py::class_<SequenceBalancer>(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
       .def(py::init([](const std::string& topology, double gamma, double mask_factor, const std::string& solver,
                        const std::variant<int64_t, std::string>& effort, const std::string& mask,
@@ -126,11 +138,7 @@ void bind_balancer(py::module_& m) {
           "plan_routing",
           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model) {
             return convert_then_call(
-                self,
-                [&] {
-                  if (!py::isinstance<py::int_>(d_model)) throw_argument("d_model", type_of(d_model), "an integer");
-                  return std::make_pair(lengths_from(seq_lens), d_model.cast<int64_t>());
-                },
+                self, [&] { return std::make_pair(lengths_from(seq_lens), width_from(d_model)); },
                 [&](const auto& arguments) { return self.plan_routing(arguments.first, arguments.second); });
           },
           py::arg("seq_lens"), py::arg("d_model"),
@@ -140,6 +148,39 @@ void bind_balancer(py::module_& m) {
           "ranks.\n"
           "Returns the Plan, the same on all ranks.\n\n"
           "Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.")
+      .def(
+          "start_planning",
+          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
+             std::optional<std::string> failure) {
+            return convert_then_call(
+                self, [&] { return std::make_pair(lengths_from(seq_lens), width_from(d_model)); },
+                [&](const auto& arguments) {
+                  return self.start_planning(arguments.first, arguments.second,
+                                             {.ended = ended, .failure = std::move(failure)});
+                });
+          },
+          py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,
+          py::arg("failure") = py::none(),
+          "The first half of plan_routing, for a step to come: launches the gather of lengths and returns. What is "
+          "left to do\n"
+          "runs on a thread of its own. Hand what it returns to finish_planning, on all ranks or none.\n\n"
+          "ended: this rank's data has ended (PlanningAhead.num_ended). failure: this rank's data has failed, and "
+          "why:\n"
+          "finish_planning raises StateError on all ranks.\n\n"
+          "Collective over the balancer's group, one collective.")
+      .def(
+          "finish_planning",
+          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            const py::gil_scoped_release release;
+            return self.finish_planning(*ahead);
+          },
+          py::arg("ahead"),
+          "The second half of plan_routing: waits for what is left of planning, and makes it the plan that the calls "
+          "after this\n"
+          "one follow. Returns it. A plan may be taken up again, after others.\n\n"
+          "All ranks call it, with what they started together. No collective, except where some rank has more "
+          "sequences than\n"
+          "any had before.")
       .def(
           "route",
           [](SequenceBalancer& self, const py::object& x, const py::object& features,
@@ -261,6 +302,8 @@ void bind_balancer(py::module_& m) {
       .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.plan(); },
           "Of the last plan_routing. StateError before it.")
+      .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
+                             "int32 on the CPU: tokens of this rank's sequences in that plan.")
       .def_property_readonly("rank", &SequenceBalancer::rank, "Inside the balancer's group.")
       .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks);
 }

@@ -120,6 +120,19 @@ void add_options(Statement& statement, const BalancerOptions& options) {
   statement.add("max_tokens_per_rank", std::to_string(options.max_tokens_per_rank));
 }
 
+/// Of this rank, checked before any other depends on them: so that the error names this rank's own mistake.
+SequenceLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model) {
+  const auto count = static_cast<int64_t>(seq_lens.size());
+  SequenceLengths own({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1));
+  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
+  return own;
+}
+
+DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
+  if (options.failure) return DataStatus::kFailed;
+  return options.ended ? DataStatus::kEnded : DataStatus::kActive;
+}
+
 std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
 
 }  // namespace
@@ -165,7 +178,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     statement.add("topology", topology_.str());
     add_options(statement, options_);
     all_->agreement().agree(statement);
-    gatherer_ = std::make_unique<LengthGatherer>(all_);
+    gatherer_ = std::make_shared<LengthGatherer>(all_);
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
     all_->agreement().agree(Statement("SequenceBalancer, with the groups of all bags"));
   });
@@ -212,37 +225,104 @@ void SequenceBalancer::report(const std::exception& error) noexcept {
   if (lookout_) lookout_->board()->post(error);
 }
 
-SequenceLengths SequenceBalancer::learn_lengths(std::span<const int64_t> seq_lens, int64_t d_model) {
-  const auto own_count = static_cast<int64_t>(seq_lens.size());
-  // Before any other rank depends on them: so that the error names this rank's own mistake.
-  SequenceLengths own({seq_lens.begin(), seq_lens.end()}, std::span(&own_count, 1));
-  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
-  if (!all_) return own;
-  all_->agreement().agree(Statement("plan_routing"));
-  all_->agreement().begin_step();
+void SequenceBalancer::begin_step() {
+  if (all_) all_->agreement().begin_step();
   if (bag_ && bag_ != all_) bag_->agreement().begin_step();
-  return gatherer_->finish(gatherer_->start(seq_lens, d_model));
+}
+
+std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(SequenceLengths lengths, int64_t d_model,
+                                                                    const Topology& topology,
+                                                                    const BalancerOptions& options, Rank rank) {
+  Plan plan = plan_with(options, topology, std::move(lengths), d_model);
+  RouteTables route = make_route_tables(plan, rank);
+  AttentionTables attention = make_attention_tables(plan, rank);
+  at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank)), chunk_lens = lengths_tensor(route.chunk_lens);
+  std::vector<at::Tensor> attn_lens;
+  for (const AttentionLevel& level : attention.levels) attn_lens.push_back(lengths_tensor(level.seq_lens));
+  return std::make_shared<Step>(Step{.plan = std::move(plan),
+                                     .route = std::move(route),
+                                     .attention = std::move(attention),
+                                     .seq_lens = std::move(own_lens),
+                                     .chunk_lens = std::move(chunk_lens),
+                                     .attn_lens = std::move(attn_lens),
+                                     .heads = {},
+                                     .device = {},
+                                     .tables = {}});
 }
 
 const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model) {
   return collective([&]() -> const Plan& {
-    Plan plan = plan_with(options_, topology_, learn_lengths(seq_lens, d_model), d_model);
-    RouteTables route = make_route_tables(plan, rank_);
-    AttentionTables attention = make_attention_tables(plan, rank_);
-    at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank_)), chunk_lens = lengths_tensor(route.chunk_lens);
-    std::vector<at::Tensor> attn_lens;
-    for (const AttentionLevel& level : attention.levels) attn_lens.push_back(lengths_tensor(level.seq_lens));
-    step_.reset(new Step{.plan = std::move(plan),
-                         .route = std::move(route),
-                         .attention = std::move(attention),
-                         .seq_lens = std::move(own_lens),
-                         .chunk_lens = std::move(chunk_lens),
-                         .attn_lens = std::move(attn_lens),
-                         .heads = {},
-                         .device = {},
-                         .tables = {}});
+    SequenceLengths lengths = own_lengths(seq_lens, d_model);
+    if (all_) {
+      all_->agreement().agree(Statement("plan_routing"));
+      begin_step();
+      lengths = gatherer_->finish(gatherer_->start(seq_lens, d_model)).lengths;
+    }
+    step_ = make_step(std::move(lengths), d_model, topology_, options_, rank_);
     return step_->plan;
   });
+}
+
+std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
+                                                                                  int64_t d_model,
+                                                                                  const AheadOptions& options) {
+  return collective([&] {
+    Learned own{.lengths = own_lengths(seq_lens, d_model), .statuses = {status_of(options)}};
+    auto ahead = std::make_shared<PlanningAhead>();
+    ahead->d_model_ = d_model;
+    if (all_) {
+      if (options.failure) all_->board().leave_reason(*options.failure);
+      all_->agreement().agree(Statement("start_planning"));
+      ahead->gather_ = gatherer_->start(seq_lens, d_model, own.statuses[0]);
+    }
+    // The thread has copies of what it needs, so that it may outlive this balancer.
+    auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
+                 options = options_, rank = rank_](const std::stop_token& stop) -> PlanningAhead::Planned {
+      std::optional<Learned> learned = gather ? gatherer->wait(*gather, stop) : own;
+      if (!learned) return {};
+      return {.step = make_step(learned->lengths, d_model, topology, options, rank),
+              .statuses = std::move(learned->statuses)};
+    };
+    std::packaged_task<PlanningAhead::Planned(const std::stop_token&)> task(std::move(plan));
+    ahead->planned_ = task.get_future().share();
+    ahead->thread_ = std::jthread([task = std::move(task)](const std::stop_token& stop) mutable { task(stop); });
+    return ahead;
+  });
+}
+
+const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
+  return collective([&]() -> const Plan& {
+    if (all_) {
+      all_->agreement().agree(Statement("finish_planning"));
+      begin_step();
+    }
+    PlanningAhead::Planned planned = ahead.planned_.get();
+    if (!planned.step) {  // on all ranks alike
+      Learned learned = gatherer_->finish(*ahead.gather_);
+      planned = {.step = make_step(std::move(learned.lengths), ahead.d_model_, topology_, options_, rank_),
+                 .statuses = std::move(learned.statuses)};
+      std::promise<PlanningAhead::Planned> again;
+      again.set_value(planned);
+      ahead.planned_ = again.get_future().share();
+    }
+    for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
+      if (planned.statuses[rank] != DataStatus::kFailed) continue;
+      const auto number = static_cast<int32_t>(rank);
+      throw StateError(text("rank ", number, ": ", all_ ? all_->board().reason_of(number) : "its data failed"));
+    }
+    ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
+    step_ = std::move(planned.step);
+    return step_->plan;
+  });
+}
+
+bool SequenceBalancer::PlanningAhead::ready() const {
+  return planned_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+int32_t SequenceBalancer::PlanningAhead::num_ended() const {
+  if (!num_ended_) throw StateError("finish_planning: has not been called, expected before num_ended");
+  return *num_ended_;
 }
 
 SequenceBalancer::Step& SequenceBalancer::step() {
@@ -254,6 +334,8 @@ const Plan& SequenceBalancer::plan() const {
   if (!step_) throw StateError("plan_routing: has not been called, expected before plan");
   return step_->plan;
 }
+
+const at::Tensor& SequenceBalancer::seq_lens() { return step().seq_lens; }
 
 const std::vector<TableTensors>& SequenceBalancer::tables_on(at::Device device) {
   Step& s = step();

@@ -21,10 +21,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "knapformer/core/exchange_table.h"
@@ -72,6 +74,20 @@ class SequenceBalancer {
   /// the blocks, in features. What came before is forgotten; exchanges that already ran keep their backward.
   const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model);
 
+  /// A step that is planned while another one computes.
+  class PlanningAhead;
+  struct AheadOptions {
+    bool ended = false;                  // this rank's data has ended: see PlanningAhead::num_ended
+    std::optional<std::string> failure;  // this rank's data has failed, and why: finish_planning throws on all ranks
+  };
+  /// plan_routing in two halves. This one launches the gather of lengths and returns; the rest runs on a thread of its
+  /// own.
+  std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
+                                                const AheadOptions& options);
+  /// Waits for what is left of it, and makes it the plan that the calls after this one follow. All ranks finish what
+  /// they started, in any order that is the same on all; also again, after others.
+  const Plan& finish_planning(PlanningAhead& ahead);
+
   struct Routed {
     at::Tensor chunk_lens;  // int32 CPU: tokens of the chunks that this rank now holds
     at::Tensor x;           // (tokens of the chunks, ...)
@@ -115,6 +131,8 @@ class SequenceBalancer {
 
   /// Of the last plan_routing. Throws StateError where there was none.
   const Plan& plan() const;
+  /// int32 CPU: tokens of this rank's sequences in it.
+  const at::Tensor& seq_lens();
   const Topology& topology() const { return topology_; }
   const BalancerOptions& options() const { return options_; }
   int32_t rank() const { return rank_.value; }
@@ -127,7 +145,10 @@ class SequenceBalancer {
   void join(const ProcessGroupPtr& group, const MakeBagGroup& make_bag_group);
   std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                     const MakeBagGroup& make_bag_group);
-  SequenceLengths learn_lengths(std::span<const int64_t> seq_lens, int64_t d_model);
+  void begin_step();
+  /// The part of planning that needs no other rank. On any thread.
+  static std::shared_ptr<Step> make_step(SequenceLengths lengths, int64_t d_model, const Topology& topology,
+                                         const BalancerOptions& options, Rank rank);
   Step& step();
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
   void check_flat(std::string_view call) const;
@@ -141,9 +162,32 @@ class SequenceBalancer {
   Rank rank_;
   std::shared_ptr<Lookout> lookout_;  // null for one rank alone, as the next two
   std::shared_ptr<Channel> all_;
-  std::unique_ptr<LengthGatherer> gatherer_;
+  std::shared_ptr<LengthGatherer> gatherer_;
   std::shared_ptr<Channel> bag_;  // null in a bag of one
-  std::unique_ptr<Step> step_;
+  std::shared_ptr<Step> step_;
+};
+
+/// Held by the caller; may be dropped unfinished, where all ranks do. Its end waits for its thread: soon, also where
+/// other ranks never come.
+class SequenceBalancer::PlanningAhead {
+ public:
+  /// Whether finish_planning would find its thread done.
+  bool ready() const;
+  /// Ranks whose data had ended. Throws StateError before finish_planning.
+  int32_t num_ended() const;
+
+ private:
+  friend class SequenceBalancer;
+  struct Planned {
+    std::shared_ptr<Step> step;        // null where lengths have to be gathered once more
+    std::vector<DataStatus> statuses;  // one a rank
+  };
+
+  int64_t d_model_ = 0;
+  std::optional<LengthGatherer::Pending> gather_;  // none for one rank alone
+  std::shared_future<Planned> planned_;
+  std::optional<int32_t> num_ended_;
+  std::jthread thread_;  // the last member: it ends first
 };
 
 }  // namespace knapformer

@@ -83,9 +83,11 @@ at::Device Channel::control_device() const {
   return has_cpu ? at::Device(at::kCPU) : devices.front();
 }
 
-void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host) {
+void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,
+                   const std::stop_token& stop) {
   std::chrono::milliseconds patience = kFirstLook;
   const auto look = [&] {
+    if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
     lookout_->look();
     patience = std::min(patience * 2, kLastLook);
   };

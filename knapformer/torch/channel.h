@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -50,8 +51,9 @@ class Channel {
   at::Device control_device() const;
 
   /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator its
-  /// stream waits, not the host: unless `on_host`, which waits for both.
-  void wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host = false);
+  /// stream waits, not the host: unless `on_host`, which waits for both. Throws soon after `stop` asks for it.
+  void wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host = false,
+            const std::stop_token& stop = {});
 
  private:
   Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Lookout> lookout);

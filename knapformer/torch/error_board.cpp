@@ -6,6 +6,7 @@ namespace knapformer {
 namespace {
 
 constexpr const char* kErrorKey = "error";
+constexpr const char* kReasonKey = "reason/";  // and the rank
 constexpr char kArgument = 'A', kState = 'S';
 
 }  // namespace
@@ -35,6 +36,12 @@ void ErrorBoard::check() {
   if (entry[0] == kArgument) throw ArgumentError(message);
   throw StateError(message);
 }
+
+void ErrorBoard::leave_reason(const std::string& reason) {
+  if (store_) store_->set(text(kReasonKey, rank_), reason);
+}
+
+std::string ErrorBoard::reason_of(int32_t rank) { return store_->get_to_str(text(kReasonKey, rank)); }
 
 void ErrorBoard::check_usable() {
   const std::lock_guard lock(mutex_);

@@ -23,6 +23,10 @@ class ErrorBoard {
   void post(const std::exception& error) noexcept;
   /// Throws what another rank posted, if any did, as that rank's kind of error and with its name. Asks the store.
   void check();
+  /// Leaves why this rank will raise later, for the ranks that it tells so. Not an error yet.
+  void leave_reason(const std::string& reason);
+  /// What `rank` left.
+  std::string reason_of(int32_t rank);
   /// Throws StateError where an error was posted or found by this rank before. Does not ask the store.
   void check_usable();
 

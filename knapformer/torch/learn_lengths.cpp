@@ -1,6 +1,8 @@
 #include "knapformer/torch/learn_lengths.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/select.h>
 
 #include <algorithm>
 #include <bit>
@@ -10,9 +12,9 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e31;  // "KNAPLEN1": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e32;  // "KNAPLEN2": changes with the layout
 
-enum HeaderField : size_t { kMagic, kWidth, kCount, kHeaderSize };
+enum HeaderField : size_t { kMagic, kWidth, kStatus, kCount, kHeaderSize };
 
 }  // namespace
 
@@ -20,10 +22,11 @@ LengthGatherer::LengthGatherer(std::shared_ptr<Channel> channel) : channel_(std:
   device_ = channel_->control_device();
 }
 
-LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, int64_t d_model) {
+LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, int64_t d_model, DataStatus status) {
   Pending pending;
   pending.lens_.assign(seq_lens.begin(), seq_lens.end());
   pending.d_model_ = d_model;
+  pending.status_ = status;
   launch(pending);
   return pending;
 }
@@ -36,6 +39,7 @@ void LengthGatherer::launch(Pending& pending) {
   std::fill(out, out + size, 0);
   out[kMagic] = kLengthsMagic;
   out[kWidth] = pending.d_model_;
+  out[kStatus] = static_cast<int64_t>(pending.status_);
   out[kCount] = static_cast<int64_t>(pending.lens_.size());
   const auto fitting = std::min(pending.lens_.size(), static_cast<size_t>(capacity_));
   std::copy_n(pending.lens_.begin(), fitting, out + kHeaderSize);
@@ -44,27 +48,33 @@ void LengthGatherer::launch(Pending& pending) {
   pending.work_ = start_all_gather(channel_->group(), pending.gathered_, pending.own_);
 }
 
-SequenceLengths LengthGatherer::finish(Pending pending) {
-  for (;;) {
-    channel_->wait(*pending.work_, device_, "plan_routing", /*on_host=*/true);
-    const at::Tensor host = pending.gathered_.to(at::kCPU);  // from an accelerator: waits for it
-    const auto num_ranks = static_cast<size_t>(channel_->num_ranks());
-    const std::span<const int64_t> gathered(host.const_data_ptr<int64_t>(), static_cast<size_t>(host.numel()));
-    const size_t stride = gathered.size() / num_ranks;
-    check_agreement(gathered, stride);
+std::optional<Learned> LengthGatherer::wait(const Pending& pending, const std::stop_token& stop) const {
+  channel_->wait(*pending.work_, device_, "plan_routing", /*on_host=*/true, stop);
+  const at::Tensor host = pending.gathered_.to(at::kCPU);  // from an accelerator: waits for it
+  const auto num_ranks = static_cast<size_t>(channel_->num_ranks());
+  const std::span<const int64_t> gathered(host.const_data_ptr<int64_t>(), static_cast<size_t>(host.numel()));
+  const size_t stride = gathered.size() / num_ranks;
+  check_agreement(gathered, stride);
 
-    std::vector<int64_t> counts(num_ranks);
-    for (size_t rank = 0; rank < num_ranks; ++rank) counts[rank] = gathered[rank * stride + kCount];
-    const int64_t most = *std::max_element(counts.begin(), counts.end());
-    if (most <= capacity_) {
-      std::vector<int64_t> lens;
-      for (size_t rank = 0; rank < num_ranks; ++rank) {
-        const int64_t* first = gathered.data() + rank * stride + kHeaderSize;
-        lens.insert(lens.end(), first, first + counts[rank]);
-      }
-      return SequenceLengths(std::move(lens), counts);
-    }
-    capacity_ = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(most)));
+  Learned learned;
+  std::vector<int64_t> counts(num_ranks), lens;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const int64_t* sent = gathered.data() + rank * stride;
+    counts[rank] = sent[kCount];
+    if (static_cast<size_t>(counts[rank]) > stride - kHeaderSize) return std::nullopt;
+    learned.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
+    lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
+  }
+  learned.lengths = SequenceLengths(std::move(lens), counts);
+  return learned;
+}
+
+Learned LengthGatherer::finish(Pending pending) {
+  for (;;) {
+    if (std::optional<Learned> learned = wait(pending)) return *std::move(learned);
+    const at::Tensor gathered = pending.gathered_.to(at::kCPU).view({channel_->num_ranks(), -1});
+    const int64_t most = gathered.select(1, kCount).max().item<int64_t>();
+    capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(most))));
     launch(pending);
   }
 }

@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header | number of sequences | lengths ... | unused |      int64, capacity + 1 + header
+//   | header | status | number of sequences | lengths ... | unused |      int64, header + 2 + capacity
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more. The
@@ -11,7 +11,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -20,12 +22,20 @@
 
 namespace knapformer {
 
+/// What a rank has besides lengths to say: whether its data goes on.
+enum class DataStatus : int64_t { kActive, kEnded, kFailed };
+
+struct Learned {
+  SequenceLengths lengths;
+  std::vector<DataStatus> statuses;  // one a rank
+};
+
 class LengthGatherer {
  public:
   /// The channel of all ranks.
   explicit LengthGatherer(std::shared_ptr<Channel> channel);
 
-  /// A gather in flight: start it for the next step while this one computes. One at a time.
+  /// A gather in flight: start it for the next step while this one computes.
   class Pending {
    public:
     Pending() = default;
@@ -34,14 +44,18 @@ class LengthGatherer {
     friend class LengthGatherer;
     std::vector<int64_t> lens_;
     int64_t d_model_ = 0;
+    DataStatus status_ = DataStatus::kActive;
     at::Tensor own_, gathered_;
     WorkPtr work_;
   };
 
   /// Collective over the channel's group, also for ranks without sequences. d_model: width; ranks must agree.
-  Pending start(std::span<const int64_t> seq_lens, int64_t d_model);
-  /// Throws on every rank, alike, where ranks disagree.
-  SequenceLengths finish(Pending pending);
+  Pending start(std::span<const int64_t> seq_lens, int64_t d_model, DataStatus status = DataStatus::kActive);
+  /// Waits; on any thread, as it starts nothing. Nothing comes of it where some rank's lengths did not fit. Throws on
+  /// every rank, alike, where ranks disagree; and on this one where `stop` asks for it.
+  std::optional<Learned> wait(const Pending& pending, const std::stop_token& stop = {}) const;
+  /// Waits, and gathers once more where lengths did not fit: collective then.
+  Learned finish(Pending pending);
 
  private:
   void launch(Pending& pending);

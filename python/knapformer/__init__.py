@@ -29,11 +29,13 @@ from knapformer._core import (
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
+    from knapformer.loader import BalancedLoader
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "BalancedLoader",
     "ClusterModel",
     "DataMix",
     "Plan",
@@ -52,7 +54,11 @@ __all__ = [
 ]
 
 
+# What needs torch, and where it is.
+_LAZY = {"BalancedLoader": "knapformer.loader", "SequenceBalancer": "knapformer.balancer"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "SequenceBalancer":
-        return importlib.import_module("knapformer.balancer").SequenceBalancer
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -234,6 +234,7 @@ class FluxTransformer(nn.Module):
 
     With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
     parameter takes part in forward and backward on every rank.
+    planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
     """
 
     def __init__(self, config: FluxConfig) -> None:
@@ -251,7 +252,7 @@ class FluxTransformer(nn.Module):
     def block_lists(self) -> list[nn.ModuleList]:
         return [self.transformer_blocks, self.single_transformer_blocks]
 
-    def forward(self, batch: FluxBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+    def forward(self, batch: FluxBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
         dtype, device = self.x_embedder.weight.dtype, batch.image.device
         home = TwoStreams.of_lengths(batch.text_lens, batch.image_lens, device)
         text_ids = batch.image_ids.new_zeros((batch.text.shape[0], 3)) if batch.text_ids is None else batch.text_ids
@@ -260,7 +261,7 @@ class FluxTransformer(nn.Module):
         cond = self.time_text_embed(batch.timestep, batch.guidance, batch.pooled)
         x = home.join(self.context_embedder(batch.text.to(dtype)), self.x_embedder(batch.image.to(dtype)))
 
-        step = PackedStep(batch.seq_lens, self.config.d_model, balancer)
+        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, planned=planned)
         x, (position_ids, is_text), (chunk_cond,) = step.enter(x, [position_ids, is_text], [cond])
         x = self.run_blocks(step, x, position_ids, is_text, chunk_cond)
         _, image = home.split(step.leave(x))

@@ -24,7 +24,8 @@ class PackedStep:
     """Made once a forward pass, by every rank, also by one without sequences: with a balancer `enter` and `leave` are
     collectives, and so is every `attention` in a bag of several ranks.
 
-    seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features.
+    seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. planned: the balancer
+    holds the plan of these sequences already, as it does in a loop over a BalancedLoader.
     """
 
     def __init__(
@@ -33,13 +34,20 @@ class PackedStep:
         d_model: int,
         balancer: SequenceBalancer | None = None,
         causal: bool = False,
+        planned: bool = False,
     ) -> None:
         self._balancer = balancer
         self._attend = PackedAttention(causal)
         self._seq_lens = list(seq_lens)
         self.chunk_lens = self._seq_lens
-        if balancer is not None:
+        if balancer is None:
+            return
+        if not planned:
             balancer.plan_routing(self._seq_lens, d_model)
+        elif (of_plan := balancer.seq_lens.tolist()) != self._seq_lens:
+            error = f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned"
+            balancer.report(error)
+            raise ValueError(error)
 
     def enter(
         self, x: Tensor, features: Sequence[Tensor], sequence_features: Sequence[Tensor]

@@ -57,6 +57,7 @@ class Transformer(nn.Module):
     """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence.
 
     With a balancer a forward pass is collective: every rank of its group calls it, with the same balancer state.
+    planned: it holds the plan of this batch already, as in a loop over a BalancedLoader.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -70,9 +71,11 @@ class Transformer(nn.Module):
     def block_lists(self) -> list[nn.ModuleList]:
         return [self.blocks]
 
-    def forward(self, batch: TransformerBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+    def forward(
+        self, batch: TransformerBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False
+    ) -> Tensor:
         x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
-        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.causal)
+        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.causal, planned)
         x, (position_ids,), _ = step.enter(x, [positions(batch.seq_lens, x.device).unsqueeze(1)], [])
         x = self.run_blocks(step, x, position_ids)
         out: Tensor = self.out_proj(self.norm_out(step.leave(x)))

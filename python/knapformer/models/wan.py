@@ -114,6 +114,11 @@ class WanBatch:
             if rows.shape[0] != expected:
                 raise ValueError(f"{name}: got {rows.shape[0]} rows, expected {expected}, as the lengths say")
 
+    @property
+    def seq_lens(self) -> Sequence[int]:
+        """Of the sequences that a balancer plans: the video's."""
+        return self.video_lens
+
     @staticmethod
     def of_samples(
         videos: Sequence[Tensor], texts: Sequence[Tensor], timestep: Tensor, patch_size: Sequence[int] = (1, 2, 2)
@@ -249,6 +254,7 @@ class WanTransformer(nn.Module):
 
     With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
     parameter takes part in forward and backward on every rank.
+    planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -264,11 +270,11 @@ class WanTransformer(nn.Module):
     def block_lists(self) -> list[nn.ModuleList]:
         return [self.blocks]
 
-    def forward(self, batch: WanBatch, balancer: SequenceBalancer | None = None) -> Tensor:
+    def forward(self, batch: WanBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
         time, modulation, text = self.condition_embedder(batch.timestep, batch.text)
         x = self.patch_embedding(batch.video.to(self.patch_embedding.weight.dtype))
 
-        step = PackedStep(batch.video_lens, self.config.d_model, balancer)
+        step = PackedStep(batch.video_lens, self.config.d_model, balancer, planned=planned)
         text_lens: Sequence[int] = batch.text_lens
         if balancer is None:
             x, (position_ids,), (modulation,) = step.enter(x, [batch.position_ids], [modulation])

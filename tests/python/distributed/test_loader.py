@@ -1,0 +1,374 @@
+"""BalancedLoader on real ranks. Oracles: the plan of `knapformer.plan`, and each rank's own list of batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import knapformer
+from knapformer import ArgumentError, BalancedLoader, Plan, SequenceBalancer, StateError
+
+D_MODEL = 8
+TOPOLOGY = "g2n1"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Packed sequences whose tokens are numbered, so that none can be lost or swapped."""
+
+    ids: Tensor
+    seq_lens: list[int]
+
+
+def make_batches(rank: int, count: int, seed: int = 0) -> list[Tokens]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    batches = []
+    for number in range(count):
+        # Now and then a batch without sequences, and one with more than any before.
+        num_sequences = [3, 0, 1, 100][number % 4]
+        lens = torch.randint(1, 9, (num_sequences,), generator=generator).tolist()
+        first = 1_000_000 * rank + 10_000 * number
+        batches.append(Tokens(torch.arange(first, first + sum(lens)), lens))
+    return batches
+
+
+def empty() -> Tokens:
+    return Tokens(torch.arange(0), [])
+
+
+def lens_of_all(lens: list[int], world_size: int) -> list[list[int]]:
+    gathered: list[list[int]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(gathered, lens)
+    return gathered
+
+
+def travel(balancer: SequenceBalancer, batch: Tokens) -> None:
+    """The plan in force is this batch's: its tokens go where it says, and come back."""
+    _, ids, _ = balancer.route(batch.ids)
+    rank = balancer.rank
+    assert ids.shape[0] == sum(n for _, r, _, n in balancer.plan.chunks if r == rank)
+    seq_lens, ids = balancer.reverse_route(ids)
+    assert seq_lens.tolist() == batch.seq_lens and torch.equal(ids, batch.ids)
+
+
+def same(a: Tokens, b: Tokens) -> bool:
+    return a.seq_lens == b.seq_lens and torch.equal(a.ids, b.ids)
+
+
+def check_uneven_numbers_of_batches(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer(TOPOLOGY)
+    for counts in ([3, 6], [5, 0], [0, 0], [2, 2]):
+        own = make_batches(rank, counts[rank])
+        loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+        for _ in range(2):  # passes
+            steps = 0
+            for number, (batch, plan) in enumerate(loader):
+                assert same(batch, own[number] if number < len(own) else empty())
+                expected = knapformer.plan(lens_of_all(batch.seq_lens, world_size), topology=TOPOLOGY, d_model=D_MODEL)
+                assert plan == expected == balancer.plan
+                travel(balancer, batch)
+                steps += 1
+            assert steps == max(counts)
+        shortest = BalancedLoader(own, balancer, D_MODEL, end="shortest")
+        used = [batch for batch, _ in shortest]
+        assert len(used) == min(counts) and all(map(same, used, own))
+
+
+class Recording(SequenceBalancer):
+    """Keeps what was started."""
+
+    def start_planning(self, *args: Any, **kwargs: Any) -> Any:
+        self.ahead = super().start_planning(*args, **kwargs)
+        return self.ahead
+
+
+def check_planning_overlaps(rank: int, world_size: int) -> None:
+    """The next step's plan is made inside this step, with no help of this thread; and its gather is the first of the
+    step's collectives, so that it waits for none of them."""
+    balancer = Recording(TOPOLOGY)
+    own = make_batches(rank, 6)
+    ready = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number, (batch, _) in enumerate(BalancedLoader(own[:2] * 3, balancer, D_MODEL, empty=empty)):
+            with torch.profiler.record_function(f"step {number}"):
+                travel(balancer, batch)
+                deadline = time.monotonic() + 20
+                while not balancer.ahead.ready and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                ready.append(balancer.ahead.ready)
+    assert ready == [True] * 6
+    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+    order = [name for name in names if name.startswith(("c10d::", "step "))]
+    expected = ["c10d::_allgather_base_"]
+    for number in range(6):  # each step's gather was started before it began
+        expected += ["c10d::_allgather_base_", f"step {number}", "c10d::alltoall_base_", "c10d::alltoall_base_"]
+    assert order == expected
+
+
+def check_other_plans_between(rank: int, world_size: int) -> None:
+    """An evaluation inside the loop, a loop that is left early, and a plan that is taken up again."""
+    balancer = SequenceBalancer(TOPOLOGY)
+    own, others = make_batches(rank, 4), make_batches(rank, 4, seed=1)
+    loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+    used = []
+    for number, (batch, plan) in enumerate(loader):
+        travel(balancer, batch)
+        balancer.plan_routing(others[number].seq_lens, D_MODEL)
+        travel(balancer, others[number])
+        assert balancer.plan != plan or plan.num_sequences == 0
+        used.append(batch)
+    assert all(map(same, used, own))
+    for _ in loader:
+        break
+    assert [same(batch, mine) for (batch, _), mine in zip(loader, own, strict=True)] == [True] * 4
+
+    first = balancer.start_planning(own[0].seq_lens, D_MODEL)
+    second = balancer.start_planning(own[3].seq_lens, D_MODEL)
+    with pytest.raises(StateError, match="finish_planning: has not been called"):
+        _ = second.num_ended
+    for ahead, batch in ((second, own[3]), (first, own[0]), (second, own[3])):
+        balancer.finish_planning(ahead)
+        travel(balancer, batch)
+
+
+class Countable:
+    """An iterable with a state, which is handed out as it is and goes on changing."""
+
+    def __init__(self, batches: list[Tokens]) -> None:
+        self.batches = batches
+        self.state = {"used": [0]}
+        self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[Tokens]:
+        if self.state["used"][0] == len(self.batches):
+            self.state = {"used": [0]}
+        while self.state["used"][0] < len(self.batches):
+            self.state["used"][0] += 1
+            yield self.batches[self.state["used"][0] - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class AsDataset(torch.utils.data.Dataset[Tokens]):
+    def __init__(self, batches: list[Tokens]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self.batches[index]
+
+
+def shuffled(batches: list[Tokens]) -> DataLoader[Tokens]:
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(AsDataset(batches), batch_size=None, shuffle=bool(batches), generator=generator)
+
+
+def stateful(batches: list[Tokens], num_workers: int = 0) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(7)
+    return StatefulDataLoader(
+        AsDataset(batches), batch_size=None, shuffle=bool(batches), generator=generator, num_workers=num_workers
+    )
+
+
+def check_resume(rank: int, world_size: int, make: Callable[[list[Tokens]], Any], stops: list[int]) -> None:
+    counts = [6, 4]
+    balancer = SequenceBalancer(TOPOLOGY)
+    own = make_batches(rank, counts[rank])
+    whole = list(BalancedLoader(make(own), balancer, D_MODEL, empty=empty))
+    assert len(whole) == 6
+    for stop in stops:
+        loader = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        states = [loader.state_dict()]
+        for _ in loader:
+            states.append(loader.state_dict())
+            if len(states) == stop + 1:
+                break
+        resumed = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        resumed.load_state_dict(states[stop])
+        assert resumed.state_dict() == states[stop]
+        rest = list(resumed)
+        assert len(rest) == 6 - stop, (stop, len(rest))
+        for (batch, plan), (expected_batch, expected_plan) in zip(rest, whole[stop:], strict=True):
+            assert same(batch, expected_batch) and plan == expected_plan, stop
+        assert len(list(resumed)) == 6, "the pass after it is whole again"
+
+
+def check_resume_of_every_kind(rank: int, world_size: int) -> None:
+    check_resume(rank, world_size, lambda batches: batches, list(range(7)))
+    check_resume(rank, world_size, Countable, list(range(6)))
+    check_resume(rank, world_size, shuffled, [2, 5])
+    check_resume(rank, world_size, stateful, [0, 1, 3, 4, 5])
+
+
+def check_wrong_states(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer(TOPOLOGY)
+    loader = BalancedLoader([empty()], balancer, D_MODEL, empty=empty)
+    with pytest.raises(ArgumentError, match=r"state: got that of rank_7_of_8, expected rank_\d_of_2"):
+        loader.load_state_dict({"rank_7_of_8": {}})
+    key = f"rank_{rank}_of_2"
+    with pytest.raises(ArgumentError, match="state: got a state of the wrapped loader, expected none"):
+        loader.load_state_dict({key: {"num_batches": 1, "loader": {}}})
+    with pytest.raises(ArgumentError, match="state: got no state of the wrapped loader, expected one"):
+        BalancedLoader(Countable([]), balancer, D_MODEL, empty=empty).load_state_dict({key: {"num_batches": 1}})
+
+
+def check_state_through_distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    balancer = SequenceBalancer(TOPOLOGY)
+    for number, make in enumerate((list, Countable, stateful)):
+        own = make_batches(rank, 4 - rank)
+        loader = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        rest: list[tuple[Tokens, Plan]] = []
+        path = Path(folder) / str(number)
+        for step, pair in enumerate(loader):
+            if step == 1:
+                dcp.save({"loader": loader}, checkpoint_id=path)
+            elif step > 1:
+                rest.append(pair)
+        resumed = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        dcp.load({"loader": resumed}, checkpoint_id=path)
+        again = list(resumed)
+        assert len(again) == len(rest) == 2
+        assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(again, rest, strict=True))
+
+
+CHECKS = [
+    check_uneven_numbers_of_batches,
+    check_planning_overlaps,
+    check_other_plans_between,
+    check_resume_of_every_kind,
+    check_wrong_states,
+]
+
+
+def run_checks(rank: int, world_size: int, folder: str) -> None:
+    for check in CHECKS:
+        try:
+            check(rank, world_size)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
+        dist.barrier()
+    check_state_through_distributed_checkpoint(rank, world_size, folder)
+
+
+def test_loader_on_real_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    run_ranks(run_checks, 2, str(tmp_path), timeout_s=300)
+
+
+def failing_after(batches: list[Tokens], error: BaseException) -> Iterator[Tokens]:
+    yield from batches
+    raise error
+
+
+def bad_lens(batch: Tokens) -> list[int]:
+    if len(batch.seq_lens) == 1:
+        raise KeyError("height")
+    return batch.seq_lens
+
+
+def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
+    """What each rank raises, after how many steps, where rank 1's data goes wrong."""
+    outcomes = []
+    own = make_batches(rank, 4)
+    broken = ValueError("picture 17 is truncated")
+    loaders: list[Callable[[SequenceBalancer], BalancedLoader[Tokens]]] = [
+        lambda balancer: BalancedLoader(failing_after(own[:2], broken), balancer, D_MODEL, empty=empty),
+        lambda balancer: BalancedLoader(failing_after([], broken), balancer, D_MODEL, empty=empty),
+        lambda balancer: BalancedLoader(3, balancer, D_MODEL, empty=empty),  # type: ignore[arg-type]
+        lambda balancer: BalancedLoader(own, balancer, D_MODEL, empty=empty, seq_lens=bad_lens),
+        lambda balancer: BalancedLoader(own[:2], balancer, D_MODEL, empty=lambda: own[7]),
+        lambda balancer: BalancedLoader([Tokens(torch.arange(1), [-1])], balancer, D_MODEL, empty=empty),
+        lambda balancer: BalancedLoader([(1, 2)], balancer, D_MODEL, empty=empty),  # type: ignore[list-item]
+    ]
+    for make in loaders:
+        balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]))
+        loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, D_MODEL, empty=empty)
+        steps, begin = 0, time.monotonic()
+        try:
+            for batch, _ in loader:
+                travel(balancer, batch)
+                time.sleep(0.3)  # long enough to look whether another rank has failed
+                steps += 1
+            outcomes.append(("", "", steps, 0.0))
+        except Exception as error:
+            outcomes.append((type(error).__name__, str(error), steps, time.monotonic() - begin))
+    return outcomes
+
+
+def test_an_error_of_the_data_is_one_on_all_ranks() -> None:
+    of_others, of_own = run_ranks(fail, 2, timeout_s=120)
+    # what rank 1 raises, what rank 0's message holds, steps that were made before
+    expected = [
+        ("ValueError", "rank 1: data: ValueError: picture 17 is truncated", 2),
+        ("ValueError", "rank 1: data: ValueError: picture 17 is truncated", 0),
+        ("TypeError", "rank 1: data: TypeError: 'int' object is not iterable", 0),
+        ("KeyError", "rank 1: data: KeyError: 'height'", 2),
+        ("IndexError", "rank 1: data: IndexError: list index out of range", 2),
+        ("ArgumentError", "rank 1: seq_lens: got -1 for sequence 0", 0),
+        ("ArgumentError", "rank 1: data: ArgumentError: seq_lens: got batches of tuple, which have none", 0),
+    ]
+    for own, other, (kind, words, steps) in zip(of_own, of_others, expected, strict=True):
+        assert own[0] == kind and own[2] == steps, (own, kind, steps)
+        assert other[0] in ("StateError", "ArgumentError") and words in other[1] and other[2] == steps, (other, words)
+        assert max(own[3], other[3]) < 10
+
+
+def leave(rank: int, world_size: int) -> float:
+    """Rank 1 never comes to the gather of the next step: what rank 0 has started ends with its handle."""
+    balancer = SequenceBalancer(TOPOLOGY)
+    for _ in range(2):  # calls that repeat need no word from the others
+        balancer.finish_planning(balancer.start_planning([3], D_MODEL))
+    if rank == 1:
+        return 0.0
+    ahead = balancer.start_planning([3], D_MODEL)
+    assert not ahead.ready
+    begin = time.monotonic()
+    del ahead
+    return time.monotonic() - begin
+
+
+def test_what_was_started_in_vain_ends_soon() -> None:
+    assert run_ranks(leave, 2, timeout_s=60)[0] < 3
+
+
+def test_one_rank_alone() -> None:
+    own = make_batches(0, 5)
+    balancer = SequenceBalancer("g1n1")
+    loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+    used = []
+    for batch, plan in loader:
+        assert plan == knapformer.plan([batch.seq_lens], topology="g1n1", d_model=D_MODEL)
+        travel(balancer, batch)
+        used.append(batch)
+    assert len(used) == 5 and all(map(same, used, own))
+    with pytest.raises(ValueError, match="picture 17"):
+        list(BalancedLoader(failing_after(own, ValueError("picture 17")), balancer, D_MODEL, empty=empty))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, "empty: got none"), ({"end": "middle"}, "end: got 'middle', expected 'longest' or 'shortest'")],
+)
+def test_bad_options_are_value_errors(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BalancedLoader([], SequenceBalancer("g1n1"), D_MODEL, **options)
