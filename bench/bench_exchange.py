@@ -58,12 +58,13 @@ def main() -> None:
         sys.exit(1)
 
 
-def launch(arguments: list[str]) -> dict[str, Any]:
+def launch(arguments: list[str], script: str = __file__) -> dict[str, Any]:
+    """`script` on 2 ranks: what rank 0 printed last, as JSON."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, *arguments, "--rank", str(rank), "--store", f"{folder}/store"],
+                [sys.executable, script, *arguments, "--rank", str(rank), "--store", f"{folder}/store"],
                 env=env,
                 stdout=subprocess.PIPE if rank == 0 else None,
                 text=True,
@@ -72,7 +73,7 @@ def launch(arguments: list[str]) -> dict[str, Any]:
         ]
         out, _ = ranks[0].communicate()
         if any(rank.wait() != 0 for rank in ranks):
-            sys.exit("bench_exchange: a rank failed")
+            sys.exit(f"{Path(script).stem}: a rank failed")
     cases: dict[str, Any] = json.loads(out.splitlines()[-1])
     return cases
 

@@ -294,6 +294,28 @@ void bind_balancer(py::module_& m) {
           "no\n"
           "sequence of the bag is shared.")
       .def(
+          "attention_exchanges",
+          [](SequenceBalancer& self, const at::Device& device) {
+            const auto tensors = [](const EndTensors& end) {
+              std::vector<at::Tensor> list;
+              if (end.table.defined()) list = {end.table, end.rows, end.index};
+              return list;
+            };
+            py::list levels;
+            for (const SequenceBalancer::AttentionExchange& level : self.attention_exchanges(device)) {
+              levels.append(py::make_tuple(level.degree, level.index_in_group, level.rows, tensors(level.table.send),
+                                           tensors(level.table.recv), level.seq_lens));
+            }
+            return levels;
+          },
+          py::arg("device"),
+          "Of each level of attention: (degree, index_in_group, rows, send, recv, seq_lens), as knapformer.traced "
+          "takes them. "
+          "Not\n"
+          "collective.")
+      .def_property_readonly("bag_channel", &SequenceBalancer::bag_channel,
+                             "The name that the op knows this rank's bag by. Empty in a bag of one.")
+      .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),
           "Tells the other ranks that this one failed and will not come to the calls they wait in: they raise "

@@ -442,6 +442,23 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
   });
 }
 
+std::vector<SequenceBalancer::AttentionExchange> SequenceBalancer::attention_exchanges(at::Device device) {
+  const Step& s = step();
+  std::vector<AttentionExchange> exchanges;
+  const bool none_shared = s.attention.levels[0].degree == 1 && !s.attention.any_shared;
+  size_t next_table = kFirstLevelTable;
+  for (size_t i = 0; i < s.attention.levels.size(); ++i) {
+    const AttentionLevel& level = s.attention.levels[i];
+    const bool stays = level.degree == 1 || none_shared;
+    exchanges.push_back({.degree = level.degree,
+                         .index_in_group = level.index_in_group,
+                         .rows = at::empty({level.num_rows, 0}),
+                         .table = stays ? TableTensors() : tables_on(device)[next_table++],
+                         .seq_lens = s.attn_lens[i]});
+  }
+  return exchanges;
+}
+
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
                                                              const at::Tensor& v) {
   return collective([&]() -> AttentionInputs {

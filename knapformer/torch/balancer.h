@@ -125,6 +125,19 @@ class SequenceBalancer {
   /// travels. q, k, v as in pre_attn; returns (chunk tokens, heads, ...). See bag_attention.h for `attend`.
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend);
 
+  /// What a level of attention takes to move its rows: for callers of the op themselves, in a traced graph.
+  struct AttentionExchange {
+    int32_t degree = 1;
+    int32_t index_in_group = 0;
+    at::Tensor rows;      // (rows of this rank at the level, 0)
+    TableTensors table;   // of these rows, to whole sequences; none where they stay
+    at::Tensor seq_lens;  // int32 CPU: tokens of the sequences that attention sees
+  };
+  /// Of each level of the step, ascending by degree. Not collective.
+  std::vector<AttentionExchange> attention_exchanges(at::Device device);
+  /// Of the op, of the channel of this rank's bag. Empty in a bag of one.
+  std::string bag_channel() const { return bag_ ? bag_->name() : ""; }
+
   /// Tells the other ranks that this one failed outside of these methods (in attention, say) and will not come to the
   /// calls that they wait in: they raise the error too. Not collective.
   void report(const std::exception& error) noexcept;

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import overload
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -54,6 +55,11 @@ class SequenceBalancer:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor: ...
+    def attention_exchanges(
+        self, device: torch.device
+    ) -> list[tuple[int, int, Tensor, list[Tensor], list[Tensor], Tensor]]: ...
+    @property
+    def bag_channel(self) -> str: ...
     def report(self, message: str) -> None: ...
     @property
     def plan(self) -> Plan: ...

@@ -1,0 +1,215 @@
+"""What the host works for each call of attention's exchange, beside the bare all-to-all, on 2 local ranks.
+
+    python bench/bench_host.py [--published ~/KnapFormer] [--json build/bench/host.json]
+
+The CPU time of the calling thread (time.thread_time), in which waiting for the peer does not count. Rows are tiny (2
+heads of one number), so that copying them does not count either. 300 sequences on 2 ranks, topology g2n1. Measured in
+one run, interleaved, in rounds of some calls each; figures are medians over rounds, of one call, in microseconds:
+
+    inference   pre_attn and post_attn, without gradients
+    forward     the same, with gradients
+    training    the same, and their backward
+    bare        the all-to-alls of the same bytes alone, with splits, from and into tensors that stay: 2, 2 and 4
+    work        what is left without them
+
+The published implementation, where --published names a checkout of it (it imports einops), runs beside: its own class,
+told that the CPU is the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench_exchange import describe_run, launch
+
+NUM_SEQUENCES, MAX_TOKENS, HEADS, WIDTH = 300, 12, 2, 8
+# Microseconds of work for a call of attention, forward with gradients, that must not be passed.
+LIMIT_US = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--calls", type=int, default=25, help="in a round")
+    parser.add_argument("--published", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit with status 1 where the limit is passed")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        result = run_rank(args)
+        if args.rank == 0:
+            print(json.dumps(result))
+        return
+    rows = launch(sys.argv[1:], __file__)
+    print(f"{'us':24} {'in all':>8} {'quartiles':>13} {'bare':>6} {'work':>6}")
+    for name, row in rows.items():
+        for kind in KINDS:
+            us, bare, (low, _, high) = row[f"{kind}_us"], row[f"{kind}_bare_us"], row[f"{kind}_us_quartiles"]
+            print(f"{name + ' ' + kind:24} {us:8.0f} {low:6.0f} {high:6.0f} {bare:6.0f} {row[f'{kind}_work_us']:6.0f}")
+    if args.json:
+        configuration = {
+            "num_ranks": 2,
+            "num_sequences": NUM_SEQUENCES,
+            "max_tokens": MAX_TOKENS,
+            "heads": HEADS,
+            "head_dim": 1,
+            "dtype": "float32",
+            "backend": "gloo",
+            "rounds": args.rounds,
+            "calls": args.calls,
+        }
+        report = {**describe_run(), "benchmark": "host", "configuration": configuration, "limit_us": LIMIT_US}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**report, "implementations": rows}, indent=2) + "\n")
+    if args.check and rows["knapformer"]["forward_work_us"] > LIMIT_US:
+        sys.exit(1)
+
+
+def run_rank(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=120)
+    store = f"file://{args.store}"
+    dist.init_process_group("gloo", init_method=store, rank=args.rank, world_size=2, timeout=timeout)
+    rng = random.Random(args.rank)
+    lens = [rng.randint(1, MAX_TOKENS) for _ in range(NUM_SEQUENCES // 2)]
+    balancers = {"knapformer": ours}
+    if args.published:
+        balancers["published"] = lambda: published(args.published)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, make in balancers.items():
+        calls |= {f"{name} {kind}": call for kind, call in calls_of(make(), lens).items()}
+    seconds = measure(calls, args.rounds, args.calls)
+    dist.destroy_process_group()
+    results: dict[str, Any] = {}
+    for name in balancers:
+        row = results[name] = {}
+        for kind in KINDS:
+            us, bare = ([value * 1e6 for value in seconds[f"{name} {kind}{what}"]] for what in ("", " bare"))
+            row[f"{kind}_us"] = statistics.median(us)
+            row[f"{kind}_us_quartiles"] = statistics.quantiles(us, n=4)
+            row[f"{kind}_bare_us"] = statistics.median(bare)
+            row[f"{kind}_work_us"] = statistics.median(us) - statistics.median(bare)
+    return results
+
+
+def ours() -> Any:
+    from knapformer import SequenceBalancer
+
+    return SequenceBalancer("g2n1", solver="greedy")
+
+
+def published(checkout: Path) -> Any:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    warnings.simplefilter("ignore", FutureWarning)
+    path = checkout / "knapformer" / "sequence_balancer.py"
+    spec = importlib.util.spec_from_file_location("published_sequence_balancer", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")).start()
+    module.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # type: ignore[attr-defined]
+    return module.SequenceBalancer("g2n1")
+
+
+KINDS = ("inference", "forward", "training")
+
+
+def calls_of(balancer: Any, lens: list[int]) -> dict[str, Callable[[], Any]]:
+    """The calls of both implementations, whose faces are alike."""
+    import torch
+
+    balancer.plan_routing(lens, WIDTH)
+    _, x, _ = balancer.route(torch.ones(sum(lens), WIDTH), [torch.ones(sum(lens), 1)])
+    q, k, v = (torch.ones(x.shape[0], HEADS, 1) for _ in range(3))
+    needs_grad = q.clone().requires_grad_()
+    with torch.no_grad():
+        attention_tokens = balancer.pre_attn(q, k, v)[1].shape[0]
+
+    ones = torch.ones(x.shape[0], HEADS, 1)
+
+    def forward() -> torch.Tensor:
+        _, attended, _, _ = balancer.pre_attn(needs_grad, k, v)
+        out: torch.Tensor = balancer.post_attn(attended)[1]
+        return out
+
+    def inference() -> None:
+        with torch.no_grad():
+            forward()
+
+    def training() -> None:
+        needs_grad.grad = None
+        forward().backward(ones)
+
+    # This rank's rows with the peer's heads there; the peer's rows with this rank's heads here. All of q, k and v.
+    sent, received = x.shape[0], attention_tokens - x.shape[0]
+    there, back = bare_all_to_all(3 * sent, 3 * received), bare_all_to_all(received, sent)
+    there_of_one, back_of_one = bare_all_to_all(sent, received), bare_all_to_all(received, sent)
+
+    def bare() -> None:
+        there()
+        back()
+
+    def training_bare() -> None:
+        bare()
+        there_of_one()  # backward of post_attn, and of q in pre_attn
+        back_of_one()
+
+    return {
+        "inference": inference,
+        "inference bare": bare,
+        "forward": forward,
+        "forward bare": bare,
+        "training": training,
+        "training bare": training_bare,
+    }
+
+
+def bare_all_to_all(sent: int, received: int) -> Callable[[], Any]:
+    """Of so many float32 numbers to and from the peer."""
+    import torch
+    import torch.distributed as dist
+
+    peer = 1 - dist.get_rank()
+    send_splits, recv_splits = ([n if rank == peer else 0 for rank in range(2)] for n in (sent, received))
+    send, recv = torch.ones(sent), torch.empty(received)
+    return lambda: dist.all_to_all_single(recv, send, recv_splits, send_splits)
+
+
+def measure(calls: dict[str, Callable[[], Any]], rounds: int, per_round: int) -> dict[str, list[float]]:
+    """Seconds of this thread's CPU time for one call, by round; the first round warms up."""
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            dist.barrier()
+            begin = time.thread_time()
+            for _ in range(per_round):
+                call()
+            elapsed = time.thread_time() - begin
+            if number > 0:
+                seconds[name].append(elapsed / per_round)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
