@@ -4,7 +4,7 @@ SequenceBalancer is C++, which a tracer cannot look into; the op `knapformer::ex
 step's tables are taken out of the balancer before the compiled part. What changes from step to step is tensors, what
 stays is numbers and a name, so a graph serves all steps:
 
-    tables = AttentionTables.of(balancer, x.device)       # once a step
+    tables = AttentionTables.of(balancer, x.device)       # once a step, by every rank
 
     @torch.compile(fullgraph=True, dynamic=True)
     def block(x, tables):
@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from knapformer.balancer import SequenceBalancer
 
-# (q, k, v, seq_lens) -> o, as in SequenceBalancer.attention.
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (q, k, v, layout) -> o, as in SequenceBalancer.attention.
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 # HeadRole and HeadSharing of the op (knapformer/torch/exchange_call.h).
 _QUERY, _KEY_VALUE = 1, 2
@@ -39,7 +39,7 @@ class AttentionTables:
     """
 
     rows: list[Tensor]  # (rows of this rank at the level, 0)
-    seq_lens: list[Tensor]  # int32 CPU: of the sequences that attention sees
+    layouts: list[Any]  # of the sequences that attention sees: what `attend` gets
     is_shared: list[bool]
     # Of the shared levels, from this rank's rows to whole sequences, as the op takes them:
     send: list[Tensor]
@@ -51,14 +51,20 @@ class AttentionTables:
     channel: str  # names the bag's group to the op
 
     @staticmethod
-    def of(balancer: SequenceBalancer, device: torch.device) -> AttentionTables:
-        """Of the plan in force, for tensors on `device`. Outside of what is compiled."""
+    def of(
+        balancer: SequenceBalancer, device: torch.device, layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens
+    ) -> AttentionTables:
+        """Of the plan in force, for tensors on `device`. Outside of what is compiled.
+
+        layout: makes what `attend` gets of the lengths (int32 CPU) of the sequences that it sees, once a step: what a
+        kernel wants that no graph can make, such as offsets on the device. By default the lengths themselves.
+        """
         levels = balancer.attention_exchanges(device)
         shared = [level for level in levels if level[3]]
         names = [[f"{name}/{degree}" for degree, *_ in shared for name in tensors] for tensors in ("qkv", "o")]
         return AttentionTables(
             rows=[level[2] for level in levels],
-            seq_lens=[level[5] for level in levels],
+            layouts=[layout(level[5]) for level in levels],
             is_shared=[bool(level[3]) for level in levels],
             send=[tensor for level in shared for tensor in level[3]],
             recv=[tensor for level in shared for tensor in level[4]],
@@ -80,7 +86,7 @@ class AttentionTables:
         split = [t.split(sizes) if len(sizes) > 1 else [t] for t in (q, k, v)]
         inputs = [[t[level] for t in split] for level in range(len(sizes))]
         inputs = self._exchange(inputs, heads, there=True)
-        outputs = [[attend(*qkv, lens)] for qkv, lens in zip(inputs, self.seq_lens, strict=True)]
+        outputs = [[attend(q, k, v, layout)] for (q, k, v), layout in zip(inputs, self.layouts, strict=True)]
         returned = [o for (o,) in self._exchange(outputs, heads, there=False)]
         return returned[0] if len(returned) == 1 else torch.cat(returned)
 

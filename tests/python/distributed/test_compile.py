@@ -36,12 +36,12 @@ class Block(nn.Module):
         self.to_qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.to_out = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, segment: Tensor, tables: AttentionTables | None) -> Tensor:
+    def forward(self, x: Tensor, attention: Tensor | AttentionTables) -> Tensor:
         qkv = self.to_qkv(self.norm(x)).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        if tables is None:
-            o = masked_attention(*qkv, segment)
+        if isinstance(attention, AttentionTables):
+            o = attention.attention(*qkv, masked_attention)
         else:
-            o = tables.attention(*qkv, lambda q, k, v, _: masked_attention(q, k, v, segment))
+            o = masked_attention(*qkv, attention)
         return x + nn.functional.gelu(self.to_out(o.flatten(1)))
 
 
@@ -65,7 +65,7 @@ class Compiled:
         x = torch.randn(int(own.sum()), WIDTH, dtype=torch.float64, requires_grad=True)
         y = x
         for _ in range(2):
-            y = self.block(y, segments(own), None)
+            y = self.block(y, segments(own))
         y.square().sum().backward()
         expected = [x.grad, *(parameter.grad for parameter in self.block.parameters())]
         for gradient in expected[1:]:
@@ -75,10 +75,9 @@ class Compiled:
 
         self.balancer.plan_routing(lens[rank], WIDTH)
         _, z, _ = self.balancer.route(x)
-        tables = AttentionTables.of(self.balancer, z.device)
-        segment = segments(tables.seq_lens[0])
+        tables = AttentionTables.of(self.balancer, z.device, layout=segments)
         for _ in range(2):
-            z = self.compiled(z, segment, tables)
+            z = self.compiled(z, tables)
         _, z = self.balancer.reverse_route(z)
         z.square().sum().backward()
         gradients = [x.grad, *(parameter.grad for parameter in self.block.parameters())]
@@ -120,6 +119,10 @@ def run_few_tokens(rank: int, world_size: int) -> None:
         compiled.check_step(rank, lens)
     assert 1 < compiled.num_compiled <= 7
     Compiled("g1n2", "aot_eager").check_step(rank, [[3, 2], [4]])
+    nested = Compiled("g2/1n1", "aot_eager")  # two levels; the second step shares nothing
+    for lens in ([[40, 2], [3, 2]], [[9], [9]], [[2, 2], [50, 3]]):
+        nested.check_step(rank, lens)
+    assert nested.num_compiled <= 4
     check_modes(rank)
 
 
@@ -127,13 +130,12 @@ def check_modes(rank: int) -> None:
     """Without gradients, and beside a rank that is not compiled."""
     compiled = Compiled("g2n1", "aot_eager")
     compiled.balancer.plan_routing([[5, 3], [9]][rank], WIDTH)
-    tables = AttentionTables.of(compiled.balancer, torch.device("cpu"))
-    segment = segments(tables.seq_lens[0])
+    tables = AttentionTables.of(compiled.balancer, torch.device("cpu"), layout=segments)
     x = torch.randn(tables.rows[0].shape[0], WIDTH, dtype=torch.float64)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            expected = compiled.block(x, segment, tables)
-            output = (compiled.compiled if rank == 0 else compiled.block)(x, segment, tables)
+            expected = compiled.block(x, tables)
+            output = (compiled.compiled if rank == 0 else compiled.block)(x, tables)
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
