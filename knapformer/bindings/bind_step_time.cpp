@@ -104,9 +104,21 @@ void bind_step_time(py::module_& m) {
                     ", host_s=", t.host_s, ", fixed_s=", t.fixed_s, ")");
       });
 
-  m.def("predict_step", &predict_step, py::arg("plan"), py::arg("hardware") = HardwareModel{},
-        py::arg("model") = TrainedModel{}, py::call_guard<py::gil_scoped_release>(),
-        "Predicted forward and backward time of a step under `plan`.");
+  m.def(
+      "predict_step",
+      [](const Plan& plan, const HardwareModel& hardware, const TrainedModel& model,
+         const std::vector<std::tuple<double, double, double>>& measured) {
+        std::vector<RankCompute> ranks;
+        ranks.reserve(measured.size());
+        for (const auto& [token_s, whole_s, shared_s] : measured) ranks.push_back({token_s, whole_s, shared_s});
+        return predict_step(plan, hardware, model, ranks);
+      },
+      py::arg("plan"), py::arg("hardware") = HardwareModel{}, py::arg("model") = TrainedModel{},
+      py::arg("measured") = std::vector<std::tuple<double, double, double>>(), py::call_guard<py::gil_scoped_release>(),
+      "Predicted forward and backward time of a step under `plan`.\n\n"
+      "measured: per rank the seconds of one block's forward pass in the per-token layers, in attention on whole "
+      "sequences,\n"
+      "and in attention on shared ones, in place of the plan's work over hardware.flops_per_s. Raises ArgumentError.");
   m.def(
       "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
       "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");

@@ -9,6 +9,7 @@
 #include "knapformer/bindings/effort.h"
 #include "knapformer/core/data_mix.h"
 #include "knapformer/core/error.h"
+#include "knapformer/core/heads.h"
 #include "knapformer/core/mask.h"
 #include "knapformer/core/plan_json.h"
 #include "knapformer/core/planner.h"
@@ -201,6 +202,15 @@ void bind_cluster(py::module_& m) {
       "'window:LEFT:RIGHT'. Raises ArgumentError.");
 }
 
+/// How many (query, key/value) heads each rank of a group computes.
+std::vector<std::pair<size_t, size_t>> head_shares(int64_t num_heads, int64_t num_kv_heads, int32_t degree) {
+  if (degree < 1) throw_argument("degree", degree, "at least 1");
+  const HeadPartition heads = partition_heads(num_heads, num_kv_heads, degree);
+  std::vector<std::pair<size_t, size_t>> counts;
+  for (int32_t i = 0; i < degree; ++i) counts.emplace_back(heads.query.of(i).size(), heads.key_value.of(i).size());
+  return counts;
+}
+
 using Masks = std::variant<std::string, std::vector<std::vector<std::string>>>;
 
 /// One mask for all sequences, or one for each, in lists like the lengths'.
@@ -375,6 +385,10 @@ void bind_plan(py::module_& m) {
       "kept a topology\n"
       "comes last, its predicted_time infinite.\n\n"
       "Raises ArgumentError.");
+  m.def("head_shares", &head_shares, py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("degree"),
+        "For each of the `degree` ranks that share a sequence, how many query heads and how many key/value heads it "
+        "computes.\n\n"
+        "Raises ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.");
   m.def("solver_names", [] {
     std::vector<std::string> names(solver_names().begin(), solver_names().end());
     return names;

@@ -168,6 +168,17 @@ double exposed_fsdp_seconds(int32_t num_ranks, const HardwareModel& hw, const Tr
              (std::max(0.0, gather_s - forward_block_s) + std::max(0.0, gather_s + reduce_s - backward_block_s));
 }
 
+void validate(std::span<const RankCompute> measured, int32_t num_ranks) {
+  if (!measured.empty() && std::ssize(measured) != num_ranks) {
+    throw_argument("measured", text(measured.size(), " ranks"), text("none, or each of the ", num_ranks, " ranks"));
+  }
+  for (const RankCompute& rank : measured) {
+    for (const double seconds : {rank.token_s, rank.whole_attention_s, rank.shared_attention_s}) {
+      check_not_negative("measured", seconds);
+    }
+  }
+}
+
 }  // namespace
 
 HardwareModel HardwareModel::published() {
@@ -195,9 +206,11 @@ void TrainedModel::validate() const {
   check(side_bytes_per_token >= 0, "side_bytes_per_token", side_bytes_per_token, "at least 0");
 }
 
-StepTime predict_step(const Plan& plan, const HardwareModel& hw, const TrainedModel& model) {
+StepTime predict_step(const Plan& plan, const HardwareModel& hw, const TrainedModel& model,
+                      std::span<const RankCompute> measured) {
   hw.validate();
   model.validate();
+  validate(measured, plan.num_ranks());
   const std::vector<RankLoad> loads = loads_of(plan, hw, model);
   const std::vector<Rank> groups = predict_block_time(plan).group_of_rank;
   const double num_passes = model.recomputes ? 3 : 2;  // over the exchanges
@@ -205,17 +218,23 @@ StepTime predict_step(const Plan& plan, const HardwareModel& hw, const TrainedMo
 
   StepTime out;
   out.ranks.resize(loads.size());
-  double work = 0;
+  double work = 0, measured_s = 0;
   for (size_t r = 0; r < loads.size(); ++r) {
     const RankLoad& load = loads[r];
     const double flops_per_s = hw.flops_per_s * plan.input().speed_of(Rank(r));
+    const RankCompute compute = measured.empty()
+                                    ? RankCompute{.token_s = load.token_work / flops_per_s,
+                                                  .whole_attention_s = load.whole_attention_work / flops_per_s,
+                                                  .shared_attention_s = load.shared_attention_work / flops_per_s}
+                                    : measured[r];
     out.ranks[r] = {.group = groups[r].value,
-                    .token_s = load.token_work / flops_per_s,
+                    .token_s = compute.token_s,
                     .pre_attn_s = load.numbers_wide.scaled(kPreAttnTensors).seconds(hw),
-                    .whole_attention_s = load.whole_attention_work / flops_per_s,
-                    .shared_attention_s = load.shared_attention_work / flops_per_s,
+                    .whole_attention_s = compute.whole_attention_s,
+                    .shared_attention_s = compute.shared_attention_s,
                     .post_attn_s = load.numbers_wide.scaled(kPostAttnTensors).seconds(hw)};
     work += load.token_work + load.whole_attention_work + load.shared_attention_work;
+    measured_s += out.ranks[r].compute_s();
     const double exchanges = (kPreAttnTensors + kPostAttnTensors) * num_passes * model.num_blocks;
     out.attention_bytes += exchanges * load.numbers_wide.total_bytes();
     out.attention_bytes_between_nodes += exchanges * load.numbers_wide.between_bytes;
@@ -255,8 +274,9 @@ StepTime predict_step(const Plan& plan, const HardwareModel& hw, const TrainedMo
   out.fsdp_s = exposed_fsdp_seconds(plan.num_ranks(), hw, model, slowest.seconds() * forward_share,
                                     slowest.seconds() * (1 - forward_share));
   out.fixed_s = hw.fixed_s;
-  out.ideal_s =
-      work / plan.input().total_speed() / hw.flops_per_s * (num_forwards + kBackwardOverForward) * model.num_blocks;
+  const double ideal_forward_s =
+      measured.empty() ? work / plan.input().total_speed() / hw.flops_per_s : measured_s / plan.num_ranks();
+  out.ideal_s = ideal_forward_s * (num_forwards + kBackwardOverForward) * model.num_blocks;
   return out;
 }
 

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "knapformer/core/plan.h"
@@ -111,8 +112,18 @@ struct StepTime {
   std::vector<RankTime> ranks;
 };
 
+/// What one rank computes in one block's forward pass, in seconds: measured, in place of work over rate.
+struct RankCompute {
+  double token_s = 0;
+  double whole_attention_s = 0;  // on sequences that lie whole there
+  double shared_attention_s = 0;
+};
+
+/// `measured`: per rank, in place of what the plan's work takes at `hardware.flops_per_s`; none: the model. The ideal
+/// time is then that of the measured seconds, spread evenly.
 /// Throws ArgumentError where a parameter is out of range.
-StepTime predict_step(const Plan& plan, const HardwareModel& hardware, const TrainedModel& model);
+StepTime predict_step(const Plan& plan, const HardwareModel& hardware, const TrainedModel& model,
+                      std::span<const RankCompute> measured = {});
 
 /// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
 Plan plan_home(const PlanInput& input);

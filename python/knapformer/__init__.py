@@ -26,6 +26,7 @@ from knapformer._core import (
     rank_topologies,
     solver_names,
 )
+from knapformer.calibrate.calibration import Calibration
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BalancedLoader",
+    "Calibration",
     "ClusterModel",
     "DataMix",
     "Plan",

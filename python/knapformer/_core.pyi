@@ -1,6 +1,7 @@
 """The planner: what is decided. Needs no torch."""
 
 from collections.abc import Sequence
+from typing import SupportsFloat
 
 class ArgumentError(ValueError):
     """An argument is wrong: the message names it, what came and what was expected."""
@@ -142,7 +143,7 @@ def plan(
     seq_lens_per_rank: Sequence[Sequence[int]],
     topology: str,
     d_model: int,
-    gamma: float = 1.0,
+    gamma: SupportsFloat = 1.0,
     solver: str = "balanced",
     mask_factor: float = 1.0,
     effort: int | str = "default",
@@ -172,13 +173,14 @@ class TopologyOption:
 def rank_topologies(
     batches: Sequence[Sequence[Sequence[int]]],
     d_model: int,
-    gamma: float = 1.0,
+    gamma: SupportsFloat = 1.0,
     num_heads: int = 0,
     mask: str = "full",
     max_tokens_per_rank: int = 0,
     rank_speed: Sequence[float] = ...,
     cluster: ClusterModel = ...,
 ) -> list[TopologyOption]: ...
+def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> list[tuple[int, int]]: ...
 def attention_pairs(mask: str, seq_len: int) -> int: ...
 def solver_names() -> list[str]: ...
 
@@ -288,5 +290,10 @@ class StepTime:
     @property
     def ranks(self) -> list[RankTime]: ...
 
-def predict_step(plan: Plan, hardware: HardwareModel = ..., model: TrainedModel = ...) -> StepTime: ...
+def predict_step(
+    plan: Plan,
+    hardware: HardwareModel = ...,
+    model: TrainedModel = ...,
+    measured: Sequence[tuple[float, float, float]] = ...,
+) -> StepTime: ...
 def plan_home(plan: Plan) -> Plan: ...

@@ -7,6 +7,7 @@ The work is C++ (`knapformer._torch`). What is here is what has to be Python: th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
         1 of its ranks), repeated over the ranks of `group`. `knapformer.rank_topologies` finds the best for a sample of
         lengths.
-    gamma: cost of attention's FLOPs over that of the matrix products (`knapformer.fit_workload` measures it).
+    gamma: cost of attention's FLOPs over that of the matrix products: a number, or a `knapformer.Calibration`.
     group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
         alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call
         into it in the same order.
@@ -52,7 +53,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def __init__(
         self,
         topology: str,
-        gamma: float = 1.0,
+        gamma: SupportsFloat = 1.0,
         group: dist.ProcessGroup | None = None,
         *,
         mask_factor: float = 1.0,
@@ -68,7 +69,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
             group = dist.group.WORLD
         super().__init__(
             topology,
-            gamma=gamma,
+            gamma=float(gamma),
             mask_factor=mask_factor,
             solver=solver,
             effort=effort,

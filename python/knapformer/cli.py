@@ -7,7 +7,6 @@ goes wrong later ends in one line and status 1. `plan` needs no torch.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
@@ -18,21 +17,28 @@ from typing import Any, NoReturn
 
 import knapformer
 from knapformer import ArgumentError, Plan, StateError, tune
+from knapformer.calibrate import command as calibrate
+from knapformer.launch import check_ranks
 from knapformer.options import (
     MAX_RANKS,
     add_data,
+    add_device,
     add_draw,
+    add_gamma,
     add_lengths,
     add_limits,
     add_workload,
     batches,
+    check_torch,
     effort,
+    gamma_and_calibration,
     integer,
     limits,
     number,
 )
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
 from knapformer.predict import command as predict
+from knapformer.replay import command as replay
 from knapformer.report import check_can_report, write_report
 from knapformer.report import command as report
 
@@ -44,10 +50,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _gamma_or_fit(text: str) -> float | None:
-    return None if text == "fit" else number(0)(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="knapformer", description="Load balancing for diffusion transformers.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"knapformer {knapformer.__version__}")
@@ -55,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_simulate(commands)
     tune.add_parser(commands)
+    calibrate.add_parser(commands)
+    replay.add_parser(commands)
     predict.add_parser(commands)
     report.add_parser(commands)
     return parser
@@ -98,16 +102,9 @@ def _add_simulate(commands: Any) -> None:
     )
     parser.add_argument("--warmup", type=integer(0, 10**9), default=2, metavar="N", help="before them (default 2)")
     parser.add_argument("--solver", default="greedy", choices=knapformer.solver_names(), help="default greedy")
-    parser.add_argument(
-        "--gamma", type=_gamma_or_fit, default=None, help="attention's cost per FLOP; 'fit' measures it (default)"
-    )
+    add_gamma(parser, default=1.0, can_fit=True)
     add_draw(parser)
-    parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
-    parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
-    parser.add_argument(
-        "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
-    )
+    add_device(parser)
     parser.add_argument(
         "--peak-tflops", type=number(0, inclusive=False), metavar="F", help="of a rank's device; reports HFU"
     )
@@ -120,7 +117,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.json not in (None, "-"):
         check_output_path("--json", args.json)
     _check_report(args.report)
-    keep_to = limits(args)
+    gamma, calibration = gamma_and_calibration(args)
+    keep_to = limits(args, calibration)
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
     (seq_lens,) = batches(args, range(args.step, args.step + 1), check)
@@ -129,7 +127,7 @@ def _plan(args: argparse.Namespace) -> None:
         seq_lens,
         args.topology,
         args.d_model,
-        args.gamma,
+        gamma,
         args.solver,
         effort=args.effort,
         masks=args.mask,
@@ -230,22 +228,11 @@ def _plan_sentence(plan: Plan) -> str:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ArgumentError("simulate: needs torch, which is not installed; install its CPU or CUDA build")
-    if importlib.util.find_spec("knapformer._torch") is None:
-        raise ArgumentError(
-            "simulate: this knapformer was built without torch and only plans; install it anew beside torch"
-        )
+    check_torch("simulate")
     from knapformer.models.config import load_config
     from knapformer.simulator import SimulationSettings, simulate
-    from knapformer.simulator.launch import started_ranks
 
-    started = started_ranks()
-    num_ranks = args.ranks if args.ranks is not None else started
-    if num_ranks is None:
-        raise ArgumentError("--ranks: got none, expected the number of ranks to start")
-    if started is not None and num_ranks != started:
-        raise ArgumentError(f"--ranks: got {num_ranks}, expected {started}, as torchrun has started")
+    num_ranks = check_ranks(args.ranks)
     if args.json is not None:
         check_output_path("--json", args.json)
     _check_report(args.report)
@@ -261,7 +248,7 @@ def _simulate(args: argparse.Namespace) -> None:
         num_warmup_steps=args.warmup,
         num_repeats=args.repeats,
         solver=args.solver,
-        gamma=args.gamma,
+        gamma=gamma_and_calibration(args)[0],
         seed=args.seed,
         dtype=args.dtype,
         device=args.device,

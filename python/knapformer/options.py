@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -10,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from knapformer import ArgumentError, ClusterModel, DataMix
+from knapformer import ArgumentError, Calibration, ClusterModel, DataMix
 
 MAX_RANKS = 1 << 20
+H100_GAMMA = 0.41  # at which the published imbalance comes out
 Lengths = list[list[int]]  # for each rank those of its sequences, in tokens
 
 
@@ -41,6 +43,37 @@ def number(least: float, inclusive: bool = True) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def counts(text: str, argument: str, most: int) -> list[int]:
+    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the next count.
+
+    Raises ArgumentError, naming `argument`.
+    """
+    values: list[int] = []
+    dots = False
+    for item in (part.strip() for part in text.split(",")):
+        if item == "...":
+            if len(values) < 2 or dots or values[-1] <= values[-2] or values[-1] % values[-2]:
+                raise ArgumentError(
+                    f"{argument}: got {text!r}, expected dots only after two counts, the second a multiple of the first"
+                )
+            dots = True
+            continue
+        if not (item.isascii() and item.isdigit() and 1 <= int(item) <= most):
+            raise ArgumentError(f"{argument}: got {item!r}, expected counts from 1 to {most}, such as 32,128,...,2048")
+        last = int(item)
+        if dots:
+            ratio = values[-1] // values[-2]
+            while values[-1] * ratio < last:
+                values.append(values[-1] * ratio)
+            if last <= values[-1]:
+                raise ArgumentError(f"{argument}: got {text!r}, expected dots that go up to a higher count")
+            dots = False
+        values.append(last)
+    if dots:
+        raise ArgumentError(f"{argument}: got {text!r}, expected a count after the dots")
+    return values
 
 
 def effort(text: str) -> int | str:
@@ -79,8 +112,52 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     add_draw(parser)
 
 
+def add_gamma(parser: argparse.ArgumentParser, default: float, *, can_fit: bool = False) -> None:
+    """--gamma, or --calibration in its place; `gamma_and_calibration` reads them.
+
+    can_fit: --gamma takes 'fit' as well, which is then its default: None in args.gamma.
+    """
+    options = parser.add_mutually_exclusive_group()
+
+    def parse(text: str) -> float | None:
+        return None if can_fit and text == "fit" else number(0)(text)
+
+    options.add_argument(
+        "--gamma",
+        type=parse,
+        default=None if can_fit else default,
+        help="attention's cost per FLOP" + ("; 'fit' measures it (default)" if can_fit else f" (default {default:g})"),
+    )
+    options.add_argument(
+        "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
+    )
+
+
+def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
+    """What add_gamma took: gamma (None where it is to be fitted), and the calibration it came from.
+
+    Says on standard error what the calibration warns of. Raises ArgumentError, OSError.
+    """
+    if args.calibration is None:
+        return args.gamma, None
+    calibration = Calibration.load(args.calibration)
+    for warning in calibration.warnings:
+        print(f"{args.calibration}: {warning}", file=sys.stderr)
+    return calibration.gamma, calibration
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--dtype, --device, --no-checkpoint and --threads: how blocks are run."""
+    parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
+    parser.add_argument(
+        "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
+    )
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gamma", type=number(0), default=1.0, help="attention's cost per FLOP (default 1)")
+    add_gamma(parser, default=1.0)
     parser.add_argument(
         "--d-model", type=integer(1, 1 << 20), default=3072, metavar="D", help="width, in features (default 3072)"
     )
@@ -106,19 +183,20 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=integer(1, MAX_RANKS), metavar="N", help="default 8")
 
 
-def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
+def limits(args: argparse.Namespace, calibration: Calibration | None = None) -> dict[str, Any]:
+    """Arguments of `plan` and `rank_topologies`: of the named cluster, over it what was measured, over that what single
+    options say. Raises ArgumentError, OSError.
+    """
     from knapformer.predict.settings import planning_cluster, read_cluster
 
     cluster = ClusterModel() if args.cluster is None else planning_cluster(read_cluster(args.cluster)[0])
+    names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
+    fields = {name: getattr(cluster, name) for name in names}
+    if calibration is not None:
+        fields |= {name: value for name, value in calibration.hardware_fields().items() if name in names}
     if args.ranks_per_node is not None:
-        cluster = ClusterModel(
-            cluster.flops_per_s,
-            cluster.node_bytes_per_s,
-            cluster.network_bytes_per_s,
-            cluster.bytes_per_number,
-            args.ranks_per_node,
-        )
+        fields["ranks_per_node"] = args.ranks_per_node
+    cluster = ClusterModel(**fields)
     return {
         "num_heads": args.heads or 0,
         "max_tokens_per_rank": args.max_tokens_per_rank,
@@ -165,3 +243,13 @@ def read_lengths(path: str) -> Lengths:
             if type(length) is not int or not 1 <= length < 1 << 31:
                 raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
     return lengths
+
+
+def check_torch(command: str) -> None:
+    """Raises ArgumentError where this installation cannot run `command`."""
+    if importlib.util.find_spec("torch") is None:
+        raise ArgumentError(f"{command}: needs torch, which is not installed; install its CPU or CUDA build")
+    if importlib.util.find_spec("knapformer._torch") is None:
+        raise ArgumentError(
+            f"{command}: this knapformer was built without torch and only plans; install it anew beside torch"
+        )

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, rank_topologies
-from knapformer.options import add_lengths, add_limits, add_workload, batches, integer, limits
+from knapformer.options import add_lengths, add_limits, add_workload, batches, gamma_and_calibration, integer, limits
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
 
 _FORMAT = "knapformer.tuning"
@@ -29,9 +29,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.json not in (None, "-"):
         check_output_path("--json", args.json)
-    keep_to = limits(args)
+    gamma, calibration = gamma_and_calibration(args)
+    keep_to = limits(args, calibration)
     sample = list(batches(args, range(args.steps)))
-    ranking = rank_topologies(sample, args.d_model, args.gamma, mask=args.mask, **keep_to)
+    ranking = rank_topologies(sample, args.d_model, gamma, mask=args.mask, **keep_to)
     if math.isinf(ranking[0].predicted_time):
         raise ArgumentError(f"{ranking[-1].topology}: {ranking[-1].reason}")  # the largest bags
     text = json.dumps(
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
             "ranks": len(sample[0]),
             "batches": len(sample),
             "d_model": args.d_model,
-            "gamma": args.gamma,
+            "gamma": gamma,
             "mask": args.mask,
             "topologies": [_as_dict(option) for option in ranking],
         },

@@ -64,6 +64,27 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
   EXPECT_DOUBLE_EQ(predict_step(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
 }
 
+TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
+  const Plan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test",
+                  {{.bag = BagId(1), .first_rank = Rank(1), .degree = 2},
+                   {.bag = BagId(1), .first_rank = Rank(1), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}});
+  const StepTime modelled = predict_step(plan, round_hardware(), small_model());
+  // Ranks 1 and 2 wait for each other between the phases: 5 + 4, though neither computes longer than 6.
+  const std::vector<RankCompute> measured = {{3, 1, 0}, {5, 0, 1}, {2, 0, 4}};
+  const StepTime step = predict_step(plan, round_hardware(), small_model(), measured);
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * 5);
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * 4);
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * (4 + 6 + 6) / 3.0);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_DOUBLE_EQ(step.route_s, modelled.route_s);
+  EXPECT_EQ(step.attention_bytes, modelled.attention_bytes);
+
+  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), std::span(measured).first(2)), ArgumentError);
+  const std::vector<RankCompute> negative = {{3, 1, 0}, {5, -1, 1}, {2, 0, 4}};
+  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), negative), ArgumentError);
+}
+
 TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
   // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
   const Plan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from knapformer.cli import main
+from knapformer.predict import HardwareModel
 
 from knapformer import ClusterModel, DataMix, Plan, plan, rank_topologies
-from knapformer.predict import HardwareModel
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 

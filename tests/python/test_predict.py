@@ -113,7 +113,10 @@ def test_rank_lists_and_topologies_that_fill_the_cluster():
 
 
 def _predict(*arguments):
-    return main(["predict", *arguments])
+    try:
+        return main(["predict", *arguments])
+    except SystemExit as exit_:  # argparse
+        return exit_.code
 
 
 def test_predict_writes_what_the_model_says(tmp_path, capsys):
@@ -223,7 +226,7 @@ def test_the_picture_is_drawn(tmp_path, suffix):
         ("--ranks: got '-8'", ["--mix", "joint", "--ranks=-8", "--topology", "g8n4"]),
         ("topology: got", ["--mix", "joint", "--topology", "g8"]),
         ("topology: got", ["--mix", "joint", "--topology", "g3n1"]),
-        ("gamma: got -1", ["--mix", "joint", "--topology", "g8n4", "--gamma=-1"]),
+        ("--gamma: got '-1'", ["--mix", "joint", "--topology", "g8n4", "--gamma=-1"]),
         ("--steps: got 0", ["--mix", "joint", "--topology", "g8n4", "--steps", "0"]),
         ("d_model: got 0", ["--mix", "joint", "--topology", "g8n4", "--d-model", "0"]),
         ("--cluster: got 'nowhere.json'", ["--mix", "joint", "--topology", "g8n4", "--cluster", "nowhere.json"]),

@@ -19,7 +19,7 @@ from knapformer.simulator.batches import grid_ids, random_batch
 from knapformer.simulator.calibrate import lengths_to_measure
 from knapformer.simulator.results import Variant, figures, hardware_flops_utilization, sentence
 
-from knapformer import ArgumentError, DataMix, plan
+from knapformer import ArgumentError, Calibration, DataMix, plan
 
 LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
@@ -212,7 +212,18 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
     ]
-    arguments = [*SIMULATE, "--gamma", "0.8", "--model", "transformer-tiny", "--dtype", "bf16", "--no-checkpoint"]
+    calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03)
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))
+    arguments = [
+        *SIMULATE,
+        "--calibration",
+        str(tmp_path / "calibration.json"),
+        "--model",
+        "transformer-tiny",
+        "--dtype",
+        "bf16",
+        "--no-checkpoint",
+    ]
     done = start([*torchrun, "-m", "knapformer.cli", *arguments, "--json", str(tmp_path / "out.json")])
     assert done.returncode == 0, done.stderr
     check_results(tmp_path / "out.json", 0.8)

@@ -135,9 +135,17 @@ class FluxConfig(_Checked):
 
 ModelConfig = TransformerConfig | FluxConfig
 
+
+def mask_factor(config: ModelConfig) -> float:
+    """Share of the (query, key) pairs that the model's attention computes."""
+    return 0.5 if isinstance(config, TransformerConfig) and config.causal else 1.0
+
+
 _SMALL_FLUX = {"text_channels": 64, "pooled_channels": 32, "time_channels": 32}
 NAMED_CONFIGS: dict[str, ModelConfig] = {
     "flux": FluxConfig(),
+    # An eighth of the width, with as many heads and blocks: what replaying plans of FLUX takes on a CPU.
+    "flux-narrow": FluxConfig(d_model=384, rope_axes=(4, 6, 6), **_SMALL_FLUX),  # type: ignore[arg-type]
     # Width and depth for one core per rank: wide enough that matrix products dominate, as they do at full size.
     "flux-demo": FluxConfig(
         num_double_blocks=1,

@@ -9,6 +9,7 @@ from typing import Any
 import knapformer
 from knapformer import ArgumentError, DataMix
 from knapformer._core import HardwareModel, TrainedModel
+from knapformer.options import H100_GAMMA, add_gamma, gamma_and_calibration
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
 from knapformer.predict.scaling import NO_BALANCER, Point, Workload, parse_ranks, predict_scaling
 from knapformer.predict.settings import add_model_options, models_from, settings_dict
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
     )  # fmt: skip
     parser.add_argument("--solver", default=None, choices=knapformer.solver_names(), help="default: the planner's")
-    parser.add_argument("--gamma", type=float, default=0.41, help="attention's cost per FLOP (default 0.41: H100)")
+    add_gamma(parser, default=H100_GAMMA)
     parser.add_argument("--d-model", type=int, default=3072, metavar="D", help="width, in features (default 3072)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="averaged (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the data (default 0)")
@@ -46,12 +47,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    outputs = {"--json": args.json, "--picture": args.picture, "--report": args.report, "--timeline": args.timeline}
+    outputs = {"--json": args.json, "--report": args.report, "--timeline": args.timeline}
     for option, path in outputs.items():
         if path is not None and not (option == "--json" and path == "-"):
             check_output_path(option, path)
     if args.picture is not None:
-        from knapformer.predict.picture import check_picture
+        from knapformer.pictures import check_picture
 
         check_picture(args.picture)
     if args.report is not None:
@@ -62,8 +63,9 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--steps: got {args.steps}, expected at least 1")
     if not 0 <= args.seed < 1 << 64:
         raise ArgumentError(f"--seed: got {args.seed}, expected 0 to 2^64 - 1")
-    hardware, model = models_from(args)
-    workload, ranks = _workload(args)
+    gamma, calibration = gamma_and_calibration(args)
+    hardware, model = models_from(args, calibration)
+    workload, ranks = _workload(args, gamma)
     points = predict_scaling(workload, ranks, args.topology, hardware, model)
 
     result = {
@@ -92,9 +94,9 @@ def run(args: argparse.Namespace) -> None:
         print_points(points)
 
 
-def _workload(args: argparse.Namespace) -> tuple[Workload, list[int]]:
+def _workload(args: argparse.Namespace, gamma: float) -> tuple[Workload, list[int]]:
     solver = args.solver or knapformer.solver_names()[0]
-    common = {"d_model": args.d_model, "gamma": args.gamma, "solver": solver}
+    common = {"d_model": args.d_model, "gamma": gamma, "solver": solver}
     if args.lengths is not None:
         from knapformer.options import read_lengths
 

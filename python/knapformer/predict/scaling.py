@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import knapformer
 from knapformer import ArgumentError, DataMix, Plan, Topology
 from knapformer._core import HardwareModel, StepTime, TrainedModel, plan_home, predict_step
+from knapformer.options import counts
 from knapformer.predict.settings import planning_cluster
 
 NO_BALANCER = "none"  # in place of a topology
@@ -78,36 +79,8 @@ class Point:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the next count.
-
-    Raises ArgumentError.
-    """
-    ranks: list[int] = []
-    dots = False
-    for item in (part.strip() for part in text.split(",")):
-        if item == "...":
-            if len(ranks) < 2 or dots or ranks[-1] <= ranks[-2] or ranks[-1] % ranks[-2]:
-                raise ArgumentError(
-                    f"--ranks: got {text!r}, expected dots only after two counts, the second a multiple of the first"
-                )
-            dots = True
-            continue
-        if not (item.isascii() and item.isdigit() and 1 <= int(item) <= _MAX_RANKS):
-            raise ArgumentError(
-                f"--ranks: got {item!r}, expected counts from 1 to {_MAX_RANKS}, such as 32,128,...,2048"
-            )
-        last = int(item)
-        if dots:
-            ratio = ranks[-1] // ranks[-2]
-            while ranks[-1] * ratio < last:
-                ranks.append(ranks[-1] * ratio)
-            if last <= ranks[-1]:
-                raise ArgumentError(f"--ranks: got {text!r}, expected dots that go up to a higher count")
-            dots = False
-        ranks.append(last)
-    if dots:
-        raise ArgumentError(f"--ranks: got {text!r}, expected a count after the dots")
-    return ranks
+    """'32,128,...,2048': see knapformer.options.counts. Raises ArgumentError."""
+    return counts(text, "--ranks", _MAX_RANKS)
 
 
 def topology_for(text: str, num_ranks: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from knapformer import ArgumentError
 from knapformer._core import ClusterModel, HardwareModel, TrainedModel
+from knapformer.calibrate.calibration import Calibration
 
 _HARDWARE_FIELDS = (
     "flops_per_s", "ranks_per_node", "node_bytes_per_s", "network_bytes_per_s", "node_latency_s", "network_latency_s",
@@ -25,27 +26,36 @@ _MODEL_FIELDS = (
 _NAMED = {"h100": lambda: HardwareModel(overlaps_attention=True), "published": HardwareModel.published}
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the cluster and the model")
+def add_cluster_options(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--cluster", default="h100", metavar="NAME|FILE",
         help="h100 (default), published (the paper's cluster and code), or a JSON file with their fields",
     )  # fmt: skip
     group.add_argument("--ranks-per-node", type=int, metavar="N")
     group.add_argument("--shard-ranks", type=int, metavar="N", help="ranks that FSDP shards over (default 32)")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the cluster and the model")
+    add_cluster_options(group)
     group.add_argument("--blocks", type=int, metavar="N", help="transformer blocks (default 57)")
     group.add_argument("--parameters", type=float, metavar="F", help="default 12e9")
     group.add_argument("--no-checkpoint", action="store_true", help="activations are kept, not recomputed")
 
 
-def models_from(args: argparse.Namespace) -> tuple[HardwareModel, TrainedModel]:
-    """Raises ArgumentError, OSError."""
+def models_from(args: argparse.Namespace, calibration: Calibration | None = None) -> tuple[HardwareModel, TrainedModel]:
+    """The named cluster, over it what was measured, over that what single options say.
+
+    Raises ArgumentError, OSError.
+    """
     hardware, model = read_cluster(args.cluster)
+    for field, value in (calibration.hardware_fields() if calibration is not None else {}).items():
+        setattr(hardware, field, value)
     options: tuple[tuple[HardwareModel | TrainedModel, str, Any], ...] = (
         (hardware, "ranks_per_node", args.ranks_per_node),
         (model, "shard_ranks", args.shard_ranks),
-        (model, "num_blocks", args.blocks),
-        (model, "num_parameters", args.parameters),
+        (model, "num_blocks", getattr(args, "blocks", None)),
+        (model, "num_parameters", getattr(args, "parameters", None)),
         (model, "recomputes", False if args.no_checkpoint else None),
     )
     for record, field, value in options:

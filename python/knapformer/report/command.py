@@ -11,6 +11,7 @@ from typing import Any
 import knapformer
 from knapformer import ArgumentError, DataMix, Plan
 from knapformer._core import HardwareModel
+from knapformer.options import H100_GAMMA, add_gamma, gamma_and_calibration
 from knapformer.output import check_output_path, write_atomically
 from knapformer.predict.settings import add_model_options, models_from, planning_cluster
 
@@ -32,11 +33,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--topology", metavar="T", help="with --data or --lengths")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --data (default: those of the mix)")
     parser.add_argument("--solver", choices=knapformer.solver_names(), help="default: the planner's")
-    parser.add_argument("--gamma", type=float, default=0.41, help="attention's cost per FLOP (default 0.41: H100)")
+    add_gamma(parser, default=H100_GAMMA)
     parser.add_argument("--d-model", type=int, default=3072, metavar="D", help="width, in features (default 3072)")
     parser.add_argument("--seed", type=int, default=0, help="of the data (default 0)")
     add_model_options(parser)
-    parser.add_argument("--measured", metavar="FILE", help="step times to show: what knapformer simulate --json wrote")
+    parser.add_argument("--measured", metavar="FILE", help="step times to show: what simulate or replay --json wrote")
     parser.add_argument("--output", metavar="FILE", help="the HTML file (default knapformer_report.html)")
     parser.add_argument("--timeline", metavar="FILE", help="the predicted step as a trace for ui.perfetto.dev")
     parser.set_defaults(run=run)
@@ -57,9 +58,10 @@ def run(args: argparse.Namespace) -> None:
     output = args.output or "knapformer_report.html"
     check_output_path("--output", output)
     check_can_report()
-    hardware, model = models_from(args)
+    gamma, calibration = gamma_and_calibration(args)
+    hardware, model = models_from(args, calibration)
     measured = None if args.measured is None else measured_of(args.measured)
-    plan, plan_s = _plan(args, hardware)
+    plan, plan_s = _plan(args, gamma, hardware)
     write_report(output, plan, hardware=hardware, model=model, measured_s=measured)
     print(f"wrote {output}")
     if args.timeline is not None:
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote {args.timeline}")
 
 
-def _plan(args: argparse.Namespace, hardware: HardwareModel) -> tuple[Plan, float]:
+def _plan(args: argparse.Namespace, gamma: float, hardware: HardwareModel) -> tuple[Plan, float]:
     """And the seconds that planning took; 0 where the plan is from a file."""
     if args.plan is not None:
         return Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace")), 0.0
@@ -89,5 +91,5 @@ def _plan(args: argparse.Namespace, hardware: HardwareModel) -> tuple[Plan, floa
     solver = args.solver or knapformer.solver_names()[0]
     start = time.perf_counter()
     cluster = planning_cluster(hardware)
-    plan = knapformer.plan(seq_lens, args.topology, args.d_model, args.gamma, solver, cluster=cluster)
+    plan = knapformer.plan(seq_lens, args.topology, args.d_model, gamma, solver, cluster=cluster)
     return plan, time.perf_counter() - start

@@ -222,7 +222,7 @@ def _bytes(num_bytes: float) -> str:
 
 
 def measured_of(results: str) -> dict[str, list[float]]:
-    """Step times by variant from the JSON that `knapformer simulate --json` writes. Raises ArgumentError, OSError."""
+    """Step times by variant from what simulate or replay --json wrote. Raises ArgumentError, OSError."""
     from pathlib import Path
 
     try:
@@ -235,4 +235,4 @@ def measured_of(results: str) -> dict[str, list[float]]:
             for variant in content["variants"]
         }
     except (KeyError, TypeError, ValueError):
-        raise ArgumentError(f"--measured: {results}: expected the results of knapformer simulate") from None
+        raise ArgumentError(f"--measured: {results}: expected the results of knapformer simulate or replay") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from knapformer import ArgumentError, DataMix, Plan, Topology, plan
-from knapformer.models.config import ModelConfig, TransformerConfig, config_from_dict, config_to_dict
+from knapformer.models.config import ModelConfig, config_from_dict, config_to_dict, mask_factor
 
 DTYPE_NAMES = ("bf16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
@@ -77,8 +77,7 @@ class SimulationSettings:
 
     @property
     def mask_factor(self) -> float:
-        """Share of the (query, key) pairs that the model's attention computes."""
-        return 0.5 if isinstance(self.model, TransformerConfig) and self.model.causal else 1.0
+        return mask_factor(self.model)
 
     def to_dict(self) -> dict[str, Any]:
         shallow = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -8,10 +8,8 @@ machine for a while disturbs them all.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,15 +17,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from knapformer import DataMix, SequenceBalancer, WorkloadModel
+from knapformer.calibrate.fit import plausible
 from knapformer.losses import token_mean
+from knapformer.measure.device import default_dtype, joined_group
+from knapformer.measure.environment import environment
+from knapformer.measure.progress import Progress
 from knapformer.models.parallel import DTYPES, Model, build_model, init_weights, set_checkpointing, shard_model
 from knapformer.simulator.batches import Batch, random_batch
-from knapformer.simulator.calibrate import fit_blocks, plausible
-from knapformer.simulator.report import StepProgress, environment, write_report
+from knapformer.simulator.calibrate import fit_blocks
+from knapformer.simulator.report import write_report
 from knapformer.simulator.results import Variant, figures
 from knapformer.simulator.settings import SimulationSettings
-
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass
@@ -39,42 +39,25 @@ class _Run:
     latencies_s: list[float] = field(default_factory=list)  # of this rank, one per timed step and repeat
 
 
-def run_rank(settings: SimulationSettings) -> None:
+def run_rank(settings_json: str) -> None:
     """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
-    device = _choose_device(settings)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(settings.threads)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
-    if dist.get_world_size() != settings.num_ranks:
-        raise RuntimeError(f"ranks: got {settings.num_ranks}, expected {dist.get_world_size()}, as were started")
-    _simulate(settings, device)
-    # Not after an error: taking groups apart waits for collectives in flight, which other ranks may never join.
-    gc.collect()  # what still holds a group lets go of it first
-    dist.destroy_process_group()
-
-
-def _choose_device(settings: SimulationSettings) -> torch.device:
-    local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= num_local else "cpu"
-    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
+    settings = SimulationSettings.from_json(settings_json)
+    with joined_group(settings.device, settings.threads, settings.num_ranks) as device:
+        _simulate(settings, device)
 
 
 def _simulate(settings: SimulationSettings, device: torch.device) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mix = settings.mix()
-    dtype = DTYPES[settings.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    with StepProgress(settings, enabled=rank == 0) as progress:
+    dtype = DTYPES[settings.dtype or default_dtype(device)]
+    num_rounds = settings.num_warmup_steps + settings.num_steps * settings.num_repeats
+    with Progress(num_rounds * (1 + len(settings.topologies)), enabled=rank == 0) as progress:
         gamma, fit = settings.gamma, None
         if gamma is None:
             progress.describe("fitting gamma to this machine")
             seq_lens = [n for lens in mix.draw_lengths(settings.seed, 0, world) for n in lens]
             fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing)
-            if plausible(fit):
+            if plausible(fit.gamma):
                 # The fit sees the masked attention at work; the planner multiplies by the mask's share on its own.
                 gamma = fit.gamma / settings.mask_factor
             else:

@@ -1,7 +1,12 @@
-"""Starts the ranks of a simulation with torchrun's own launcher, or joins those that torchrun has started."""
+"""Starts a command's ranks with torchrun's own launcher, or joins those that torchrun has started.
+
+A rank that is started here is python -m knapformer.launch WORKER SETTINGS_JSON: the module WORKER has
+run_rank(settings_json). It exits with 1 after handing the reason to whoever started it; no traceback of its own.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -12,7 +17,6 @@ import uuid
 from typing import NoReturn
 
 from knapformer import ArgumentError, StateError
-from knapformer.simulator.settings import SimulationSettings
 
 _TRACEBACK = "KNAPFORMER_TRACEBACK"  # in the environment: failures print theirs
 
@@ -24,29 +28,42 @@ def started_ranks() -> int | None:
     return None
 
 
-def simulate(settings: SimulationSettings) -> None:
-    """Runs the simulation; rank 0 prints the report and writes settings.json_path.
+def check_ranks(asked: int | None) -> int:
+    """How many ranks a command runs on: those asked for by --ranks, or those that torchrun has started.
+
+    Raises ArgumentError where there are neither, or they differ.
+    """
+    started = started_ranks()
+    num_ranks = asked if asked is not None else started
+    if num_ranks is None:
+        raise ArgumentError("--ranks: got none, expected the number of ranks to start")
+    if started is not None and num_ranks != started:
+        raise ArgumentError(f"--ranks: got {num_ranks}, expected {started}, as torchrun has started")
+    return num_ranks
+
+
+def run_on_ranks(command: str, worker: str, settings_json: str, num_ranks: int, device: str, threads: int) -> None:
+    """Runs `worker`.run_rank(settings_json) on every rank; rank 0 reports.
 
     In a process that torchrun started it takes that rank's part, and ends the process where that fails.
 
+    command: as failures name it. device: "auto", "cpu" or "cuda". threads: of each rank on the CPU.
     Raises ArgumentError where this machine lacks the devices, StateError, in one line, where a rank fails.
     """
     import torch
 
     started = started_ranks()
-    num_local = settings.num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
-    if settings.device == "cuda" and torch.cuda.device_count() < num_local:
+    num_local = num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    if device == "cuda" and torch.cuda.device_count() < num_local:
         raise ArgumentError(
             f"device: got 'cuda', expected 'cpu': {torch.cuda.device_count()} GPUs for {num_local} ranks"
         )
     if started is not None:
         try:
-            from knapformer.simulator.worker import run_rank
-
-            run_rank(settings)
+            importlib.import_module(worker).run_rank(settings_json)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"knapformer simulate: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
+            print(f"knapformer {command}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
             fail(error)
         return
 
@@ -59,7 +76,7 @@ def simulate(settings: SimulationSettings) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     for name, value in {
-        "OMP_NUM_THREADS": str(settings.threads),
+        "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }.items():
@@ -69,7 +86,7 @@ def simulate(settings: SimulationSettings) -> None:
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
-                nproc_per_node=settings.num_ranks,
+                nproc_per_node=num_ranks,
                 run_id=uuid.uuid4().hex,
                 rdzv_backend="c10d",
                 rdzv_endpoint="localhost:0",
@@ -77,7 +94,7 @@ def simulate(settings: SimulationSettings) -> None:
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             )
-            elastic_launch(config, sys.executable)("-m", "knapformer.simulator", settings.to_json())
+            elastic_launch(config, sys.executable)("-m", "knapformer.launch", worker, settings_json)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # From the error file of `fail`; a rank that was killed leaves the launcher's own words.
@@ -116,3 +133,12 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        # Inside, so that a broken installation is reported like any other failure.
+        importlib.import_module(sys.argv[1]).run_rank(sys.argv[2])
+    except BaseException as error:
+        fail(error)
+    leave(0)

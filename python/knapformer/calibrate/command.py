@@ -1,0 +1,75 @@
+"""`knapformer calibrate`: measures a model's blocks and the group's exchanges, and fits the workload model to them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from knapformer.launch import run_on_ranks, started_ranks
+from knapformer.options import MAX_RANKS, add_device, check_torch, counts, integer
+from knapformer.output import check_output_path
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measures blocks and exchanges here, and fits k and gamma",
+        allow_abbrev=False,
+        description=__doc__,
+    )
+    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="tokens, such as 256,512,...,16384 (default: 7, by the model's width)"
+    )
+    parser.add_argument(
+        "--ranks", type=integer(1, MAX_RANKS), metavar="N",
+        help="local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=integer(1, 10**6), default=10, metavar="N", help="of each length (default 10)"
+    )
+    parser.add_argument("--warmup", type=integer(1, 10**6), default=2, metavar="N", help="before them (default 2)")
+    add_device(parser)
+    parser.add_argument("--json", metavar="FILE", help="writes what --calibration of other commands takes")
+    parser.add_argument("--picture", metavar="FILE", help="measured against predicted: .png, .svg or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_torch("calibrate")
+    from knapformer.calibrate.settings import CalibrationSettings, default_lengths
+    from knapformer.launch import check_ranks
+    from knapformer.models.config import load_config
+
+    num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
+    if args.json is not None:
+        check_output_path("--json", args.json)
+    if args.picture is not None:
+        from knapformer.pictures import check_picture
+
+        check_picture(args.picture)
+    model = load_config(args.model)
+    lengths = default_lengths(model.d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
+    settings = CalibrationSettings(
+        model=model,
+        model_name=args.model,
+        lengths=tuple(lengths),
+        num_ranks=num_ranks,
+        num_rounds=args.repeats,
+        num_warmup_rounds=args.warmup,
+        dtype=args.dtype,
+        device=args.device,
+        checkpointing=not args.no_checkpoint,
+        threads=args.threads,
+        json_path=args.json,
+        picture_path=args.picture,
+    )
+    if num_ranks > 1:
+        run_on_ranks(
+            "calibrate", "knapformer.calibrate.worker", settings.to_json(), num_ranks, args.device, args.threads
+        )
+        return
+    from knapformer.calibrate.worker import calibrate
+    from knapformer.measure.device import use_device
+
+    calibrate(settings, use_device(args.device, args.threads))

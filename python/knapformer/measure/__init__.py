@@ -1,0 +1,1 @@
+"""Measuring on a device: what the simulator, `knapformer calibrate` and `knapformer replay` share. Needs torch."""

@@ -1,0 +1,56 @@
+"""What figures belong to: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import knapformer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit that figures belong to."""
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+        "knapformer": knapformer.__version__,
+        "commit": _commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Of the checkout that runs, or of the one that it was started in; None outside any."""
+    for folder in (Path(__file__).parent, Path.cwd()):
+        git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+        try:
+            made = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if made.returncode == 0:
+            return made.stdout.strip()
+    return None

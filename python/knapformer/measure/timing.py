@@ -1,0 +1,62 @@
+"""Seconds of work on a device, and rounds of measurements that disturbances hit alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Work = Callable[[], object]
+
+
+def seconds_of(work: Work, device: torch.device) -> float:
+    """From an idle device to one that has finished `work`; on CUDA between events, without the host's way there."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measured_rounds(
+    prepare: Sequence[Callable[[], Work]],
+    device: torch.device,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[list[float]]:
+    """For each of `prepare` the seconds of its work, one per round.
+
+    A round measures each once, so that what disturbs the machine for a while hits a round and not one of them. Each
+    prepares its work anew before it is timed: only one at a time holds memory. on_done: called after each measurement.
+    """
+    times: list[list[float]] = [[] for _ in prepare]
+    for round_ in range(num_warmup_rounds + num_rounds):
+        gc.collect()  # now, and not in the middle
+        gc.disable()
+        try:
+            for index, make in enumerate(prepare):
+                seconds = seconds_of(make(), device)
+                if round_ >= num_warmup_rounds:
+                    times[index].append(seconds)
+                on_done()
+        finally:
+            gc.enable()
+    return times
+
+
+def relative_spread(times: Sequence[float]) -> float:
+    """Interquartile range over the median: 0 for fewer than two times."""
+    if len(times) < 2:
+        return 0.0
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / median
