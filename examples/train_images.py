@@ -1,0 +1,162 @@
+"""Trains a small text-conditional flow-matching DiT on pictures of mixed resolutions and aspect ratios.
+
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/pictures
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/pictures --resume            # after it was killed
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/mine --data ~/my_pictures    # captions: *.txt
+
+Without --data it trains on the pictures inside scikit-image and scikit-learn. Into --out go `log.jsonl` (a line a
+step), checkpoints, and at the end `samples.png`. `--balancer none` trains the same without balancing; `--compare` does
+both at once, a step of each in turn, on the same data and from the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from picture_training import checkpoints
+from picture_training.pictures import PictureBatch, PictureBatches, load_pictures
+from picture_training.samples import save_samples
+from picture_training.training import TrainingOptions, TrainingRun
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.data import DataLoader
+
+from knapformer import SequenceBalancer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the log, the checkpoints and the samples")
+    parser.add_argument("--data", help="folder with pictures; the default is those inside scikit-image, scikit-learn")
+    parser.add_argument("--resolutions", type=_numbers, default=(32, 64, 128), help="side of a square, in pixels")
+    parser.add_argument("--balancer", default="g2n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=1.0, help="cost of attention's FLOPs over that of products")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of all ranks in a step")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out")
+    parser.add_argument("--compare", action="store_true", help="train without and with the balancer, in turns")
+    parser.add_argument("--no-samples", action="store_true")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = choose_device()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()
+
+
+def choose_device() -> torch.device:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    options = TrainingOptions(arguments.precision, arguments.batch_size, seed=arguments.seed)
+    pictures = load_pictures(arguments.data)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    balancer = None if arguments.balancer == "none" else SequenceBalancer(arguments.balancer, arguments.gamma)
+    runs = {"balanced" if balancer else "not balanced": TrainingRun(options, device, balancer)}
+    if arguments.compare:
+        runs["not balanced"] = TrainingRun(options, device, None)
+    if arguments.resume:
+        for run in runs.values():
+            checkpoints.load_newest(run, arguments.out)
+    (main_run, *_) = runs.values()
+    first_step = main_run.num_steps_done
+
+    data = PictureBatches(
+        pictures, arguments.resolutions, options.batch_size, options.seed, rank, num_ranks, options.dtype
+    )
+    batches = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
+    with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
+        for step, batch in enumerate(batches, first_step):
+            entry = {"step": step, "tokens": total_tokens(batch)}
+            # In turns: what disturbs the machine for a while disturbs both.
+            for name in sorted(runs, reverse=step % 2 == 1):
+                entry[name] = timed_step(runs[name], batch)
+            log.write(entry)
+            if main_run.num_steps_done % arguments.checkpoint_every == 0 and not arguments.compare:
+                checkpoints.save(main_run, arguments.out)
+    if not arguments.no_samples:
+        save_samples(main_run, pictures, max(arguments.resolutions), arguments.out / "samples.png")
+
+
+def total_tokens(batch: PictureBatch) -> list[int]:
+    """Of each rank."""
+    tokens = [0] * dist.get_world_size()
+    dist.all_gather_object(tokens, sum(batch.inputs.seq_lens))
+    return tokens
+
+
+def timed_step(run: TrainingRun, batch: PictureBatch) -> dict[str, Any]:
+    """seconds: from a common start until the slowest rank is done."""
+    gc.collect()  # now, and not in the middle
+    gc.disable()
+    dist.barrier()
+    start = time.perf_counter()
+    loss, gradient_norm = run.step(batch)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    gc.enable()
+    figures = {"loss": loss, "gradient_norm": gradient_norm, "seconds": seconds}
+    if run.balancer is not None:
+        figures["wir_before"], figures["wir_after"] = run.balancer.plan.wir_before, run.balancer.plan.wir_after
+    return figures
+
+
+class Log:
+    """A line of JSON a step, and a progress bar. Lines of steps that are done again after a kill are dropped."""
+
+    def __init__(self, path: Path, first_step: int, num_steps: int, enabled: bool) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if path.exists() else []
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> Log:
+        if self._enabled:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            self._progress.stop()
+            self._file.close()
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if not self._enabled:
+            return
+        print(json.dumps(entry), file=self._file, flush=True)
+        losses = (f"{name} {value['loss']:.4f}" for name, value in entry.items() if isinstance(value, dict))
+        self._progress.update(self._task, advance=1, description="loss " + ", ".join(losses))
+
+
+if __name__ == "__main__":
+    main()
