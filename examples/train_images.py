@@ -92,7 +92,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     batches = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
     with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
         for step, batch in enumerate(batches, first_step):
-            entry = {"step": step, "tokens": total_tokens(batch)}
+            entry = {"step": step, "tokens": of_ranks(sum(batch.inputs.seq_lens))}
             # In turns: what disturbs the machine for a while disturbs both.
             for name in sorted(runs, reverse=step % 2 == 1):
                 entry[name] = timed_step(runs[name], batch)
@@ -103,24 +103,25 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         save_samples(main_run, pictures, max(arguments.resolutions), arguments.out / "samples.png")
 
 
-def total_tokens(batch: PictureBatch) -> list[int]:
-    """Of each rank."""
-    tokens = [0] * dist.get_world_size()
-    dist.all_gather_object(tokens, sum(batch.inputs.seq_lens))
-    return tokens
+def of_ranks(value: Any) -> list[Any]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def timed_step(run: TrainingRun, batch: PictureBatch) -> dict[str, Any]:
-    """seconds: from a common start until the slowest rank is done."""
+    """seconds: from a common start until the slowest rank is done. cpu_seconds: what each rank computed, which other
+    programs on the machine leave nearly alone."""
     gc.collect()  # now, and not in the middle
     gc.disable()
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     loss, gradient_norm = run.step(batch)
+    cpu_seconds = time.process_time() - cpu_start
     dist.barrier()
     seconds = time.perf_counter() - start
     gc.enable()
-    figures = {"loss": loss, "gradient_norm": gradient_norm, "seconds": seconds}
+    figures = {"loss": loss, "gradient_norm": gradient_norm, "seconds": seconds, "cpu_seconds": of_ranks(cpu_seconds)}
     if run.balancer is not None:
         figures["wir_before"], figures["wir_after"] = run.balancer.plan.wir_before, run.balancer.plan.wir_after
     return figures
