@@ -16,31 +16,38 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from picture_training import checkpoints
-from picture_training.pictures import PictureBatch, PictureBatches, load_pictures
+from picture_training.pictures import PictureBatch, PictureBatches, load_pictures, pack
 from picture_training.samples import save_samples
 from picture_training.training import TrainingOptions, TrainingRun
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.data import DataLoader
 
-from knapformer import SequenceBalancer
+from knapformer import BalancedLoader, SequenceBalancer
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the log, the checkpoints and the samples")
     parser.add_argument("--data", help="folder with pictures; the default is those inside scikit-image, scikit-learn")
-    parser.add_argument("--resolutions", type=_numbers, default=(32, 64, 128), help="side of a square, in pixels")
+    parser.add_argument(
+        "--resolutions",
+        type=_numbers,
+        default=(32, 32, 64, 64, 160),
+        metavar="PIXELS,...",
+        help="sides of squares of as many pixels; one that is named twice is drawn twice as often",
+    )
     parser.add_argument("--balancer", default="g2n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
     parser.add_argument("--gamma", type=float, default=1.0, help="cost of attention's FLOPs over that of products")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=8, help="samples of all ranks in a step")
+    parser.add_argument("--batch-size", type=int, default=6, help="samples of all ranks in a step")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -89,16 +96,22 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     data = PictureBatches(
         pictures, arguments.resolutions, options.batch_size, options.seed, rank, num_ranks, options.dtype
     )
-    batches = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
+    batches: Iterable[PictureBatch] = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
+    if balancer:
+        planned = BalancedLoader(batches, balancer, options.model.d_model, empty=lambda: pack([], options.dtype))
+        batches = (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
     with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
+        fetch_start = time.perf_counter()
         for step, batch in enumerate(batches, first_step):
-            entry = {"step": step, "tokens": of_ranks(sum(batch.inputs.seq_lens))}
+            fetch_seconds = time.perf_counter() - fetch_start
+            entry = {"step": step, "tokens": of_ranks(sum(batch.seq_lens)), "fetch_seconds": fetch_seconds}
             # In turns: what disturbs the machine for a while disturbs both.
             for name in sorted(runs, reverse=step % 2 == 1):
                 entry[name] = timed_step(runs[name], batch)
             log.write(entry)
             if main_run.num_steps_done % arguments.checkpoint_every == 0 and not arguments.compare:
                 checkpoints.save(main_run, arguments.out)
+            fetch_start = time.perf_counter()
     if not arguments.no_samples:
         save_samples(main_run, pictures, max(arguments.resolutions), arguments.out / "samples.png")
 

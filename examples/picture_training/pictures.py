@@ -161,6 +161,11 @@ class PictureBatch:
     inputs: FluxBatch
     target: Tensor  # (image tokens, TOKEN_CHANNELS): the velocity from the picture to the noise
 
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sample, words and patches: what the balancer plans."""
+        return self.inputs.seq_lens
+
 
 def pack(samples: Sequence[TrainingSample], dtype: torch.dtype = torch.float32) -> PictureBatch:
     lens = [len(sample.tokens) for sample in samples]

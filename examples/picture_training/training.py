@@ -29,7 +29,7 @@ from picture_training.pictures import TOKEN_CHANNELS, WORD_CHANNELS, PictureBatc
 @dataclass(frozen=True)
 class TrainingOptions:
     precision: str = "fp32"  # "fp64"; "bf16" computes in it, with parameters and gradients in float32
-    batch_size: int = 8  # samples of all ranks
+    batch_size: int = 6  # samples of all ranks
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     ema_decay: float = 0.98
@@ -99,9 +99,12 @@ class TrainingRun(Stateful):
         self._average = get_ema_multi_avg_fn(options.ema_decay)
 
     def step(self, batch: PictureBatch) -> tuple[float, float]:
-        """The mean loss over the samples of all ranks, and the norm of its gradient."""
+        """The mean loss over the samples of all ranks, and the norm of its gradient.
+
+        A balancer, where there is one, holds the plan of this batch.
+        """
         batch = on_device(batch, self.device)
-        velocity = self.model(batch.inputs, self.balancer)
+        velocity = self.model(batch.inputs, self.balancer, planned=self.balancer is not None)
         per_token = (velocity.to(batch.target.dtype) - batch.target).square().mean(1)
         loss = sample_mean(per_token, batch.inputs.image_lens, total=self.options.batch_size)
         loss.backward()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from picture_training import pictures as P  # noqa: E402
+from picture_training.launch import finish, kill_after, start  # noqa: E402
 
 NUM_STEPS = 8
 SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "5", "--resolutions", "8,16,32", "--precision", "fp64",
@@ -39,39 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(out: Path, data: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "train_images.py"), "--out", str(out), "--data", str(data), *SMALL, *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=180)
-    assert process.returncode == 0, errors
-
-
 def log_of(out: Path) -> list[dict[str, Any]]:
-    path = out / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == launcher.pid:
-            pids.append(int(stat.parent.name))
-    return pids
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("compared")
-    finish(start(out, folder, "--compare", "--no-samples"))
+    finish(start(out, "--data", str(folder), *SMALL, "--compare", "--no-samples"), timeout_s=180)
     return log_of(out)
 
 
@@ -90,21 +62,15 @@ def test_the_balancer_changes_no_loss(compared: list[dict[str, Any]]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks to kill in /proc")
 def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
-    launcher = start(tmp_path, folder)
-    deadline = time.monotonic() + 120
-    while len(log_of(tmp_path)) < 5:
-        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
-        time.sleep(0.02)
-    for pid in ranks_of(launcher):
-        os.kill(pid, signal.SIGKILL)
-    launcher.communicate(timeout=60)
+    launcher = start(tmp_path, "--data", str(folder), *SMALL)
+    kill_after(launcher, tmp_path, 5, timeout_s=120)
     assert launcher.returncode != 0
     before = log_of(tmp_path)
     assert 5 <= len(before) < NUM_STEPS
     # What a kill in the middle of a checkpoint leaves is passed over.
     (tmp_path / "step_000099.partial").mkdir()
 
-    finish(start(tmp_path, folder, "--resume"))
+    finish(start(tmp_path, "--data", str(folder), *SMALL, "--resume"), timeout_s=180)
     after = log_of(tmp_path)
     assert [entry["step"] for entry in after] == list(range(NUM_STEPS))
     for entry, uninterrupted in zip(after, compared, strict=True):
