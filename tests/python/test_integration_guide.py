@@ -43,7 +43,7 @@ def test_known_models(tmp_path: Path) -> None:
         assert value.equal(small.state_dict()[name]), f"{name} changed, though nothing was trained"
 
 
-PLAIN, TITAN = "A plain FSDP2 loop", "A torchtitan-style trainer"
+SAMPLING, PLAIN, TITAN = "Sampling", "A plain FSDP2 loop", "A torchtitan-style trainer"
 MOVED = "Moving over from the published implementation"
 
 
@@ -51,7 +51,7 @@ def computed(rank: int, world_size: int) -> tuple[dict[str, list[float]], dict[s
     """Of the sections with a loop the losses; of the last one what its model gives. In float64."""
     torch.set_default_dtype(torch.float64)
     namespaces: dict[str, dict[str, Any]] = {}
-    for section in (PLAIN, TITAN, MOVED):
+    for section in (SAMPLING, PLAIN, TITAN, MOVED):
         namespace = namespaces[section] = {}
         for number, block in enumerate(blocks_of(section)):
             exec(compile(block, f"{GUIDE.name}, {section}, block {number + 1}", "exec"), namespace)
@@ -94,5 +94,5 @@ def test_two_ranks_compute_what_one_computes() -> None:
 
 def test_every_python_block_of_the_guide_is_run() -> None:
     sections = re.findall(r"^## (.*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
-    run = {"Known models", PLAIN, TITAN, MOVED}
+    run = {"Known models", SAMPLING, PLAIN, TITAN, MOVED}
     assert {section for section in sections if blocks_of(section)} == run
