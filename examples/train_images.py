@@ -66,6 +66,7 @@ def main() -> None:
     device = choose_device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     train(arguments, device)
+    gc.collect()  # what still holds a group lets go of it first
     dist.destroy_process_group()
 
 
