@@ -54,7 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out")
     parser.add_argument("--compare", action="store_true", help="train without and with the balancer, in turns")
     parser.add_argument("--no-samples", action="store_true")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.compare and arguments.balancer == "none":
+        parser.error("--compare: got --balancer none, expected a topology to compare with none")
+    return arguments
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -91,6 +94,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     if arguments.resume:
         for run in runs.values():
             checkpoints.load_newest(run, arguments.out)
+    else:
+        checkpoints.check_none(arguments.out)
     (main_run, *_) = runs.values()
     first_step = main_run.num_steps_done
 

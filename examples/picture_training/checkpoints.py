@@ -28,6 +28,12 @@ def save(run: TrainingRun, folder: Path) -> None:
             shutil.rmtree(old)
 
 
+def check_none(folder: Path) -> None:
+    """Those of another run would be taken for this one's."""
+    if _complete(folder):
+        raise SystemExit(f"--out: got {folder}, which has checkpoints, expected another folder, or --resume")
+
+
 def load_newest(run: TrainingRun, folder: Path) -> None:
     """Collective."""
     complete = _complete(folder)

@@ -16,6 +16,7 @@ Image = pytest.importorskip("PIL.Image")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+from picture_training import checkpoints  # noqa: E402
 from picture_training import pictures as P  # noqa: E402
 from picture_training.launch import finish, kill_after, start  # noqa: E402
 
@@ -78,6 +79,8 @@ def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], 
     # From the checkpoint, not from the start: what was done before it has kept its line.
     seconds = [[entry["balanced"]["seconds"] for entry in log] for log in (before, after)]
     assert seconds[0][:3] == seconds[1][:3] and seconds[0][3] != seconds[1][3]
+    with pytest.raises(SystemExit, match="which has checkpoints, expected another folder, or --resume"):
+        checkpoints.check_none(tmp_path)
     with Image.open(tmp_path / "samples.png") as sheet:
         assert np.asarray(sheet).std() > 10
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [
