@@ -77,7 +77,7 @@ sanitize: $(VENV)/.dependencies system-packages
 
 # Formatters and linters; warnings are errors.
 CXX_FILES := $(shell git ls-files '*.cpp' '*.h')
-PY_FILES := python tests bench docs
+PY_FILES := python tests bench docs examples
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group lint

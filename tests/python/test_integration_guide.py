@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed.ranks import run_ranks
 
 GUIDE = Path(__file__).parents[2] / "docs" / "integration.md"
@@ -40,3 +41,58 @@ def test_known_models(tmp_path: Path) -> None:
     saved = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "trained" / "transformer")
     for name, value in saved.state_dict().items():
         assert value.equal(small.state_dict()[name]), f"{name} changed, though nothing was trained"
+
+
+SAMPLING, PLAIN, TITAN = "Sampling", "A plain FSDP2 loop", "A torchtitan-style trainer"
+MOVED = "Moving over from the published implementation"
+
+
+def computed(rank: int, world_size: int) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """Of the sections with a loop the losses; of the last one what its model gives. In float64."""
+    torch.set_default_dtype(torch.float64)
+    namespaces: dict[str, dict[str, Any]] = {}
+    for section in (SAMPLING, PLAIN, TITAN, MOVED):
+        namespace = namespaces[section] = {}
+        for number, block in enumerate(blocks_of(section)):
+            exec(compile(block, f"{GUIDE.name}, {section}, block {number + 1}", "exec"), namespace)
+    losses = {PLAIN: namespaces[PLAIN]["losses"], TITAN: namespaces[TITAN]["trainer"].losses}
+    return losses, moved_over(namespaces[MOVED], rank, world_size)
+
+
+def moved_over(guide: dict[str, Any], rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Outputs of this rank's samples, and gradients, with a balancer where there are several ranks."""
+    torch.manual_seed(0)
+    model = guide["MMDiT"](16, 4, 2)
+    balancer = None if world_size == 1 else guide["SequenceBalancer"]("g2n1")
+    lens, num_text = [9, 21, 4, 40], [2, 0, 3, 5]
+    home = range(len(lens)) if world_size == 1 else ([0, 3], [1, 2])[rank]
+    samples = [torch.randn(length, 16) for length in lens]
+    vecs = torch.randn(len(lens), 16)
+    modality = torch.cat([torch.arange(lens[i]) >= num_text[i] for i in home]).long()
+    out = model(torch.cat([samples[i] for i in home]), [lens[i] for i in home], modality, vecs[list(home)], balancer)
+    out.square().sum().backward()
+    result = dict(zip((f"sample {i}" for i in home), out.detach().split([lens[i] for i in home]), strict=True))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if world_size > 1:
+            torch.distributed.all_reduce(parameter.grad)
+        result[name] = parameter.grad
+    return result
+
+
+def test_two_ranks_compute_what_one_computes() -> None:
+    ((alone, model_alone),) = run_ranks(computed, 1)
+    (first, model_first), (second, model_second) = run_ranks(computed, 2)
+    for section in (PLAIN, TITAN):
+        assert len(alone[section]) >= 3 and len(set(alone[section])) == len(alone[section])
+        assert first[section] == second[section] == pytest.approx(alone[section], rel=1e-11)
+    together = model_first | model_second
+    assert together.keys() == model_alone.keys()
+    for name, value in model_alone.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-11, atol=1e-11)
+
+
+def test_every_python_block_of_the_guide_is_run() -> None:
+    sections = re.findall(r"^## (.*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    run = {"Known models", SAMPLING, PLAIN, TITAN, MOVED}
+    assert {section for section in sections if blocks_of(section)} == run

@@ -1,0 +1,209 @@
+"""Pictures with captions, as training samples of mixed resolutions and aspect ratios.
+
+A sample is a function of (seed, sample number) alone: which picture, which crop, how large, its noise and its place in
+time. Which rank draws it, how many ranks there are, and where the balancer then has it computed change nothing. So a
+run resumes from a step number, and two runs of one seed see the same data.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from knapformer.models import FluxBatch
+from knapformer.models.patches import grid_positions
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+PATCH = 4  # pixels along a side; a token is PATCH x PATCH pixels of 3 colours
+TOKEN_CHANNELS = 3 * PATCH * PATCH
+WORD_CHANNELS = 256  # a word is one of so many, by its hash: no vocabulary to keep beside the weights
+ASPECTS = (1.0, 4 / 3, 3 / 4, 16 / 9, 9 / 16)  # width over height
+CAPTION_DROPOUT = 0.1  # of the samples, for classifier-free guidance
+
+# Pictures that scikit-image and scikit-learn carry inside their wheels, so that nothing is downloaded.
+_INSIDE_PACKAGES = {
+    "skimage/data": {
+        "astronaut.png": "portrait of an astronaut",
+        "brick.png": "wall of grey brick",
+        "chelsea.png": "face of a cat",
+        "coffee.png": "cup of coffee",
+        "grass.png": "grey grass",
+        "hubble_deep_field.jpg": "galaxies in space",
+        "ihc.png": "cells under a microscope",
+        "motorcycle_left.png": "motorcycle in a garage",
+        "retina.jpg": "retina of an eye",
+        "rocket.jpg": "rocket at night",
+    },
+    "sklearn/datasets/images": {
+        "china.jpg": "temple in china",
+        "flower.jpg": "red flower",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    image: Image.Image  # RGB
+    caption: str
+
+
+def load_pictures(folder: str | None) -> list[Picture]:
+    """Of a folder and those below it, or, where it is None, those inside packages.
+
+    The caption of `cat.jpg` is the text of `cat.txt` beside it, or else the words of its name.
+    """
+    if folder is None:
+        found = [
+            (_package_folder(where) / name, caption)
+            for where, names in _INSIDE_PACKAGES.items()
+            for name, caption in names.items()
+        ]
+    else:
+        readable = Image.registered_extensions()
+        paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in readable)
+        found = [(path, _caption_of(path)) for path in paths]
+        if not found:
+            raise SystemExit(f"--data: got {folder!r}, expected a folder with pictures")
+    return [Picture(Image.open(path).convert("RGB"), caption) for path, caption in found]
+
+
+def _package_folder(where: str) -> Path:
+    package, _, rest = where.partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"--data: left out, which takes scikit-image and scikit-learn; {package} is not installed")
+    return Path(spec.origin).parent / rest
+
+
+def _caption_of(path: Path) -> str:
+    text = path.with_suffix(".txt")
+    return text.read_text(encoding="utf-8") if text.exists() else path.stem
+
+
+def words_of(caption: str) -> Tensor:
+    """(words, WORD_CHANNELS), one-hot."""
+    codes = [zlib.crc32(word.encode()) % WORD_CHANNELS for word in re.findall(r"[^\W\d_]+", caption.lower())]
+    return torch.nn.functional.one_hot(torch.tensor(codes, dtype=torch.int64), WORD_CHANNELS).float()
+
+
+def pooled_words(words: Tensor) -> Tensor:
+    """(WORD_CHANNELS,): all words at once, zeros of none."""
+    return words.sum(0)
+
+
+def grid_of_size(resolution: int, aspect: float) -> tuple[int, int]:
+    """Rows and columns of tokens whose area is about that of a square of `resolution` pixels."""
+    side = resolution / PATCH
+    return max(1, round(side / math.sqrt(aspect))), max(1, round(side * math.sqrt(aspect)))
+
+
+def to_tokens(pixels: Tensor) -> Tensor:
+    """(3, height, width) -> (tokens, TOKEN_CHANNELS), row by row."""
+    rows, columns = pixels.shape[1] // PATCH, pixels.shape[2] // PATCH
+    cut = pixels.reshape(3, rows, PATCH, columns, PATCH)
+    return cut.permute(1, 3, 0, 2, 4).reshape(rows * columns, TOKEN_CHANNELS)
+
+
+def to_pixels(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The inverse of to_tokens."""
+    cut = tokens.reshape(*grid, 3, PATCH, PATCH).permute(2, 0, 3, 1, 4)
+    return cut.reshape(3, grid[0] * PATCH, grid[1] * PATCH)
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    tokens: Tensor  # (tokens, TOKEN_CHANNELS), colours in [-1, 1]
+    noise: Tensor  # as tokens
+    time: Tensor  # (), in (0, 1): 0 is the picture, 1 the noise
+    grid: tuple[int, int]
+    words: Tensor  # (words, WORD_CHANNELS)
+
+
+def draw_sample(pictures: Sequence[Picture], resolutions: Sequence[int], seed: int, number: int) -> TrainingSample:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+
+    def draw(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
+
+    picture = pictures[draw(len(pictures))]
+    rows, columns = grid_of_size(resolutions[draw(len(resolutions))], ASPECTS[draw(len(ASPECTS))])
+    zoom, across, down = torch.rand(3, generator=generator).tolist()
+    # The largest part of this shape, or down to two thirds of it, anywhere.
+    width, height = picture.image.size
+    scale = min(width / columns, height / rows) * (1 - zoom / 3)
+    left, top = across * (width - scale * columns), down * (height - scale * rows)
+    box = (left, top, left + scale * columns, top + scale * rows)
+    small = picture.image.resize((columns * PATCH, rows * PATCH), Image.Resampling.BICUBIC, box)
+    tokens = to_tokens(torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 127.5 - 1)
+    kept = float(torch.rand((), generator=generator)) >= CAPTION_DROPOUT
+    return TrainingSample(
+        tokens=tokens,
+        noise=torch.randn(tokens.shape, generator=generator),
+        time=torch.sigmoid(torch.randn((), generator=generator)),
+        grid=(rows, columns),
+        words=words_of(picture.caption if kept else ""),
+    )
+
+
+@dataclass(frozen=True)
+class PictureBatch:
+    """The samples of one rank in one step, packed, and what the model shall answer. May hold none."""
+
+    inputs: FluxBatch
+    target: Tensor  # (image tokens, TOKEN_CHANNELS): the velocity from the picture to the noise
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sample, words and patches: what the balancer plans."""
+        return self.inputs.seq_lens
+
+
+def pack(samples: Sequence[TrainingSample], dtype: torch.dtype = torch.float32) -> PictureBatch:
+    lens = [len(sample.tokens) for sample in samples]
+    nothing = torch.empty(0, TOKEN_CHANNELS)
+    picture = torch.cat([nothing, *(sample.tokens for sample in samples)])
+    noise = torch.cat([nothing, *(sample.noise for sample in samples)])
+    time = torch.tensor([sample.time for sample in samples])
+    time_of_token = time.repeat_interleave(torch.tensor(lens, dtype=torch.int64)).unsqueeze(1)
+    no_ids, no_words = torch.empty(0, 3, dtype=torch.int64), torch.empty(0, WORD_CHANNELS)
+    inputs = FluxBatch(
+        image=torch.lerp(picture, noise, time_of_token).to(dtype),
+        image_ids=torch.cat([no_ids, *(grid_positions((1, *sample.grid)) for sample in samples)]),
+        image_lens=lens,
+        text=torch.cat([no_words, *(sample.words for sample in samples)]).to(dtype),
+        text_lens=[len(sample.words) for sample in samples],
+        pooled=torch.stack([pooled_words(sample.words) for sample in samples]).to(dtype) if samples else no_words,
+        timestep=time.to(dtype),
+    )
+    return PictureBatch(inputs, (noise - picture).to(dtype))
+
+
+class PictureBatches(Dataset[PictureBatch]):
+    """Item `step` is this rank's share of the samples of that step: for a DataLoader with batch_size=None."""
+
+    def __init__(
+        self,
+        pictures: Sequence[Picture],
+        resolutions: Sequence[int],
+        batch_size: int,
+        seed: int,
+        rank: int,
+        num_ranks: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._pictures, self._resolutions, self._seed, self._dtype = pictures, resolutions, seed, dtype
+        self._batch_size = batch_size
+        self._share = range(rank * batch_size // num_ranks, (rank + 1) * batch_size // num_ranks)
+
+    def __getitem__(self, step: int) -> PictureBatch:
+        numbers = (step * self._batch_size + i for i in self._share)
+        return pack([draw_sample(self._pictures, self._resolutions, self._seed, n) for n in numbers], self._dtype)

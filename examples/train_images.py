@@ -1,0 +1,182 @@
+"""Trains a small text-conditional flow-matching DiT on pictures of mixed resolutions and aspect ratios.
+
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/pictures
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/pictures --resume            # after it was killed
+    torchrun --nproc-per-node 2 examples/train_images.py --out runs/mine --data ~/my_pictures    # captions: *.txt
+
+Without --data it trains on the pictures inside scikit-image and scikit-learn. Into --out go `log.jsonl` (a line a
+step), checkpoints, and at the end `samples.png`. `--balancer none` trains the same without balancing; `--compare` does
+both at once, a step of each in turn, on the same data and from the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from picture_training import checkpoints
+from picture_training.pictures import PictureBatch, PictureBatches, load_pictures, pack
+from picture_training.samples import save_samples
+from picture_training.training import TrainingOptions, TrainingRun
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.data import DataLoader
+
+from knapformer import BalancedLoader, SequenceBalancer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the log, the checkpoints and the samples")
+    parser.add_argument("--data", help="folder with pictures; the default is those inside scikit-image, scikit-learn")
+    parser.add_argument(
+        "--resolutions",
+        type=_numbers,
+        default=(32, 32, 64, 64, 160),
+        metavar="PIXELS,...",
+        help="sides of squares of as many pixels; one that is named twice is drawn twice as often",
+    )
+    parser.add_argument("--balancer", default="g2n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=1.0, help="cost of attention's FLOPs over that of products")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=6, help="samples of all ranks in a step")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out")
+    parser.add_argument("--compare", action="store_true", help="train without and with the balancer, in turns")
+    parser.add_argument("--no-samples", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.compare and arguments.balancer == "none":
+        parser.error("--compare: got --balancer none, expected a topology to compare with none")
+    return arguments
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = choose_device()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    train(arguments, device)
+    gc.collect()  # what still holds a group lets go of it first
+    dist.destroy_process_group()
+
+
+def choose_device() -> torch.device:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    options = TrainingOptions(arguments.precision, arguments.batch_size, seed=arguments.seed)
+    pictures = load_pictures(arguments.data)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    balancer = None if arguments.balancer == "none" else SequenceBalancer(arguments.balancer, arguments.gamma)
+    runs = {"balanced" if balancer else "not balanced": TrainingRun(options, device, balancer)}
+    if arguments.compare:
+        runs["not balanced"] = TrainingRun(options, device, None)
+    if arguments.resume:
+        for run in runs.values():
+            checkpoints.load_newest(run, arguments.out)
+    else:
+        checkpoints.check_none(arguments.out)
+    (main_run, *_) = runs.values()
+    first_step = main_run.num_steps_done
+
+    data = PictureBatches(
+        pictures, arguments.resolutions, options.batch_size, options.seed, rank, num_ranks, options.dtype
+    )
+    batches: Iterable[PictureBatch] = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
+    if balancer:
+        planned = BalancedLoader(batches, balancer, options.model.d_model, empty=lambda: pack([], options.dtype))
+        batches = (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
+    with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
+        fetch_start = time.perf_counter()
+        for step, batch in enumerate(batches, first_step):
+            fetch_seconds = time.perf_counter() - fetch_start
+            entry = {"step": step, "tokens": of_ranks(sum(batch.seq_lens)), "fetch_seconds": fetch_seconds}
+            # In turns: what disturbs the machine for a while disturbs both.
+            for name in sorted(runs, reverse=step % 2 == 1):
+                entry[name] = timed_step(runs[name], batch)
+            log.write(entry)
+            if main_run.num_steps_done % arguments.checkpoint_every == 0 and not arguments.compare:
+                checkpoints.save(main_run, arguments.out)
+            fetch_start = time.perf_counter()
+    if not arguments.no_samples:
+        save_samples(main_run, pictures, max(arguments.resolutions), arguments.out / "samples.png")
+
+
+def of_ranks(value: Any) -> list[Any]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def timed_step(run: TrainingRun, batch: PictureBatch) -> dict[str, Any]:
+    """seconds: from a common start until the slowest rank is done. cpu_seconds: what each rank computed, which other
+    programs on the machine leave nearly alone."""
+    gc.collect()  # now, and not in the middle
+    gc.disable()
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    loss, gradient_norm = run.step(batch)
+    cpu_seconds = time.process_time() - cpu_start
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    gc.enable()
+    figures = {"loss": loss, "gradient_norm": gradient_norm, "seconds": seconds, "cpu_seconds": of_ranks(cpu_seconds)}
+    if run.balancer is not None:
+        figures["wir_before"], figures["wir_after"] = run.balancer.plan.wir_before, run.balancer.plan.wir_after
+    return figures
+
+
+class Log:
+    """A line of JSON a step, and a progress bar. Lines of steps that are done again after a kill are dropped."""
+
+    def __init__(self, path: Path, first_step: int, num_steps: int, enabled: bool) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if path.exists() else []
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> Log:
+        if self._enabled:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            self._progress.stop()
+            self._file.close()
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if not self._enabled:
+            return
+        print(json.dumps(entry), file=self._file, flush=True)
+        losses = (f"{name} {value['loss']:.4f}" for name, value in entry.items() if isinstance(value, dict))
+        self._progress.update(self._task, advance=1, description="loss " + ", ".join(losses))
+
+
+if __name__ == "__main__":
+    main()

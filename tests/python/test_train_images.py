@@ -1,0 +1,139 @@
+"""examples/train_images.py as its users start it: by torchrun, on two ranks, killed, and resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from picture_training import checkpoints  # noqa: E402
+from picture_training import pictures as P  # noqa: E402
+from picture_training.launch import finish, kill_after, start  # noqa: E402
+
+NUM_STEPS = 8
+SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "5", "--resolutions", "8,16,32", "--precision", "fp64",
+         "--checkpoint-every", "3")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three pictures of one's own: one with its caption beside it, one in a folder below, one that is grey."""
+    folder = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    (folder / "below").mkdir()
+    for name, shape in (("a_red_square.png", (40, 40, 3)), ("below/wide.jpg", (30, 90, 3)), ("grey.png", (64, 50))):
+        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(folder / name)
+    (folder / "grey.txt").write_text("noise in grey")
+    return folder
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("compared")
+    finish(start(out, "--data", str(folder), *SMALL, "--compare", "--no-samples"), timeout_s=180)
+    return log_of(out)
+
+
+def test_the_balancer_changes_no_loss(compared: list[dict[str, Any]]) -> None:
+    assert [entry["step"] for entry in compared] == list(range(NUM_STEPS))
+    for entry in compared:
+        with_balancer, without = entry["balanced"], entry["not balanced"]
+        assert with_balancer["loss"] == pytest.approx(without["loss"], rel=1e-11)
+        assert with_balancer["gradient_norm"] == pytest.approx(without["gradient_norm"], rel=1e-9)
+    # It did balance, and it did train.
+    assert any(entry["balanced"]["wir_before"] > 1.5 for entry in compared)
+    assert all(entry["balanced"]["wir_after"] < 1.2 for entry in compared)
+    losses = [entry["balanced"]["loss"] for entry in compared]
+    assert len(set(losses)) == NUM_STEPS and min(losses[4:]) < losses[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks to kill in /proc")
+def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    launcher = start(tmp_path, "--data", str(folder), *SMALL)
+    kill_after(launcher, tmp_path, 5, timeout_s=120)
+    assert launcher.returncode != 0
+    before = log_of(tmp_path)
+    assert 5 <= len(before) < NUM_STEPS
+    # What a kill in the middle of a checkpoint leaves is passed over.
+    (tmp_path / "step_000099.partial").mkdir()
+
+    finish(start(tmp_path, "--data", str(folder), *SMALL, "--resume"), timeout_s=180)
+    after = log_of(tmp_path)
+    assert [entry["step"] for entry in after] == list(range(NUM_STEPS))
+    for entry, uninterrupted in zip(after, compared, strict=True):
+        assert entry["balanced"]["loss"] == pytest.approx(uninterrupted["balanced"]["loss"], rel=1e-13)
+    # From the checkpoint, not from the start: what was done before it has kept its line.
+    seconds = [[entry["balanced"]["seconds"] for entry in log] for log in (before, after)]
+    assert seconds[0][:3] == seconds[1][:3] and seconds[0][3] != seconds[1][3]
+    with pytest.raises(SystemExit, match="which has checkpoints, expected another folder, or --resume"):
+        checkpoints.check_none(tmp_path)
+    with Image.open(tmp_path / "samples.png") as sheet:
+        assert np.asarray(sheet).std() > 10
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [
+        "step_000003",
+        "step_000006",
+        "step_000099.partial",
+    ]
+
+
+def test_a_sample_is_the_same_on_any_rank_and_of_any_number_of_them(folder: Path) -> None:
+    pictures = P.load_pictures(str(folder))
+    whole = P.PictureBatches(pictures, (8, 16, 32), 5, 7, 0, 1, torch.float32)[2]
+    for num_ranks in (2, 3, 7):
+        parts = [
+            P.PictureBatches(pictures, (8, 16, 32), 5, 7, r, num_ranks, torch.float32)[2] for r in range(num_ranks)
+        ]
+        for name in ("image", "image_ids", "text", "pooled", "timestep"):
+            assert torch.cat([getattr(part.inputs, name) for part in parts]).equal(getattr(whole.inputs, name)), name
+        assert torch.cat([part.target for part in parts]).equal(whole.target)
+        assert [n for part in parts for n in part.inputs.image_lens] == whole.inputs.image_lens
+    assert not P.PictureBatches(pictures, (8, 16, 32), 5, 8, 0, 1, torch.float32)[2].target.equal(whole.target)
+
+
+def test_pictures_and_their_captions(folder: Path) -> None:
+    own = {picture.caption: picture.image for picture in P.load_pictures(str(folder))}
+    assert set(own) == {"a_red_square", "wide", "noise in grey"}
+    assert all(image.mode == "RGB" for image in own.values())
+    assert P.words_of("a_red_square").shape == (3, P.WORD_CHANNELS) and P.words_of("").shape == (0, P.WORD_CHANNELS)
+    with pytest.raises(SystemExit, match="expected a folder with pictures"):
+        P.load_pictures(str(folder / "nowhere"))
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("skimage", "sklearn")), reason="packages with pictures"
+)
+def test_pictures_inside_packages_as_samples() -> None:
+    pictures = P.load_pictures(None)
+    assert len({picture.caption for picture in pictures}) == len(pictures) >= 10
+    samples = [P.draw_sample(pictures, (32, 64), 0, number) for number in range(40)]
+    assert len({sample.grid for sample in samples}) > 6, "mixed resolutions and aspect ratios"
+    for sample in samples:
+        assert sample.tokens.shape == sample.noise.shape == (sample.grid[0] * sample.grid[1], P.TOKEN_CHANNELS)
+        assert sample.tokens.min() >= -1 and sample.tokens.max() <= 1
+        # Each of 10 draws of a standard normal over these many numbers is well within this.
+        assert abs(sample.noise.mean()) < 0.2 and abs(sample.noise.std() - 1) < 0.2
+    assert any(len(sample.words) == 0 for sample in samples) and any(len(sample.words) > 2 for sample in samples)
+    contrast = [sample.tokens.std() for sample in samples]
+    assert sum(c > 0.1 for c in contrast) > 30, "pictures, not blanks"
+
+
+def test_tokens_are_squares_of_the_picture() -> None:
+    pixels = torch.arange(3 * 8 * 12).reshape(3, 8, 12).float()
+    tokens = P.to_tokens(pixels)
+    assert tokens.shape == (6, P.TOKEN_CHANNELS)
+    assert tokens[4].reshape(3, P.PATCH, P.PATCH).equal(pixels[:, 4:8, 4:8])
+    assert P.to_pixels(tokens, (2, 3)).equal(pixels)
