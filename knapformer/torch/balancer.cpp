@@ -1,24 +1,17 @@
 #include "knapformer/torch/balancer.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <charconv>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "knapformer/core/error.h"
+#include "knapformer/torch/balancer_step.h"
 
 namespace knapformer {
 namespace {
 
 /// Whether ranks exchange with nobody: all rows stay where they are.
 bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
-
-at::Tensor lengths_tensor(std::span<const int64_t> lens) {
-  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
-  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
-  return tensor;
-}
 
 /// The values of a call's tensors without the call: views, not the tensors themselves, as an exchange gives.
 at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
@@ -86,20 +79,6 @@ HeadSharing sharing_of(const AttentionLevel& level) {
   return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
 }
 
-Plan plan_with(const BalancerOptions& options, const Topology& topology, SequenceLengths seq_lens, int64_t d_model) {
-  PlanInput input{.seq_lens = std::move(seq_lens),
-                  .topology = topology,
-                  .d_model = d_model,
-                  .workload = options.workload,
-                  .cluster = options.cluster,
-                  .rank_speed = options.rank_speed,
-                  .max_tokens_per_rank = options.max_tokens_per_rank};
-  if (options.mask.kind != Mask::Kind::kFull) {
-    for (const int64_t length : input.seq_lens.lens()) input.attention_pairs.push_back(options.mask.pairs(length));
-  }
-  return make_plan(std::move(input), options.solver, options.effort);
-}
-
 /// What ranks must agree on, or they would plan differently.
 void add_options(Statement& statement, const BalancerOptions& options) {
   statement.add("gamma", exact_text(options.workload.gamma));
@@ -120,35 +99,9 @@ void add_options(Statement& statement, const BalancerOptions& options) {
   statement.add("max_tokens_per_rank", std::to_string(options.max_tokens_per_rank));
 }
 
-/// Of this rank, checked before any other depends on them: so that the error names this rank's own mistake.
-SequenceLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model) {
-  const auto count = static_cast<int64_t>(seq_lens.size());
-  SequenceLengths own({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1));
-  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
-  return own;
-}
-
-DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
-  if (options.failure) return DataStatus::kFailed;
-  return options.ended ? DataStatus::kEnded : DataStatus::kActive;
-}
-
 std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
 
 }  // namespace
-
-struct SequenceBalancer::Step {
-  Plan plan;
-  RouteTables route;
-  AttentionTables attention;
-  at::Tensor seq_lens, chunk_lens;
-  std::vector<at::Tensor> attn_lens;  // of each attention level
-  HeadCounts heads;                   // of the last pre_attn
-
-  std::optional<at::Device> device;
-  /// Tokens, sequences, then one for each attention level of several ranks.
-  std::vector<TableTensors> tables;
-};
 
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group)
@@ -156,6 +109,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
   const auto parse = [&](int32_t num_ranks) {
     topology_ = Topology::parse(topology, num_ranks);
     check_options();
+    feedback_ = StepFeedback(options_.workload.gamma, options_.rank_speed, topology_.num_ranks());
   };
   if (!group || group->getSize() == 1) {
     parse(1);
@@ -213,116 +167,8 @@ std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group
   return Channel::make(channel_name(*bag_group), bag_group, store_prefix, lookout_);
 }
 
-template <class Body>
-decltype(auto) SequenceBalancer::collective(Body body) {
-  if (!lookout_) return body();
-  ErrorBoard& board = *lookout_->board();
-  board.check_usable();
-  return board.guard(body);
-}
-
 void SequenceBalancer::report(const std::exception& error) noexcept {
   if (lookout_) lookout_->board()->post(error);
-}
-
-void SequenceBalancer::begin_step() {
-  if (all_) all_->agreement().begin_step();
-  if (bag_ && bag_ != all_) bag_->agreement().begin_step();
-}
-
-std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(SequenceLengths lengths, int64_t d_model,
-                                                                    const Topology& topology,
-                                                                    const BalancerOptions& options, Rank rank) {
-  Plan plan = plan_with(options, topology, std::move(lengths), d_model);
-  RouteTables route = make_route_tables(plan, rank);
-  AttentionTables attention = make_attention_tables(plan, rank);
-  at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank)), chunk_lens = lengths_tensor(route.chunk_lens);
-  std::vector<at::Tensor> attn_lens;
-  for (const AttentionLevel& level : attention.levels) attn_lens.push_back(lengths_tensor(level.seq_lens));
-  return std::make_shared<Step>(Step{.plan = std::move(plan),
-                                     .route = std::move(route),
-                                     .attention = std::move(attention),
-                                     .seq_lens = std::move(own_lens),
-                                     .chunk_lens = std::move(chunk_lens),
-                                     .attn_lens = std::move(attn_lens),
-                                     .heads = {},
-                                     .device = {},
-                                     .tables = {}});
-}
-
-const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model) {
-  return collective([&]() -> const Plan& {
-    SequenceLengths lengths = own_lengths(seq_lens, d_model);
-    if (all_) {
-      all_->agreement().agree(Statement("plan_routing"));
-      begin_step();
-      lengths = gatherer_->finish(gatherer_->start(seq_lens, d_model)).lengths;
-    }
-    step_ = make_step(std::move(lengths), d_model, topology_, options_, rank_);
-    return step_->plan;
-  });
-}
-
-std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
-                                                                                  int64_t d_model,
-                                                                                  const AheadOptions& options) {
-  return collective([&] {
-    Learned own{.lengths = own_lengths(seq_lens, d_model), .statuses = {status_of(options)}};
-    auto ahead = std::make_shared<PlanningAhead>();
-    ahead->d_model_ = d_model;
-    if (all_) {
-      if (options.failure) all_->board().leave_reason(*options.failure);
-      all_->agreement().agree(Statement("start_planning"));
-      ahead->gather_ = gatherer_->start(seq_lens, d_model, own.statuses[0]);
-    }
-    // The thread has copies of what it needs, so that it may outlive this balancer.
-    auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
-                 options = options_, rank = rank_](const std::stop_token& stop) -> PlanningAhead::Planned {
-      std::optional<Learned> learned = gather ? gatherer->wait(*gather, stop) : own;
-      if (!learned) return {};
-      return {.step = make_step(learned->lengths, d_model, topology, options, rank),
-              .statuses = std::move(learned->statuses)};
-    };
-    std::packaged_task<PlanningAhead::Planned(const std::stop_token&)> task(std::move(plan));
-    ahead->planned_ = task.get_future().share();
-    ahead->thread_ = std::jthread([task = std::move(task)](const std::stop_token& stop) mutable { task(stop); });
-    return ahead;
-  });
-}
-
-const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
-  return collective([&]() -> const Plan& {
-    if (all_) {
-      all_->agreement().agree(Statement("finish_planning"));
-      begin_step();
-    }
-    PlanningAhead::Planned planned = ahead.planned_.get();
-    if (!planned.step) {  // on all ranks alike
-      Learned learned = gatherer_->finish(*ahead.gather_);
-      planned = {.step = make_step(std::move(learned.lengths), ahead.d_model_, topology_, options_, rank_),
-                 .statuses = std::move(learned.statuses)};
-      std::promise<PlanningAhead::Planned> again;
-      again.set_value(planned);
-      ahead.planned_ = again.get_future().share();
-    }
-    for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
-      if (planned.statuses[rank] != DataStatus::kFailed) continue;
-      const auto number = static_cast<int32_t>(rank);
-      throw StateError(text("rank ", number, ": ", all_ ? all_->board().reason_of(number) : "its data failed"));
-    }
-    ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
-    step_ = std::move(planned.step);
-    return step_->plan;
-  });
-}
-
-bool SequenceBalancer::PlanningAhead::ready() const {
-  return planned_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-}
-
-int32_t SequenceBalancer::PlanningAhead::num_ended() const {
-  if (!num_ended_) throw StateError("finish_planning: has not been called, expected before num_ended");
-  return *num_ended_;
 }
 
 SequenceBalancer::Step& SequenceBalancer::step() {

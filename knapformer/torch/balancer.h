@@ -37,6 +37,8 @@
 #include "knapformer/torch/channel.h"
 #include "knapformer/torch/exchange.h"
 #include "knapformer/torch/learn_lengths.h"
+#include "knapformer/torch/step_feedback.h"
+#include "knapformer/torch/step_metrics.h"
 
 namespace knapformer {
 
@@ -53,6 +55,9 @@ struct BalancerOptions {
   /// Unset: runs for CPU tensors, indices for others.
   std::optional<ExchangeEngine> engine = std::nullopt;
 };
+
+/// The plan that these options make.
+Plan plan_with(const BalancerOptions& options, const Topology& topology, SequenceLengths seq_lens, int64_t d_model);
 
 /// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
 /// ranks alone, and not for bags of one.
@@ -142,6 +147,14 @@ class SequenceBalancer {
   /// calls that they wait in: they raise the error too. Not collective.
   void report(const std::exception& error) noexcept;
 
+  /// Seconds that this rank was busy with the step of the last plan: its forward and backward passes without waiting
+  /// for other ranks. Tells the others with the next lengths, so that all refine gamma and the ranks' speeds alike
+  /// (core/load_observer.h); the plan after that one follows them. Not collective: a rank may skip steps. Throws
+  /// ArgumentError where seconds are not positive and finite.
+  void observe(double seconds);
+  /// Of the step since the last plan, as far as it has come. Not collective.
+  StepMetrics metrics();
+
   /// Of the last plan_routing. Throws StateError where there was none.
   const Plan& plan() const;
   /// int32 CPU: tokens of this rank's sequences in it.
@@ -158,7 +171,14 @@ class SequenceBalancer {
   void join(const ProcessGroupPtr& group, const MakeBagGroup& make_bag_group);
   std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                     const MakeBagGroup& make_bag_group);
-  void begin_step();
+  void begin_step(std::string_view call);
+  void take_up(std::shared_ptr<Step> step, std::span<const ObservedStep> observed);
+  /// Since the balancer was made.
+  struct Traffic {
+    int64_t bytes_sent = 0, num_collectives = 0;
+    double waited_s = 0;
+  };
+  Traffic traffic() const;
   /// The part of planning that needs no other rank. On any thread.
   static std::shared_ptr<Step> make_step(SequenceLengths lengths, int64_t d_model, const Topology& topology,
                                          const BalancerOptions& options, Rank rank);
@@ -178,7 +198,18 @@ class SequenceBalancer {
   std::shared_ptr<LengthGatherer> gatherer_;
   std::shared_ptr<Channel> bag_;  // null in a bag of one
   std::shared_ptr<Step> step_;
+  StepFeedback feedback_;
+  Traffic before_step_;
+  double waited_for_planning_s_ = 0;
 };
+
+template <class Body>
+decltype(auto) SequenceBalancer::collective(Body body) {
+  if (!lookout_) return body();
+  ErrorBoard& board = *lookout_->board();
+  board.check_usable();
+  return board.guard(body);
+}
 
 /// Held by the caller; may be dropped unfinished, where all ranks do. Its end waits for its thread: soon, also where
 /// other ranks never come.
@@ -194,9 +225,12 @@ class SequenceBalancer::PlanningAhead {
   struct Planned {
     std::shared_ptr<Step> step;        // null where lengths have to be gathered once more
     std::vector<DataStatus> statuses;  // one a rank
+    std::vector<ObservedStep> observed;
   };
 
   int64_t d_model_ = 0;
+  BalancerOptions options_;  // refined by what was known at the start
+  bool heard_ = false;
   std::optional<LengthGatherer::Pending> gather_;  // none for one rank alone
   std::shared_future<Planned> planned_;
   std::optional<int32_t> num_ended_;

@@ -1,5 +1,7 @@
 #include "knapformer/torch/channel.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -23,6 +25,23 @@ Registry& registry() {
 
 /// How long a rank waits before it looks what keeps the others; then twice as long each time, up to a second.
 constexpr std::chrono::milliseconds kFirstLook{200}, kLastLook{1000};
+
+/// Counts its own life as waiting.
+class WaitClock {
+ public:
+  WaitClock(ChannelCounters& counters, bool counts) : counters_(counters), counts_(counts) {}
+  ~WaitClock() {
+    const auto waited = std::chrono::steady_clock::now() - begin_;
+    if (counts_) counters_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
+  }
+  WaitClock(const WaitClock&) = delete;
+  WaitClock& operator=(const WaitClock&) = delete;
+
+ private:
+  ChannelCounters& counters_;
+  bool counts_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 }  // namespace
 
@@ -85,6 +104,8 @@ at::Device Channel::control_device() const {
 
 void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,
                    const std::stop_token& stop) {
+  RECORD_USER_SCOPE(text("knapformer::wait ", label));
+  const WaitClock clock(counters_, /*counts=*/!stop.stop_possible());  // a thread that can be stopped is nobody's wait
   std::chrono::milliseconds patience = kFirstLook;
   const auto look = [&] {
     if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));

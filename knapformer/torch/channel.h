@@ -1,6 +1,7 @@
 // A channel: one group of ranks as one balancer uses it, and all that the exchanges over it share.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <stop_token>
@@ -28,6 +29,13 @@ class Lookout {
   std::vector<std::weak_ptr<Agreement>> agreements_;  // of all the balancer's channels
 };
 
+/// What a channel has moved and waited for, since it was made. Backward passes count from autograd's threads.
+struct ChannelCounters {
+  std::atomic<int64_t> bytes_sent = 0;
+  std::atomic<int64_t> num_collectives = 0;
+  std::atomic<int64_t> waited_ns = 0;  // of the host, on threads that had to
+};
+
 class Channel {
  public:
   /// Known to the op by a name that no other channel of this process has; `name` is the beginning of it.
@@ -46,6 +54,8 @@ class Channel {
   int32_t rank() const { return group_->getRank(); }
   int32_t num_ranks() const { return group_->getSize(); }
   Agreement& agreement() { return *agreement_; }
+  ChannelCounters& counters() { return counters_; }
+  const ChannelCounters& counters() const { return counters_; }
   ErrorBoard& board() { return *lookout_->board(); }
   /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
   at::Device control_device() const;
@@ -62,6 +72,7 @@ class Channel {
   ProcessGroupPtr group_;
   std::shared_ptr<Lookout> lookout_;
   std::shared_ptr<Agreement> agreement_;
+  ChannelCounters counters_;
 };
 
 /// How long collectives of this group may take.

@@ -12,9 +12,9 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e32;  // "KNAPLEN2": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e33;  // "KNAPLEN3": changes with the layout
 
-enum HeaderField : size_t { kMagic, kWidth, kStatus, kCount, kHeaderSize };
+enum HeaderField : size_t { kMagic, kWidth, kStatus, kObservedPlan, kObservedSeconds, kCount, kHeaderSize };
 
 }  // namespace
 
@@ -22,11 +22,10 @@ LengthGatherer::LengthGatherer(std::shared_ptr<Channel> channel) : channel_(std:
   device_ = channel_->control_device();
 }
 
-LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, int64_t d_model, DataStatus status) {
+LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, const GatherHeader& header) {
   Pending pending;
   pending.lens_.assign(seq_lens.begin(), seq_lens.end());
-  pending.d_model_ = d_model;
-  pending.status_ = status;
+  pending.header_ = header;
   launch(pending);
   return pending;
 }
@@ -38,13 +37,17 @@ void LengthGatherer::launch(Pending& pending) {
   int64_t* out = host.mutable_data_ptr<int64_t>();
   std::fill(out, out + size, 0);
   out[kMagic] = kLengthsMagic;
-  out[kWidth] = pending.d_model_;
-  out[kStatus] = static_cast<int64_t>(pending.status_);
+  out[kWidth] = pending.header_.d_model;
+  out[kStatus] = static_cast<int64_t>(pending.header_.status);
+  out[kObservedPlan] = pending.header_.observed.plan;
+  out[kObservedSeconds] = std::bit_cast<int64_t>(pending.header_.observed.seconds);
   out[kCount] = static_cast<int64_t>(pending.lens_.size());
   const auto fitting = std::min(pending.lens_.size(), static_cast<size_t>(capacity_));
   std::copy_n(pending.lens_.begin(), fitting, out + kHeaderSize);
   pending.own_ = host.to(device_, /*non_blocking=*/true);
   pending.gathered_ = at::empty({size * channel_->num_ranks()}, options.device(device_));
+  channel_->counters().bytes_sent += size * static_cast<int64_t>(sizeof(int64_t)) * (channel_->num_ranks() - 1);
+  channel_->counters().num_collectives += 1;
   pending.work_ = start_all_gather(channel_->group(), pending.gathered_, pending.own_);
 }
 
@@ -63,6 +66,7 @@ std::optional<Learned> LengthGatherer::wait(const Pending& pending, const std::s
     counts[rank] = sent[kCount];
     if (static_cast<size_t>(counts[rank]) > stride - kHeaderSize) return std::nullopt;
     learned.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
+    learned.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
     lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
   }
   learned.lengths = SequenceLengths(std::move(lens), counts);

@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header | status | number of sequences | lengths ... | unused |      int64, header + 2 + capacity
+//   | header: width, status, a measured step, number of sequences | lengths ... | unused |      int64
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more. The
@@ -25,9 +25,23 @@ namespace knapformer {
 /// What a rank has besides lengths to say: whether its data goes on.
 enum class DataStatus : int64_t { kActive, kEnded, kFailed };
 
+/// What a rank measured of an earlier step.
+struct ObservedStep {
+  int64_t plan = 0;  // its number, counted from 1 alike on all ranks; 0: nothing measured
+  double seconds = 0;
+};
+
 struct Learned {
   SequenceLengths lengths;
-  std::vector<DataStatus> statuses;  // one a rank
+  std::vector<DataStatus> statuses;    // one a rank
+  std::vector<ObservedStep> observed;  // one a rank
+};
+
+/// What a rank says beside its lengths.
+struct GatherHeader {
+  int64_t d_model = 0;  // width; ranks must agree
+  DataStatus status = DataStatus::kActive;
+  ObservedStep observed = {};
 };
 
 class LengthGatherer {
@@ -43,14 +57,13 @@ class LengthGatherer {
    private:
     friend class LengthGatherer;
     std::vector<int64_t> lens_;
-    int64_t d_model_ = 0;
-    DataStatus status_ = DataStatus::kActive;
+    GatherHeader header_;
     at::Tensor own_, gathered_;
     WorkPtr work_;
   };
 
-  /// Collective over the channel's group, also for ranks without sequences. d_model: width; ranks must agree.
-  Pending start(std::span<const int64_t> seq_lens, int64_t d_model, DataStatus status = DataStatus::kActive);
+  /// Collective over the channel's group, also for ranks without sequences.
+  Pending start(std::span<const int64_t> seq_lens, const GatherHeader& header);
   /// Waits; on any thread, as it starts nothing. Nothing comes of it where some rank's lengths did not fit. Throws on
   /// every rank, alike, where ranks disagree; and on this one where `stop` asks for it.
   std::optional<Learned> wait(const Pending& pending, const std::stop_token& stop = {}) const;

@@ -6,6 +6,7 @@ namespace knapformer {
 
 PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::IntArrayRef differentiable,
                                        std::shared_ptr<Channel> channel, std::string label) {
+  RECORD_USER_SCOPE(text("knapformer::start ", label));
   PendingExchange pending;
   pending.label_ = std::move(label);
   pending.channel_ = std::move(channel);
@@ -20,6 +21,9 @@ PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::I
     const std::span<const int64_t> sent = call.sent_bytes(), received = call.received_bytes();
     pending.work_ = start_all_to_all(pending.channel_->group(), wire.recv, wire.send,
                                      {received.begin(), received.end()}, {sent.begin(), sent.end()});
+    ChannelCounters& counters = pending.channel_->counters();
+    counters.bytes_sent += call.total_sent_bytes();
+    counters.num_collectives += 1;
     pending.engine_->move_own();
   });
   return pending;

@@ -1,0 +1,25 @@
+// What a plan leaves for the calls that follow it.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "knapformer/torch/balancer.h"
+
+namespace knapformer {
+
+struct SequenceBalancer::Step {
+  Plan plan;
+  RouteTables route;
+  AttentionTables attention;
+  at::Tensor seq_lens, chunk_lens;
+  std::vector<at::Tensor> attn_lens;  // of each attention level
+  double planning_s = 0;              // what it took to make all this
+  HeadCounts heads;                   // of the last pre_attn
+
+  std::optional<at::Device> device;
+  /// Tokens, sequences, then one for each attention level of several ranks.
+  std::vector<TableTensors> tables;
+};
+
+}  // namespace knapformer

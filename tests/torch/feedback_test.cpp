@@ -1,0 +1,138 @@
+// metrics() against what the groups themselves count, and observe() against times made from a known gamma and speeds.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "knapformer/core/error.h"
+#include "knapformer/torch/balancer.h"
+#include "tests/core/cases.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using testing::InProcessWorld;
+
+std::unique_ptr<SequenceBalancer> make_balancer(InProcessWorld& world, int32_t rank, const std::string& topology,
+                                                const BalancerOptions& options) {
+  return std::make_unique<SequenceBalancer>(
+      topology, options, world.all(rank),
+      [&world, rank](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+}
+
+TEST(Metrics, CountWhatTheGroupsCount) {
+  InProcessWorld world(4);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, "g2n2", {.solver = "greedy"});
+    EXPECT_THROW(balancer->metrics(), StateError);
+    for (int64_t step = 0; step < 3; ++step) {
+      const testing::CollectiveCounts& counts = world.counts(rank);
+      const int64_t bytes = counts.bytes_sent, collectives = counts.all_to_all + counts.all_gather;
+      const std::vector<int64_t> lens = {10 + 30 * rank, 5 + step};
+      const Plan& plan = balancer->plan_routing(lens, 16);
+      const at::Tensor x = at::ones({lens[0] + lens[1], 8}).set_requires_grad(true);
+      const auto routed = balancer->route(x);
+      const at::Tensor q = routed.x.view({-1, 2, 4});
+      const at::Tensor o = balancer->attention(q, q, q, [](const auto& query, auto&&...) { return query * 2; });
+      balancer->reverse_route(o.flatten(1)).x.sum().backward();
+
+      const StepMetrics m = balancer->metrics();
+      EXPECT_EQ(m.num_collectives, counts.all_to_all + counts.all_gather - collectives);
+      EXPECT_EQ(m.num_collectives, 1 + 2 * 4);
+      // The groups count what all-to-alls carry; an all-gather's buffer beside that is small.
+      EXPECT_GE(m.bytes_sent, counts.bytes_sent - bytes);
+      EXPECT_LE(m.bytes_sent, counts.bytes_sent - bytes + 3 * 8 * 128);
+      EXPECT_EQ(m.tokens_before, lens[0] + lens[1]);
+      EXPECT_EQ(m.tokens_after, routed.x.size(0));
+      EXPECT_EQ(m.tokens_moved, plan.tokens_moved());
+      EXPECT_EQ(m.wir_before, plan.balance_before().wir());
+      EXPECT_EQ(m.wir_after, plan.balance_after().wir());
+      EXPECT_LT(m.wir_after, m.wir_before);
+      EXPECT_GT(m.planning_s, 0);
+      EXPECT_EQ(m.gamma, 1.0);
+      EXPECT_EQ(m.given_model_error, 0);
+    }
+  });
+}
+
+TEST(Metrics, TellWhoWaited) {
+  InProcessWorld world(2);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, "g1n2", {});
+    balancer->plan_routing(std::vector<int64_t>{8}, 16);
+    constexpr std::chrono::milliseconds kLate(150);
+    if (rank == 1) std::this_thread::sleep_for(kLate);
+    balancer->route(at::ones({8, 2}));
+    const double waited = balancer->metrics().waiting_s;
+    EXPECT_EQ(waited > 0.1, rank == 0) << waited;
+  });
+}
+
+/// The busy seconds of each rank under a plan, where attention costs `gamma` and ranks are `speed` fast.
+std::vector<double> busy_seconds(const Plan& plan, double gamma, const std::vector<double>& speed) {
+  std::vector<double> seconds;
+  for (size_t r = 0; r < speed.size(); ++r) {
+    double work = 0;
+    for (const int32_t c : plan.chunks_on(Rank(r))) {
+      const Chunk& chunk = plan.chunk(c);
+      const auto d = static_cast<double>(plan.input().d_model);
+      const auto l = static_cast<double>(plan.seq_lens()[chunk.sequence]);
+      work += 24 * static_cast<double>(chunk.num_tokens) * d * d + gamma * 4 * l * l * d / plan.degree_of(chunk);
+    }
+    seconds.push_back(3e-15 * work / speed[r]);
+  }
+  return seconds;
+}
+
+TEST(Observe, TeachesAllRanksTheSame) {
+  constexpr int32_t kRanks = 4;
+  const std::vector<double> speed = {1.2, 1.0, 1.0, 0.8};
+  Cases cases(41);
+  std::vector<SequenceLengths> steps;
+  for (int i = 0; i < 60; ++i) {
+    std::vector<std::vector<int64_t>> lists(kRanks);
+    for (auto& list : lists) {
+      for (int64_t n = cases.integer(1, 6); n > 0; --n) list.push_back(int64_t{1} << cases.integer(6, 13));
+    }
+    steps.push_back(SequenceLengths::from_lists(lists));
+  }
+  InProcessWorld world(kRanks);
+  std::vector<std::vector<double>> gammas(kRanks), speeds(kRanks);
+  world.run_all([&](int32_t rank) {
+    const auto balancer = make_balancer(world, rank, "g2/1n2", {.workload = {.gamma = 1.0}});
+    for (const SequenceLengths& step : steps) {
+      const auto own = step.lens(Rank(rank));
+      const Plan& plan = balancer->plan_routing(own, 64);
+      const auto r = static_cast<size_t>(rank);
+      gammas[r].push_back(plan.input().workload.gamma);
+      speeds[r] = plan.input().rank_speed;
+      if (rank != 3 || gammas[r].size() % 2 == 0) balancer->observe(busy_seconds(plan, 0.4, speed)[r]);
+    }
+    const StepMetrics m = balancer->metrics();
+    EXPECT_NEAR(m.gamma, 0.4, 0.01);
+    EXPECT_NEAR(m.rank_speed, speed[static_cast<size_t>(rank)], 0.01);
+    EXPECT_GT(m.given_model_error, 0.05);
+    EXPECT_LT(m.learned_model_error, 0.01);
+  });
+  EXPECT_EQ(gammas[0].front(), 1.0);
+  for (int32_t rank = 1; rank < kRanks; ++rank) {
+    EXPECT_EQ(gammas[static_cast<size_t>(rank)], gammas[0]);
+    EXPECT_EQ(speeds[static_cast<size_t>(rank)], speeds[0]);
+  }
+}
+
+TEST(Observe, RefusesWhatIsNoTime) {
+  SequenceBalancer balancer("g1n1", {}, nullptr, {});
+  EXPECT_THROW(balancer.observe(1), StateError);
+  balancer.plan_routing(std::vector<int64_t>{8}, 16);
+  for (const double seconds : {0.0, -1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THROW(balancer.observe(seconds), ArgumentError);
+  }
+  balancer.observe(1);
+}
+
+}  // namespace
+}  // namespace knapformer
