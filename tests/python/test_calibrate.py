@@ -100,6 +100,9 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert main([*plan, "--calibration", str(path)]) == 0
     got = kf.Plan.from_json(capsys.readouterr().out)
     assert got.workload.gamma == calibration.gamma
+    assert (got.cluster.flops_per_s, got.cluster.node_bytes_per_s) == (calibration.flops_per_s, 4e9)
+    assert main(["tune", *plan[3:], "--steps", "1", "--calibration", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["gamma"] == calibration.gamma
     predict = ["predict", "--mix", "joint", "--topology", "g8n4", "--steps", "1", "--json", "-"]
     assert main([*predict, "--calibration", str(path), "--ranks-per-node", "4"]) == 0
     result = json.loads(capsys.readouterr().out)

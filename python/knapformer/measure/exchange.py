@@ -27,7 +27,7 @@ def time_exchanges(
     it. sizes: bytes of a rank's rows, each rounded to whole rows. Collective over `group`.
     """
     num_ranks = dist.get_world_size(group)
-    balancer = SequenceBalancer(f"g{num_ranks}n1", group=group)
+    balancer = SequenceBalancer(f"g{num_ranks}n1", group=group, solver="greedy")  # even chunks
     d_model = num_ranks * _HEADS_PER_RANK * _HEAD_DIM
     row_bytes = d_model * _DTYPE.itemsize
     tokens = [max(num_ranks, size // row_bytes) for size in sizes]
