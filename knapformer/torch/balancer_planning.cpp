@@ -62,7 +62,8 @@ void SequenceBalancer::begin_step(std::string_view call) {
 
 void SequenceBalancer::take_up(std::shared_ptr<Step> step, std::span<const ObservedStep> observed) {
   step_ = std::move(step);
-  if (feedback_.add(observed)) TORCH_WARN(feedback_.drift_message());
+  const bool drifted_now = feedback_.add(observed);
+  if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
   feedback_.begin_plan(step_->plan);
 }
 

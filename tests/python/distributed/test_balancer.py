@@ -5,6 +5,8 @@ One spawn runs many checks: each check is a function of (rank, world_size), call
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,6 +298,36 @@ def check_op_is_well_formed(rank: int, world_size: int) -> None:
             torch.library.opcheck(torch.ops.knapformer.exchange.default, with_gradients)
 
 
+def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
+    """Flat numbers that a logger takes; who was late is seen in who waited; a trace names what the balancer does."""
+    balancer = SequenceBalancer(f"g{world_size}n1", gamma=0.5)
+
+    def step(late_s: float = 0) -> None:
+        balancer.plan_routing(own(LENS[world_size], rank), 8)
+        if rank == 1:
+            time.sleep(late_s)
+        _, h, _ = balancer.route(torch.randn(sum(own(LENS[world_size], rank)), 8), [])
+        o = balancer.attention(*(h.view(-1, 4, 2),) * 3, causal_free_attention)
+        balancer.reverse_route(o.flatten(1))
+
+    step()
+    step(late_s=0.5)
+    metrics = balancer.metrics()
+    assert json.loads(json.dumps(metrics)) == metrics and all(name.startswith("balancer/") for name in metrics)
+    assert all(type(value) in (int, float) for value in metrics.values())
+    assert (metrics["balancer/waiting_s"] > 0.3) == (rank != 1), metrics["balancer/waiting_s"]
+    assert metrics["balancer/num_collectives"] == 5 and metrics["balancer/bytes_sent"] > 0
+    assert metrics["balancer/gamma"] == balancer.plan.workload.gamma == 0.5
+    balancer.observe(0.25)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    names = {event.name for event in profiler.events()}
+    assert {"knapformer::plan_routing", "knapformer::make_plan", "knapformer::start route(x)"} <= names
+    assert any(name.startswith("knapformer::wait attention(q") for name in names)
+    assert any(name.startswith("knapformer::wait reverse_route(x)") for name in names)
+
+
 CHECKS = [
     check_gradients_by_finite_differences,
     check_equal_to_no_balancer,
@@ -306,6 +338,7 @@ CHECKS = [
     check_several_routes_a_plan,
     check_groups_are_made_once,
     check_op_is_well_formed,
+    check_metrics_and_profiler_ranges,
 ]
 NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
 
