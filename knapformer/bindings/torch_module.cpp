@@ -64,6 +64,14 @@ std::vector<int64_t> lengths_from(const py::object& seq_lens) {
   throw_argument("seq_lens", std::string(py::repr(seq_lens)), "a list or 1-dimensional tensor of integers");
 }
 
+std::vector<Mask> masks_from(const std::optional<std::vector<std::string>>& names) {
+  std::vector<Mask> masks;
+  if (names) {
+    for (const std::string& name : *names) masks.push_back(Mask::parse(name));
+  }
+  return masks;
+}
+
 int64_t width_from(const py::object& d_model) {
   if (!py::isinstance<py::int_>(d_model)) throw_argument("d_model", type_of(d_model), "an integer");
   return d_model.cast<int64_t>();
@@ -159,31 +167,37 @@ void bind_balancer(py::module_& m) {
            "tensors.")
       .def(
           "plan_routing",
-          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model) {
+          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
+             const std::optional<std::vector<std::string>>& masks) {
             return convert_then_call(
-                self, [&] { return std::make_pair(lengths_from(seq_lens), width_from(d_model)); },
-                [&](const auto& arguments) { return self.plan_routing(arguments.first, arguments.second); });
+                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
+                [&](const auto& arguments) {
+                  const auto& [lens, width, parsed] = arguments;
+                  return self.plan_routing(lens, width, parsed);
+                });
           },
-          py::arg("seq_lens"), py::arg("d_model"),
+          py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(),
           "Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.\n\n"
           "seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (one on an\n"
           "accelerator costs a wait for it). May be empty. d_model: width of the blocks, in features; the same on all "
           "ranks.\n"
+          "masks: of each of these sequences, as in knapformer.attention_pairs; None: the balancer's own.\n"
           "Returns the Plan, the same on all ranks.\n\n"
           "Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.")
       .def(
           "start_planning",
           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
-             std::optional<std::string> failure) {
+             std::optional<std::string> failure, const std::optional<std::vector<std::string>>& masks) {
             return convert_then_call(
-                self, [&] { return std::make_pair(lengths_from(seq_lens), width_from(d_model)); },
+                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
                 [&](const auto& arguments) {
-                  return self.start_planning(arguments.first, arguments.second,
-                                             {.ended = ended, .failure = std::move(failure)});
+                  const auto& [lens, width, parsed] = arguments;
+                  return self.start_planning(lens, width,
+                                             {.masks = parsed, .ended = ended, .failure = std::move(failure)});
                 });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,
-          py::arg("failure") = py::none(),
+          py::arg("failure") = py::none(), py::arg("masks") = py::none(),
           "The first half of plan_routing, for a step to come: launches the gather of lengths and returns. What is "
           "left to do\n"
           "runs on a thread of its own. Hand what it returns to finish_planning, on all ranks or none.\n\n"

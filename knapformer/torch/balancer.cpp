@@ -142,7 +142,8 @@ SequenceBalancer::~SequenceBalancer() = default;
 
 void SequenceBalancer::check_options() {
   const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology_.num_ranks()));
-  static_cast<void>(plan_with(options_, topology_, SequenceLengths::from_lists(none), 1));  // a plan checks its input
+  static_cast<void>(
+      plan_with(options_, topology_, {.lengths = SequenceLengths::from_lists(none)}, 1));  // a plan checks its input
 }
 
 std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,

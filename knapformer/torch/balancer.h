@@ -57,7 +57,7 @@ struct BalancerOptions {
 };
 
 /// The plan that these options make.
-Plan plan_with(const BalancerOptions& options, const Topology& topology, SequenceLengths seq_lens, int64_t d_model);
+Plan plan_with(const BalancerOptions& options, const Topology& topology, Learned learned, int64_t d_model);
 
 /// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
 /// ranks alone, and not for bags of one.
@@ -77,11 +77,13 @@ class SequenceBalancer {
 
   /// Learns all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width of
   /// the blocks, in features. What came before is forgotten; exchanges that already ran keep their backward.
-  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model);
+  /// masks: of each of them, where they differ from options.mask; or empty.
+  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
 
   /// A step that is planned while another one computes.
   class PlanningAhead;
   struct AheadOptions {
+    std::vector<Mask> masks;             // as in plan_routing
     bool ended = false;                  // this rank's data has ended: see PlanningAhead::num_ended
     std::optional<std::string> failure;  // this rank's data has failed, and why: finish_planning throws on all ranks
   };
@@ -180,7 +182,7 @@ class SequenceBalancer {
   };
   Traffic traffic() const;
   /// The part of planning that needs no other rank. On any thread.
-  static std::shared_ptr<Step> make_step(SequenceLengths lengths, int64_t d_model, const Topology& topology,
+  static std::shared_ptr<Step> make_step(Learned learned, int64_t d_model, const Topology& topology,
                                          const BalancerOptions& options, Rank rank);
   Step& step();
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
@@ -227,6 +229,8 @@ class SequenceBalancer::PlanningAhead {
     std::vector<DataStatus> statuses;  // one a rank
     std::vector<ObservedStep> observed;
   };
+  static Planned planned_from(Learned learned, int64_t d_model, const Topology& topology,
+                              const BalancerOptions& options, Rank rank);
 
   int64_t d_model_ = 0;
   BalancerOptions options_;  // refined by what was known at the start

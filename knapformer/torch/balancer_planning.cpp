@@ -23,10 +23,14 @@ at::Tensor lengths_tensor(std::span<const int64_t> lens) {
 }
 
 /// Of this rank, checked before any other depends on them: so that the error names this rank's own mistake.
-SequenceLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model) {
+Learned own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks) {
   const auto count = static_cast<int64_t>(seq_lens.size());
-  SequenceLengths own({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1));
+  Learned own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1))};
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
+  if (!masks.empty() && masks.size() != seq_lens.size()) {
+    throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
+  }
+  for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
   return own;
 }
 
@@ -37,16 +41,21 @@ DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
 
 }  // namespace
 
-Plan plan_with(const BalancerOptions& options, const Topology& topology, SequenceLengths seq_lens, int64_t d_model) {
-  PlanInput input{.seq_lens = std::move(seq_lens),
+Plan plan_with(const BalancerOptions& options, const Topology& topology, Learned learned, int64_t d_model) {
+  PlanInput input{.seq_lens = std::move(learned.lengths),
                   .topology = topology,
                   .d_model = d_model,
                   .workload = options.workload,
+                  .attention_pairs = std::move(learned.attention_pairs),
                   .cluster = options.cluster,
                   .rank_speed = options.rank_speed,
                   .max_tokens_per_rank = options.max_tokens_per_rank};
-  if (options.mask.kind != Mask::Kind::kFull) {
-    for (const int64_t length : input.seq_lens.lens()) input.attention_pairs.push_back(options.mask.pairs(length));
+  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
+    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
+  }
+  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
+    int64_t& pairs = input.attention_pairs[s];
+    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
   }
   return make_plan(std::move(input), options.solver, options.effort);
 }
@@ -67,12 +76,12 @@ void SequenceBalancer::take_up(std::shared_ptr<Step> step, std::span<const Obser
   feedback_.begin_plan(step_->plan);
 }
 
-std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(SequenceLengths lengths, int64_t d_model,
+std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Learned learned, int64_t d_model,
                                                                     const Topology& topology,
                                                                     const BalancerOptions& options, Rank rank) {
   const auto begin = Clock::now();
   RECORD_USER_SCOPE("knapformer::make_plan");
-  Plan plan = plan_with(options, topology, std::move(lengths), d_model);
+  Plan plan = plan_with(options, topology, std::move(learned), d_model);
   RouteTables route = make_route_tables(plan, rank);
   AttentionTables attention = make_attention_tables(plan, rank);
   at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank)), chunk_lens = lengths_tensor(route.chunk_lens);
@@ -92,17 +101,31 @@ std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(SequenceLeng
   return step;
 }
 
-const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model) {
+const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
+                                           std::span<const Mask> masks) {
   return collective([&]() -> const Plan& {
     RECORD_USER_SCOPE("knapformer::plan_routing");
-    Learned learned{.lengths = own_lengths(seq_lens, d_model), .statuses = {}, .observed = {feedback_.take()}};
+    Learned learned = own_lengths(seq_lens, d_model, masks);
+    learned.observed = {feedback_.take()};
     const BalancerOptions options = feedback_.refined(options_);
     begin_step("plan_routing");
-    if (all_)
-      learned = gatherer_->finish(gatherer_->start(seq_lens, {.d_model = d_model, .observed = learned.observed[0]}));
-    take_up(make_step(std::move(learned.lengths), d_model, topology_, options, rank_), learned.observed);
+    if (all_) {
+      learned = gatherer_->finish(
+          gatherer_->start(seq_lens, learned.attention_pairs, {.d_model = d_model, .observed = learned.observed[0]}));
+    }
+    const std::vector<ObservedStep> observed = std::move(learned.observed);
+    take_up(make_step(std::move(learned), d_model, topology_, options, rank_), observed);
     return step_->plan;
   });
+}
+
+SequenceBalancer::PlanningAhead::Planned SequenceBalancer::PlanningAhead::planned_from(Learned learned, int64_t d_model,
+                                                                                       const Topology& topology,
+                                                                                       const BalancerOptions& options,
+                                                                                       Rank rank) {
+  Planned planned{.step = nullptr, .statuses = std::move(learned.statuses), .observed = std::move(learned.observed)};
+  planned.step = make_step(std::move(learned), d_model, topology, options, rank);
+  return planned;
 }
 
 std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
@@ -110,25 +133,24 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
                                                                                   const AheadOptions& options) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
-    Learned own{
-        .lengths = own_lengths(seq_lens, d_model), .statuses = {status_of(options)}, .observed = {feedback_.take()}};
+    Learned own = own_lengths(seq_lens, d_model, options.masks);
+    own.statuses = {status_of(options)};
+    own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
     ahead->d_model_ = d_model;
     ahead->options_ = feedback_.refined(options_);
     if (all_) {
       if (options.failure) all_->board().leave_reason(*options.failure);
       all_->agreement().agree(Statement("start_planning"));
-      ahead->gather_ =
-          gatherer_->start(seq_lens, {.d_model = d_model, .status = own.statuses[0], .observed = own.observed[0]});
+      ahead->gather_ = gatherer_->start(seq_lens, own.attention_pairs,
+                                        {.d_model = d_model, .status = own.statuses[0], .observed = own.observed[0]});
     }
     // The thread has copies of what it needs, so that it may outlive this balancer.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
                  planning = ahead->options_, rank = rank_](const std::stop_token& stop) -> PlanningAhead::Planned {
       std::optional<Learned> learned = gather ? gatherer->wait(*gather, stop) : own;
       if (!learned) return {};
-      return {.step = make_step(learned->lengths, d_model, topology, planning, rank),
-              .statuses = std::move(learned->statuses),
-              .observed = std::move(learned->observed)};
+      return PlanningAhead::planned_from(*std::move(learned), d_model, topology, planning, rank);
     };
     std::packaged_task<PlanningAhead::Planned(const std::stop_token&)> task(std::move(plan));
     ahead->planned_ = task.get_future().share();
@@ -146,9 +168,7 @@ const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
     waited_for_planning_s_ += seconds_since(begin);
     if (!planned.step) {  // on all ranks alike
       Learned learned = gatherer_->finish(*ahead.gather_);
-      planned = {.step = make_step(std::move(learned.lengths), ahead.d_model_, topology_, ahead.options_, rank_),
-                 .statuses = std::move(learned.statuses),
-                 .observed = std::move(learned.observed)};
+      planned = PlanningAhead::planned_from(std::move(learned), ahead.d_model_, topology_, ahead.options_, rank_);
       std::promise<PlanningAhead::Planned> again;
       again.set_value(planned);
       ahead.planned_ = again.get_future().share();

@@ -1,5 +1,6 @@
 #include "knapformer/torch/learn_lengths.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/select.h>
@@ -12,9 +13,9 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e33;  // "KNAPLEN3": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e34;  // "KNAPLEN4": changes with the layout
 
-enum HeaderField : size_t { kMagic, kWidth, kStatus, kObservedPlan, kObservedSeconds, kCount, kHeaderSize };
+enum HeaderField : size_t { kMagic, kWidth, kStatus, kObservedPlan, kObservedSeconds, kCount, kPairs, kHeaderSize };
 
 }  // namespace
 
@@ -22,9 +23,12 @@ LengthGatherer::LengthGatherer(std::shared_ptr<Channel> channel) : channel_(std:
   device_ = channel_->control_device();
 }
 
-LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens, const GatherHeader& header) {
+LengthGatherer::Pending LengthGatherer::start(std::span<const int64_t> seq_lens,
+                                              std::span<const int64_t> attention_pairs, const GatherHeader& header) {
   Pending pending;
-  pending.lens_.assign(seq_lens.begin(), seq_lens.end());
+  pending.numbers_.assign(seq_lens.begin(), seq_lens.end());
+  pending.numbers_.insert(pending.numbers_.end(), attention_pairs.begin(), attention_pairs.end());
+  pending.num_sequences_ = static_cast<int64_t>(seq_lens.size());
   pending.header_ = header;
   launch(pending);
   return pending;
@@ -41,9 +45,10 @@ void LengthGatherer::launch(Pending& pending) {
   out[kStatus] = static_cast<int64_t>(pending.header_.status);
   out[kObservedPlan] = pending.header_.observed.plan;
   out[kObservedSeconds] = std::bit_cast<int64_t>(pending.header_.observed.seconds);
-  out[kCount] = static_cast<int64_t>(pending.lens_.size());
-  const auto fitting = std::min(pending.lens_.size(), static_cast<size_t>(capacity_));
-  std::copy_n(pending.lens_.begin(), fitting, out + kHeaderSize);
+  out[kCount] = pending.num_sequences_;
+  out[kPairs] = static_cast<int64_t>(pending.numbers_.size()) - pending.num_sequences_;
+  const auto fitting = std::min(pending.numbers_.size(), static_cast<size_t>(capacity_));
+  std::copy_n(pending.numbers_.begin(), fitting, out + kHeaderSize);
   pending.own_ = host.to(device_, /*non_blocking=*/true);
   pending.gathered_ = at::empty({size * channel_->num_ranks()}, options.device(device_));
   channel_->counters().bytes_sent += size * static_cast<int64_t>(sizeof(int64_t)) * (channel_->num_ranks() - 1);
@@ -61,15 +66,24 @@ std::optional<Learned> LengthGatherer::wait(const Pending& pending, const std::s
 
   Learned learned;
   std::vector<int64_t> counts(num_ranks), lens;
+  bool any_pairs = false;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
     counts[rank] = sent[kCount];
-    if (static_cast<size_t>(counts[rank]) > stride - kHeaderSize) return std::nullopt;
+    if (static_cast<size_t>(counts[rank] + sent[kPairs]) > stride - kHeaderSize) return std::nullopt;
+    any_pairs = any_pairs || sent[kPairs] > 0;
     learned.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
     learned.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
     lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
   }
   learned.lengths = SequenceLengths(std::move(lens), counts);
+  for (size_t rank = 0; any_pairs && rank < num_ranks; ++rank) {
+    const int64_t* sent = gathered.data() + rank * stride;
+    const int64_t* pairs = sent + kHeaderSize + counts[rank];
+    for (int64_t i = 0; i < counts[rank]; ++i) {
+      learned.attention_pairs.push_back(sent[kPairs] > 0 ? pairs[i] : kDefaultPairs);
+    }
+  }
   return learned;
 }
 
@@ -77,7 +91,7 @@ Learned LengthGatherer::finish(Pending pending) {
   for (;;) {
     if (std::optional<Learned> learned = wait(pending)) return *std::move(learned);
     const at::Tensor gathered = pending.gathered_.to(at::kCPU).view({channel_->num_ranks(), -1});
-    const int64_t most = gathered.select(1, kCount).max().item<int64_t>();
+    const int64_t most = (gathered.select(1, kCount) + gathered.select(1, kPairs)).max().item<int64_t>();
     capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(most))));
     launch(pending);
   }

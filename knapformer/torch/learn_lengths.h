@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header: width, status, a measured step, number of sequences | lengths ... | unused |      int64
+//   | header: width, status, a measured step, numbers of sequences and pairs | lengths ... | pairs ... | unused | int64
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more. The
@@ -22,6 +22,9 @@
 
 namespace knapformer {
 
+/// In place of a number of pairs: that of the balancer's mask.
+constexpr int64_t kDefaultPairs = -1;
+
 /// What a rank has besides lengths to say: whether its data goes on.
 enum class DataStatus : int64_t { kActive, kEnded, kFailed };
 
@@ -33,8 +36,11 @@ struct ObservedStep {
 
 struct Learned {
   SequenceLengths lengths;
-  std::vector<DataStatus> statuses;    // one a rank
-  std::vector<ObservedStep> observed;  // one a rank
+  /// Of each sequence the (query, key) pairs that its mask leaves; kDefaultPairs where its rank said none. Empty where
+  /// no rank did.
+  std::vector<int64_t> attention_pairs = {};
+  std::vector<DataStatus> statuses = {};    // one a rank
+  std::vector<ObservedStep> observed = {};  // one a rank
 };
 
 /// What a rank says beside its lengths.
@@ -56,14 +62,17 @@ class LengthGatherer {
 
    private:
     friend class LengthGatherer;
-    std::vector<int64_t> lens_;
+    std::vector<int64_t> numbers_;  // lengths, then pairs
+    int64_t num_sequences_ = 0;
     GatherHeader header_;
     at::Tensor own_, gathered_;
     WorkPtr work_;
   };
 
   /// Collective over the channel's group, also for ranks without sequences.
-  Pending start(std::span<const int64_t> seq_lens, const GatherHeader& header);
+  /// attention_pairs: of each of them, or empty.
+  Pending start(std::span<const int64_t> seq_lens, std::span<const int64_t> attention_pairs,
+                const GatherHeader& header);
   /// Waits; on any thread, as it starts nothing. Nothing comes of it where some rank's lengths did not fit. Throws on
   /// every rank, alike, where ranks disagree; and on this one where `stop` asks for it.
   std::optional<Learned> wait(const Pending& pending, const std::stop_token& stop = {}) const;
@@ -76,7 +85,7 @@ class LengthGatherer {
 
   std::shared_ptr<Channel> channel_;
   at::Device device_ = at::kCPU;
-  int64_t capacity_ = 64;  // lengths; the same on all ranks, always
+  int64_t capacity_ = 64;  // lengths and pairs; the same on all ranks, always
 };
 
 }  // namespace knapformer

@@ -32,9 +32,17 @@ class SequenceBalancer:
         group: ProcessGroup | None,
         make_bag_group: Callable[[list[int]], ProcessGroup],
     ) -> None: ...
-    def plan_routing(self, seq_lens: Sequence[int] | Tensor, d_model: int) -> Plan: ...
+    def plan_routing(
+        self, seq_lens: Sequence[int] | Tensor, d_model: int, masks: Sequence[str] | None = None
+    ) -> Plan: ...
     def start_planning(
-        self, seq_lens: Sequence[int] | Tensor, d_model: int, *, ended: bool = False, failure: str | None = None
+        self,
+        seq_lens: Sequence[int] | Tensor,
+        d_model: int,
+        *,
+        ended: bool = False,
+        failure: str | None = None,
+        masks: Sequence[str] | None = None,
     ) -> PlanningAhead: ...
     def finish_planning(self, ahead: PlanningAhead) -> Plan: ...
     @overload

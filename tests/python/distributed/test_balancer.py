@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from knapformer import SequenceBalancer
+from knapformer import SequenceBalancer, plan
 
 LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
 
@@ -298,6 +298,22 @@ def check_op_is_well_formed(rank: int, world_size: int) -> None:
             torch.library.opcheck(torch.ops.knapformer.exchange.default, with_gradients)
 
 
+def check_masks(rank: int, world_size: int) -> None:
+    """As knapformer.plan has them: one for all, or of each sequence, from some ranks or all."""
+    lens, topology = LENS[world_size], f"g{world_size}n1"
+    names = [["causal", "full", "window:2:0", "prefix:1"][: len(own_lens)] for own_lens in lens]
+    balancer = SequenceBalancer(topology)
+    assert balancer.plan_routing(own(lens, rank), 8, own(names, rank)) == plan(lens, topology, 8, masks=names)
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8)
+    balancer = SequenceBalancer(topology, mask="causal")
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8, masks="causal")
+    some = [names[0], *(["causal"] * len(own_lens) for own_lens in lens[1:])]
+    own_masks = own(names, rank) if rank == 0 else None
+    assert balancer.plan_routing(own(lens, rank), 8, own_masks) == plan(lens, topology, 8, masks=some)
+    ahead = balancer.start_planning(own(lens, rank), 8, masks=own_masks)
+    assert balancer.finish_planning(ahead) == plan(lens, topology, 8, masks=some)
+
+
 def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
     """Flat numbers that a logger takes; who was late is seen in who waited; a trace names what the balancer does."""
     balancer = SequenceBalancer(f"g{world_size}n1", gamma=0.5)
@@ -338,6 +354,7 @@ CHECKS = [
     check_several_routes_a_plan,
     check_groups_are_made_once,
     check_op_is_well_formed,
+    check_masks,
     check_metrics_and_profiler_ranges,
 ]
 NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}

@@ -131,6 +131,12 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "o: got 1 heads, expected 2 heads",
         ArgumentError,
     ),
+    "masks": (
+        lambda b, r: b.plan_routing([5], 8, ["full", "causal"]),
+        "masks: got 2 masks, expected one",
+        ArgumentError,
+    ),
+    "mask_name": (lambda b, r: b.plan_routing([5], 8, ["diagonal"]), "mask: got 'diagonal'", ArgumentError),
     "attended_shape": (
         lambda b, r: b.attention(*(_attend_in_halves(b, _routed(b, r)),) * 3, lambda q, k, v, seq_lens: q[:, :1]),
         "attend: got a result of shape [12, 1, 1], expected (12 tokens, 2 heads, ...), as q has",
