@@ -242,17 +242,16 @@ std::vector<std::string> BalancedSolver::flat_topologies() const {
 Plan BalancedSolver::with_flat_replicas(Plan plan) const {
   const auto num_replicas = static_cast<size_t>(input_.topology.num_replicas());
   std::vector<Figures> best = figures_of(plan);
-  // Who plans in the step has no time to look for the last two-thousandth.
-  const auto is_done = [&](size_t replica) {
-    return effort_ == Effort::kLow && best[replica].keeps_limit &&
-           best[replica].time_s <= kGoodEnough * bounds_s_[replica];
+  // Nothing is left to search for; and who plans in the step has no time to look for the last two-thousandth.
+  const auto is_good = [&](size_t replica) {
+    return best[replica].keeps_limit && best[replica].time_s <= kGoodEnough * bounds_s_[replica];
   };
   for (const std::string& name : flat_topologies()) {
     PlanInput input = input_;
     input.topology = Topology::parse(name, input_.topology.num_ranks());
     std::vector<char> may_win(num_replicas);
     for (size_t r = 0; r < num_replicas; ++r) {
-      may_win[r] = !is_done(r) &&
+      may_win[r] = !(effort_ == Effort::kLow && is_good(r)) &&
                    (!best[r].keeps_limit || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
     }
     if (std::none_of(may_win.begin(), may_win.end(), [](char c) { return c != 0; })) continue;
@@ -260,7 +259,8 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       const std::vector<Figures> figures = figures_of(candidate);
       std::vector<char> takes(num_replicas, 0);
       for (size_t r = 0; r < num_replicas; ++r) {
-        const bool is_faster = figures[r].time_s < best[r].time_s;
+        constexpr double kRounding = 1e-12;  // of sums in another order
+        const bool is_faster = figures[r].time_s < best[r].time_s * (1 - kRounding);
         takes[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
                    (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
         if (takes[r]) best[r] = figures[r];
@@ -268,22 +268,26 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       plan = merged(std::move(plan), candidate, takes);
       return figures;
     };
-    std::vector<Placement> greedy = greedy_placements(input, input.topology);
+    BalancedSolver flat(std::move(input), effort_);
+    const auto consider_finished = [&] {
+      const Plan finished = flat.finish(flat.placements_);
+      std::vector<int64_t> chunk_lens;
+      for (const Chunk& chunk : finished.chunks()) chunk_lens.push_back(chunk.num_tokens);
+      consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, std::move(chunk_lens)));
+    };
+    // Greedy's plan with its sequences closer to home; or as it is, since trading places moves a token here and there.
+    const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
+    flat.placements_ = greedy;
+    consider_finished();
     const std::vector<Figures> greedy_figures = consider(in_nested_bags(greedy, {}));
     if (effort_ == Effort::kLow) continue;
-    BalancedSolver improver(std::move(input), effort_);
-    improver.placements_ = greedy;
     for (size_t r = 0; r < num_replicas; ++r) {
       // Close enough that it may win once improved as well.
       constexpr double kClose = 1.02;
-      may_win[r] = may_win[r] && greedy_figures[r].time_s <= kClose * best[r].time_s;
-      if (may_win[r]) improver.solve_flat(static_cast<int32_t>(r));
+      may_win[r] = may_win[r] && !is_good(r) && greedy_figures[r].time_s <= kClose * best[r].time_s;
+      if (may_win[r]) flat.solve_flat(static_cast<int32_t>(r));
     }
-    if (improver.placements_ == greedy) continue;
-    const Plan improved = improver.finish(std::move(improver.placements_));
-    std::vector<int64_t> chunk_lens;
-    for (const Chunk& chunk : improved.chunks()) chunk_lens.push_back(chunk.num_tokens);
-    consider(in_nested_bags({improved.placements().begin(), improved.placements().end()}, std::move(chunk_lens)));
+    if (flat.placements_ != greedy) consider_finished();
   }
   return plan;
 }
