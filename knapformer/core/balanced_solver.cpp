@@ -130,10 +130,12 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::mo
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
 
-int64_t BalancedSolver::num_moves(size_t num_items) const {
-  if (effort_ >= 0) return effort_;
+int64_t BalancedSolver::num_moves(const BagForest& forest) const {
   // In a small instance a move is worth more, and there is time for more of them.
   constexpr int64_t kLeast = 2000, kMost = 100'000, kPerItem = 100;
+  // A plan that does not keep the limit of tokens is none: then even low effort searches.
+  if (effort_ >= 0) return forest.keeps_limit() ? effort_ : std::max(effort_, kLeast);
+  const size_t num_items = forest.items().size();
   const int64_t moves = std::clamp(kPerItem * static_cast<int64_t>(num_items), kLeast, kMost);
   return effort_ == Effort::kHigh ? 50 * moves : moves;
 }
@@ -150,32 +152,37 @@ void BalancedSolver::solve_nested(int32_t replica) {
   bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
   const bool small = forest.items().size() <= 512;
-  const bool searches = num_moves(forest.items().size()) > 0;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
-  targets.run(searches ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
+  targets.run(effort_ != Effort::kLow ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
-  if (searches && targets.best_time() > bound * kGoodEnough) {
-    set_reference(forest, bound, targets.best_time());
+  const auto search = [&] {
+    const double time = forest.slowest();
+    const int64_t moves = num_moves(forest);
+    if (moves == 0 || time <= bound * kGoodEnough) return;
+    set_reference(forest, bound, time);
     improve(forest, targets.best(),
-            {.num_moves = num_moves(forest.items().size()),
+            {.num_moves = moves,
              .key = key_ + static_cast<uint64_t>(replica),
              .good_enough = bound * kGoodEnough,
              .first_temperature = 1,
              .last_temperature = 0.03});
-  }
+  };
+  const bool kept_limit = forest.keeps_limit();
+  search();
+  if (!kept_limit && forest.keeps_limit()) search();  // the first was only after the limit
   keep(forest, targets.best());
 }
 
 void BalancedSolver::solve_flat(int32_t replica) {
   BagForest forest(input_, replica, Objective::kFlat);
   if (forest.items().empty()) return;
-  const int64_t moves = num_moves(forest.items().size());
-  if (moves == 0) return;
   std::vector<int32_t> nodes = nodes_of(forest, placements_);  // greedy
   load(forest, nodes);
+  const int64_t moves = num_moves(forest);
+  if (moves == 0) return;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
   double mean_time = 0, token_time = 0;
   int32_t num_ranks = 0;
@@ -199,6 +206,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
              .first_temperature = 1,
              .last_temperature = 1e-6});
   };
+  if (!forest.keeps_limit()) search({}, 1);
   forest.set_flat_goal({});
   const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
   if (input_.topology.shapes().size() == 1) {
@@ -315,8 +323,9 @@ Plan BalancedSolver::solve_all_flat() {
   const std::vector<Figures> before = figures_of(published), after = figures_of(plan);
   std::vector<char> takes(before.size());
   for (size_t r = 0; r < before.size(); ++r) {
-    takes[r] = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s &&
-               after[r].keeps_limit >= before[r].keeps_limit;
+    const bool is_no_worse = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s;
+    takes[r] =
+        after[r].keeps_limit > before[r].keeps_limit || (is_no_worse && after[r].keeps_limit == before[r].keeps_limit);
   }
   return merged(std::move(published), plan, takes);
 }

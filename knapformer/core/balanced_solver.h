@@ -35,7 +35,7 @@ class BalancedSolver {
  private:
   void solve_nested(int32_t replica);
   void solve_flat(int32_t replica);
-  int64_t num_moves(size_t num_items) const;
+  int64_t num_moves(const BagForest& forest) const;
   void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
