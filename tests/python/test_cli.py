@@ -63,8 +63,9 @@ def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
     speed = [2.0] + [1.0] * 31
     status, out, err = run(
-        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal", "--ranks-per-node", "4",
-        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)), "--cluster", "published", "--json", "-",
+        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal",
+        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)),
+        "--cluster", "published", "--ranks-per-node", "4", "--json", "-",
     )  # fmt: skip
     hardware = HardwareModel.published()
     made = plan(
