@@ -97,10 +97,14 @@ int32_t replica_of(const Plan& plan, const Placement& place) {
   return place.bag.value / plan.topology().num_bags_per_replica();
 }
 
+bool contains(std::span<const char> marks, bool mark) {
+  return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
+}
+
 /// The plan with some replicas, those marked, from another plan of the same input.
 Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
-  if (std::all_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return other;
-  if (std::none_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return plan;
+  if (!contains(from_other, false)) return other;
+  if (!contains(from_other, true)) return plan;
   std::vector<Placement> placements;
   std::vector<int64_t> chunk_lens;
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
@@ -262,19 +266,24 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       may_win[r] = !(effort_ == Effort::kLow && is_good(r)) &&
                    (!best[r].keeps_limit || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
     }
-    if (std::none_of(may_win.begin(), may_win.end(), [](char c) { return c != 0; })) continue;
-    const auto consider = [&](const Plan& candidate) {
-      const std::vector<Figures> figures = figures_of(candidate);
-      std::vector<char> takes(num_replicas, 0);
+    if (!contains(may_win, true)) continue;
+    const auto wins = [&](const std::vector<Figures>& figures) {
+      std::vector<char> out(num_replicas, 0);
       for (size_t r = 0; r < num_replicas; ++r) {
         constexpr double kRounding = 1e-12;  // of sums in another order
         const bool is_faster = figures[r].time_s < best[r].time_s * (1 - kRounding);
-        takes[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
-                   (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
+        out[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
+                 (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
+      }
+      return out;
+    };
+    const auto consider = [&](const Plan& candidate) {
+      const std::vector<Figures> figures = figures_of(candidate);
+      const std::vector<char> takes = wins(figures);
+      for (size_t r = 0; r < num_replicas; ++r) {
         if (takes[r]) best[r] = figures[r];
       }
       plan = merged(std::move(plan), candidate, takes);
-      return figures;
     };
     BalancedSolver flat(std::move(input), effort_);
     const auto consider_finished = [&] {
@@ -283,11 +292,14 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       for (const Chunk& chunk : finished.chunks()) chunk_lens.push_back(chunk.num_tokens);
       consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, std::move(chunk_lens)));
     };
-    // Greedy's plan with its sequences closer to home; or as it is, since trading places moves a token here and there.
     const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
     flat.placements_ = greedy;
-    consider_finished();
-    const std::vector<Figures> greedy_figures = consider(in_nested_bags(greedy, {}));
+    const Plan greedy_plan = in_nested_bags(greedy, {});
+    const std::vector<Figures> greedy_figures = figures_of(greedy_plan);
+    if (contains(wins(greedy_figures), true)) {
+      consider_finished();    // with its sequences closer to home,
+      consider(greedy_plan);  // or as it is, since trading places moves a token here and there
+    }
     if (effort_ == Effort::kLow) continue;
     for (size_t r = 0; r < num_replicas; ++r) {
       // Close enough that it may win once improved as well.
