@@ -49,6 +49,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from solver_tables import full, summary
+
 import knapformer
 
 Lengths = list[list[int]]
@@ -346,18 +348,6 @@ def run_workload(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = "| workload | gamma | planner | eff | strict | max/mean | crossing | tokens | home | ms | seeds |"
-    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
-    for row in rows:
-        lines.append(
-            f"| {row['workload']} | {row['gamma']} | {row['planner']} | {row['eff']:.4f} | {row['strict_eff']:.4f} "
-            f"| {row['max_over_mean']:.4f} | {row['crossing']:.3f} | {row['max_tokens_over_mean']:.3f} "
-            f"| {row['home']:.3f} | {row['ms']:.3g} | {row['seeds']} |"
-        )
-    return "\n".join(lines)
-
-
 def git_commit() -> str:
     command = ["git", "rev-parse", "HEAD"]
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
@@ -388,7 +378,7 @@ def main() -> None:
     for workload in WORKLOADS:
         if workload.name in args.workloads:
             rows += run_workload(workload, args, published)
-    print(table(rows))
+    print(summary(rows), full(rows), sep="\n\n")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         results = {
