@@ -41,8 +41,12 @@ DEMO ?= --ranks 2 --data g1b5i512f1s0,g1b5i1024f1s0 --scale 2 --topology g1n2 --
 demo: $(VENV)/.installed
 	$(BIN)/knapformer simulate $(DEMO)
 
+$(VENV)/.bench: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group bench
+	touch $@
+
 # Wants an idle machine; results, with hardware and commit, in build/bench.
-bench: $(VENV)/.installed system-packages
+bench: $(VENV)/.installed $(VENV)/.bench system-packages
 	$(CONFIGURE) -B build/benchmarks -DKNAPFORMER_BENCH=ON -DKNAPFORMER_TORCH=OFF
 	$(CMAKE) --build build/benchmarks -j $(JOBS)
 	mkdir -p build/bench

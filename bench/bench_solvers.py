@@ -24,8 +24,9 @@ Peers:
     longest first each sequence whole, longest first, to the rank with the least work.
     milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
                   FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
-                  buckets), solved by HiGHS.
-    balanced      this project: low, default and high effort.
+                  buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy`.
+    balanced      this project: low, default and high effort; and with communication rated free, where only max/mean
+                  says something.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import argparse
 import heapq
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -47,11 +49,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from solver_tables import full, summary
+
 import knapformer
 
 Lengths = list[list[int]]
 FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, BYTES_PER_NUMBER, RANKS_PER_NODE = 400e12, 200e9, 25e9, 2, 8
 D_MODEL = 3072
+DEFAULT_CLUSTER = knapformer.ClusterModel(
+    FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, BYTES_PER_NUMBER, RANKS_PER_NODE
+)
+FREE_EXCHANGE = knapformer.ClusterModel(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
 
 
 @dataclass(frozen=True)
@@ -204,92 +212,19 @@ def karmarkar_karp(seq_lens: Lengths, gamma: float) -> Shares:
     return [share for share in shares if share is not None]
 
 
-def milp(seq_lens: Lengths, gamma: float, seconds: float, num_buckets: int = 32) -> Shares | None:
-    """Disjoint groups of 1, 2, 4 or 8 ranks, chosen together with how many sequences of each bucket of lengths each one
-    takes, to minimise the time of the slowest group. None where nothing was found in time."""
-    import highspy
+def milp(seq_lens: Lengths, gamma: float, seconds: float) -> Shares:
+    import numpy as np
+    from milp_planner import plan
 
-    num_ranks = len(seq_lens)
     flat = [length for lens in seq_lens for length in lens]
-    order = sorted(range(len(flat)), key=lambda i: flat[i])
-    # Buckets of about equal total work, cut between the sorted lengths; a bucket's length is its longest.
-    total = sum(work(length, gamma) for length in flat)
-    buckets: list[list[int]] = [[]]
-    filled = 0.0
-    for i in order:
-        if buckets[-1] and filled >= total * len(buckets) / num_buckets and flat[i] != flat[buckets[-1][-1]]:
-            buckets.append([])
-        buckets[-1].append(i)
-        filled += work(flat[i], gamma)
+    mean = sum(work(length, gamma) for length in flat) / len(seq_lens)
 
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("time_limit", seconds)
-    mean_s = total / num_ranks / FLOPS_PER_S
-    groups = [degree for degree in (8, 4, 2, 1) for _ in range(num_ranks // degree)]
+    def cost(sequence: int, size: int) -> float:
+        length = flat[sequence]
+        return (work(length, gamma) / size + exchange_s(length / size, size, True) * FLOPS_PER_S) / mean
 
-    def cost(k: int, degree: int) -> float:
-        length = flat[buckets[k][-1]]
-        return (work(length, gamma) / degree / FLOPS_PER_S + exchange_s(length / degree, degree, True)) / mean_s
-
-    makespan = highs.addVariable(lb=0)
-    chosen = [highs.addBinary() for _ in groups]
-    counts = [[highs.addIntegral(lb=0, ub=len(bucket)) for bucket in buckets] for _ in groups]
-    highs.addConstr(sum(degree * m for degree, m in zip(groups, chosen, strict=True)) <= num_ranks)
-    for k, bucket in enumerate(buckets):
-        highs.addConstr(sum(counts[p][k] for p in range(len(groups))) == len(bucket))
-    for p, degree in enumerate(groups):
-        terms = []
-        for k, bucket in enumerate(buckets):
-            terms.append(counts[p][k] * cost(k, degree))
-            highs.addConstr(counts[p][k] <= len(bucket) * chosen[p])
-        highs.addConstr(sum(terms) <= makespan)
-
-    # A start: groups of one degree, filled longest first. Without it nothing useful is found in seconds.
-    starts = []
-    for degree in (1, 2, 4, 8):
-        members = [p for p in range(len(groups)) if groups[p] == degree]
-        heap = [(0.0, p) for p in members]
-        taken_of = {p: [0] * len(buckets) for p in members}
-        for k in reversed(range(len(buckets))):
-            for _ in buckets[k]:
-                load, p = heap[0]
-                taken_of[p][k] += 1
-                heapq.heapreplace(heap, (load + cost(k, degree), p))
-        starts.append((max(load for load, _ in heap), degree, taken_of))
-    best_time, _, taken_of = min(starts, key=lambda start: start[:2])
-    start = highspy.HighsSolution()
-    values = [0.0] * highs.getNumCol()
-    values[makespan.index] = best_time
-    for p, taken in taken_of.items():
-        values[chosen[p].index] = 1.0
-        for k, count in enumerate(taken):
-            values[counts[p][k].index] = float(count)
-    start.col_value = values
-    highs.changeColCost(makespan.index, 1.0)  # minimise it
-    highs.setSolution(start)
-    highs.run()
-    solution = highs.getSolution()
-    if not solution.value_valid:
-        return None
-
-    # Groups of falling degree pack into nodes without a gap, since the degrees divide each other. Within a bucket the
-    # longest sequence goes to the group with the least work so far that still has a place of the bucket.
-    left = [[round(highs.val(counts[p][k])) for k in range(len(buckets))] for p in range(len(groups))]
-    first_ranks, rank = {}, 0
-    for p, degree in enumerate(groups):
-        if sum(left[p]) > 0:
-            first_ranks[p] = rank
-            rank += degree
-    load = [0.0] * len(groups)
-    shares: list[Share | None] = [None] * len(flat)
-    for k in reversed(range(len(buckets))):
-        for i in reversed(buckets[k]):
-            p = min((p for p in first_ranks if left[p][k] > 0), key=lambda p: load[p])
-            left[p][k] -= 1
-            load[p] += work(flat[i], gamma) / groups[p]
-            shares[i] = even(first_ranks[p], groups[p], flat[i])
-    return [share for share in shares if share is not None]
+    places = plan(np.array([work(length, gamma) for length in flat]), cost, len(seq_lens), seconds)
+    return [even(first, size, length) for (first, size), length in zip(places, flat, strict=True)]
 
 
 class PublishedPlanner:
@@ -365,8 +300,12 @@ def run_seed(
             results[name] = {**measure(seq_lens, shares, gamma), "ms": elapsed_s * 1e3}
         print(f"  {workload.name} {gamma} seed {seed} {name}: {elapsed_s * 1e3:.3g} ms", file=sys.stderr, flush=True)
 
-    def plan_of(topology: str, solver: str, effort: str, repeats: int) -> tuple[knapformer.Plan, float]:
-        return timed(lambda: knapformer.plan(seq_lens, topology, D_MODEL, gamma, solver=solver, effort=effort), repeats)
+    def plan_of(
+        topology: str, solver: str, effort: str, repeats: int, cluster: knapformer.ClusterModel = DEFAULT_CLUSTER
+    ) -> tuple[knapformer.Plan, float]:
+        return timed(
+            lambda: knapformer.plan(seq_lens, topology, D_MODEL, gamma, solver, effort=effort, cluster=cluster), repeats
+        )
 
     for size in (1, 2, 4, 8):
         topology = f"g{size}n{ranks // size}"
@@ -382,6 +321,13 @@ def run_seed(
         plan, s = plan_of(f"g8/4/2/1n{ranks // 8}", "balanced", effort, 1 if effort == "high" else args.repeats)
         record(f"balanced {effort}", of_plan(plan), s)
         results[f"balanced {effort}"]["lower_bound"] = plan.lower_bound / plan.ideal_time
+    for name, topology in (
+        ("g8/4/2/1", f"g8/4/2/1n{ranks // 8}"),
+        ("g4", f"g4n{ranks // 4}"),
+        ("g8", f"g8n{ranks // 8}"),
+    ):
+        plan, s = plan_of(topology, "balanced", "default", args.repeats, FREE_EXCHANGE)
+        record(f"balanced {name}, exchange free", of_plan(plan), s)
     return results
 
 
@@ -400,18 +346,6 @@ def run_workload(
             row[key] = statistics.median(numbers) if key == "ms" else statistics.fmean(numbers)
         rows.append(row)
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    head = "| workload | gamma | planner | eff | strict | max/mean | crossing | tokens | home | ms | seeds |"
-    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
-    for row in rows:
-        lines.append(
-            f"| {row['workload']} | {row['gamma']} | {row['planner']} | {row['eff']:.4f} | {row['strict_eff']:.4f} "
-            f"| {row['max_over_mean']:.4f} | {row['crossing']:.3f} | {row['max_tokens_over_mean']:.3f} "
-            f"| {row['home']:.3f} | {row['ms']:.3g} | {row['seeds']} |"
-        )
-    return "\n".join(lines)
 
 
 def git_commit() -> str:
@@ -444,7 +378,7 @@ def main() -> None:
     for workload in WORKLOADS:
         if workload.name in args.workloads:
             rows += run_workload(workload, args, published)
-    print(table(rows))
+    print(summary(rows), full(rows), sep="\n\n")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         results = {

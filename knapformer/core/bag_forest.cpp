@@ -113,6 +113,13 @@ double BagForest::slowest() const {
   return time;
 }
 
+bool BagForest::keeps_limit() const {
+  for (int32_t v = 0; v < num_nodes(); ++v) {
+    if (state(v).subtree_tokens > node(v).token_capacity) return false;
+  }
+  return true;
+}
+
 double BagForest::slowest_with_exchange() const {
   double time = 0;
   for (int32_t bag = 0; bag < num_bags(); ++bag) time = std::max(time, time_with_exchange(bag));

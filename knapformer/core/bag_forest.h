@@ -105,6 +105,8 @@ class BagForest {
   std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
   double bag_time(int32_t bag) const { return state(root(bag)).time; }
   double slowest() const;
+  /// Whether the tokens of every group fit it.
+  bool keeps_limit() const;
 
   /// Time that the item adds to each rank of the node, cut evenly.
   double cost(const ForestItem& item, int32_t v) const {
@@ -219,9 +221,10 @@ inline void BagForest::update(int32_t v) {
   const double tokens_per_rank = tokens / n.degree;
   state.subtree_tokens = tokens;
   token_time = std::max(token_time, tokens * n.time_per_token);
-  // Beyond the capacity a plan is of no use: worse than any within it, and the worse the further beyond.
+  // Beyond the capacity a plan is of no use: worse than any within it, and a little the worse the further beyond (if it
+  // were much, no search would climb from one such plan over a worse one to a good one).
   constexpr double kOverfullTime = 10;
-  if (tokens > n.token_capacity) token_time += kOverfullTime * tokens / n.token_capacity;
+  if (tokens > n.token_capacity) token_time += kOverfullTime + tokens / n.token_capacity;
   state.max_token_time = token_time;
 
   attention += state.attention;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 namespace knapformer {
 namespace {
@@ -125,7 +126,7 @@ class Search {
   }
 
   /// From the smallest degree with which the item can be shared within the present time, up to the first one that makes
-  /// its share small: beyond that, sharing only costs.
+  /// its share small: beyond that, sharing only costs. A limit of tokens may need any degree.
   void find_ranges() {
     constexpr double kSmallShare = 0.1;
     const auto items = forest_.items();
@@ -137,12 +138,13 @@ class Search {
       if (example[k] < 0) example[k] = v;
     }
     const double limit = slowest_.time();
+    const bool is_limited = std::isfinite(forest_.node(0).token_capacity);
     ranges_.resize(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
       size_t first = 0;
       while (first + 1 < degrees.size() && forest_.cost(items[i], example[first]) > limit) ++first;
       size_t last = first;
-      while (last + 1 < degrees.size() && forest_.cost(items[i], example[last]) > kSmallShare) ++last;
+      while (last + 1 < degrees.size() && (is_limited || forest_.cost(items[i], example[last]) > kSmallShare)) ++last;
       ranges_[i] = {.first = static_cast<int8_t>(first), .last = static_cast<int8_t>(last)};
     }
   }

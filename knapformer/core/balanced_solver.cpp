@@ -97,10 +97,14 @@ int32_t replica_of(const Plan& plan, const Placement& place) {
   return place.bag.value / plan.topology().num_bags_per_replica();
 }
 
+bool contains(std::span<const char> marks, bool mark) {
+  return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
+}
+
 /// The plan with some replicas, those marked, from another plan of the same input.
 Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
-  if (std::all_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return other;
-  if (std::none_of(from_other.begin(), from_other.end(), [](char taken) { return taken != 0; })) return plan;
+  if (!contains(from_other, false)) return other;
+  if (!contains(from_other, true)) return plan;
   std::vector<Placement> placements;
   std::vector<int64_t> chunk_lens;
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
@@ -130,10 +134,12 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::mo
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
 
-int64_t BalancedSolver::num_moves(size_t num_items) const {
-  if (effort_ >= 0) return effort_;
+int64_t BalancedSolver::num_moves(const BagForest& forest) const {
   // In a small instance a move is worth more, and there is time for more of them.
   constexpr int64_t kLeast = 2000, kMost = 100'000, kPerItem = 100;
+  // A plan that does not keep the limit of tokens is none: then even low effort searches.
+  if (effort_ >= 0) return forest.keeps_limit() ? effort_ : std::max(effort_, kLeast);
+  const size_t num_items = forest.items().size();
   const int64_t moves = std::clamp(kPerItem * static_cast<int64_t>(num_items), kLeast, kMost);
   return effort_ == Effort::kHigh ? 50 * moves : moves;
 }
@@ -150,32 +156,37 @@ void BalancedSolver::solve_nested(int32_t replica) {
   bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
   const bool small = forest.items().size() <= 512;
-  const bool searches = num_moves(forest.items().size()) > 0;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
-  targets.run(searches ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
+  targets.run(effort_ != Effort::kLow ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
-  if (searches && targets.best_time() > bound * kGoodEnough) {
-    set_reference(forest, bound, targets.best_time());
+  const auto search = [&] {
+    const double time = forest.slowest();
+    const int64_t moves = num_moves(forest);
+    if (moves == 0 || time <= bound * kGoodEnough) return;
+    set_reference(forest, bound, time);
     improve(forest, targets.best(),
-            {.num_moves = num_moves(forest.items().size()),
+            {.num_moves = moves,
              .key = key_ + static_cast<uint64_t>(replica),
              .good_enough = bound * kGoodEnough,
              .first_temperature = 1,
              .last_temperature = 0.03});
-  }
+  };
+  const bool kept_limit = forest.keeps_limit();
+  search();
+  if (!kept_limit && forest.keeps_limit()) search();  // the first was only after the limit
   keep(forest, targets.best());
 }
 
 void BalancedSolver::solve_flat(int32_t replica) {
   BagForest forest(input_, replica, Objective::kFlat);
   if (forest.items().empty()) return;
-  const int64_t moves = num_moves(forest.items().size());
-  if (moves == 0) return;
   std::vector<int32_t> nodes = nodes_of(forest, placements_);  // greedy
   load(forest, nodes);
+  const int64_t moves = num_moves(forest);
+  if (moves == 0) return;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
   double mean_time = 0, token_time = 0;
   int32_t num_ranks = 0;
@@ -199,6 +210,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
              .first_temperature = 1,
              .last_temperature = 1e-6});
   };
+  if (!forest.keeps_limit()) search({}, 1);
   forest.set_flat_goal({});
   const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
   if (input_.topology.shapes().size() == 1) {
@@ -242,48 +254,60 @@ std::vector<std::string> BalancedSolver::flat_topologies() const {
 Plan BalancedSolver::with_flat_replicas(Plan plan) const {
   const auto num_replicas = static_cast<size_t>(input_.topology.num_replicas());
   std::vector<Figures> best = figures_of(plan);
-  // Who plans in the step has no time to look for the last two-thousandth.
-  const auto is_done = [&](size_t replica) {
-    return effort_ == Effort::kLow && best[replica].keeps_limit &&
-           best[replica].time_s <= kGoodEnough * bounds_s_[replica];
+  // Nothing is left to search for; and who plans in the step has no time to look for the last two-thousandth.
+  const auto is_good = [&](size_t replica) {
+    return best[replica].keeps_limit && best[replica].time_s <= kGoodEnough * bounds_s_[replica];
   };
   for (const std::string& name : flat_topologies()) {
     PlanInput input = input_;
     input.topology = Topology::parse(name, input_.topology.num_ranks());
     std::vector<char> may_win(num_replicas);
     for (size_t r = 0; r < num_replicas; ++r) {
-      may_win[r] = !is_done(r) &&
+      may_win[r] = !(effort_ == Effort::kLow && is_good(r)) &&
                    (!best[r].keeps_limit || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
     }
-    if (std::none_of(may_win.begin(), may_win.end(), [](char c) { return c != 0; })) continue;
+    if (!contains(may_win, true)) continue;
+    const auto wins = [&](const std::vector<Figures>& figures) {
+      std::vector<char> out(num_replicas, 0);
+      for (size_t r = 0; r < num_replicas; ++r) {
+        constexpr double kRounding = 1e-12;  // of sums in another order
+        const bool is_faster = figures[r].time_s < best[r].time_s * (1 - kRounding);
+        out[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
+                 (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
+      }
+      return out;
+    };
     const auto consider = [&](const Plan& candidate) {
       const std::vector<Figures> figures = figures_of(candidate);
-      std::vector<char> takes(num_replicas, 0);
+      const std::vector<char> takes = wins(figures);
       for (size_t r = 0; r < num_replicas; ++r) {
-        const bool is_faster = figures[r].time_s < best[r].time_s;
-        takes[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
-                   (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
         if (takes[r]) best[r] = figures[r];
       }
       plan = merged(std::move(plan), candidate, takes);
-      return figures;
     };
-    std::vector<Placement> greedy = greedy_placements(input, input.topology);
-    const std::vector<Figures> greedy_figures = consider(in_nested_bags(greedy, {}));
+    BalancedSolver flat(std::move(input), effort_);
+    const auto consider_finished = [&] {
+      const Plan finished = flat.finish(flat.placements_);
+      std::vector<int64_t> chunk_lens;
+      for (const Chunk& chunk : finished.chunks()) chunk_lens.push_back(chunk.num_tokens);
+      consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, std::move(chunk_lens)));
+    };
+    const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
+    flat.placements_ = greedy;
+    const Plan greedy_plan = in_nested_bags(greedy, {});
+    const std::vector<Figures> greedy_figures = figures_of(greedy_plan);
+    if (contains(wins(greedy_figures), true)) {
+      consider_finished();    // with its sequences closer to home,
+      consider(greedy_plan);  // or as it is, since trading places moves a token here and there
+    }
     if (effort_ == Effort::kLow) continue;
-    BalancedSolver improver(std::move(input), effort_);
-    improver.placements_ = greedy;
     for (size_t r = 0; r < num_replicas; ++r) {
       // Close enough that it may win once improved as well.
       constexpr double kClose = 1.02;
-      may_win[r] = may_win[r] && greedy_figures[r].time_s <= kClose * best[r].time_s;
-      if (may_win[r]) improver.solve_flat(static_cast<int32_t>(r));
+      may_win[r] = may_win[r] && !is_good(r) && greedy_figures[r].time_s <= kClose * best[r].time_s;
+      if (may_win[r]) flat.solve_flat(static_cast<int32_t>(r));
     }
-    if (improver.placements_ == greedy) continue;
-    const Plan improved = improver.finish(std::move(improver.placements_));
-    std::vector<int64_t> chunk_lens;
-    for (const Chunk& chunk : improved.chunks()) chunk_lens.push_back(chunk.num_tokens);
-    consider(in_nested_bags({improved.placements().begin(), improved.placements().end()}, std::move(chunk_lens)));
+    if (flat.placements_ != greedy) consider_finished();
   }
   return plan;
 }
@@ -311,8 +335,9 @@ Plan BalancedSolver::solve_all_flat() {
   const std::vector<Figures> before = figures_of(published), after = figures_of(plan);
   std::vector<char> takes(before.size());
   for (size_t r = 0; r < before.size(); ++r) {
-    takes[r] = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s &&
-               after[r].keeps_limit >= before[r].keeps_limit;
+    const bool is_no_worse = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s;
+    takes[r] =
+        after[r].keeps_limit > before[r].keeps_limit || (is_no_worse && after[r].keeps_limit == before[r].keeps_limit);
   }
   return merged(std::move(published), plan, takes);
 }

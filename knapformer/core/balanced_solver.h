@@ -1,6 +1,6 @@
 // solver="balanced": near-optimal plans for flat and nested bags.
 //
-// For each replica:
+// For each replica, by itself:
 //   1. lower bound              lower_bound.h
 //   2. constructive placements  balanced_fit.h, under a few target times; and the greedy ones of flat topologies
 //   3. improvement              balanced_search.h, from the best of them
@@ -8,13 +8,13 @@
 // sequences are cut unevenly where that helps (chunk_cut.h).
 //
 // Nested bags are balanced for predicted time. In a flat topology every sequence of a bag is shared by all its ranks
-// whatever is planned, and the published measure is work per rank: flat topologies are balanced for work, and among
-// such plans for predicted time, which may be at most a five-hundredth longer than the greedy plan's.
+// whatever is planned, and the published measure is work per rank: there work is evened out without taking longer than
+// greedy, then time; where bags differ in size, time first.
 //
-// By construction a plan of flat bags never has a fuller rank, in work, than the greedy plan; and one of nested bags is
-// never worse, in predicted time, than the greedy plan of any flat topology whose groups are among its own
-// (at low effort: unless it is within a two-thousandth of the lower bound, where that is not looked at). Flat ones that
-// come close are improved like the nested one before they are compared.
+// By construction, replica by replica: a plan of flat bags is never worse than the greedy plan, neither by work nor by
+// predicted time; and one of nested bags is never worse, in predicted time, than the greedy plan of any flat topology
+// whose groups are among its own (at low effort: unless it is within a two-thousandth of the lower bound, where that is
+// not looked at). Flat ones that come close are improved like the nested one before they are compared.
 #pragma once
 
 #include <string>
@@ -35,7 +35,7 @@ class BalancedSolver {
  private:
   void solve_nested(int32_t replica);
   void solve_flat(int32_t replica);
-  int64_t num_moves(size_t num_items) const;
+  int64_t num_moves(const BagForest& forest) const;
   void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();

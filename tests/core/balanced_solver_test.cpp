@@ -135,8 +135,8 @@ TEST(BalancedSolver, NoPlanBeatsTheLowerBound) {
   }
 }
 
-/// The best predicted time of all placements, each cut as well as whole tokens allow.
-double exhaustive_best(const PlanInput& in) {
+template <class Visit>
+void for_all_placements(const PlanInput& in, const Visit& visit) {
   std::vector<Placement> choices;
   for (size_t b = 0; b < in.topology.bags().size(); ++b) {
     const Bag& bag = in.topology.bag(BagId(b));
@@ -148,15 +148,23 @@ double exhaustive_best(const PlanInput& in) {
   }
   const auto n = static_cast<size_t>(in.seq_lens.num_sequences());
   std::vector<size_t> pick(n, 0);
-  double best = std::numeric_limits<double>::infinity();
   while (true) {
     std::vector<Placement> placements;
     for (const size_t p : pick) placements.push_back(choices[p]);
-    best = std::min(best, Plan(in, "any", placements, cut_chunks(in, placements)).predicted_time_s());
+    visit(placements);
     size_t i = 0;
     while (i < n && ++pick[i] == choices.size()) pick[i++] = 0;
-    if (i == n) return best;
+    if (i == n) return;
   }
+}
+
+/// The best predicted time of all placements, each cut as well as whole tokens allow.
+double exhaustive_best(const PlanInput& in) {
+  double best = std::numeric_limits<double>::infinity();
+  for_all_placements(in, [&](const std::vector<Placement>& placements) {
+    best = std::min(best, Plan(in, "any", placements, cut_chunks(in, placements)).predicted_time_s());
+  });
+  return best;
 }
 
 TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) {
@@ -356,6 +364,34 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
     EXPECT_NE(message.find(std::to_string(free.num_tokens() - 32 * (mean - 1)) + " more than it may hold"),
               std::string::npos)
         << message;
+  }
+}
+
+/// The lowest limit of tokens per rank that some placement keeps.
+int64_t least_limit(const PlanInput& in) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for_all_placements(in, [&](const std::vector<Placement>& placements) {
+    least = std::min(least, Plan(in, "any", placements, cut_chunks(in, placements)).max_tokens());
+  });
+  return least;
+}
+
+TEST(BalancedSolver, FindsAPlanWithinALimitThatSomePlanKeeps) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::vector<int64_t>> lens(4);
+    for (int i = 0; i < 6; ++i) lens[random() % 4].push_back(static_cast<int64_t>(100 + random() % 3000));
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(lens);
+    const char* topologies[] = {"g4/2/1n1", "g2/1n2", "g2n2", "g1n2+g2n1", "g1n4"};
+    in.topology = Topology::parse(topologies[seed % 5], 4);
+    in.d_model = 512;
+    in.max_tokens_per_rank = least_limit(in);
+    for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+      EXPECT_NO_THROW(plan_balanced(in, {.moves = effort}).validate()) << "seed " << seed << ", effort " << effort;
+    }
+    --in.max_tokens_per_rank;
+    EXPECT_THROW(plan_balanced(in), ArgumentError) << "seed " << seed;
   }
 }
 

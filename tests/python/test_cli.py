@@ -63,17 +63,18 @@ def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
     speed = [2.0] + [1.0] * 31
     status, out, err = run(
-        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal", "--ranks-per-node", "4",
-        "--max-tokens-per-rank", "6000", "--rank-speed", ",".join(map(str, speed)), "--cluster", "published", "--json", "-",
+        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal",
+        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)),
+        "--cluster", "published", "--ranks-per-node", "4", "--json", "-",
     )  # fmt: skip
     hardware = HardwareModel.published()
     made = plan(
         DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", 3072, effort=500, masks="causal",
-        max_tokens_per_rank=6000, rank_speed=speed,
+        max_tokens_per_rank=9000, rank_speed=speed,
         cluster=ClusterModel(hardware.flops_per_s, hardware.node_bytes_per_s, hardware.network_bytes_per_s, 2, 4),
     )  # fmt: skip
     assert (status, err) == (0, "") and Plan.from_json(out) == made
-    assert made.max_tokens <= 6000 and made.solver == "balanced"
+    assert made.max_tokens <= 9000 and made.solver == "balanced"
 
 
 def test_tune_ranks_topologies_with_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

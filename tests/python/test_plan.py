@@ -134,7 +134,7 @@ def test_auto_chooses_from_lengths_and_heads():
     ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], 3072)
     assert [o.predicted_time for o in ranking] == sorted(o.predicted_time for o in ranking)
     assert "longest sequence alone" in next(o for o in ranking if o.topology == "g1n4").reason
-    with pytest.raises(kf.ArgumentError, match="^batches: got"):
+    with pytest.raises(kf.ArgumentError, match=r"^batches: got"):
         kf.rank_topologies([], 3072)
 
 

@@ -1,0 +1,99 @@
+"""How even flat bags can be at best: plans of workload A on g4n8, held against a proven bound.
+
+    python bench/flat_bound.py [--seeds 20]      (needs `pip install highspy`)
+
+The bound: long sequences have to be packed whole into the 8 bags, short ones are let flow like water. A share T of the
+mean is ruled out where an integer program says that the long ones cannot be packed into 8 bags of at most T: it covers
+them by sets that fill a bag. What could not be ruled out within a limit of time is not claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator
+
+import highspy
+from bench_solvers import D_MODEL, WORKLOADS, Workload, work
+
+import knapformer
+
+NUM_BAGS = 8
+LONG_TOKENS = 10_000
+FREE = knapformer.ClusterModel(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
+
+
+def fillings(items: list[float], capacity: float) -> Iterator[tuple[int, ...]]:
+    """Sets of items (falling) that fit, and to which none could be added."""
+    chosen: list[int] = []
+
+    def extend(first: int, left: float) -> Iterator[tuple[int, ...]]:
+        for i in range(first, len(items)):
+            if items[i] <= left:
+                chosen.append(i)
+                yield from extend(i + 1, left - items[i])
+                chosen.pop()
+        taken = set(chosen)
+        if all(i in taken or items[i] > left for i in range(len(items))):
+            yield tuple(chosen)
+
+    yield from extend(0, capacity)
+
+
+def cannot_be_packed(items: list[float], capacity: float, seconds: float) -> bool:
+    """Proven. False: it can, or nothing was proven in time."""
+    if items[0] > capacity:
+        return True
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", seconds)
+    bags_with: list[list[highspy.highs.highs_var]] = [[] for _ in items]
+    bags = []
+    for filling in fillings(items, capacity):
+        bags.append(highs.addBinary())
+        for i in filling:
+            bags_with[i].append(bags[-1])
+    for choices in bags_with:
+        highs.addConstr(highs.qsum(choices) >= 1)
+    highs.addConstr(highs.qsum(bags) <= NUM_BAGS)
+    highs.run()
+    return highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+
+
+def bound(lengths: list[int], reached: float, seconds: float) -> float:
+    """No plan has a lower highest work of a bag over the mean. `reached`: by some plan."""
+    mean = sum(work(length, 1.0) for length in lengths) / NUM_BAGS
+    long = sorted((work(length, 1.0) for length in lengths if length > LONG_TOKENS), reverse=True)
+    proven = 1.0
+    for part in (0.03, 0.1, 0.3, 0.6, 0.8, 0.999):
+        share = 1 + (reached - 1) * part
+        if not cannot_be_packed(long, share * mean, seconds):
+            break
+        proven = share
+    return proven
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30, help="limit of each integer program")
+    args = parser.parse_args()
+    workload: Workload = next(w for w in WORKLOADS if w.name == "A")
+    rows = []
+    for seed in range(args.seeds):
+        seq_lens = workload.lengths(seed)
+        plans = [
+            knapformer.plan(seq_lens, "g4n8", D_MODEL, solver=solver, effort="high", cluster=FREE)
+            for solver in ("greedy", "balanced")
+        ]
+        greedy, balanced = (plan.max_over_mean_after for plan in plans)
+        proven = bound([length for lens in seq_lens for length in lens], balanced, args.seconds)
+        rows.append((greedy, balanced, proven))
+        print(f"seed {seed}: greedy {greedy:.4f}, balanced {balanced:.4f}, bound {proven:.4f}", flush=True)
+    means = (statistics.fmean(column) for column in zip(*rows, strict=True))
+    print("mean: greedy {:.4f}, balanced {:.4f}, bound {:.4f}".format(*means))
+
+
+if __name__ == "__main__":
+    main()
