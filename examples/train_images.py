@@ -30,7 +30,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.data import DataLoader
 
-from knapformer import BalancedLoader, SequenceBalancer
+from knapformer import BalancedLoader, ClusterModel, SequenceBalancer
+
+# What the planner weighs the cost of sharing a sequence by, where ranks are processes on the CPU of one machine.
+CPU_CLUSTER = ClusterModel(flops_per_s=1e10, node_bytes_per_s=1e9, bytes_per_number=4)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,8 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PIXELS,...",
         help="sides of squares of as many pixels; one that is named twice is drawn twice as often",
     )
-    parser.add_argument("--balancer", default="g2n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
-    parser.add_argument("--gamma", type=float, default=1.0, help="cost of attention's FLOPs over that of products")
+    parser.add_argument("--balancer", default="g2/1n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=0.7, help="cost of attention's FLOPs over that of products")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=6, help="samples of all ranks in a step")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
@@ -87,7 +90,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     pictures = load_pictures(arguments.data)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
-    balancer = None if arguments.balancer == "none" else SequenceBalancer(arguments.balancer, arguments.gamma)
+    balancer = None
+    if arguments.balancer != "none":
+        cluster = CPU_CLUSTER if device.type == "cpu" else None
+        balancer = SequenceBalancer(arguments.balancer, arguments.gamma, cluster=cluster)
     runs = {"balanced" if balancer else "not balanced": TrainingRun(options, device, balancer)}
     if arguments.compare:
         runs["not balanced"] = TrainingRun(options, device, None)
