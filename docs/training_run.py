@@ -32,7 +32,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 RUNS = ROOT / "build" / "training_run"
 PICTURES = ROOT / "docs" / "pictures"
-NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 300, 100, 180
+NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 300, 60, 180
 NUM_WARMUP = 5  # steps that no time is taken of
 
 Log = list[dict[str, Any]]
