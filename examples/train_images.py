@@ -23,14 +23,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from picture_training import checkpoints
-from picture_training.pictures import PictureBatch, PictureBatches, load_pictures, pack
+from picture_training.pictures import PictureBatch, PictureBatches, PictureData, load_pictures, pack
 from picture_training.samples import save_samples
 from picture_training.training import TrainingOptions, TrainingRun
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.data import DataLoader
 
-from knapformer import BalancedLoader, SequenceBalancer
+from knapformer import BalancedLoader, ClusterModel, SequenceBalancer
+
+# What the planner weighs the cost of sharing a sequence by, where ranks are processes on the CPU of one machine.
+CPU_CLUSTER = ClusterModel(flops_per_s=1e10, node_bytes_per_s=1e9, bytes_per_number=4)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,10 +47,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PIXELS,...",
         help="sides of squares of as many pixels; one that is named twice is drawn twice as often",
     )
-    parser.add_argument("--balancer", default="g2n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
-    parser.add_argument("--gamma", type=float, default=1.0, help="cost of attention's FLOPs over that of products")
+    parser.add_argument("--balancer", default="g2/1n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=0.7, help="cost of attention's FLOPs over that of products")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=6, help="samples of all ranks in a step")
+    parser.add_argument("--time-shift", type=float, default=1.0, help="trains and samples more near the noise (> 1)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -87,7 +91,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     pictures = load_pictures(arguments.data)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
-    balancer = None if arguments.balancer == "none" else SequenceBalancer(arguments.balancer, arguments.gamma)
+    balancer = None
+    if arguments.balancer != "none":
+        cluster = CPU_CLUSTER if device.type == "cpu" else None
+        balancer = SequenceBalancer(arguments.balancer, arguments.gamma, cluster=cluster)
     runs = {"balanced" if balancer else "not balanced": TrainingRun(options, device, balancer)}
     if arguments.compare:
         runs["not balanced"] = TrainingRun(options, device, None)
@@ -99,10 +106,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     (main_run, *_) = runs.values()
     first_step = main_run.num_steps_done
 
-    data = PictureBatches(
-        pictures, arguments.resolutions, options.batch_size, options.seed, rank, num_ranks, options.dtype
-    )
-    batches: Iterable[PictureBatch] = DataLoader(data, batch_size=None, sampler=range(first_step, arguments.steps))
+    data = PictureData(pictures, arguments.resolutions, arguments.seed, arguments.time_shift)
+    own = PictureBatches(data, options.batch_size, rank, num_ranks, options.dtype)
+    batches: Iterable[PictureBatch] = DataLoader(own, batch_size=None, sampler=range(first_step, arguments.steps))
     if balancer:
         planned = BalancedLoader(batches, balancer, options.model.d_model, empty=lambda: pack([], options.dtype))
         batches = (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
@@ -119,7 +125,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
                 checkpoints.save(main_run, arguments.out)
             fetch_start = time.perf_counter()
     if not arguments.no_samples:
-        save_samples(main_run, pictures, max(arguments.resolutions), arguments.out / "samples.png")
+        save_samples(main_run, data, arguments.out / "samples.png")
 
 
 def of_ranks(value: Any) -> list[Any]:

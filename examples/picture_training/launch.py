@@ -20,7 +20,12 @@ def start(out: Path, *options: str, num_ranks: int = 2) -> subprocess.Popen[str]
 
 
 def finish(launcher: subprocess.Popen[str], timeout_s: float | None = None) -> None:
-    _, errors = launcher.communicate(timeout=timeout_s)
+    try:
+        _, errors = launcher.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # which takes its ranks with it
+        launcher.communicate()
+        raise
     if launcher.returncode != 0:
         raise RuntimeError(errors)
 
@@ -30,7 +35,7 @@ def kill_after(launcher: subprocess.Popen[str], out: Path, num_steps: int, timeo
     log, deadline = out / "log.jsonl", time.monotonic() + timeout_s
     while not log.exists() or log.read_text(encoding="utf-8").count("\n") < num_steps:
         if launcher.poll() is not None or time.monotonic() > deadline:
-            launcher.kill()
+            launcher.terminate()
             raise RuntimeError(f"ended before step {num_steps}: {launcher.communicate()[1]}")
         time.sleep(0.02)
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -128,14 +128,25 @@ class TrainingSample:
     words: Tensor  # (words, WORD_CHANNELS)
 
 
-def draw_sample(pictures: Sequence[Picture], resolutions: Sequence[int], seed: int, number: int) -> TrainingSample:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+@dataclass(frozen=True)
+class PictureData:
+    """What samples are drawn from. resolutions: one that is named twice is drawn twice as often. time_shift: draws more
+    times (> 1) near the noise; in pixels much noise is needed to hide what a picture shows."""
+
+    pictures: Sequence[Picture]
+    resolutions: Sequence[int]
+    seed: int = 0
+    time_shift: float = 1.0
+
+
+def draw_sample(data: PictureData, number: int) -> TrainingSample:
+    generator = torch.Generator().manual_seed(data.seed * 1_000_003 + number)
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
-    picture = pictures[draw(len(pictures))]
-    rows, columns = grid_of_size(resolutions[draw(len(resolutions))], ASPECTS[draw(len(ASPECTS))])
+    picture = data.pictures[draw(len(data.pictures))]
+    rows, columns = grid_of_size(data.resolutions[draw(len(data.resolutions))], ASPECTS[draw(len(ASPECTS))])
     zoom, across, down = torch.rand(3, generator=generator).tolist()
     # The largest part of this shape, or down to two thirds of it, anywhere.
     width, height = picture.image.size
@@ -145,10 +156,12 @@ def draw_sample(pictures: Sequence[Picture], resolutions: Sequence[int], seed: i
     small = picture.image.resize((columns * PATCH, rows * PATCH), Image.Resampling.BICUBIC, box)
     tokens = to_tokens(torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 127.5 - 1)
     kept = float(torch.rand((), generator=generator)) >= CAPTION_DROPOUT
+    noise = torch.randn(tokens.shape, generator=generator)
+    time = torch.sigmoid(torch.randn((), generator=generator))
     return TrainingSample(
         tokens=tokens,
-        noise=torch.randn(tokens.shape, generator=generator),
-        time=torch.sigmoid(torch.randn((), generator=generator)),
+        noise=noise,
+        time=data.time_shift * time / (1 + (data.time_shift - 1) * time),
         grid=(rows, columns),
         words=words_of(picture.caption if kept else ""),
     )
@@ -190,20 +203,10 @@ def pack(samples: Sequence[TrainingSample], dtype: torch.dtype = torch.float32) 
 class PictureBatches(Dataset[PictureBatch]):
     """Item `step` is this rank's share of the samples of that step: for a DataLoader with batch_size=None."""
 
-    def __init__(
-        self,
-        pictures: Sequence[Picture],
-        resolutions: Sequence[int],
-        batch_size: int,
-        seed: int,
-        rank: int,
-        num_ranks: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._pictures, self._resolutions, self._seed, self._dtype = pictures, resolutions, seed, dtype
-        self._batch_size = batch_size
+    def __init__(self, data: PictureData, batch_size: int, rank: int, num_ranks: int, dtype: torch.dtype) -> None:
+        self._data, self._batch_size, self._dtype = data, batch_size, dtype
         self._share = range(rank * batch_size // num_ranks, (rank + 1) * batch_size // num_ranks)
 
     def __getitem__(self, step: int) -> PictureBatch:
         numbers = (step * self._batch_size + i for i in self._share)
-        return pack([draw_sample(self._pictures, self._resolutions, self._seed, n) for n in numbers], self._dtype)
+        return pack([draw_sample(self._data, number) for number in numbers], self._dtype)

@@ -14,7 +14,7 @@ from PIL import Image
 from picture_training.pictures import (
     PATCH,
     TOKEN_CHANNELS,
-    Picture,
+    PictureData,
     grid_of_size,
     pooled_words,
     to_pixels,
@@ -26,12 +26,11 @@ _SHAPES = ((1.0, 1.0), (1.0, 4 / 3), (0.75, 16 / 9), (1.0, 3 / 4), (0.5, 1.0))  
 _GUIDANCE_SCALE = 3.0
 
 
-def save_samples(run: TrainingRun, pictures: Sequence[Picture], resolution: int, path: Path, num: int = 10) -> None:
+def save_samples(run: TrainingRun, data: PictureData, path: Path, num: int = 10) -> None:
     """Collective: the ranks share the requests. Rank 0 writes the sheet, captions in turn, shapes in turn."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    captions = [pictures[i % len(pictures)].caption for i in range(num)]
-    grids = [grid_of_size(round(share * resolution), aspect) for share, aspect in _SHAPES]
-    requests = [_request(run, captions[i], grids[i % len(grids)], i) for i in range(rank, num, num_ranks)]
+    grids = [grid_of_size(round(share * max(data.resolutions)), aspect) for share, aspect in _SHAPES]
+    requests = [_request(run, data, grids[i % len(grids)], i) for i in range(rank, num, num_ranks)]
     made = sample(run.ema, requests, run.balancer, num_steps=30)
     mine = [
         ((to_pixels(tokens.cpu(), grids[i % len(grids)]).clamp(-1, 1) + 1) * 127.5).byte()
@@ -43,8 +42,9 @@ def save_samples(run: TrainingRun, pictures: Sequence[Picture], resolution: int,
         _sheet([everyones[i % num_ranks][i // num_ranks] for i in range(num)]).save(path)
 
 
-def _request(run: TrainingRun, caption: str, grid: tuple[int, int], number: int) -> SampleRequest:
-    generator = torch.Generator().manual_seed(run.options.seed * 1_000_003 + number)
+def _request(run: TrainingRun, data: PictureData, grid: tuple[int, int], number: int) -> SampleRequest:
+    generator = torch.Generator().manual_seed(data.seed * 1_000_003 + number)
+    caption = data.pictures[number % len(data.pictures)].caption
     words = words_of(caption).to(run.device, run.options.dtype)
     noise = torch.randn(grid[0] * grid[1], TOKEN_CHANNELS, generator=generator)
     return SampleRequest(
@@ -53,6 +53,7 @@ def _request(run: TrainingRun, caption: str, grid: tuple[int, int], number: int)
         text=words,
         pooled=pooled_words(words),
         guidance_scale=_GUIDANCE_SCALE,
+        shift=data.time_shift,
     )
 
 

@@ -20,6 +20,7 @@ HOMES = {
     "g1n2 in another order": ((4, 2), (3, 0, 1)),
     "none": ((0, 1, 2), (3, 4)),
     "none with one rank without": ((4, 3, 2, 1, 0), ()),
+    "g2/1n1": ((0, 1, 2), (3, 4)),
     "g2n1 whole": ((2, 0), (1, 3, 4)),
     "g2n1 nobody has any": ((), ()),
 }

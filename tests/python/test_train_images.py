@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -16,9 +17,11 @@ Image = pytest.importorskip("PIL.Image")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+from distributed.ranks import run_ranks  # noqa: E402
 from picture_training import checkpoints  # noqa: E402
 from picture_training import pictures as P  # noqa: E402
 from picture_training.launch import finish, kill_after, start  # noqa: E402
+from picture_training.training import TrainingOptions, TrainingRun  # noqa: E402
 
 NUM_STEPS = 8
 SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "5", "--resolutions", "8,16,32", "--precision", "fp64",
@@ -90,18 +93,37 @@ def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], 
     ]
 
 
+def train_in(rank: int, world_size: int, folder: str, precision: str) -> list[float]:
+    options = TrainingOptions(precision, batch_size=4)
+    run = TrainingRun(options, torch.device("cpu"), None)
+    batches = P.PictureBatches(P.PictureData(P.load_pictures(folder), (16, 32)), 4, rank, world_size, options.dtype)
+    losses = [run.step(batches[step])[0] for step in range(4)]
+    assert all(parameter.dtype == options.dtype for parameter in run.model.parameters())
+    assert all(parameter.grad is None for parameter in run.ema.parameters())
+    moved = sum(
+        (a.to_local() - b.to_local()).abs().max()
+        for a, b in zip(run.model.parameters(), run.ema.parameters(), strict=True)
+    )
+    assert 0 < moved < 1, "the average follows the weights, behind them"
+    return losses
+
+
+def test_bfloat16_computes_nearly_the_same(folder: Path) -> None:
+    (in_fp32,), (in_bf16,) = (run_ranks(train_in, 1, str(folder), precision) for precision in ("fp32", "bf16"))
+    assert in_bf16 == pytest.approx(in_fp32, rel=0.02) and in_bf16 != pytest.approx(in_fp32, rel=1e-6)
+
+
 def test_a_sample_is_the_same_on_any_rank_and_of_any_number_of_them(folder: Path) -> None:
-    pictures = P.load_pictures(str(folder))
-    whole = P.PictureBatches(pictures, (8, 16, 32), 5, 7, 0, 1, torch.float32)[2]
+    data = P.PictureData(P.load_pictures(str(folder)), (8, 16, 32), seed=7)
+    whole = P.PictureBatches(data, 5, 0, 1, torch.float32)[2]
     for num_ranks in (2, 3, 7):
-        parts = [
-            P.PictureBatches(pictures, (8, 16, 32), 5, 7, r, num_ranks, torch.float32)[2] for r in range(num_ranks)
-        ]
+        parts = [P.PictureBatches(data, 5, r, num_ranks, torch.float32)[2] for r in range(num_ranks)]
         for name in ("image", "image_ids", "text", "pooled", "timestep"):
             assert torch.cat([getattr(part.inputs, name) for part in parts]).equal(getattr(whole.inputs, name)), name
         assert torch.cat([part.target for part in parts]).equal(whole.target)
         assert [n for part in parts for n in part.inputs.image_lens] == whole.inputs.image_lens
-    assert not P.PictureBatches(pictures, (8, 16, 32), 5, 8, 0, 1, torch.float32)[2].target.equal(whole.target)
+    other = P.PictureBatches(dataclasses.replace(data, seed=8), 5, 0, 1, torch.float32)[2]
+    assert not other.target.equal(whole.target)
 
 
 def test_pictures_and_their_captions(folder: Path) -> None:
@@ -119,7 +141,7 @@ def test_pictures_and_their_captions(folder: Path) -> None:
 def test_pictures_inside_packages_as_samples() -> None:
     pictures = P.load_pictures(None)
     assert len({picture.caption for picture in pictures}) == len(pictures) >= 10
-    samples = [P.draw_sample(pictures, (32, 64), 0, number) for number in range(40)]
+    samples = [P.draw_sample(P.PictureData(pictures, (32, 64)), number) for number in range(40)]
     assert len({sample.grid for sample in samples}) > 6, "mixed resolutions and aspect ratios"
     for sample in samples:
         assert sample.tokens.shape == sample.noise.shape == (sample.grid[0] * sample.grid[1], P.TOKEN_CHANNELS)
