@@ -99,6 +99,10 @@ Agreement::StatementId Agreement::resolve(const Statement& statement) {
 
 std::string Agreement::foresee(const Statement& statement) {
   const std::lock_guard lock(mutex_);
+  if (!matches(foreseen(), statement)) {
+    const auto before = last_of_.find(statement.fields);
+    if (before != last_of_.end()) return known_[static_cast<size_t>(before->second)].gradients;
+  }
   resolved_ = resolve(statement);
   return known_[static_cast<size_t>(*resolved_)].gradients;
 }
@@ -114,6 +118,7 @@ void Agreement::agree(const Statement& statement) {
   resolved_.reset();
   if (last_ != kNone) followed_by_[static_cast<size_t>(last_)] = id;
   last_ = id;
+  last_of_[statement.fields] = id;
   step_.push_back(id);
   ++num_calls_;
 }

@@ -39,7 +39,8 @@ class Agreement {
   /// differ. Collective where something is new; all ranks come to the same calls in the same order.
   void agree(const Statement& statement);
   /// Agrees on the call that comes next, without going on: `agree` follows with the same statement, its gradients as
-  /// returned here. For ranks that follow.
+  /// returned here. For ranks that follow. A call that was agreed on before and is not the next is as it was then: it
+  /// may belong to a computation that is repeated without its exchanges (activation checkpointing).
   std::string foresee(const Statement& statement);
   /// A new step: places are counted from its beginning.
   void begin_step();
@@ -73,8 +74,9 @@ class Agreement {
   std::mutex mutex_;
   std::vector<Known> known_;
   std::unordered_map<std::string, StatementId> ids_;
-  std::vector<StatementId> followed_by_;       // of each statement, what came after it last
-  std::vector<StatementId> last_step_, step_;  // statements by place
+  std::unordered_map<std::string, StatementId> last_of_;  // of each statement's fields
+  std::vector<StatementId> followed_by_;                  // of each statement, what came after it last
+  std::vector<StatementId> last_step_, step_;             // statements by place
   StatementId last_ = kNone;
   std::optional<StatementId> resolved_;  // of the call that comes next, by foresee
   int64_t num_calls_ = 0;

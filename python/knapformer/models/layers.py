@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
 def rotations(position_ids: Tensor, axes: Sequence[int], theta: float, dtype: torch.dtype) -> Tensor:
@@ -40,11 +40,15 @@ class Block(nn.Module):
     """
 
     checkpointed = False
+    keeps_exchanges = False
 
     def forward(self, *args: Any) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
             # No block draws random numbers, so there is no generator state to restore.
-            return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False)
+            contexts: Any = noop_context_fn
+            if self.keeps_exchanges:
+                from knapformer.checkpointing import keep_exchanges as contexts
+            return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return self.compute(*args)
 
     def compute(self, *args: Any) -> Any:

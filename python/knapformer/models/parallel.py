@@ -29,11 +29,16 @@ def build_model(config: ModelConfig, dtype: torch.dtype = torch.float32, device:
     return model.to(dtype)
 
 
-def set_checkpointing(model: nn.Module, enabled: bool = True) -> None:
-    """Every block is computed again in the backward pass instead of keeping its activations."""
+def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
+    """Every block is computed again in the backward pass instead of keeping its activations.
+
+    keep_exchanges: but for what the balancer's exchanges brought, so that none is repeated
+    (`knapformer.checkpointing.keep_exchanges`).
+    """
     for module in model.modules():
         if isinstance(module, Block):
             module.checkpointed = enabled
+            module.keeps_exchanges = keep_exchanges
 
 
 def shard_model(model: _AnyModel, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _AnyModel:

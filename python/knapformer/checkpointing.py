@@ -1,0 +1,42 @@
+"""Activation checkpointing that keeps what exchanges brought: the recomputation repeats no all-to-all. Needs torch.
+
+    from torch.utils.checkpoint import checkpoint
+    checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanges)
+
+Kept of each attention: this rank's share of queries, keys and values as attention sees them, and its output. For each
+token of a shared sequence that is four times the width where all heads have keys of their own. The rest is computed
+again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import knapformer._torch  # noqa: F401  (registers the ops)
+
+#: The ops that move tensors between ranks, for selective checkpointing policies of your own.
+EXCHANGES = (
+    torch.ops.knapformer.exchange.default,
+    torch.ops.knapformer.exchange_start.default,
+    torch.ops.knapformer.exchange_finish.default,
+)
+
+
+def keep_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For `checkpoint(..., context_fn=keep_exchanges)`. Every rank uses it, or none: it changes the order of
+    collectives.
+
+    To keep more than exchanges, say so in a policy of your own, with EXCHANGES among what must be saved.
+    """
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+        _policy
+    )
+    return contexts
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXCHANGES else CheckpointPolicy.PREFER_RECOMPUTE
