@@ -228,15 +228,16 @@ TEST(Errors, OptionsThatDiffer) {
     std::string solver;
     std::string words;
   };
-  const std::vector<Case> odd_ones = {{"g1n2", 1, 1, "balanced", "topology: got "},
-                                      {"g2n1", 0.5, 1, "balanced", "gamma: got "},
-                                      {"g2n1", 1, 0.5, "balanced", "mask_factor: got "},
-                                      {"g2n1", 1, 1, "greedy", "solver: got "},
-                                      {"g2n1", 1, 1, "magic", "solver: got 'magic', expected "},
-                                      {"g2n", 1, 1, "greedy", "topology: got "},
-                                      {"g3n1", 1, 1, "greedy", "topology: got "},
-                                      {"g2/1n1", 1, 1, "greedy", "solver: got 'greedy' for topology g2/1n1, expected flat bags"},
-                                      {"g2n1", -1, 1, "greedy", "gamma: got -1"}};
+  const std::vector<Case> odd_ones = {
+      {"g1n2", 1, 1, "balanced", "topology: got "},
+      {"g2n1", 0.5, 1, "balanced", "gamma: got "},
+      {"g2n1", 1, 0.5, "balanced", "mask_factor: got "},
+      {"g2n1", 1, 1, "greedy", "solver: got "},
+      {"g2n1", 1, 1, "magic", "solver: got 'magic', expected "},
+      {"g2n", 1, 1, "greedy", "topology: got "},
+      {"g3n1", 1, 1, "greedy", "topology: got "},
+      {"g2/1n1", 1, 1, "greedy", "solver: got 'greedy' for topology g2/1n1, expected flat bags"},
+      {"g2n1", -1, 1, "greedy", "gamma: got -1"}};
   for (const Case& odd : odd_ones) {
     const BalancerOptions options{.workload = {.gamma = odd.gamma, .mask_factor = odd.mask_factor},
                                   .solver = odd.solver};
