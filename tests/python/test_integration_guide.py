@@ -1,4 +1,4 @@
-"""The code of docs/integration.md and docs/training.md, executed: the blocks of each section in order, in one namespace."""
+"""The code of docs/integration.md and docs/training.md, executed: a section's blocks in order, in one namespace."""
 
 from __future__ import annotations
 
