@@ -52,6 +52,8 @@ bench: $(VENV)/.installed $(VENV)/.bench system-packages
 	mkdir -p build/bench
 	build/benchmarks/bench/bench_planner --benchmark_out=build/bench/planner.json --benchmark_out_format=json
 	$(BIN)/python bench/bench_exchange.py --json build/bench/exchange.json
+	$(BIN)/python bench/bench_host.py --json build/bench/host.json
+	$(BIN)/python bench/bench_checkpointing.py --json build/bench/checkpointing.json
 	$(BIN)/python bench/bench_simulate.py --json build/bench/simulate.json
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json
 

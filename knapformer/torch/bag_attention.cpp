@@ -23,9 +23,10 @@ std::string label_of(std::span<const AttentionLevel> levels, std::initializer_li
   std::string names;
   for (const AttentionLevel& level : levels) {
     if (level.degree == 1) continue;
-    for (const char* tensor : tensors) names += text(names.empty() ? "" : ",", tensor, "/", level.degree);
+    const std::string degree = std::to_string(level.degree);  // not text(): this is on the way of every call
+    for (const char* tensor : tensors) names.append(names.empty() ? "" : ",").append(tensor).append("/").append(degree);
   }
-  return text("attention(", names, ")");
+  return "attention(" + names + ")";
 }
 
 /// What attention gave on tensors without rows need not depend on them. What came by an exchange must, or this rank
@@ -64,13 +65,17 @@ at::Tensor BagAttention::run(const at::Tensor& q, const at::Tensor& k, const at:
   if (first_shared == 1 && !tables.any_shared) return attend_level(0, {q, k, v}, attend);
 
   // Of each level: q, k, v as attention sees them, then its output.
-  std::vector<int64_t> rows;
-  for (const AttentionLevel& level : levels) rows.push_back(level.num_rows);
-  const std::vector<at::Tensor> parts[] = {at::split_with_sizes(q, rows), at::split_with_sizes(k, rows),
-                                           at::split_with_sizes(v, rows)};
   std::vector<std::vector<at::Tensor>> inputs;
-  for (size_t level = 0; level < levels.size(); ++level) {
-    inputs.push_back({parts[0][level], parts[1][level], parts[2][level]});
+  if (levels.size() == 1) {
+    inputs.push_back({q, k, v});
+  } else {
+    std::vector<int64_t> rows;
+    for (const AttentionLevel& level : levels) rows.push_back(level.num_rows);
+    const std::vector<at::Tensor> parts[] = {at::split_with_sizes(q, rows), at::split_with_sizes(k, rows),
+                                             at::split_with_sizes(v, rows)};
+    for (size_t level = 0; level < levels.size(); ++level) {
+      inputs.push_back({parts[0][level], parts[1][level], parts[2][level]});
+    }
   }
   std::vector<at::Tensor> outputs(levels.size());
 

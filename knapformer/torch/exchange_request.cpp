@@ -82,8 +82,10 @@ ExchangeRequest ExchangeRequest::make(const std::vector<RegionInput>& regions, H
 /// It learns it here, before autograd looks, since its backward must run where theirs does. It follows what was agreed
 /// last: where ranks with rows change their minds, in the same gradient mode, that is an error.
 void ExchangeRequest::follow_others(Channel& own_channel) {
+  // As a statement would say, which takes longer to make.
+  const bool has_rows = std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; });
+  if (has_rows || !at::GradMode::is_enabled()) return;
   const Statement statement = make_statement(arguments(), differentiable, label);
-  if (!statement.follows) return;
   const std::string gradients = own_channel.board().guard([&] { return own_channel.agreement().foresee(statement); });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const bool travels = gradients[i] == '1';

@@ -1,4 +1,4 @@
-"""The code of docs/integration.md, executed: the blocks of each section in order, in one namespace."""
+"""The code of docs/integration.md and docs/training.md, executed: a section's blocks in order, in one namespace."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from distributed.ranks import run_ranks
 
-GUIDE = Path(__file__).parents[2] / "docs" / "integration.md"
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE, TRAINING = DOCS / "integration.md", DOCS / "training.md"
 
 
-def blocks_of(section: str) -> list[str]:
+def blocks_of(section: str, page: Path = GUIDE) -> list[str]:
     """The Python blocks under a heading of the second level."""
-    text = GUIDE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     return re.findall(r"^```python\n(.*?)^```", body, re.DOTALL | re.MULTILINE)
 
@@ -96,3 +97,14 @@ def test_every_python_block_of_the_guide_is_run() -> None:
     sections = re.findall(r"^## (.*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     run = {"Known models", SAMPLING, PLAIN, TITAN, MOVED}
     assert {section for section in sections if blocks_of(section)} == run
+
+
+def train_as_told(rank: int, world_size: int) -> None:
+    namespace: dict[str, Any] = {}
+    for section in re.findall(r"^## (.*)$", TRAINING.read_text(encoding="utf-8"), re.MULTILINE):
+        for number, block in enumerate(blocks_of(section, TRAINING)):
+            exec(compile(block, f"{TRAINING.name}, {section}, block {number + 1}", "exec"), namespace)
+
+
+def test_training() -> None:
+    run_ranks(train_as_told, 2, timeout_s=200)
