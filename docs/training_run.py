@@ -33,7 +33,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 RUNS = ROOT / "build" / "training_run"
 PICTURES = ROOT / "docs" / "pictures"
 NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 160, 40, 105
-NUM_STEPS_PICTURES = 1500
+NUM_STEPS_PICTURES = 500
 PICTURE_OPTIONS = ("--resolutions", "32,48,64", "--batch-size", "12", "--time-shift", "3", "--checkpoint-every", "250")
 NUM_WARMUP = 5  # steps that no time is taken of
 
