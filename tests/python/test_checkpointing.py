@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER, Step, batch_of
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
-from knapformer import SequenceBalancer
+from knapformer import SequenceBalancer, checkpointing
 
 # Of a flat topology, and of a nested one whose first step has sequences that are shared and some that are not.
 CASES = {"transformer-tiny": "g2n1", "flux-tiny": "g2/1n1"}
@@ -20,8 +26,27 @@ STEPS: list[Step] = [
 ]
 
 
-def train(name: str, mode: str, rank: int) -> tuple[list[Tensor], int, float]:
-    """Gradients of all steps, added up; the all-to-alls of all steps; bytes that the first forward pass left."""
+@contextlib.contextmanager
+def kept_bytes() -> Iterator[list[int]]:
+    """Of the outputs that checkpointing decides to keep in forward passes."""
+    kept: list[int] = []
+    policy = checkpointing._policy
+
+    def spy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        decision = policy(context, op, *args, **kwargs)
+        if decision == CheckpointPolicy.MUST_SAVE and not context.is_recompute:
+            kept.extend(t.nbytes for t in tree_leaves(context.op_output) if isinstance(t, Tensor))
+        return decision
+
+    checkpointing._policy = spy
+    try:
+        yield kept
+    finally:
+        checkpointing._policy = policy
+
+
+def train(name: str, mode: str, rank: int) -> tuple[list[Tensor], int, int]:
+    """Gradients of all steps, added up; the all-to-alls of all steps; bytes that the first forward pass kept."""
     from knapformer.models import NAMED_CONFIGS, build_model, init_weights, set_checkpointing
 
     model = build_model(NAMED_CONFIGS[name], torch.float64)
@@ -33,21 +58,18 @@ def train(name: str, mode: str, rank: int) -> tuple[list[Tensor], int, float]:
         batch, target = batch_of(name, STEPS[index], index, [rank])
         return (model(batch, balancer) - target).square().sum()
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as forward:
-        loss = loss_of(0)
-    with torch.profiler.profile(activities=activities) as rest:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with kept_bytes() as kept:
+            loss = loss_of(0)
         loss.backward()
         for index in range(1, len(STEPS)):
             loss_of(index).backward()
-    held = sum(event.self_cpu_memory_usage for event in forward.key_averages())
-    events = [*forward.key_averages(), *rest.key_averages()]
-    count = sum(event.count for event in events if event.key == "c10d::alltoall_base_")
-    return [parameter.grad for parameter in model.parameters()], count, held
+    count = sum(event.count for event in profiler.key_averages() if event.key == "c10d::alltoall_base_")
+    return [parameter.grad for parameter in model.parameters()], count, sum(kept)
 
 
-def train_in_all_modes(rank: int, world_size: int) -> dict[str, dict[str, tuple[int, float]]]:
-    figures: dict[str, dict[str, tuple[int, float]]] = {}
+def train_in_all_modes(rank: int, world_size: int) -> dict[str, dict[str, tuple[int, int]]]:
+    figures: dict[str, dict[str, tuple[int, int]]] = {}
     for name in CASES:
         gradients = {}
         for mode in MODES:
@@ -65,11 +87,10 @@ def test_recomputation_repeats_no_exchange() -> None:
     for figures in of_ranks:
         for name in CASES:
             count = {mode: figures[name][mode][0] for mode in MODES}
-            held = {mode: figures[name][mode][1] for mode in MODES}
             assert count["exchanges"] == count["none"] < count["blocks"]
-            assert held["blocks"] < held["exchanges"] < held["none"]
+            assert figures[name]["exchanges"][1] > 0 == figures[name]["blocks"][1] == figures[name]["none"][1]
         config = NAMED_CONFIGS["transformer-tiny"]
-        count, held = ({mode: figures["transformer-tiny"][mode][i] for mode in MODES} for i in range(2))
+        count = {mode: figures["transformer-tiny"][mode][0] for mode in MODES}
         attentions = 2 * config.num_blocks * len(STEPS)  # there and back
         assert count["none"] == 2 * (attentions + 2 * len(STEPS))
         assert count["blocks"] == count["none"] + attentions
@@ -77,4 +98,5 @@ def test_recomputation_repeats_no_exchange() -> None:
         tokens = sum(sum(sample) for samples in STEPS[0] for sample in samples)
         heads = 2 * config.num_heads + 2 * config.num_kv_heads
         kept = config.num_blocks * tokens * heads * config.head_dim / 2 * 8
-        assert 0.99 * kept < held["exchanges"] - held["blocks"] < 1.1 * kept
+        # The output is kept where it is back with all heads of this rank's chunks, which may differ by a token.
+        assert abs(figures["transformer-tiny"]["exchanges"][1] / kept - 1) < 0.02
