@@ -1,6 +1,6 @@
 """What moving tensors costs over the bare all-to-all of the same bytes, on 2 local ranks of one thread each.
 
-    python bench/bench_exchange.py [--repetitions 40] [--json build/bench/exchange.json]
+    python bench/bench_exchange.py [--repetitions 120] [--json build/bench/exchange.json]
 
 Measured in one run, interleaved, per case and operation:
 
@@ -37,7 +37,7 @@ LIMITS = {"route_and_back": 1.3, "pre_attn": 1.5, "post_attn": 1.5}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=120)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit with status 1 where a limit is passed")
