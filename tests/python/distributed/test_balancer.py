@@ -327,11 +327,11 @@ def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
         balancer.reverse_route(o.flatten(1))
 
     step()
-    step(late_s=0.5)
+    step(late_s=1.5)
     metrics = balancer.metrics()
     assert json.loads(json.dumps(metrics)) == metrics and all(name.startswith("balancer/") for name in metrics)
     assert all(type(value) in (int, float) for value in metrics.values())
-    assert (metrics["balancer/waiting_s"] > 0.3) == (rank != 1), metrics["balancer/waiting_s"]
+    assert (metrics["balancer/waiting_s"] > 0.75) == (rank != 1), metrics["balancer/waiting_s"]
     assert metrics["balancer/num_collectives"] == 5 and metrics["balancer/bytes_sent"] > 0
     assert metrics["balancer/gamma"] == balancer.plan.workload.gamma == 0.5
     balancer.observe(0.25)
