@@ -172,6 +172,7 @@ def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tup
     outcomes = {}
     for name, (mistake, _, _) in MISTAKES.items():
         balancer = SequenceBalancer("g2n1", group=dist.new_group([0, 1]))
+        dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
         for _ in range(warm_steps):
             _step(balancer, rank)
 

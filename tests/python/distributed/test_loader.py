@@ -302,6 +302,7 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
     ]
     for make in loaders:
         balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]))
+        dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
         loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, D_MODEL, empty=empty)
         steps, begin = 0, time.monotonic()
         try:
