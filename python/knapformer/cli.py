@@ -101,7 +101,7 @@ def _add_simulate(commands: Any) -> None:
         "--repeats", type=integer(1, 10**6), default=1, metavar="N", help="of each step, the best counts (default 1)"
     )
     parser.add_argument("--warmup", type=integer(0, 10**9), default=2, metavar="N", help="before them (default 2)")
-    parser.add_argument("--solver", default="greedy", choices=knapformer.solver_names(), help="default greedy")
+    parser.add_argument("--solver", default="balanced", choices=knapformer.solver_names(), help="default balanced")
     add_gamma(parser, default=1.0, can_fit=True)
     add_draw(parser)
     add_device(parser)

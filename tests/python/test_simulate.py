@@ -165,7 +165,7 @@ def test_batches_are_reproducible_and_shaped_by_the_mix() -> None:
 
 SIMULATE = [
     "simulate", "--ranks", "2", "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--peak-tflops", "0.1",
+    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1", "--peak-tflops", "0.1",
 ]  # fmt: skip
 
 
@@ -178,10 +178,11 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
 
 def check_results(path: Path, gamma: float | None) -> None:
     results = json.loads(path.read_text())
-    none, shared, whole = results["variants"]
-    assert [none["topology"], shared["topology"], whole["topology"]] == [None, "g2n1", "g1n2"]
+    none, shared, whole, nested = results["variants"]
+    assert [v["topology"] for v in results["variants"]] == [None, "g2n1", "g1n2", "g2/1n1"]
     assert all(len(v["fbl_per_step_s"]) == 3 and min(v["fbl_per_step_s"]) > 0 for v in results["variants"])
     assert none["speed_up"] == none["promised_speed_up"] == 1 and shared["wir"] < whole["wir"] < none["wir"]
+    assert nested["wir"] <= whole["wir"]
     mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
     tokens = sum(sum(map(sum, mix.draw_lengths(0, step, 2))) for step in (1, 2, 3)) / 3  # step 0 was the warm-up
     assert none["tokens_per_s"] == pytest.approx(tokens / none["fbl_s"])
