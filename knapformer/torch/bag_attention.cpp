@@ -12,10 +12,6 @@
 namespace knapformer {
 namespace {
 
-HeadSharing sharing_of(const AttentionLevel& level) {
-  return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
-}
-
 bool sees_tokens(const AttentionLevel& level) { return !level.seq_lens.empty(); }
 
 /// "attention(q/4,k/4,v/4)": of the levels, which are the same on all ranks of a bag.
@@ -39,6 +35,10 @@ at::Tensor depending_on(const std::vector<at::Tensor>& inputs, at::Tensor o) {
 }
 
 }  // namespace
+
+HeadSharing sharing_of(const AttentionLevel& level) {
+  return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
+}
 
 int64_t BagAttention::num_heads_of(const AttentionLevel& level) const {
   return static_cast<int64_t>(

@@ -26,6 +26,9 @@ namespace knapformer {
 using Attend = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                         const at::Tensor& seq_lens)>;
 
+/// In the exchange before attention.
+HeadSharing sharing_of(const AttentionLevel& level);
+
 /// A step's attention on one rank.
 struct BagAttention {
   const AttentionTables& tables;

@@ -74,11 +74,6 @@ std::string route_label(size_t num_features, size_t num_sequence_features) {
 /// In a step's tables.
 constexpr size_t kFirstLevelTable = 2;
 
-/// In pre_attn.
-HeadSharing sharing_of(const AttentionLevel& level) {
-  return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};
-}
-
 /// What ranks must agree on, or they would plan differently.
 void add_options(Statement& statement, const BalancerOptions& options) {
   statement.add("gamma", exact_text(options.workload.gamma));

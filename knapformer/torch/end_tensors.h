@@ -28,6 +28,9 @@ struct EndTensors {
   at::Tensor index;  // int64 on the tensors' device; empty for ExchangeEngine::kRuns. See EndView::index_parts
 };
 
+/// Of EndTensors, where they are arguments of the op.
+constexpr size_t kTensorsPerEnd = 3;
+
 struct TableTensors {
   EndTensors send;
   EndTensors recv;

@@ -9,8 +9,6 @@
 namespace knapformer {
 namespace {
 
-constexpr size_t kTensorsPerEnd = 3;  // EndTensors
-
 /// Rows dense in themselves, so that a row is one run of bytes; what lies between rows does not matter (a view into a
 /// fused q, k, v projection travels without a copy).
 at::Tensor with_dense_rows(const at::Tensor& tensor) {

@@ -7,8 +7,6 @@
 namespace knapformer {
 namespace {
 
-constexpr size_t kTensorsPerEnd = 3;
-
 bool gradient_travels(const at::Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.requires_grad() &&
          (at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
