@@ -106,6 +106,9 @@ def _add_simulate(commands: Any) -> None:
     add_draw(parser)
     add_device(parser)
     parser.add_argument(
+        "--keep-exchanges", action="store_true", help="keeps what attention's exchanges brought: none is repeated"
+    )
+    parser.add_argument(
         "--peak-tflops", type=number(0, inclusive=False), metavar="F", help="of a rank's device; reports HFU"
     )
     parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
@@ -253,6 +256,7 @@ def _simulate(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         device=args.device,
         checkpointing=not args.no_checkpoint,
+        keep_exchanges=args.keep_exchanges,
         threads=args.threads,
         peak_tflops=args.peak_tflops,
         json_path=args.json,

@@ -129,6 +129,7 @@ def test_settings_travel_to_the_ranks() -> None:
         ({"gamma": math.inf}, "gamma: got inf"),
         ({"gamma": -0.1}, "gamma: got -0.1"),
         ({"peak_tflops": 0.0}, "peak_tflops: got 0.0"),
+        ({"keep_exchanges": True, "checkpointing": False}, "keep_exchanges: got True"),
         ({"dtype": "fp8"}, "dtype: got 'fp8'"),
         ({"device": "tpu"}, "device: got 'tpu'"),
     ],
@@ -165,7 +166,8 @@ def test_batches_are_reproducible_and_shaped_by_the_mix() -> None:
 
 SIMULATE = [
     "simulate", "--ranks", "2", "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1", "--peak-tflops", "0.1",
+    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1",
+    "--peak-tflops", "0.1",
 ]  # fmt: skip
 
 
@@ -192,7 +194,9 @@ def check_results(path: Path, gamma: float | None) -> None:
 
 
 def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
-    done = start([sys.executable, "-m", "knapformer.cli", *SIMULATE, "--json", str(tmp_path / "out.json")])
+    done = start(
+        [sys.executable, "-m", "knapformer.cli", *SIMULATE, "--keep-exchanges", "--json", str(tmp_path / "out.json")]
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     *_, last = done.stdout.splitlines()

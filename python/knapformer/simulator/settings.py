@@ -35,6 +35,7 @@ class SimulationSettings:
     dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
     device: str = "auto"
     checkpointing: bool = True
+    keep_exchanges: bool = False  # what attention's exchanges brought is kept: the recomputation repeats none
     threads: int = 1  # per rank, on the CPU
     peak_tflops: float | None = None  # of one rank's device; with it the results hold HFU
     json_path: str | None = None
@@ -62,6 +63,11 @@ class SimulationSettings:
             raise ArgumentError(f"dtype: got {self.dtype!r}, expected one of {', '.join(DTYPE_NAMES)}")
         if self.device not in DEVICES:
             raise ArgumentError(f"device: got {self.device!r}, expected one of {', '.join(DEVICES)}")
+
+        if self.keep_exchanges and not self.checkpointing:
+            raise ArgumentError(
+                "keep_exchanges: got True, expected it with checkpointing, without which none is repeated"
+            )
 
         # What only a plan can tell, such as a solver that does not know nested bags.
         lengths = self.mix().draw_lengths(self.seed, 0, self.num_ranks)

@@ -101,7 +101,7 @@ def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: to
     # Parameters are kept in float32 where bfloat16 is computed in.
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = build_model(settings.model, kept, "meta")
-    set_checkpointing(model, settings.checkpointing)
+    set_checkpointing(model, settings.checkpointing, keep_exchanges=settings.keep_exchanges)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     shard_model(model, mesh, dtype if dtype != kept else None)
     model.to_empty(device=device)
