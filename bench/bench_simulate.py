@@ -36,8 +36,9 @@ class Run:
     arguments: tuple[str, ...]
 
 
-_COMMON = ("--ranks", "2", "--model", "flux-demo", "--scale", "2", "--keep-exchanges")
-_COMMON += ("--topology", "g1n2", "--topology", "g2/1n1", "--topology", "g2n1")
+_COMMON = tuple(
+    "--ranks 2 --model flux-demo --scale 2 --keep-exchanges --topology g1n2 --topology g2/1n1 --topology g2n1".split()
+)
 RUNS = (
     Run("mixed", ("--data", "g1b5i512f1s0,g1b5i1024f1s0", *_COMMON)),
     Run("balanced", ("--data", "g2b4i1024f1s0", "--max-text-tokens", "16", *_COMMON)),
