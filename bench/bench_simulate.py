@@ -8,8 +8,8 @@ compared are the ratios inside a step, by their median.
 
     mixed     one rank draws images of 512 pixels a side, the other of 1024: the plan promises a factor of about 1.5.
               At least 90 % of what it promises is gained.
-    balanced  both ranks draw images of 1024, the work is even already: bags that need not share sequences (g1n2, g2/1n1)
-              cost at most 3 %. What it costs to share every sequence (g2n1), here without need, is reported beside it.
+    balanced  both ranks draw images of 1024, the work is even already: bags that need not share sequences (g1n2,
+              g2/1n1) cost at most 3 %. What it costs to share every sequence (g2n1), without need, is reported beside.
 
 Exits with 1 where a limit is missed. Needs two idle cores; the results say how busy the machine was.
 """
@@ -36,9 +36,10 @@ class Run:
     arguments: tuple[str, ...]
 
 
-_COMMON = tuple(
-    "--ranks 2 --model flux-demo --scale 2 --keep-exchanges --topology g1n2 --topology g2/1n1 --topology g2n1".split()
-)
+_COMMON = (
+    "--ranks", "2", "--model", "flux-demo", "--scale", "2", "--keep-exchanges",
+    "--topology", "g1n2", "--topology", "g2/1n1", "--topology", "g2n1",
+)  # fmt: skip
 RUNS = (
     Run("mixed", ("--data", "g1b5i512f1s0,g1b5i1024f1s0", *_COMMON)),
     Run("balanced", ("--data", "g2b4i1024f1s0", "--max-text-tokens", "16", *_COMMON)),
