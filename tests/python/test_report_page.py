@@ -9,7 +9,6 @@ import subprocess
 
 import pytest
 from knapformer.cli import main
-from knapformer.predict import HardwareModel, TrainedModel
 from knapformer.report import write_report
 
 import knapformer as kf
@@ -215,12 +214,13 @@ def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch, tmp_path):
     from knapformer.report import page
 
     monkeypatch.setattr(page, "_NEEDED", ("plotly", "no_such_package"))
     with pytest.raises(kf.ArgumentError, match="needs no_such_package, which this environment lacks"):
-        page.report_html(_plan(8), HardwareModel(), TrainedModel())
+        write_report(str(tmp_path / "plan.html"), _plan(8))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plan_writes_a_report(tmp_path, capsys):

@@ -49,18 +49,6 @@ def write_report(
     points: predictions over the number of ranks, from knapformer.predict. predicts: whether to show predicted step
     times; not where what was measured ran on other hardware. Raises ArgumentError, OSError.
     """
-    write_atomically(path, report_html(plan, hardware, model, measured_s or {}, points, title, predicts))
-
-
-def report_html(
-    plan: Plan,
-    hardware: HardwareModel | None = None,
-    model: TrainedModel | None = None,
-    measured_s: Mapping[str, Sequence[float]] | None = None,
-    points: Sequence[Point] = (),
-    title: str | None = None,
-    predicts: bool = True,
-) -> str:
     check_can_report()
     from plotly.offline import get_plotlyjs
 
@@ -131,14 +119,8 @@ def report_html(
         f"bags: {html.escape(str(plan.topology))}"
         + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
     )
-    return _page(
-        title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}",
-        subtitle,
-        figures,
-        sections,
-        settings,
-        get_plotlyjs(),
-    )
+    title = title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}"
+    write_atomically(path, _page(title, subtitle, figures, sections, settings, get_plotlyjs()))
 
 
 def _step_figures(
