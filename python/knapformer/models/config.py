@@ -6,49 +6,52 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from knapformer import ArgumentError
 
-_Config = TypeVar("_Config", bound="_Checked")
 
-
-class _Checked:
-    """What both configurations share: integers and floats that are checked by type and range when constructed."""
+class BaseConfig:
+    """What all configurations share: fields that are checked by type and range when constructed, heads of one width."""
 
     kind: ClassVar[str]
+    d_model: int
+    num_heads: int
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setattr_checked(self, field.name)
+            self._check_field(field.name, field.default)
+        self._expect(self.d_model % self.num_heads == 0, "num_heads", f"a divisor of d_model {self.d_model}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    def _check_field(self, name: str, default: object) -> None:
+        """Checks one field against the type of its default; integers are counts, floats are finite and positive."""
+        value: Any = getattr(self, name)
+        if isinstance(default, bool):
+            expected, good = "true or false", isinstance(value, bool)
+        elif isinstance(default, tuple):
+            expected = "a list of integers >= 1"
+            good = isinstance(value, (list, tuple)) and all(type(item) is int and item >= 1 for item in value)
+            if good:
+                object.__setattr__(self, name, tuple(value))
+        elif isinstance(default, float):
+            expected = "a finite number > 0"
+            good = type(value) in (int, float) and math.isfinite(value) and value > 0
+        else:
+            least = 0 if name.startswith("num_") and name.endswith("_blocks") else 1
+            expected, good = f"an integer from {least} to 2^24", type(value) is int and least <= value <= 1 << 24
+        self._expect(good, name, expected)
 
     def _expect(self, condition: bool, name: str, expected: str) -> None:
         if not condition:
             raise ArgumentError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
 
 
-def setattr_checked(config: Any, name: str) -> None:
-    """Checks one field against the type of its default; integers are counts, floats are finite and positive."""
-    value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
-    if isinstance(default, bool):
-        expected, good = "true or false", isinstance(value, bool)
-    elif isinstance(default, tuple):
-        expected = "a list of integers >= 1"
-        good = isinstance(value, (list, tuple)) and all(type(item) is int and item >= 1 for item in value)
-        if good:
-            object.__setattr__(config, name, tuple(value))
-    elif isinstance(default, float):
-        expected = "a finite number > 0"
-        good = type(value) in (int, float) and math.isfinite(value) and value > 0
-    else:
-        least = 0 if name.startswith("num_") and name.endswith("_blocks") else 1
-        expected, good = f"an integer from {least} to 2^24", type(value) is int and least <= value <= 1 << 24
-    if not good:
-        raise ArgumentError(f"{name}: got {value!r}, expected {expected}")
-
-
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig(_Checked):
+class TransformerConfig(BaseConfig):
     """A plain pre-norm transformer over packed sequences of feature rows.
 
     One block computes 24 l d^2 + 4 l^2 d FLOPs on a sequence of l tokens at the defaults (mlp_ratio 4, as many
@@ -69,13 +72,8 @@ class TransformerConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._expect(self.d_model % self.num_heads == 0, "num_heads", f"a divisor of d_model {self.d_model}")
         self._expect(self.head_dim % 2 == 0, "num_heads", "an even d_model / num_heads, for the rotation of pairs")
         self._expect(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"a divisor of {self.num_heads} heads")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
 
     @property
     def mlp_width(self) -> int:
@@ -88,7 +86,7 @@ class TransformerConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class FluxConfig(_Checked):
+class FluxConfig(BaseConfig):
     """A FLUX-shaped diffusion transformer. The defaults are the published one: 12 B parameters."""
 
     kind: ClassVar[str] = "flux"
@@ -110,7 +108,6 @@ class FluxConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._expect(self.d_model % self.num_heads == 0, "num_heads", f"a divisor of d_model {self.d_model}")
         self._expect(
             sum(self.rope_axes) == self.head_dim and all(axis % 2 == 0 for axis in self.rope_axes),
             "rope_axes",
@@ -118,10 +115,6 @@ class FluxConfig(_Checked):
         )
         self._expect(self.time_channels % 2 == 0, "time_channels", "an even number")
         self._expect(self.depth > 0, "num_single_blocks", "at least one block, double or single")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
 
     @property
     def mlp_width(self) -> int:
@@ -179,12 +172,11 @@ def config_from_dict(fields: object) -> ModelConfig:
     """{"kind": "flux" or "transformer", ...fields to change from the defaults}. Raises ArgumentError, naming it."""
     if not isinstance(fields, dict):
         raise ArgumentError(f"model: got {type(fields).__name__}, expected a JSON object")
-    kinds: dict[str, type[ModelConfig]] = {"flux": FluxConfig, "transformer": TransformerConfig}
     rest = dict(fields)
     kind = rest.pop("kind", None)
     if kind not in ("flux", "transformer"):
         raise ArgumentError(f"model: kind: got {kind!r}, expected 'flux' or 'transformer'")
-    cls = kinds[kind]
+    cls: type[ModelConfig] = FluxConfig if kind == "flux" else TransformerConfig
     known = {field.name for field in dataclasses.fields(cls)}
     for name in rest:
         if name not in known:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knapformer.models.config import _Checked
+from knapformer.models.config import BaseConfig
 from knapformer.models.cross_attention import PackedCrossAttention
 from knapformer.models.flux import timestep_embedding
 from knapformer.models.layers import Block, FeedForward, rotate, rotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class WanConfig(_Checked):
+class WanConfig(BaseConfig):
     """The defaults are the published text-to-video model of 14 B parameters."""
 
     kind: ClassVar[str] = "wan"
@@ -66,7 +66,6 @@ class WanConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._expect(self.d_model % self.num_heads == 0, "num_heads", f"a divisor of d_model {self.d_model}")
         self._expect(
             self.head_dim % 2 == 0 and self.head_dim >= 6,
             "num_heads",
@@ -75,10 +74,6 @@ class WanConfig(_Checked):
         self._expect(len(self.patch_size) == 3, "patch_size", "three numbers: frames, rows, columns")
         self._expect(self.time_channels % 2 == 0, "time_channels", "an even number")
         self._expect(self.num_blocks > 0, "num_blocks", "at least one block")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
 
     @property
     def rope_axes(self) -> tuple[int, int, int]:
