@@ -19,7 +19,6 @@ norm_out scale comes before shift.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer.models.config import FluxConfig
-from knapformer.models.layers import Block, FeedForward, rotate, rotations
-from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+from knapformer.models.layers import (
+    Block,
+    Embedder,
+    FeedForward,
+    rotate,
+    rotations,
+    tanh_gelu,
+    timestep_embedding,
+)
+from knapformer.models.packing import TwoStreams, check_num_lengths, check_num_rows, gated_add, modulate, segment_index
 from knapformer.models.step import PackedStep
 
 if TYPE_CHECKING:
@@ -58,20 +65,17 @@ class FluxBatch:
     text_ids: Tensor | None = None  # (text tokens, 3) integers
 
     def __post_init__(self) -> None:
-        num_samples = len(self.image_lens)
-        if len(self.text_lens) != num_samples:
-            raise ValueError(f"text_lens: got {len(self.text_lens)} lengths, expected {num_samples}, as in image_lens")
-        for name, rows, expected in (
-            ("image", self.image, sum(self.image_lens)),
-            ("image_ids", self.image_ids, sum(self.image_lens)),
-            ("text", self.text, sum(self.text_lens)),
-            ("text_ids", self.text_ids, sum(self.text_lens)),
-            ("pooled", self.pooled, num_samples),
-            ("timestep", self.timestep, num_samples),
-            ("guidance", self.guidance, num_samples),
-        ):
-            if rows is not None and rows.shape[0] != expected:
-                raise ValueError(f"{name}: got {rows.shape[0]} rows, expected {expected}, as the lengths say")
+        num_samples, num_image, num_text = len(self.image_lens), sum(self.image_lens), sum(self.text_lens)
+        check_num_lengths("text_lens", self.text_lens, num_samples, "image_lens")
+        check_num_rows(
+            image=(self.image, num_image),
+            image_ids=(self.image_ids, num_image),
+            text=(self.text, num_text),
+            text_ids=(self.text_ids, num_text),
+            pooled=(self.pooled, num_samples),
+            timestep=(self.timestep, num_samples),
+            guidance=(self.guidance, num_samples),
+        )
 
     @property
     def seq_lens(self) -> list[int]:
@@ -91,36 +95,16 @@ class _Layout:
     chunk_of_image: Tensor  # (image tokens,)
 
 
-def timestep_embedding(timestep: Tensor, num_channels: int, scale: float = 1000.0) -> Tensor:
-    """(samples,) -> (samples, num_channels) in float32 or better: cosines, then sines, of scale * t."""
-    wide = torch.promote_types(timestep.dtype, torch.float32)
-    half = num_channels // 2
-    exponents = torch.arange(half, dtype=wide, device=timestep.device) / half
-    angles = scale * timestep.to(wide).unsqueeze(1) * torch.exp(-math.log(10000.0) * exponents)
-    return torch.cat([angles.cos(), angles.sin()], 1)
-
-
-class _Embedder(nn.Module):
-    def __init__(self, num_channels: int, d_model: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(num_channels, d_model)
-        self.linear_2 = nn.Linear(d_model, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_2(F.silu(self.linear_1(x.to(self.linear_1.weight.dtype))))
-        return out
-
-
 class ConditionEmbedding(nn.Module):
     """Time step, guidance and pooled text of each sample -> its conditioning vector, (samples, d_model)."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
         self.num_channels = config.time_channels
-        self.timestep_embedder = _Embedder(config.time_channels, config.d_model)
+        self.timestep_embedder = Embedder(config.time_channels, config.d_model)
         if config.guidance:
-            self.guidance_embedder = _Embedder(config.time_channels, config.d_model)
-        self.text_embedder = _Embedder(config.pooled_channels, config.d_model)
+            self.guidance_embedder = Embedder(config.time_channels, config.d_model)
+        self.text_embedder = Embedder(config.pooled_channels, config.d_model)
 
     def forward(self, timestep: Tensor, guidance: Tensor | None, pooled: Tensor) -> Tensor:
         cond: Tensor = self.timestep_embedder(timestep_embedding(timestep, self.num_channels))
@@ -225,7 +209,7 @@ class FluxSingleBlock(Block):
         q = rotate(self.attn.norm_q(q), layout.rotation)
         k = rotate(self.attn.norm_k(k), layout.rotation)
         attended = layout.step.attention(q, k, v).flatten(1)
-        update = self.proj_out(torch.cat([attended, F.gelu(hidden, approximate="tanh")], -1))
+        update = self.proj_out(torch.cat([attended, tanh_gelu(hidden)], -1))
         return gated_add(x, update, gate, layout.chunk_of_token)
 
 

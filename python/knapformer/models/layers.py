@@ -1,11 +1,13 @@
-"""What both models are built of: rotary positions and a checkpointed block."""
+"""What the models are built of: rotary positions, time steps, hidden layers, and a checkpointed block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -30,6 +32,33 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     wide = torch.float64 if rotation.dtype == torch.complex128 else torch.float32
     pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+
+def timestep_embedding(timestep: Tensor, num_channels: int, scale: float = 1000.0) -> Tensor:
+    """(samples,) -> (samples, num_channels) in float32 or better: cosines, then sines, of scale * t."""
+    wide = torch.promote_types(timestep.dtype, torch.float32)
+    half = num_channels // 2
+    exponents = torch.arange(half, dtype=wide, device=timestep.device) / half
+    angles = scale * timestep.to(wide).unsqueeze(1) * torch.exp(-math.log(10000.0) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class Embedder(nn.Module):
+    """Linear, an activation, linear: of what conditions the blocks, (rows, num_channels) -> (rows, d_model)."""
+
+    def __init__(self, num_channels: int, d_model: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.activation = activation
+        self.linear_1 = nn.Linear(num_channels, d_model)
+        self.linear_2 = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(self.activation(self.linear_1(x.to(self.linear_1.weight.dtype))))
+        return out
 
 
 class Block(nn.Module):
@@ -73,4 +102,4 @@ class _ProjectedGelu(nn.Module):
         self.proj = nn.Linear(d_model, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(self.proj(x), approximate="tanh")
+        return tanh_gelu(self.proj(x))

@@ -23,6 +23,19 @@ def lengths_list(lens: Lengths) -> list[int]:
     return cast("list[int]", lens.tolist()) if isinstance(lens, Tensor) else list(lens)
 
 
+def check_num_lengths(name: str, lens: Sequence[int], expected: int, like: str) -> None:
+    """Raises ValueError where a batch's second list of lengths is not as long as its first, `like`."""
+    if len(lens) != expected:
+        raise ValueError(f"{name}: got {len(lens)} lengths, expected {expected}, as in {like}")
+
+
+def check_num_rows(**rows: tuple[Tensor | None, int]) -> None:
+    """Of a batch's tensors with the rows that its lengths ask for: raises ValueError where one has other rows."""
+    for name, (tensor, expected) in rows.items():
+        if tensor is not None and tensor.shape[0] != expected:
+            raise ValueError(f"{name}: got {tensor.shape[0]} rows, expected {expected}, as the lengths say")
+
+
 def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
     """(tokens,) int64: the sequence that each token belongs to. Computed on the host, one copy to `device`."""
     counts = torch.as_tensor(lengths_list(lens), dtype=torch.int64)

@@ -34,9 +34,24 @@ from torch import Tensor, nn
 
 from knapformer.models.config import BaseConfig
 from knapformer.models.cross_attention import PackedCrossAttention
-from knapformer.models.flux import timestep_embedding
-from knapformer.models.layers import Block, FeedForward, rotate, rotations
-from knapformer.models.packing import gated_add, lengths_list, modulate, positions, segment_index
+from knapformer.models.layers import (
+    Block,
+    Embedder,
+    FeedForward,
+    rotate,
+    rotations,
+    tanh_gelu,
+    timestep_embedding,
+)
+from knapformer.models.packing import (
+    check_num_lengths,
+    check_num_rows,
+    gated_add,
+    lengths_list,
+    modulate,
+    positions,
+    segment_index,
+)
 from knapformer.models.patches import grid_of, grid_positions, patchify
 from knapformer.models.step import PackedStep
 
@@ -97,17 +112,14 @@ class WanBatch:
     timestep: Tensor  # (samples,) in [0, 1000]
 
     def __post_init__(self) -> None:
-        num_samples = len(self.video_lens)
-        if len(self.text_lens) != num_samples:
-            raise ValueError(f"text_lens: got {len(self.text_lens)} lengths, expected {num_samples}, as in video_lens")
-        for name, rows, expected in (
-            ("video", self.video, sum(self.video_lens)),
-            ("position_ids", self.position_ids, sum(self.video_lens)),
-            ("text", self.text, sum(self.text_lens)),
-            ("timestep", self.timestep, num_samples),
-        ):
-            if rows.shape[0] != expected:
-                raise ValueError(f"{name}: got {rows.shape[0]} rows, expected {expected}, as the lengths say")
+        num_samples, num_patches, num_text = len(self.video_lens), sum(self.video_lens), sum(self.text_lens)
+        check_num_lengths("text_lens", self.text_lens, num_samples, "video_lens")
+        check_num_rows(
+            video=(self.video, num_patches),
+            position_ids=(self.position_ids, num_patches),
+            text=(self.text, num_text),
+            timestep=(self.timestep, num_samples),
+        )
 
     @property
     def seq_lens(self) -> Sequence[int]:
@@ -144,27 +156,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _TimeEmbedder(nn.Module):
-    def __init__(self, num_channels: int, d_model: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(num_channels, d_model)
-        self.linear_2 = nn.Linear(d_model, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_2(F.silu(self.linear_1(x.to(self.linear_1.weight.dtype))))
-        return out
-
-
-class _TextEmbedder(nn.Module):
-    def __init__(self, num_channels: int, d_model: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(num_channels, d_model)
-        self.linear_2 = nn.Linear(d_model, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.linear_1(x.to(self.linear_1.weight.dtype)), approximate="tanh")
-        out: Tensor = self.linear_2(hidden)
-        return out
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
+    """LayerNorm, then `modulate`, in float32 or better; in the dtype of x."""
+    return modulate(F.layer_norm(_wide(x), x.shape[-1:], eps=eps), shift, scale, index).to(x.dtype)
 
 
 class WanConditionEmbedding(nn.Module):
@@ -173,9 +167,9 @@ class WanConditionEmbedding(nn.Module):
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.num_channels = config.time_channels
-        self.time_embedder = _TimeEmbedder(config.time_channels, config.d_model)
+        self.time_embedder = Embedder(config.time_channels, config.d_model)
         self.time_proj = nn.Linear(config.d_model, 6 * config.d_model)
-        self.text_embedder = _TextEmbedder(config.text_channels, config.d_model)
+        self.text_embedder = Embedder(config.text_channels, config.d_model, tanh_gelu)
 
     def forward(self, timestep: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         time: Tensor = self.time_embedder(timestep_embedding(timestep, self.num_channels, scale=1.0))
@@ -234,14 +228,11 @@ class WanBlock(Block):
         rows = _wide(self.scale_shift_table) + _wide(modulation)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = rows.unbind(1)
         of_chunk = layout.chunk_of_token
-        attended = self.attn1(self._modulated(x, shift, scale, of_chunk), layout)
+        attended = self.attn1(_modulated(x, shift, scale, of_chunk, self.eps), layout)
         x = gated_add(_wide(x), _wide(attended), gate, of_chunk).to(x.dtype)
         x = x + self.attn2(self.norm2(x), text, layout)
-        hidden = self.ffn(self._modulated(x, shift_ff, scale_ff, of_chunk))
+        hidden = self.ffn(_modulated(x, shift_ff, scale_ff, of_chunk, self.eps))
         return gated_add(_wide(x), _wide(hidden), gate_ff, of_chunk).to(x.dtype)
-
-    def _modulated(self, x: Tensor, shift: Tensor, scale: Tensor, of_chunk: Tensor) -> Tensor:
-        return modulate(F.layer_norm(_wide(x), x.shape[-1:], eps=self.eps), shift, scale, of_chunk).to(x.dtype)
 
 
 class WanTransformer(nn.Module):
@@ -282,9 +273,8 @@ class WanTransformer(nn.Module):
         x = step.leave(self.run_blocks(step, x, position_ids, text, text_lens, modulation))
 
         shift, scale = (_wide(self.scale_shift_table) + _wide(time).unsqueeze(1)).unbind(1)
-        normed = F.layer_norm(_wide(x), x.shape[-1:], eps=self.config.eps)
         of_sample = segment_index(batch.video_lens, x.device)
-        out: Tensor = self.proj_out(modulate(normed, shift, scale, of_sample).to(x.dtype))
+        out: Tensor = self.proj_out(_modulated(x, shift, scale, of_sample, self.config.eps))
         return out
 
     def run_blocks(
