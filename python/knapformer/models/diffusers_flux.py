@@ -28,6 +28,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.models.config import FluxConfig
+from knapformer.models.diffusers_state import carried_config, empty_model, projections
 from knapformer.models.flux import FluxTransformer
 from knapformer.models.state_layout import Rows, StateLayout
 
@@ -82,7 +83,7 @@ def flux_from_diffusers(transformer: Any, dtype: torch.dtype | None = None) -> F
     state = transformer.state_dict()
     like = state["x_embedder.weight"]
     config = dataclasses.replace(flux_config(transformer.config), qkv_bias=_has_qkv_bias(state))
-    return _loaded(config, state, dtype or like.dtype, like.device)
+    return flux_from_state(state, config, dtype or like.dtype, like.device)
 
 
 def flux_from_state(
@@ -97,12 +98,11 @@ def flux_from_state(
     parameters, by default the state's.
     """
     if config is None:
-        found = getattr(state, "config", None)
-        if not found:
-            raise ArgumentError("config: got none, expected one, or a state dict that carries diffusers' config.json")
-        config = flux_config(found)
+        config = flux_config(carried_config(state))
     name = "x_embedder.weight" if detect_flux_layout(state).startswith("diffusers") else "img_in.weight"
-    return _loaded(config, state, dtype or state[name].dtype, device)
+    model = empty_model(FluxTransformer, config, dtype or state[name].dtype, device)
+    load_flux_state(model, state)
+    return model
 
 
 def load_flux_state(model: FluxTransformer, state: Mapping[str, Tensor]) -> None:
@@ -115,10 +115,7 @@ def flux_state(model: FluxTransformer, layout: str = "diffusers", keep: bool = T
 
     keep: whether this rank wants the result (see StateLayout.save).
     """
-    state = flux_layout(model.config, layout).save(model, keep)
-    if layout == "diffusers-fused":
-        state |= flux_layout(model.config, "diffusers").save(model, keep)
-    return state
+    return flux_layout(model.config, layout).save(model, keep)
 
 
 def detect_flux_layout(names: Iterable[str]) -> str:
@@ -135,23 +132,9 @@ def flux_layout(config: FluxConfig, name: str) -> StateLayout:
     """The table of one of FLUX_LAYOUTS for models of a configuration."""
     if name not in FLUX_LAYOUTS:
         raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(FLUX_LAYOUTS)}")
-    if name == "diffusers":
-        return _diffusers_layout(config, fused=False)
-    if name == "diffusers-fused":
-        layout, separate = _diffusers_layout(config, fused=True), _diffusers_layout(config, fused=False)
-        layout.repeated = frozenset(separate.names() - layout.names())
-        return layout
+    if name in ("diffusers", "diffusers-fused"):
+        return _diffusers_layout(config, fused=name == "diffusers-fused")
     return _original_layout(config, "scale" if name == "original" else "weight")
-
-
-def _loaded(
-    config: FluxConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str
-) -> FluxTransformer:
-    with torch.device("meta"):
-        model = FluxTransformer(config)
-    model = model.to(dtype).to_empty(device=device)
-    load_flux_state(model, state)
-    return model
 
 
 def _has_qkv_bias(names: Iterable[str]) -> bool:
@@ -163,52 +146,40 @@ def _has_qkv_bias(names: Iterable[str]) -> bool:
 
 
 def _diffusers_layout(config: FluxConfig, fused: bool) -> StateLayout:
-    layout, d = StateLayout(), config.d_model
-
-    def same(name: str, num_rows: int) -> None:
-        layout.add_linear(name, Rows(name, num_rows))
-
-    def projections(here: str, fused_name: str, *names: str, bias: bool = True) -> None:
-        separate, one = [Rows(name, d) for name in names], [Rows(fused_name, d * len(names))]
-        layout.add_linear(here, *(one if fused else separate), bias=bias)
-
-    same("x_embedder", d)
-    same("context_embedder", d)
+    d, of_image, of_text = config.d_model, ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+    layout = StateLayout(repeated=_diffusers_layout(config, fused=False) if fused else None)
+    layout.same_linear("x_embedder", d)
+    layout.same_linear("context_embedder", d)
     for embedder in _embedders(config):
-        same(f"time_text_embed.{embedder}.linear_1", d)
-        same(f"time_text_embed.{embedder}.linear_2", d)
+        layout.same_linear(f"time_text_embed.{embedder}.linear_1", d)
+        layout.same_linear(f"time_text_embed.{embedder}.linear_2", d)
     for i in range(config.num_double_blocks):
         block = f"transformer_blocks.{i}"
-        same(f"{block}.norm1.linear", 6 * d)
-        same(f"{block}.norm1_context.linear", 6 * d)
+        layout.same_linear(f"{block}.norm1.linear", 6 * d)
+        layout.same_linear(f"{block}.norm1_context.linear", 6 * d)
         attn = f"{block}.attn"
-        of_image, of_text = ([f"{attn}.{name}" for name in names] for names in (
-            ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
-        ))  # fmt: skip
-        projections(f"{attn}.to_qkv", f"{attn}.to_qkv", *of_image, bias=config.qkv_bias)
-        projections(f"{attn}.add_qkv_proj", f"{attn}.to_added_qkv", *of_text, bias=config.qkv_bias)
+        image_qkv = projections(attn, "to_qkv", of_image, d, fused)
+        text_qkv = projections(attn, "to_added_qkv", of_text, d, fused)
+        layout.add_linear(f"{attn}.to_qkv", *image_qkv, bias=config.qkv_bias)
+        layout.add_linear(f"{attn}.add_qkv_proj", *text_qkv, bias=config.qkv_bias)
         layout.add_linear(f"{attn}.to_out", Rows(f"{attn}.to_out.0", d))
-        same(f"{attn}.to_add_out", d)
+        layout.same_linear(f"{attn}.to_add_out", d)
         for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            layout.add(f"{attn}.{norm}.weight", Rows(f"{attn}.{norm}.weight", config.head_dim))
+            layout.same(f"{attn}.{norm}.weight", config.head_dim)
         for ff in ("ff", "ff_context"):
-            same(f"{block}.{ff}.net.0.proj", config.mlp_width)
-            same(f"{block}.{ff}.net.2", d)
+            layout.same_linear(f"{block}.{ff}.net.0.proj", config.mlp_width)
+            layout.same_linear(f"{block}.{ff}.net.2", d)
     for i in range(config.num_single_blocks):
         block = f"single_transformer_blocks.{i}"
-        same(f"{block}.norm.linear", 3 * d)
+        layout.same_linear(f"{block}.norm.linear", 3 * d)
         attn = f"{block}.attn"
-        qkv = (
-            [Rows(f"{attn}.to_qkv", 3 * d)]
-            if fused
-            else [Rows(f"{attn}.{name}", d) for name in ("to_q", "to_k", "to_v")]
-        )
+        qkv = projections(attn, "to_qkv", of_image, d, fused)
         layout.add_linear(f"{block}.proj_in", *qkv, Rows(f"{block}.proj_mlp", config.mlp_width))
         for norm in ("norm_q", "norm_k"):
-            layout.add(f"{attn}.{norm}.weight", Rows(f"{attn}.{norm}.weight", config.head_dim))
-        same(f"{block}.proj_out", d)
-    same("norm_out.linear", 2 * d)
-    same("proj_out", config.out_channels)
+            layout.same(f"{attn}.{norm}.weight", config.head_dim)
+        layout.same_linear(f"{block}.proj_out", d)
+    layout.same_linear("norm_out.linear", 2 * d)
+    layout.same_linear("proj_out", config.out_channels)
     return layout
 
 

@@ -14,6 +14,7 @@ tokens with zeros, and the video attends to that padding; a published model want
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.models.diffusers_state import carried_config, empty_model, projections
 from knapformer.models.state_layout import Rows, StateLayout
 from knapformer.models.wan import WanConfig, WanTransformer
 
@@ -94,13 +96,8 @@ def wan_from_state(
     parameters, by default the state's.
     """
     if config is None:
-        found = getattr(state, "config", None)
-        if not found:
-            raise ArgumentError("config: got none, expected one, or a state dict that carries diffusers' config.json")
-        config = wan_config(found)
-    with torch.device("meta"):
-        model = WanTransformer(config)
-    model = model.to(dtype or state["patch_embedding.weight"].dtype).to_empty(device=device)
+        config = wan_config(carried_config(state))
+    model = empty_model(WanTransformer, config, dtype or state["patch_embedding.weight"].dtype, device)
     load_wan_state(model, state)
     return model
 
@@ -115,10 +112,7 @@ def wan_state(model: WanTransformer, layout: str = "diffusers", keep: bool = Tru
 
     keep: whether this rank wants the result (see StateLayout.save).
     """
-    state = wan_layout(model.config, layout).save(model, keep)
-    if layout == "diffusers-fused":
-        state |= wan_layout(model.config, "diffusers").save(model, keep)
-    return state
+    return wan_layout(model.config, layout).save(model, keep)
 
 
 def detect_wan_layout(names: Iterable[str]) -> str:
@@ -133,19 +127,12 @@ def wan_layout(config: WanConfig, name: str) -> StateLayout:
     """The table of one of WAN_LAYOUTS for models of a configuration."""
     if name not in WAN_LAYOUTS:
         raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(WAN_LAYOUTS)}")
-    layout = _layout(config, fused=name == "diffusers-fused")
-    if name == "diffusers-fused":
-        layout.repeated = frozenset(_layout(config, fused=False).names() - layout.names())
-    return layout
+    return _layout(config, fused=name == "diffusers-fused")
 
 
 def _layout(config: WanConfig, fused: bool) -> StateLayout:
-    layout, d = StateLayout(), config.d_model
-
-    def same(name: str, num_rows: int) -> None:
-        layout.add_linear(name, Rows(name, num_rows))
-
-    same("patch_embedding", d)
+    layout, d = StateLayout(repeated=_layout(config, fused=False) if fused else None), config.d_model
+    layout.same_linear("patch_embedding", d)
     layout.row_shapes["patch_embedding.weight"] = (config.in_channels, *config.patch_size)
     for name in (
         "time_embedder.linear_1",
@@ -153,24 +140,24 @@ def _layout(config: WanConfig, fused: bool) -> StateLayout:
         "text_embedder.linear_1",
         "text_embedder.linear_2",
     ):
-        same(f"condition_embedder.{name}", d)
-    same("condition_embedder.time_proj", 6 * d)
+        layout.same_linear(f"condition_embedder.{name}", d)
+    layout.same_linear("condition_embedder.time_proj", 6 * d)
     for i in range(config.num_blocks):
         block = f"blocks.{i}"
-        for attn, joined, separate in (("attn1", "to_qkv", "qkv"), ("attn2", "to_kv", "kv")):
-            here = f"{block}.{attn}"
-            parts = [Rows(f"{here}.to_{one}", d) for one in separate]
-            layout.add_linear(f"{here}.{joined}", *([Rows(f"{here}.{joined}", d * len(parts))] if fused else parts))
-            layout.add_linear(f"{here}.to_out", Rows(f"{here}.to_out.0", d))
+        for attn, joined, separate in (
+            (f"{block}.attn1", "to_qkv", ("to_q", "to_k", "to_v")),
+            (f"{block}.attn2", "to_kv", ("to_k", "to_v")),
+        ):
+            layout.add_linear(f"{attn}.{joined}", *projections(attn, joined, separate, d, fused))
+            layout.add_linear(f"{attn}.to_out", Rows(f"{attn}.to_out.0", d))
             for norm in ("norm_q", "norm_k"):
-                layout.add(f"{here}.{norm}.weight", Rows(f"{here}.{norm}.weight", d))
-        same(f"{block}.attn2.to_q", d)
+                layout.same(f"{attn}.{norm}.weight", d)
+        layout.same_linear(f"{block}.attn2.to_q", d)
         if config.cross_attention_norm:
-            same(f"{block}.norm2", d)
-        same(f"{block}.ffn.net.0.proj", config.mlp_width)
-        same(f"{block}.ffn.net.2", d)
-        layout.add(f"{block}.scale_shift_table", Rows(f"{block}.scale_shift_table", 1))
-    num_in_patch = layout.row_shapes["patch_embedding.weight"][1:]
-    same("proj_out", config.out_channels * num_in_patch[0] * num_in_patch[1] * num_in_patch[2])
-    layout.add("scale_shift_table", Rows("scale_shift_table", 1))
+            layout.same_linear(f"{block}.norm2", d)
+        layout.same_linear(f"{block}.ffn.net.0.proj", config.mlp_width)
+        layout.same_linear(f"{block}.ffn.net.2", d)
+        layout.same(f"{block}.scale_shift_table", 1)
+    layout.same_linear("proj_out", config.out_channels * math.prod(config.patch_size))
+    layout.same("scale_shift_table", 1)
     return layout

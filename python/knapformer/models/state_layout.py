@@ -36,14 +36,17 @@ class Rows:
 
 
 class StateLayout:
-    """What every parameter of a packed model is made of in one other layout. Filled by add and add_linear."""
+    """What every parameter of a packed model is made of in one other layout. Filled by its add and same methods.
 
-    def __init__(self) -> None:
+    repeated: a layout whose tensors a state dict of this one holds as well. Loading ignores those that are its alone,
+    saving writes them.
+    """
+
+    def __init__(self, repeated: StateLayout | None = None) -> None:
         self.parameters: dict[str, tuple[Rows, ...]] = {}
         # Of tensors there of another shape, as a convolution's kernel is: all sizes but the first.
         self.row_shapes: dict[str, tuple[int, ...]] = {}
-        # Names there that repeat what other names hold. Loading ignores them.
-        self.repeated: frozenset[str] = frozenset()
+        self.repeated = repeated
         self._heights: dict[str, int] = {}  # rows of each tensor there
 
     def add(self, here: str, *there: Rows) -> None:
@@ -57,6 +60,14 @@ class StateLayout:
         for suffix in ("weight", "bias") if bias else ("weight",):
             self.add(f"{here}.{suffix}", *(replace(rows, name=f"{rows.name}.{suffix}") for rows in there))
 
+    def same(self, name: str, num_rows: int) -> None:
+        """A parameter that is called the same there."""
+        self.add(name, Rows(name, num_rows))
+
+    def same_linear(self, name: str, num_rows: int) -> None:
+        """A product that is called the same there, with a bias."""
+        self.add_linear(name, Rows(name, num_rows))
+
     def names(self) -> set[str]:
         """Of all tensors that a state dict of this layout must hold."""
         return set(self._heights)
@@ -64,7 +75,9 @@ class StateLayout:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ArgumentError where a state dict lacks tensors or holds others, naming them."""
         found, expected = set(state), self.names()
-        missing, unexpected = expected - found, found - expected - self.repeated
+        missing, unexpected = expected - found, found - expected
+        if self.repeated is not None:
+            unexpected -= self.repeated.names()
         if missing or unexpected:
             problems = [f"{kind} {_some(names)}" for kind, names in (("no", missing), ("unknown", unexpected)) if names]
             raise ArgumentError(
@@ -108,7 +121,7 @@ class StateLayout:
         for name, found in rows_of.items():
             joined = torch.cat([part for _, part in sorted(found, key=lambda item: item[0])])  # cat copies one, too
             state[name] = joined.unflatten(1, self.row_shapes[name]) if name in self.row_shapes else joined
-        return state
+        return state if self.repeated is None else state | self.repeated.save(model, keep)
 
     def _parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
         # Wrappers that activation checkpointing and torch.compile put around blocks show in the names.
