@@ -14,6 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers_checks import (
+    assert_close,
+    assert_same_gradients,
+    assert_same_state,
+    diffusers,
+    layout_of,
+    randomized,
+    separate_and_fused,
+)
 from knapformer.models import FluxBatch, FluxConfig, build_model, init_weights
 from knapformer.models.diffusers_flux import (
     FLUX_LAYOUTS,
@@ -32,10 +41,7 @@ from torch import Tensor, nn
 
 from knapformer import ArgumentError
 
-diffusers = pytest.importorskip("diffusers")
 FluxAttention = pytest.importorskip("diffusers.models.transformers.transformer_flux").FluxAttention
-
-diffusers.utils.logging.set_verbosity_error()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 SMALL: dict[str, Any] = {
@@ -58,34 +64,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A diffusers model with random weights, none of them as diffusers would start it (zero biases, unit norms)."""
-    model = diffusers.FluxTransformer2DModel(**{**SMALL, **changes})
-    randomize(model, seed)
-    return model.to(dtype)
+def theirs(dtype: torch.dtype = torch.float32, fused: bool = False, **changes: Any) -> Any:
+    return randomized(diffusers.FluxTransformer2DModel(**{**SMALL, **changes}), dtype, fused)
 
 
-def randomize(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
-            parameter.normal_(0.0, std, generator=generator)
-        for module in model.modules():
-            if isinstance(module, nn.RMSNorm) and module.weight is not None:
-                module.weight.add_(1.0)
-
-
-def without_qkv_bias(model: Any) -> Any:
+def theirs_without_qkv_bias(fused: bool) -> Any:
     """diffusers has no argument for it, but its attention module has."""
+    model = diffusers.FluxTransformer2DModel(**SMALL)
     for block in model.transformer_blocks:
         old, dim = block.attn, model.inner_dim
         block.attn = FluxAttention(
             dim, heads=old.heads, dim_head=old.head_dim, added_kv_proj_dim=dim, out_dim=dim, context_pre_only=False,
             bias=False, added_proj_bias=False, eps=1e-6,
         )  # fmt: skip
-    randomize(model, 7)
-    return model
+    return randomized(model, fused=fused)
 
 
 def samples(config: FluxConfig, lens: list[tuple[int, int]], dtype: torch.dtype) -> list[dict[str, Tensor]]:
@@ -134,19 +126,11 @@ def their_output(model: Any, *drawn: dict[str, Tensor], mask: Tensor | None = No
     return out
 
 
-def assert_close(got: Tensor, wanted: Tensor, tolerance: float, name: str = "output") -> None:
-    size = wanted.abs().max().item()
-    assert size > 0.01, f"{name}: too small to tell an error from none"
-    assert (got - wanted).abs().max().item() <= tolerance * max(size, 1.0), name
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_sample_is_diffusers_at_its_own_length(variant: str, fused: bool, dtype: torch.dtype) -> None:
-    model = theirs(dtype, **VARIANTS[variant])
-    if fused:
-        model.fuse_qkv_projections()
+    model = theirs(dtype, fused, **VARIANTS[variant])
     ours = flux_from_diffusers(model)
     drawn = samples(ours.config, [(5, 12), (1, 30), (7, 7), (5, 12), (16, 1)], dtype)
     with torch.no_grad():
@@ -193,11 +177,9 @@ def test_text_padding_counts_as_in_diffusers_where_it_is_given_as_text() -> None
         assert (ours(packed([short])) - wanted).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 def test_gradients_are_diffusers_gradients(fused: bool) -> None:
-    model = theirs(torch.float64, guidance_embeds=True)
-    if fused:
-        model.fuse_qkv_projections()
+    model = theirs(torch.float64, fused, guidance_embeds=True)
     ours = flux_from_diffusers(model)
     drawn = samples(ours.config, [(5, 12), (3, 20)], torch.float64)
     out = ours(packed(drawn))
@@ -205,32 +187,18 @@ def test_gradients_are_diffusers_gradients(fused: bool) -> None:
     (out * weight).sum().backward()
     for sample, part in zip(drawn, weight.split([12, 20]), strict=True):
         (their_output(model, sample)[0] * part).sum().backward()
-
-    # A gradient is laid out as its weight is: loaded into a second model, theirs can be compared by our names. The
-    # separate projections of a fused model have none.
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    wanted = flux_from_state(grads, ours.config)
-    for (name, parameter), expected in zip(ours.named_parameters(), wanted.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert_close(parameter.grad, expected, 1e-6, name)
+    assert_same_gradients(ours, model, lambda grads: flux_from_state(grads, ours.config), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_come_back_bit_for_bit(variant: str, fused: bool, dtype: torch.dtype) -> None:
-    model = theirs(dtype, **VARIANTS[variant])
-    if fused:
-        model.fuse_qkv_projections()
-    before = model.state_dict()
-    state = flux_state(flux_from_diffusers(model), "diffusers-fused" if fused else "diffusers")
-    assert state.keys() == before.keys()
-    for name, value in before.items():
-        assert state[name].dtype == value.dtype
-        assert torch.equal(state[name], value), name
+    model = theirs(dtype, fused, **VARIANTS[variant])
+    assert_same_state(flux_state(flux_from_diffusers(model), layout_of(fused)), model.state_dict())
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_saved_into_diffusers_it_computes_the_same(variant: str, fused: bool, tmp_path: Any) -> None:
     """A model that was made here: diffusers builds its own from our configuration, loads, saves and reads again."""
@@ -241,7 +209,7 @@ def test_saved_into_diffusers_it_computes_the_same(variant: str, fused: bool, tm
     model = diffusers.FluxTransformer2DModel(**diffusers_flux_config(config))
     if fused:
         model.fuse_qkv_projections()
-    model.load_state_dict(flux_state(ours, "diffusers-fused" if fused else "diffusers"))
+    model.load_state_dict(flux_state(ours, layout_of(fused)))
     if not fused:
         model.save_pretrained(tmp_path)  # refuses tensors that share memory
         model = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)
@@ -254,32 +222,25 @@ def test_files_are_read_with_their_configuration(tmp_path: Any) -> None:
     model = theirs(guidance_embeds=True)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    ours = flux_from_state(SafetensorsFolder(tmp_path))
-    state = flux_state(ours)
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert_same_state(flux_state(flux_from_state(SafetensorsFolder(tmp_path))), model.state_dict())
     half = flux_from_state(SafetensorsFolder(tmp_path), dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 def test_projections_without_bias(fused: bool) -> None:
-    model = without_qkv_bias(theirs())
-    if fused:
-        model.fuse_qkv_projections()
+    model = theirs_without_qkv_bias(fused)
     ours = flux_from_diffusers(model)
     assert not ours.config.qkv_bias and ours.transformer_blocks[0].attn.to_qkv.bias is None
     (sample,) = samples(ours.config, [(5, 12)], torch.float32)
     with torch.no_grad():
         assert_close(ours(packed([sample])), their_output(model, sample)[0], 1e-5)
-    state = flux_state(ours, "diffusers-fused" if fused else "diffusers")
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert_same_state(flux_state(ours, layout_of(fused)), model.state_dict())
 
 
 def test_after_fusing_the_fused_projections_are_the_ones_that_count() -> None:
     """diffusers keeps the separate ones, which training leaves behind."""
-    model = theirs()
-    model.fuse_qkv_projections()
+    model = theirs(fused=True)
     with torch.no_grad():
         model.transformer_blocks[0].attn.to_qkv.weight.mul_(1.5)
         model.single_transformer_blocks[1].attn.to_qkv.bias.add_(0.5)
@@ -296,7 +257,7 @@ def test_the_models_share_no_memory() -> None:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.zero_()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_state(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("norm_weight", ["scale", "weight"])
@@ -324,10 +285,8 @@ def test_the_published_files_are_read_as_diffusers_reads_them(norm_weight: str) 
     # A module of the right names and these shapes.
     holder = FewColumns(config, {name: wanted[parts[0].name].shape[1:] for name, parts in layout.parameters.items()})
     flux_layout(config, detect_flux_layout(state)).load(holder, state)
-    got = layout.save(holder)
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
-    back = flux_layout(config, detect_flux_layout(state)).save(holder)
-    assert back.keys() == state.keys() and all(torch.equal(back[name], value) for name, value in state.items())
+    assert_same_state(layout.save(holder), wanted)
+    assert_same_state(flux_layout(config, detect_flux_layout(state)).save(holder), state)
 
 
 class FewColumns(nn.Module):

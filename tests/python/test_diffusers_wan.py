@@ -13,6 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers_checks import (
+    assert_close,
+    assert_same_gradients,
+    assert_same_state,
+    diffusers,
+    layout_of,
+    randomized,
+    separate_and_fused,
+)
 from knapformer.models import WanBatch, WanTransformer, init_weights
 from knapformer.models.diffusers_wan import (
     diffusers_wan_config,
@@ -25,12 +34,9 @@ from knapformer.models.diffusers_wan import (
 )
 from knapformer.models.patches import grid_of, unpatchify
 from knapformer.models.state_layout import SafetensorsFolder
-from torch import Tensor, nn
+from torch import Tensor
 
 from knapformer import ArgumentError
-
-diffusers = pytest.importorskip("diffusers")
-diffusers.utils.logging.set_verbosity_error()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 2e-6}
 SMALL: dict[str, Any] = {
@@ -56,18 +62,8 @@ TEXT_LENS = [5, 1, 9, 16]
 Sample = tuple[Tensor, Tensor, Tensor]  # video, text, time step
 
 
-def theirs(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A diffusers model with random weights, none of them as diffusers would start it (zero biases, unit norms)."""
-    model = diffusers.WanTransformer3DModel(**{**SMALL, **changes})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.3
-            parameter.normal_(0.0, std, generator=generator)
-        for module in model.modules():
-            if isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and module.weight is not None:
-                module.weight.add_(1.0)
-    return model.to(dtype)
+def theirs(dtype: torch.dtype = torch.float32, fused: bool = False, **changes: Any) -> Any:
+    return randomized(diffusers.WanTransformer3DModel(**{**SMALL, **changes}), dtype, fused)
 
 
 def samples(model: Any, dtype: torch.dtype, shapes: list[tuple[int, int, int]], text_lens: list[int]) -> list[Sample]:
@@ -101,19 +97,11 @@ def their_output(model: Any, *drawn: Sample) -> Tensor:
     return out
 
 
-def assert_close(got: Tensor, wanted: Tensor, tolerance: float, name: str = "output") -> None:
-    size = wanted.abs().max().item()
-    assert got.shape == wanted.shape and size > 0.01, f"{name}: too small to tell an error from none"
-    assert (got - wanted).abs().max().item() <= tolerance * max(size, 1.0), name
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_sample_is_diffusers_at_its_own_shape(variant: str, fused: bool, dtype: torch.dtype) -> None:
-    model = theirs(dtype, **VARIANTS[variant])
-    if fused:
-        model.fuse_qkv_projections()
+    model = theirs(dtype, fused, **VARIANTS[variant])
     ours = wan_from_diffusers(model)
     drawn = samples(model, dtype, SHAPES, TEXT_LENS)
     with torch.no_grad():
@@ -133,11 +121,9 @@ def test_a_batch_of_equal_shapes_is_diffusers_batch() -> None:
             assert_close(out, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 def test_gradients_are_diffusers_gradients(fused: bool) -> None:
-    model = theirs(torch.float64)
-    if fused:
-        model.fuse_qkv_projections()
+    model = theirs(torch.float64, fused)
     ours = wan_from_diffusers(model)
     drawn = samples(model, torch.float64, SHAPES, TEXT_LENS)
     outs = our_outputs(ours, drawn)
@@ -145,32 +131,18 @@ def test_gradients_are_diffusers_gradients(fused: bool) -> None:
     torch.stack([(out * weight).sum() for out, weight in zip(outs, weights, strict=True)]).sum().backward()
     for sample, weight in zip(drawn, weights, strict=True):
         (their_output(model, sample)[0] * weight).sum().backward()
-
-    # A gradient is laid out as its weight is: loaded into a second model, theirs can be compared by our names. The
-    # separate projections of a fused model have none.
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    wanted = wan_from_state(grads, ours.config)
-    for (name, parameter), expected in zip(ours.named_parameters(), wanted.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert_close(parameter.grad, expected, 2e-6, name)
+    assert_same_gradients(ours, model, lambda grads: wan_from_state(grads, ours.config), 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_come_back_bit_for_bit(variant: str, fused: bool, dtype: torch.dtype) -> None:
-    model = theirs(dtype, **VARIANTS[variant])
-    if fused:
-        model.fuse_qkv_projections()
-    before = model.state_dict()
-    state = wan_state(wan_from_diffusers(model), "diffusers-fused" if fused else "diffusers")
-    assert state.keys() == before.keys()
-    for name, value in before.items():
-        assert state[name].dtype == value.dtype
-        assert torch.equal(state[name], value), name
+    model = theirs(dtype, fused, **VARIANTS[variant])
+    assert_same_state(wan_state(wan_from_diffusers(model), layout_of(fused)), model.state_dict())
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@separate_and_fused
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_saved_into_diffusers_it_computes_the_same(variant: str, fused: bool, tmp_path: Any) -> None:
     """A model that was made here: diffusers builds its own from our configuration, loads and saves it."""
@@ -180,7 +152,7 @@ def test_saved_into_diffusers_it_computes_the_same(variant: str, fused: bool, tm
     model = diffusers.WanTransformer3DModel(**diffusers_wan_config(config))
     if fused:
         model.fuse_qkv_projections()
-    model.load_state_dict(wan_state(ours, "diffusers-fused" if fused else "diffusers"))
+    model.load_state_dict(wan_state(ours, layout_of(fused)))
     if not fused:
         model.save_pretrained(tmp_path)  # refuses tensors that share memory
         files = SafetensorsFolder(tmp_path)
