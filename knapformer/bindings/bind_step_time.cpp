@@ -1,8 +1,7 @@
-#include "knapformer/bindings/bind_step_time.h"
-
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
+#include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/error.h"
 #include "knapformer/core/step_time.h"
 

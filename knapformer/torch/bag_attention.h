@@ -29,6 +29,9 @@ using Attend = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k
 /// In the exchange before attention.
 HeadSharing sharing_of(const AttentionLevel& level);
 
+/// This rank's share, where sequences of this level are whole.
+int64_t num_query_heads_of(const AttentionLevel& level, HeadCounts heads);
+
 /// A step's attention on one rank.
 struct BagAttention {
   const AttentionTables& tables;
@@ -41,10 +44,6 @@ struct BagAttention {
   /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
   /// once for each level that has tokens here; on a rank without any, once without tokens.
   at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
-
- private:
-  at::Tensor attend_level(size_t level, const std::vector<at::Tensor>& qkv, const Attend& attend) const;
-  int64_t num_heads_of(const AttentionLevel& level) const;
 };
 
 }  // namespace knapformer

@@ -330,8 +330,7 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     const AttentionLevel& level = s.attention.levels[0];
     const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
     check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
-    const auto num_heads = static_cast<int64_t>(
-        partition_heads(s.heads.num_heads, s.heads.num_kv_heads, level.degree).query.of(level.index_in_group).size());
+    const int64_t num_heads = num_query_heads_of(level, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
     if (level.degree == 1) return {.chunk_lens = s.chunk_lens, .o = as_view(o)};

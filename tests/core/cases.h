@@ -50,6 +50,13 @@ class Cases {
             .workload = {}};
   }
 
+  /// Of each rank, 0.5 to 2.
+  std::vector<double> rank_speed(int32_t num_ranks) {
+    std::vector<double> speeds(static_cast<size_t>(num_ranks));
+    for (double& speed : speeds) speed = static_cast<double>(integer(1, 4)) / 2;
+    return speeds;
+  }
+
   /// Any valid plan at all: random aligned groups, and chunks cut at random places.
   Plan any_plan(PlanInput input) {
     std::vector<Placement> placements;

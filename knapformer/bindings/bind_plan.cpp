@@ -1,0 +1,130 @@
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/error.h"
+#include "knapformer/core/plan.h"
+#include "knapformer/core/plan_json.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+namespace {
+
+template <class T>
+std::vector<T> to_list(std::span<const T> values) {
+  return {values.begin(), values.end()};
+}
+
+std::vector<std::vector<int64_t>> chunk_lens(const Plan& plan) {
+  std::vector<std::vector<int64_t>> lens(static_cast<size_t>(plan.num_ranks()));
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+    for (const int32_t index : plan.chunks_on(Rank(r)))
+      lens[static_cast<size_t>(r)].push_back(plan.chunk(index).num_tokens);
+  }
+  return lens;
+}
+
+std::vector<std::vector<int32_t>> sequences_on(const Plan& plan) {
+  std::vector<std::vector<int32_t>> ids(static_cast<size_t>(plan.num_ranks()));
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+    for (const int32_t index : plan.chunks_on(Rank(r)))
+      ids[static_cast<size_t>(r)].push_back(plan.chunk(index).sequence.value);
+  }
+  return ids;
+}
+
+py::list chunks(const Plan& plan) {
+  py::list out(plan.chunks().size());
+  for (size_t i = 0; i < plan.chunks().size(); ++i) {
+    const Chunk& c = plan.chunks()[i];
+    out[i] = py::make_tuple(c.sequence.value, c.rank.value, c.first_token, c.num_tokens);
+  }
+  return out;
+}
+
+template <class Field>
+auto per_sequence(Field field) {
+  return [field](const Plan& plan) {
+    std::vector<int32_t> out;
+    out.reserve(plan.placements().size());
+    for (const Placement& p : plan.placements()) out.push_back(field(p));
+    return out;
+  };
+}
+
+std::string describe(const Plan& plan) {
+  return text("Plan(topology='", plan.topology().str(), "', solver='", plan.solver(), "', num_ranks=", plan.num_ranks(),
+              ", num_sequences=", plan.num_sequences(), ", num_tokens=", plan.num_tokens(),
+              ", wir_before=", plan.balance_before().wir(), ", wir_after=", plan.balance_after().wir(), ")");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan>(m, "Plan",
+                   "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
+      .def_property_readonly("topology", &Plan::topology)
+      .def_property_readonly("workload", [](const Plan& p) { return p.input().workload; })
+      .def_property_readonly("d_model", [](const Plan& p) { return p.input().d_model; })
+      .def_property_readonly("solver", &Plan::solver)
+      .def_property_readonly("num_ranks", &Plan::num_ranks)
+      .def_property_readonly("num_sequences", &Plan::num_sequences)
+      .def_property_readonly("num_tokens", &Plan::num_tokens)
+      .def_property_readonly(
+          "seq_lens",
+          [](const Plan& p) {
+            std::vector<std::vector<int64_t>> lens;
+            for (int32_t r = 0; r < p.num_ranks(); ++r) lens.push_back(to_list(p.seq_lens().lens(Rank(r))));
+            return lens;
+          },
+          "Per home rank, the lengths of its sequences, in tokens.")
+      .def_property_readonly("bag_of_sequence", per_sequence([](const Placement& p) { return p.bag.value; }))
+      .def_property_readonly("first_rank_of_sequence",
+                             per_sequence([](const Placement& p) { return p.first_rank.value; }))
+      .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
+                             "How many consecutive ranks share each sequence.")
+      .def_property_readonly("chunk_lens", &chunk_lens,
+                             "Per rank, the tokens of the chunks that it holds, in row order.")
+      .def_property_readonly("sequences_on", &sequences_on,
+                             "Per rank, the sequence of each of its chunks, in row order.")
+      .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
+      .def_property_readonly(
+          "workload_before", [](const Plan& p) { return to_list(p.workload_before()); },
+          "Per rank, FLOPs of one block forward where every sequence stays at home.")
+      .def_property_readonly(
+          "workload_after", [](const Plan& p) { return to_list(p.workload_after()); },
+          "Per rank, FLOPs of one block forward under the plan.")
+      .def_property_readonly("tokens_before", [](const Plan& p) { return to_list(p.tokens_before()); })
+      .def_property_readonly("tokens_after", [](const Plan& p) { return to_list(p.tokens_after()); })
+      .def_property_readonly(
+          "wir_before", [](const Plan& p) { return p.balance_before().wir(); },
+          "Highest over lowest workload of a rank; infinite where a rank has none.")
+      .def_property_readonly("wir_after", [](const Plan& p) { return p.balance_after().wir(); })
+      .def_property_readonly("max_over_mean_before", [](const Plan& p) { return p.balance_before().max_over_mean(); })
+      .def_property_readonly("max_over_mean_after", [](const Plan& p) { return p.balance_after().max_over_mean(); })
+      .def_property_readonly("tokens_moved", &Plan::tokens_moved, "Tokens held by another rank than their home.")
+      .def_property_readonly("attention_tokens_moved", &Plan::attention_tokens_moved,
+                             "Tokens that cross ranks in each all-to-all of an attention.")
+      .def_property_readonly("predicted_time", &Plan::predicted_time_s, "Predicted seconds of one block, forward.")
+      .def_property_readonly("lower_bound", &Plan::lower_bound_s,
+                             "No plan of these sequences and this topology takes fewer seconds.")
+      .def_property_readonly("gap", &Plan::gap,
+                             "predicted_time / lower_bound - 1: how far from the best this plan may be.")
+      .def_property_readonly(
+          "ideal_time", [](const Plan& p) { return predict_block_time(p).ideal_s; },
+          "Seconds of one block, forward, with the work spread evenly and no exchange.")
+      .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
+      .def_property_readonly("cluster", [](const Plan& p) { return p.input().cluster; })
+      .def_property_readonly(
+          "attention_pairs", [](const Plan& p) { return p.input().attention_pairs; },
+          "Of each sequence the (query, key) pairs that its mask leaves. Empty: full attention everywhere.")
+      .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
+      .def("to_json", &plan_to_json)
+      .def_static(
+          "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"))
+      .def(py::self == py::self)
+      .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p)); },
+                      [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
+      .def("__repr__", &describe);
+}

@@ -1,0 +1,77 @@
+#include "knapformer/bindings/from_python.h"
+#include "knapformer/bindings/torch_bindings.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the library
+
+void bind_planning_ahead(py::module_& m) {
+  // Its end waits for a thread: not with the GIL, which others of this process need.
+  py::class_<SequenceBalancer::PlanningAhead, std::shared_ptr<SequenceBalancer::PlanningAhead>>(
+      m, "PlanningAhead", "What start_planning returns.", py::release_gil_before_calling_cpp_dtor())
+      .def_property_readonly("ready", &SequenceBalancer::PlanningAhead::ready,
+                             "Whether finish_planning would find the thread done.")
+      .def_property_readonly("num_ended", &SequenceBalancer::PlanningAhead::num_ended,
+                             "Ranks whose data had ended. StateError before finish_planning.");
+}
+
+void bind_planning(BalancerClass& balancer) {
+  balancer
+      .def(
+          "plan_routing",
+          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
+             const std::optional<std::vector<std::string>>& masks) {
+            return convert_then_call(
+                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
+                [&](const auto& arguments) {
+                  const auto& [lens, width, parsed] = arguments;
+                  return self.plan_routing(lens, width, parsed);
+                });
+          },
+          py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(),
+          "Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.\n\n"
+          "seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (one on an\n"
+          "accelerator costs a wait for it). May be empty. d_model: width of the blocks, in features; the same on all "
+          "ranks.\n"
+          "masks: of each of these sequences, as in knapformer.attention_pairs; None: the balancer's own.\n"
+          "Returns the Plan, the same on all ranks.\n\n"
+          "Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.")
+      .def(
+          "start_planning",
+          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
+             std::optional<std::string> failure, const std::optional<std::vector<std::string>>& masks) {
+            return convert_then_call(
+                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
+                [&](const auto& arguments) {
+                  const auto& [lens, width, parsed] = arguments;
+                  return self.start_planning(lens, width,
+                                             {.masks = parsed, .ended = ended, .failure = std::move(failure)});
+                });
+          },
+          py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,
+          py::arg("failure") = py::none(), py::arg("masks") = py::none(),
+          "The first half of plan_routing, for a step to come: launches the gather of lengths and returns. What is "
+          "left to do\n"
+          "runs on a thread of its own. Hand what it returns to finish_planning, on all ranks or none.\n\n"
+          "ended: this rank's data has ended (PlanningAhead.num_ended). failure: this rank's data has failed, and "
+          "why:\n"
+          "finish_planning raises StateError on all ranks.\n\n"
+          "Collective over the balancer's group, one collective.")
+      .def(
+          "finish_planning",
+          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            const py::gil_scoped_release release;
+            return self.finish_planning(*ahead);
+          },
+          py::arg("ahead"),
+          "The second half of plan_routing: waits for what is left of planning, and makes it the plan that the calls "
+          "after this\n"
+          "one follow. Returns it. A plan may be taken up again, after others.\n\n"
+          "All ranks call it, with what they started together. No collective, except where some rank has more "
+          "sequences than\n"
+          "any had before.")
+      .def_property_readonly(
+          "plan", [](const SequenceBalancer& self) { return self.plan(); },
+          "Of the last plan_routing. StateError before it.")
+      .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
+                             "int32 on the CPU: tokens of this rank's sequences in that plan.");
+}

@@ -1,0 +1,88 @@
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/cluster.h"
+#include "knapformer/core/error.h"
+#include "knapformer/core/topology.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+namespace {
+
+void bind_bags(py::module_& m) {
+  py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
+      .def(py::init([](const std::string& text_form, std::optional<int64_t> num_ranks) {
+             return num_ranks ? Topology::parse(text_form, *num_ranks) : Topology::parse(text_form);
+           }),
+           py::arg("text"), py::arg("num_ranks") = py::none(),
+           "Parses one replica, repeated over `num_ranks` ranks where given. Raises ArgumentError.")
+      .def_property_readonly("num_ranks", &Topology::num_ranks)
+      .def_property_readonly("num_replicas", &Topology::num_replicas)
+      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica)
+      .def_property_readonly("is_flat", &Topology::is_flat)
+      .def_property_readonly(
+          "bags",
+          [](const Topology& t) {
+            std::vector<std::vector<int32_t>> bags;
+            for (const Bag& bag : t.bags()) {
+              auto& ranks = bags.emplace_back();
+              for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
+            }
+            return bags;
+          },
+          "The ranks of each bag, of all replicas.")
+      .def(
+          "bag_of",
+          [](const Topology& t, int64_t rank) {
+            if (rank < 0 || rank >= t.num_ranks()) throw_argument("rank", rank, text("0 to ", t.num_ranks() - 1));
+            return t.bag_of(Rank(rank)).value;
+          },
+          py::arg("rank"))
+      .def(py::self == py::self)
+      .def("__str__", &Topology::str)
+      .def("__repr__",
+           [](const Topology& t) { return text("Topology('", t.str(), "', num_ranks=", t.num_ranks(), ")"); });
+}
+
+void bind_cluster(py::module_& m) {
+  py::class_<ClusterModel>(m, "ClusterModel",
+                           "What the balanced solver predicts times with. See knapformer/core/cluster.h.")
+      .def(py::init([](double flops_per_s, double node_bytes_per_s, double network_bytes_per_s, double bytes_per_number,
+                       int32_t ranks_per_node) {
+             const ClusterModel model{.flops_per_s = flops_per_s,
+                                      .node_bytes_per_s = node_bytes_per_s,
+                                      .network_bytes_per_s = network_bytes_per_s,
+                                      .bytes_per_number = bytes_per_number,
+                                      .ranks_per_node = ranks_per_node};
+             model.validate();
+             return model;
+           }),
+           py::arg("flops_per_s") = ClusterModel{}.flops_per_s,
+           py::arg("node_bytes_per_s") = ClusterModel{}.node_bytes_per_s,
+           py::arg("network_bytes_per_s") = ClusterModel{}.network_bytes_per_s,
+           py::arg("bytes_per_number") = ClusterModel{}.bytes_per_number,
+           py::arg("ranks_per_node") = ClusterModel{}.ranks_per_node)
+      .def_readonly("flops_per_s", &ClusterModel::flops_per_s, "Sustained, by a rank of speed 1.")
+      .def_readonly("node_bytes_per_s", &ClusterModel::node_bytes_per_s, "A rank's bandwidth to ranks of its node.")
+      .def_readonly("network_bytes_per_s", &ClusterModel::network_bytes_per_s,
+                    "A rank's bandwidth to ranks of other nodes.")
+      .def_readonly("bytes_per_number", &ClusterModel::bytes_per_number)
+      .def_readonly("ranks_per_node", &ClusterModel::ranks_per_node)
+      .def(py::self == py::self)
+      .def("__repr__", [](const ClusterModel& c) {
+        return text("ClusterModel(flops_per_s=", c.flops_per_s, ", node_bytes_per_s=", c.node_bytes_per_s,
+                    ", network_bytes_per_s=", c.network_bytes_per_s, ", bytes_per_number=", c.bytes_per_number,
+                    ", ranks_per_node=", c.ranks_per_node, ")");
+      });
+}
+
+}  // namespace
+
+void bind_topology(py::module_& m) {
+  bind_bags(m);
+  bind_cluster(m);
+}

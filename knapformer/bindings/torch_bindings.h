@@ -1,0 +1,18 @@
+// The parts of knapformer._torch. Conversion only.
+//
+// All its files include this one: what pybind11 converts must be the same in all of them.
+#pragma once
+
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "knapformer/torch/balancer.h"
+
+using BalancerClass = pybind11::class_<knapformer::SequenceBalancer>;
+
+void bind_planning_ahead(pybind11::module_& m);
+void bind_planning(BalancerClass& balancer);   // lengths in, a plan out
+void bind_exchanges(BalancerClass& balancer);  // routing and attention
+void bind_feedback(BalancerClass& balancer);   // what a step took, and its metrics

@@ -1,0 +1,70 @@
+#include "knapformer/core/chunk_cut.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "knapformer/core/plan.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+TEST(ChunkCut, EvensOutThePerTokenPhase) {
+  // 2 ranks: 100 tokens whole on rank 0, 300 shared: 100 + 100, 200.
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists({{100, 300}, {}});
+  in.topology = Topology::parse("g2/1n1", 2);
+  in.d_model = 8;
+  const std::vector<Placement> placements = {{.bag = BagId(0), .first_rank = Rank(0), .degree = 1},
+                                             {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}};
+  EXPECT_EQ(cut_chunks(in, placements), (std::vector<int64_t>{100, 100, 200}));
+  // With rank 0 three times as fast, 300 of the 400 tokens are its.
+  in.rank_speed = {3, 1};
+  EXPECT_EQ(cut_chunks(in, placements), (std::vector<int64_t>{100, 200, 100}));
+  // A limit binds first.
+  in.max_tokens_per_rank = 250;
+  EXPECT_EQ(cut_chunks(in, placements), (std::vector<int64_t>{100, 150, 150}));
+}
+
+TEST(ChunkCut, ReachesHallsBound) {
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    Cases cases(seed);
+    const PlanInput in = cases.input(true, 5000);
+    const Plan any = cases.any_plan(in);
+    std::vector<Placement> placements(any.placements().begin(), any.placements().end());
+    const Plan plan(in, "any", placements, cut_chunks(in, placements));
+    plan.validate();
+    const BlockTime time = predict_block_time(plan);
+    // The longest per-token phase of each connected group against the fullest aligned block inside it.
+    for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+      const Rank leader = time.group_of_rank[static_cast<size_t>(r)];
+      if (leader != Rank(r)) continue;
+      int64_t most = 0, bound = 0;
+      const Bag& bag = in.topology.bag(in.topology.bag_of(leader));
+      for (int32_t i = 0; i < plan.num_ranks(); ++i) {
+        if (time.group_of_rank[static_cast<size_t>(i)] == leader)
+          most = std::max(most, plan.tokens_after()[static_cast<size_t>(i)]);
+      }
+      for (const int32_t degree : in.topology.shapes()[static_cast<size_t>(bag.shape)].degrees) {
+        for (int32_t first = bag.first_rank.value; first < bag.first_rank.value + bag.num_ranks; first += degree) {
+          bool inside = true;
+          for (int32_t i = first; i < first + degree; ++i)
+            inside = inside && time.group_of_rank[static_cast<size_t>(i)] == leader;
+          if (!inside) continue;
+          int64_t tokens = 0;
+          for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+            const Placement& place = plan.placement(SequenceId(s));
+            if (place.first_rank.value >= first && place.first_rank.value + place.degree <= first + degree)
+              tokens += in.seq_lens[SequenceId(s)];
+          }
+          bound = std::max(bound, (tokens + degree - 1) / degree);
+        }
+      }
+      EXPECT_EQ(most, bound) << "seed " << seed << ", rank " << r;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace knapformer
