@@ -10,15 +10,11 @@ leaves in memory (allocated less freed in it, by the profiler); the median time 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from bench_exchange import describe_run, launch
+from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
 MODEL = {"num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
 # So few tokens that no exchange's output comes out of recycled memory, which the profiler does not see allocated.
@@ -27,26 +23,22 @@ WAYS = {"none": (False, False), "blocks": (True, False), "blocks, exchanges kept
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank is not None:
-        result = run_rank(args)
-        if args.rank == 0:
-            print(json.dumps(result))
-        return
-    rows = launch(sys.argv[1:], __file__)
+    rows = on_ranks(run_rank, args)
     print(f"{'computed again':24} {'all-to-alls':>12} {'MiB after forward':>18} {'s a step':>9}")
     for name, row in rows.items():
         print(f"{name:24} {row['all_to_alls']:12} {row['forward_mib']:18.1f} {row['step_s']:9.2f}")
     if args.json:
-        configuration = {"num_ranks": 2, "threads_per_rank": 1, "model": MODEL, "lens": LENS, "dtype": "float32"}
-        report = {**describe_run(), "benchmark": "checkpointing", "configuration": configuration, "ways": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        configuration = {
+            "num_ranks": NUM_RANKS,
+            "threads_per_rank": 1,
+            "model": MODEL,
+            "lens": LENS,
+            "dtype": "float32",
+        }
+        write_results(args.json, "checkpointing", configuration, ways=rows)
 
 
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
@@ -57,15 +49,11 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
 
     from knapformer import SequenceBalancer
 
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=300)
-    store = f"file://{args.store}"
-    dist.init_process_group("gloo", init_method=store, rank=args.rank, world_size=2, timeout=timeout)
     config = TransformerConfig(**MODEL)
     model = build_model(config)
     init_weights(model)
     balancer = SequenceBalancer("g2n1")
-    lens = LENS[args.rank]
+    lens = LENS[dist.get_rank()]
     batch = TransformerBatch(torch.randn(sum(lens), config.in_channels), lens)
 
     def profiled(way: tuple[bool, bool]) -> tuple[Any, Any]:
@@ -99,7 +87,6 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
             seconds[name].append(timed(way))
     for name in WAYS:
         rows[name]["step_s"] = statistics.median(seconds[name])
-    dist.destroy_process_group()
     return rows
 
 

@@ -19,9 +19,6 @@ told that the CPU is the device.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
-import json
 import random
 import statistics
 import sys
@@ -32,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench_exchange import describe_run, launch
+from driver import NUM_RANKS, bare_all_to_all, on_ranks, parser_of, published_module, write_results
 
 NUM_SEQUENCES, MAX_TOKENS, HEADS, WIDTH = 300, 12, 2, 8
 # Microseconds of work for a call of attention, forward with gradients, that must not be passed.
@@ -40,21 +37,13 @@ LIMIT_US = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--calls", type=int, default=25, help="in a round")
     parser.add_argument("--published", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit with status 1 where the limit is passed")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank is not None:
-        result = run_rank(args)
-        if args.rank == 0:
-            print(json.dumps(result))
-        return
-    rows = launch(sys.argv[1:], __file__)
+    rows = on_ranks(run_rank, args)
     print(f"{'us':24} {'in all':>8} {'quartiles':>13} {'bare':>6} {'work':>6}")
     for name, row in rows.items():
         for kind in KINDS:
@@ -62,7 +51,7 @@ def main() -> None:
             print(f"{name + ' ' + kind:24} {us:8.0f} {low:6.0f} {high:6.0f} {bare:6.0f} {row[f'{kind}_work_us']:6.0f}")
     if args.json:
         configuration = {
-            "num_ranks": 2,
+            "num_ranks": NUM_RANKS,
             "num_sequences": NUM_SEQUENCES,
             "max_tokens": MAX_TOKENS,
             "heads": HEADS,
@@ -72,23 +61,16 @@ def main() -> None:
             "rounds": args.rounds,
             "calls": args.calls,
         }
-        report = {**describe_run(), "benchmark": "host", "configuration": configuration, "limit_us": LIMIT_US}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**report, "implementations": rows}, indent=2) + "\n")
+        write_results(args.json, "host", configuration, limit_us=LIMIT_US, implementations=rows)
     if args.check and rows["attention()"]["forward_work_us"] > LIMIT_US:
         sys.exit(1)
 
 
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
-    store = f"file://{args.store}"
-    dist.init_process_group("gloo", init_method=store, rank=args.rank, world_size=2, timeout=timeout)
-    rng = random.Random(args.rank)
-    lens = [rng.randint(1, MAX_TOKENS) for _ in range(NUM_SEQUENCES // 2)]
+    rng = random.Random(dist.get_rank())
+    lens = [rng.randint(1, MAX_TOKENS) for _ in range(NUM_SEQUENCES // NUM_RANKS)]
     balancers = {"attention()": ours, "pre, post": ours}
     if args.published:
         balancers["published"] = lambda: published(args.published)
@@ -96,7 +78,6 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     for name, make in balancers.items():
         calls |= {f"{name} {kind}": call for kind, call in calls_of(make(), lens, name == "attention()").items()}
     seconds = measure(calls, args.rounds, args.calls)
-    dist.destroy_process_group()
     results: dict[str, Any] = {}
     for name in balancers:
         row = results[name] = {}
@@ -120,11 +101,7 @@ def published(checkout: Path) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     warnings.simplefilter("ignore", FutureWarning)
-    path = checkout / "knapformer" / "sequence_balancer.py"
-    spec = importlib.util.spec_from_file_location("published_sequence_balancer", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = published_module(checkout)
     mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")).start()
     module.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # type: ignore[attr-defined]
     return module.SequenceBalancer("g2n1")
@@ -164,8 +141,8 @@ def calls_of(balancer: Any, lens: list[int], in_one: bool) -> dict[str, Callable
 
     # This rank's rows with the peer's heads there; the peer's rows with this rank's heads here. All of q, k and v.
     sent, received = x.shape[0], attention_tokens - x.shape[0]
-    there, back = bare_all_to_all(3 * sent, 3 * received), bare_all_to_all(received, sent)
-    there_of_one, back_of_one = bare_all_to_all(sent, received), bare_all_to_all(received, sent)
+    there, back = with_peer(3 * sent, 3 * received), with_peer(received, sent)
+    there_of_one, back_of_one = with_peer(sent, received), with_peer(received, sent)
 
     def bare() -> None:
         there()
@@ -186,15 +163,12 @@ def calls_of(balancer: Any, lens: list[int], in_one: bool) -> dict[str, Callable
     }
 
 
-def bare_all_to_all(sent: int, received: int) -> Callable[[], Any]:
-    """Of so many float32 numbers to and from the peer."""
-    import torch
+def with_peer(sent: int, received: int) -> Callable[[], Any]:
+    """The bare all-to-all of so many float32 numbers to and from the other rank."""
     import torch.distributed as dist
 
-    peer = 1 - dist.get_rank()
-    send_splits, recv_splits = ([n if rank == peer else 0 for rank in range(2)] for n in (sent, received))
-    send, recv = torch.ones(sent), torch.empty(received)
-    return lambda: dist.all_to_all_single(recv, send, recv_splits, send_splits)
+    own = dist.get_rank()
+    return bare_all_to_all(*([0 if rank == own else n for rank in range(NUM_RANKS)] for n in (sent, received)))
 
 
 def measure(calls: dict[str, Callable[[], Any]], rounds: int, per_round: int) -> dict[str, list[float]]:

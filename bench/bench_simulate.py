@@ -16,7 +16,6 @@ Exits with 1 where a limit is missed. Needs two idle cores; the results say how 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from driver import parser_of, write_results
 
 MIN_SHARE_OF_PROMISE = 0.90
 MAX_COST = 0.03
@@ -50,18 +51,8 @@ def simulate(run: Run, steps: int, repeats: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         command = [sys.executable, "-m", "knapformer.cli", "simulate", *run.arguments]
-        command += [
-            "--steps",
-            str(steps),
-            "--repeats",
-            str(repeats),
-            "--warmup",
-            "1",
-            "--seed",
-            str(seed),
-            "--json",
-            str(path),
-        ]
+        command += ["--steps", str(steps), "--repeats", str(repeats), "--warmup", "1", "--seed", str(seed)]
+        command += ["--json", str(path)]
         subprocess.run(command, check=True)
         results: dict[str, Any] = json.loads(path.read_text())
         return results
@@ -85,11 +76,10 @@ def checks(name: str, results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each run (default 5)")
     parser.add_argument("--repeats", type=int, default=2, help="of each step, the best counts (default 2)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where the results go")
     args = parser.parse_args()
 
     runs, made = [], []
@@ -104,9 +94,8 @@ def main() -> int:
         verdict = {True: "ok", False: "MISSED", None: ""}[check.get("passed")]
         print(f"{verdict:7}{check['run']:9} {check['topology']:6} {check['name']}: {check['value']:.3f}{limit}")
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"benchmark": "simulate", "checks": made, "runs": runs}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        configuration = {"steps": args.steps, "repeats": args.repeats, "seed": args.seed}
+        write_results(args.json, "simulate", configuration, checks=made, runs=runs)
     return 0 if all(check.get("passed", True) for check in made) else 1
 
 

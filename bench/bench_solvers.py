@@ -33,15 +33,10 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import importlib.util
-import json
 import math
-import os
-import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -49,6 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from driver import parser_of, published_module, write_results
 from solver_tables import full, summary
 
 import knapformer
@@ -231,11 +227,7 @@ class PublishedPlanner:
     """The published implementation's plan_routing, without its process group and device."""
 
     def __init__(self, checkout: Path) -> None:
-        path = checkout / "knapformer" / "sequence_balancer.py"
-        spec = importlib.util.spec_from_file_location("published_sequence_balancer", path)
-        assert spec is not None and spec.loader is not None
-        self.module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
+        self.module: Any = published_module(checkout)
         self.module.UlyssesBag = lambda *_: None  # made last, and only moves data
 
     def __call__(self, seq_lens: Lengths, gamma: float, topology: str) -> tuple[Shares, float]:
@@ -348,22 +340,8 @@ def run_workload(
     return rows
 
 
-def git_commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found.group(1) if found else platform.processor()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=["mixed", "joint", "low", "A", "B"])
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--large-seeds", type=int, default=1, help="seeds of workloads above 64 ranks")
@@ -371,7 +349,6 @@ def main() -> None:
     parser.add_argument("--milp-seconds", type=float, default=10, help="time limit of each program; 0: none")
     parser.add_argument("--milp-seeds", type=int, default=1)
     parser.add_argument("--published", type=Path, help="a checkout of the published implementation")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     published = PublishedPlanner(args.published) if args.published else None
     rows = []
@@ -380,24 +357,16 @@ def main() -> None:
             rows += run_workload(workload, args, published)
     print(summary(rows), full(rows), sep="\n\n")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        results = {
-            "benchmark": "solvers",
-            "commit": git_commit(),
-            "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "load_average": os.getloadavg()},
-            "python": platform.python_version(),
-            "configuration": {
-                "d_model": D_MODEL,
-                "flops_per_s": FLOPS_PER_S,
-                "node_bytes_per_s": NODE_BYTES_PER_S,
-                "network_bytes_per_s": NETWORK_BYTES_PER_S,
-                "bytes_per_number": BYTES_PER_NUMBER,
-                "ranks_per_node": RANKS_PER_NODE,
-                "milp_seconds": args.milp_seconds,
-            },
-            "rows": rows,
+        configuration = {
+            "d_model": D_MODEL,
+            "flops_per_s": FLOPS_PER_S,
+            "node_bytes_per_s": NODE_BYTES_PER_S,
+            "network_bytes_per_s": NETWORK_BYTES_PER_S,
+            "bytes_per_number": BYTES_PER_NUMBER,
+            "ranks_per_node": RANKS_PER_NODE,
+            "milp_seconds": args.milp_seconds,
         }
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(args.json, "solvers", configuration, rows=rows)
 
 
 if __name__ == "__main__":

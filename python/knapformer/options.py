@@ -1,4 +1,5 @@
-"""Options that commands share: numbers with bounds, the lengths to plan, the workload, and what a plan must keep to."""
+"""Options that commands share: numbers with bounds, the lengths to plan, the workload, what a plan must keep to, how
+blocks are run, and where results go."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from knapformer import ArgumentError, Calibration, ClusterModel, DataMix
+from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, solver_names
 
 MAX_RANKS = 1 << 20
 H100_GAMMA = 0.41  # at which the published imbalance comes out
@@ -103,13 +104,29 @@ def add_draw(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_lengths_file(source: argparse._ActionsContainer) -> None:
+    """What `read_lengths` reads."""
+    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+
+
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """What `batches` reads."""
     source = parser.add_mutually_exclusive_group(required=True)
     add_data(source, required=False)
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    add_lengths_file(source)
     parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help="with --data")
     add_draw(parser)
+
+
+def add_solver(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """default: None for the planner's."""
+    names = solver_names()
+    parser.add_argument(
+        "--solver",
+        default=default or names[0],
+        choices=names,
+        help="default: the planner's" if default is None else f"default {default}",
+    )
 
 
 def add_gamma(parser: argparse.ArgumentParser, default: float, *, can_fit: bool = False) -> None:
@@ -147,13 +164,30 @@ def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | 
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """--dtype, --device, --no-checkpoint and --threads: how blocks are run."""
+    """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `device_settings` reads them."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
     parser.add_argument(
         "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
     )
+
+
+def device_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of SimulationSettings and CalibrationSettings."""
+    return {
+        "dtype": args.dtype,
+        "device": args.device,
+        "checkpointing": not args.no_checkpoint,
+        "threads": args.threads,
+    }
+
+
+def add_results(parser: argparse.ArgumentParser, device: str) -> None:
+    """--peak-tflops, of the `device`, --json and --report: what measured steps come to, and where it goes."""
+    parser.add_argument("--peak-tflops", type=number(0, inclusive=False), metavar="F", help=f"of {device}; reports HFU")
+    parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
+    parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -211,10 +245,7 @@ def batches(args: argparse.Namespace, steps: range, check: Callable[[int], objec
     `check` sees the number of ranks before anything is drawn. Raises ArgumentError, OSError.
     """
     if args.lengths is not None:
-        lengths = read_lengths(args.lengths)
-        if args.ranks not in (None, len(lengths)):
-            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(lengths)}, as --lengths has, or none")
-        yield lengths
+        yield read_lengths(args.lengths, args.ranks)
         return
     if args.ranks is None:
         raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
@@ -226,10 +257,10 @@ def batches(args: argparse.Namespace, steps: range, check: Callable[[int], objec
         yield mix.draw_lengths(args.seed, step, args.ranks)
 
 
-def read_lengths(path: str) -> Lengths:
+def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
     """A JSON list of lists of integers from a file, or from standard input for '-'.
 
-    Raises ArgumentError for other content, OSError where it cannot be read.
+    num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
     """
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
@@ -242,6 +273,8 @@ def read_lengths(path: str) -> Lengths:
         for length in lens:
             if type(length) is not int or not 1 <= length < 1 << 31:
                 raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
+    if num_ranks not in (None, len(lengths)):
+        raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(lengths)}, as --lengths has, or none")
     return lengths
 
 

@@ -11,8 +11,10 @@ from rich.console import Console
 from knapformer import ArgumentError
 
 
-def check_output_path(argument: str, path: str) -> None:
-    """Raises ArgumentError, naming `argument`, where a file could not be written at `path`."""
+def check_output_path(argument: str, path: str | None) -> None:
+    """Raises ArgumentError, naming `argument`, where a file could not be written at `path`. None: none is asked for."""
+    if path is None:
+        return
     target = Path(path)
     folder = target.parent
     if not path or target.is_dir():

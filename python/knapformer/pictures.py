@@ -18,8 +18,10 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#999999", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 
 
-def check_picture(path: str) -> None:
-    """Raises ArgumentError where it could not be drawn or written."""
+def check_picture(path: str | None) -> None:
+    """Raises ArgumentError where --picture could not be drawn or written. None: none is asked for."""
+    if path is None:
+        return
     check_output_path("--picture", path)
     if Path(path).suffix not in _SUFFIXES:
         raise ArgumentError(f"--picture: got {path!r}, expected a file that ends in {', '.join(_SUFFIXES)}")

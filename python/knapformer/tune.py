@@ -16,7 +16,7 @@ _FORMAT = "knapformer.tuning"
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "tune", help="topologies for a mix or given lengths, best first", allow_abbrev=False, description=__doc__
+        "tune", help="topologies for a mix or given lengths, best first", description=__doc__
     )
     add_lengths(parser)
     parser.add_argument("--steps", type=integer(1, 10**6), default=3, metavar="N", help="of --data (default 3)")
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.json not in (None, "-"):
+    if args.json != "-":
         check_output_path("--json", args.json)
     gamma, calibration = gamma_and_calibration(args)
     keep_to = limits(args, calibration)

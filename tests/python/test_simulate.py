@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from knapformer.models import NAMED_CONFIGS, FluxBatch
-from knapformer.simulator import SimulationSettings
 from knapformer.simulator.batches import grid_ids, random_batch
 from knapformer.simulator.calibrate import lengths_to_measure
 from knapformer.simulator.results import Variant, figures, hardware_flops_utilization, sentence
+from knapformer.simulator.settings import SimulationSettings
 
 from knapformer import ArgumentError, Calibration, DataMix, plan
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from knapformer.launch import run_on_ranks, started_ranks
-from knapformer.options import MAX_RANKS, add_device, check_torch, counts, integer
+from knapformer.launch import check_ranks, run_on_ranks, started_ranks
+from knapformer.options import MAX_RANKS, add_device, check_torch, counts, device_settings, integer
 from knapformer.output import check_output_path
+from knapformer.pictures import check_picture
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate",
         help="measures blocks and exchanges here, and fits k and gamma",
-        allow_abbrev=False,
         description=__doc__,
     )
     parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
@@ -38,16 +38,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     check_torch("calibrate")
     from knapformer.calibrate.settings import CalibrationSettings, default_lengths
-    from knapformer.launch import check_ranks
     from knapformer.models.config import load_config
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
-    if args.json is not None:
-        check_output_path("--json", args.json)
-    if args.picture is not None:
-        from knapformer.pictures import check_picture
-
-        check_picture(args.picture)
+    check_output_path("--json", args.json)
+    check_picture(args.picture)
     model = load_config(args.model)
     lengths = default_lengths(model.d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
     settings = CalibrationSettings(
@@ -57,10 +52,7 @@ def run(args: argparse.Namespace) -> None:
         num_ranks=num_ranks,
         num_rounds=args.repeats,
         num_warmup_rounds=args.warmup,
-        dtype=args.dtype,
-        device=args.device,
-        checkpointing=not args.no_checkpoint,
-        threads=args.threads,
+        **device_settings(args),
         json_path=args.json,
         picture_path=args.picture,
     )

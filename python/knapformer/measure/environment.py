@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -16,21 +17,35 @@ if TYPE_CHECKING:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit that figures belong to."""
+    """Hardware, versions and commit that figures of a device belong to."""
     import torch
 
     return {
+        **host_environment(),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def host_environment() -> dict[str, Any]:
+    """The part that is known without torch running."""
+    return {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads_per_rank": torch.get_num_threads(),
+        "torch": _torch_version(),
         "knapformer": knapformer.__version__,
         "commit": _commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

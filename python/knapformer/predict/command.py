@@ -6,32 +6,31 @@ import argparse
 import json
 from typing import Any
 
-import knapformer
 from knapformer import ArgumentError, DataMix
 from knapformer._core import HardwareModel, TrainedModel
-from knapformer.options import H100_GAMMA, add_gamma, gamma_and_calibration
+from knapformer.options import H100_GAMMA, add_gamma, add_lengths_file, add_solver, gamma_and_calibration, read_lengths
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.pictures import check_picture
 from knapformer.predict.scaling import NO_BALANCER, Point, Workload, parse_ranks, predict_scaling
 from knapformer.predict.settings import add_model_options, models_from, settings_dict
+from knapformer.report import check_report, write_report
 
 _FORMAT = "knapformer.prediction"
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "predict", help="predicted step times as the cluster grows", allow_abbrev=False, description=__doc__
-    )
+    parser = subparsers.add_parser("predict", help="predicted step times as the cluster grows", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--mix", "--data", dest="mix", metavar="CODES|MIX", help="data codes, or a mix: " + ", ".join(DataMix.names())
     )
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    add_lengths_file(source)
     parser.add_argument("--ranks", metavar="N,N,...", help="such as 32,128,...,16384; dots go on by the same factor")
     parser.add_argument(
         "--topology", required=True, action="append", metavar="T",
         help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--solver", default=None, choices=knapformer.solver_names(), help="default: the planner's")
+    add_solver(parser)
     add_gamma(parser, default=H100_GAMMA)
     parser.add_argument("--d-model", type=int, default=3072, metavar="D", help="width, in features (default 3072)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="averaged (default 3)")
@@ -47,18 +46,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    outputs = {"--json": args.json, "--report": args.report, "--timeline": args.timeline}
-    for option, path in outputs.items():
-        if path is not None and not (option == "--json" and path == "-"):
-            check_output_path(option, path)
-    if args.picture is not None:
-        from knapformer.pictures import check_picture
-
-        check_picture(args.picture)
-    if args.report is not None:
-        from knapformer.report.page import check_can_report
-
-        check_can_report()
+    if args.json != "-":
+        check_output_path("--json", args.json)
+    check_output_path("--timeline", args.timeline)
+    check_picture(args.picture)
+    check_report(args.report)
     if args.steps < 1:
         raise ArgumentError(f"--steps: got {args.steps}, expected at least 1")
     if not 0 <= args.seed < 1 << 64:
@@ -95,11 +87,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _workload(args: argparse.Namespace, gamma: float) -> tuple[Workload, list[int]]:
-    solver = args.solver or knapformer.solver_names()[0]
-    common = {"d_model": args.d_model, "gamma": gamma, "solver": solver}
+    common = {"d_model": args.d_model, "gamma": gamma, "solver": args.solver}
     if args.lengths is not None:
-        from knapformer.options import read_lengths
-
         lengths = read_lengths(args.lengths)
         if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:
             raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(lengths)}, as --lengths has, or none")
@@ -124,8 +113,6 @@ def _write_details(
     topology = topology_for(args.topology[-1], num_ranks)
     plan = workload.plan(seq_lens, topology, hardware)
     if args.report is not None:
-        from knapformer.report import write_report
-
         write_report(args.report, plan, hardware=hardware, model=model, points=points)
     if args.timeline is not None:
         from knapformer.report.timeline import predicted_timeline

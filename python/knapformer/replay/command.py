@@ -22,13 +22,17 @@ from knapformer.options import (
     add_device,
     add_draw,
     add_gamma,
+    add_lengths_file,
+    add_results,
+    add_solver,
     check_torch,
     gamma_and_calibration,
     integer,
-    number,
+    read_lengths,
 )
 from knapformer.output import check_output_path, terminal_or_wide, write_atomically
 from knapformer.predict.settings import add_cluster_options, models_from, planning_cluster, settings_dict
+from knapformer.report import check_report, write_report
 
 if TYPE_CHECKING:
     from knapformer.models.config import ModelConfig
@@ -41,17 +45,17 @@ _TEXT_SHARE = 0.1  # of sequences that are given by their length alone
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "replay", help="every rank's share of a plan, measured on one device", allow_abbrev=False, description=__doc__
+        "replay", help="every rank's share of a plan, measured on one device", description=__doc__
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
     add_data(source, required=False)
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    add_lengths_file(source)
     parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
     parser.add_argument(
         "--ranks", type=integer(1, MAX_RANKS), metavar="N", help="with --data (default: those of the mix)"
     )
-    parser.add_argument("--solver", choices=knapformer.solver_names(), help="default: the planner's")
+    add_solver(parser)
     add_gamma(parser, default=H100_GAMMA)
     add_draw(parser)
     parser.add_argument("--steps", type=integer(1, 10**6), default=1, metavar="N", help="of --data (default 1)")
@@ -66,11 +70,7 @@ def add_parser(subparsers: Any) -> None:
     add_device(parser)
     cluster = parser.add_argument_group("the cluster that communication is modelled for")
     add_cluster_options(cluster)
-    parser.add_argument(
-        "--peak-tflops", type=number(0, inclusive=False), metavar="F", help="of the device; reports HFU"
-    )
-    parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
-    parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
+    add_results(parser, device="the device")
     parser.set_defaults(run=run)
 
 
@@ -84,13 +84,8 @@ class _Work:
 
 def run(args: argparse.Namespace) -> None:
     check_torch("replay")
-    if args.json is not None:
-        check_output_path("--json", args.json)
-    if args.report is not None:
-        from knapformer.report import check_can_report
-
-        check_output_path("--report", args.report)
-        check_can_report()
+    check_output_path("--json", args.json)
+    check_report(args.report)
     from knapformer.measure.device import default_dtype, use_device
     from knapformer.measure.environment import environment
     from knapformer.models.config import config_to_dict, load_config
@@ -176,11 +171,10 @@ def _work(args: argparse.Namespace, config: ModelConfig, gamma: float, hardware:
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
         seq_lens, text_tokens = _drawn(args)
         topologies = {str(Topology(text, len(seq_lens[0]))): text for text in args.topology}
-        solver = args.solver or knapformer.solver_names()[0]
         plans = {
             name: [
                 knapformer.plan(
-                    lens, text, config.d_model, gamma, solver, mask_factor=mask, cluster=planning_cluster(hardware)
+                    lens, text, config.d_model, gamma, args.solver, mask_factor=mask, cluster=planning_cluster(hardware)
                 )
                 for lens in seq_lens
             ]
@@ -195,11 +189,7 @@ def _work(args: argparse.Namespace, config: ModelConfig, gamma: float, hardware:
 def _drawn(args: argparse.Namespace) -> tuple[list[list[list[int]]], list[list[int]]]:
     """Lengths of each step and rank, and for each step text tokens of each sequence."""
     if args.lengths is not None:
-        from knapformer.options import read_lengths
-
-        lengths = read_lengths(args.lengths)
-        if args.ranks not in (None, len(lengths)):
-            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(lengths)}, as --lengths has, or none")
+        lengths = read_lengths(args.lengths, args.ranks)
         return [lengths], [_some_text(lengths)]
     mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
     num_ranks = mix.num_ranks if args.ranks is None else args.ranks
@@ -216,8 +206,6 @@ def _some_text(seq_lens: list[list[int]]) -> list[int]:
 def _write_report(
     path: str, variants: list[Variant], figures: list[dict[str, Any]], hardware: HardwareModel, model: TrainedModel
 ) -> None:
-    from knapformer.report import write_report
-
     measured_s = {
         variant.name or "no balancer": of["fbl_per_step_s"] for variant, of in zip(variants, figures, strict=True)
     }

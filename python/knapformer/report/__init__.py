@@ -7,7 +7,7 @@ with profiled_steps("rank0.json", rank=0): ...                     a real run, b
 
 from __future__ import annotations
 
-from knapformer.report.page import check_can_report, write_report
+from knapformer.report.page import check_can_report, check_report, write_report
 from knapformer.report.timeline import merged, predicted_timeline, profiled_steps
 
-__all__ = ["check_can_report", "merged", "predicted_timeline", "profiled_steps", "write_report"]
+__all__ = ["check_can_report", "check_report", "merged", "predicted_timeline", "profiled_steps", "write_report"]

@@ -11,7 +11,7 @@ from typing import Any
 import knapformer
 from knapformer import ArgumentError, DataMix, Plan
 from knapformer._core import HardwareModel
-from knapformer.options import H100_GAMMA, add_gamma, gamma_and_calibration
+from knapformer.options import H100_GAMMA, add_gamma, add_lengths_file, add_solver, gamma_and_calibration, read_lengths
 from knapformer.output import check_output_path, write_atomically
 from knapformer.predict.settings import add_model_options, models_from, planning_cluster
 
@@ -20,7 +20,6 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="a plan as an HTML file that opens offline, and as a timeline",
-        allow_abbrev=False,
         description=__doc__,
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -28,11 +27,11 @@ def add_parser(subparsers: Any) -> None:
     source.add_argument(
         "--data", "--mix", dest="data", metavar="CODES|MIX", help="or a mix: " + ", ".join(DataMix.names())
     )
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+    add_lengths_file(source)
     source.add_argument("--traces", nargs="+", metavar="FILE", help="of real ranks, one each: merged into --timeline")
     parser.add_argument("--topology", metavar="T", help="with --data or --lengths")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --data (default: those of the mix)")
-    parser.add_argument("--solver", choices=knapformer.solver_names(), help="default: the planner's")
+    add_solver(parser)
     add_gamma(parser, default=H100_GAMMA)
     parser.add_argument("--d-model", type=int, default=3072, metavar="D", help="width, in features (default 3072)")
     parser.add_argument("--seed", type=int, default=0, help="of the data (default 0)")
@@ -47,8 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.report.page import check_can_report, measured_of, write_report
     from knapformer.report.timeline import merged, predicted_timeline
 
-    if args.timeline is not None:
-        check_output_path("--timeline", args.timeline)
+    check_output_path("--timeline", args.timeline)
     if args.traces is not None:
         if args.timeline is None:
             raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
@@ -76,11 +74,7 @@ def _plan(args: argparse.Namespace, gamma: float, hardware: HardwareModel) -> tu
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     if args.lengths is not None:
-        from knapformer.options import read_lengths
-
-        seq_lens = read_lengths(args.lengths)
-        if args.ranks not in (None, len(seq_lens)):
-            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(seq_lens)}, as --lengths has, or none")
+        seq_lens = read_lengths(args.lengths, args.ranks)
     else:
         if not 0 <= args.seed < 1 << 64:
             raise ArgumentError(f"--seed: got {args.seed}, expected 0 to 2^64 - 1")
@@ -88,8 +82,7 @@ def _plan(args: argparse.Namespace, gamma: float, hardware: HardwareModel) -> tu
         num_ranks = mix.num_ranks if args.ranks is None else args.ranks
         mix.check_divides(num_ranks)
         seq_lens = mix.draw_lengths(args.seed, 0, num_ranks)
-    solver = args.solver or knapformer.solver_names()[0]
     start = time.perf_counter()
     cluster = planning_cluster(hardware)
-    plan = knapformer.plan(seq_lens, args.topology, args.d_model, gamma, solver, cluster=cluster)
+    plan = knapformer.plan(seq_lens, args.topology, args.d_model, gamma, args.solver, cluster=cluster)
     return plan, time.perf_counter() - start

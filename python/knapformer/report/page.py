@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Plan
 from knapformer._core import HardwareModel, StepTime, TrainedModel, plan_home, predict_step
-from knapformer.output import write_atomically
+from knapformer.output import check_output_path, write_atomically
 from knapformer.predict.scaling import Point
 from knapformer.predict.settings import settings_dict
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 NO_BALANCER = "no balancer"  # of step times, measured and predicted
 _NEEDED = ("plotly", "numpy")
+
+
+def check_report(path: str | None) -> None:
+    """Raises ArgumentError where --report could not be drawn or written. None: none is asked for."""
+    check_output_path("--report", path)
+    if path is not None:
+        check_can_report()
 
 
 def check_can_report() -> None:
