@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knapformer._core import ArgumentError, StateError
+from knapformer._core import ArgumentError, ClusterModel, StateError
 
 _FORMAT = "knapformer.calibration"
 _VERSION = 1
@@ -60,6 +60,13 @@ class Calibration:
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
         return fields
+
+    def cluster(self, of: ClusterModel | None = None) -> ClusterModel:
+        """What the balanced solver predicts times with: `of`, by default ClusterModel(), with the rates measured here."""
+        of = of or ClusterModel()
+        names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
+        fields = {name: getattr(of, name) for name in names}
+        return ClusterModel(**{name: self.hardware_fields().get(name, value) for name, value in fields.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads; other keys may stand beside them."""
