@@ -48,7 +48,7 @@ def _rank_main(rank: int, folder: str, run_rank: Callable[[argparse.Namespace], 
     result = run_rank(args)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
-    # Here, where no balancer holds the group any more.
+    # Not before the balancers are gone: the last to hold the group would take it apart.
     dist.destroy_process_group()
 
 
