@@ -1,5 +1,6 @@
 #include "knapformer/core/balanced_fit.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "knapformer/core/error.h"
@@ -7,13 +8,28 @@
 namespace knapformer {
 
 BalancedFit::BalancedFit(BagForest& forest) : forest_(forest) {
+  constexpr double kOneSpeed = 1.05;
+  const auto load = [&](int32_t v) { return forest.node(v).load_per_token; };
+  std::vector<int32_t> nodes;
   for (const int32_t degree : forest.degrees()) {
-    Queue& queue = empty_queues_.emplace_back();
+    first_queue_.push_back(empty_queues_.size());
+    nodes.clear();
     for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
       const auto [first, last] = forest.nodes_of(bag, degree);
-      for (int32_t v = first; v < last; ++v) queue.heap.push_back({.key = 0, .node = v});
+      for (int32_t v = first; v < last; ++v) nodes.push_back(v);
+    }
+    std::stable_sort(nodes.begin(), nodes.end(), [&](int32_t a, int32_t b) { return load(a) < load(b); });
+    double least = -1;
+    for (const int32_t v : nodes) {
+      if (least < 0 || load(v) > kOneSpeed * least) {
+        empty_queues_.emplace_back();
+        least = load(v);
+      }
+      empty_queues_.back().heap.push_back({.key = 0, .node = v});
     }
   }
+  first_queue_.push_back(empty_queues_.size());
+  for (Queue& queue : empty_queues_) std::sort(queue.heap.begin(), queue.heap.end());
 }
 
 void BalancedFit::refresh_bag_of(int32_t v) {
@@ -60,6 +76,22 @@ int32_t BalancedFit::freest(Queue& queue) {
   }
 }
 
+int32_t BalancedFit::freest_for(const ForestItem& item, size_t k) {
+  const size_t first = first_queue_[k], last = first_queue_[k + 1];
+  int32_t best = freest(queues_[first]);
+  if (last - first == 1) return best;
+  double least = forest_.load(best) + forest_.cost(item, best);
+  for (size_t q = first + 1; q < last; ++q) {
+    const int32_t v = freest(queues_[q]);
+    const double load = forest_.load(v) + forest_.cost(item, v);
+    if (load < least) {
+      least = load;
+      best = v;
+    }
+  }
+  return best;
+}
+
 double BalancedFit::place_all(double target, std::vector<int32_t>& node_of_item) {
   forest_.clear();
   queues_ = empty_queues_;
@@ -72,9 +104,10 @@ double BalancedFit::place_all(double target, std::vector<int32_t>& node_of_item)
     int32_t best = -1;
     double best_time = std::numeric_limits<double>::infinity();
     bool placed = false;
-    for (size_t k = 0; k < queues_.size() && !placed; ++k) {
-      const int32_t v = freest(queues_[k]);
-      const bool last = k + 1 == queues_.size();
+    const size_t num_degrees = forest_.degrees().size();
+    for (size_t k = 0; k < num_degrees && !placed; ++k) {
+      const int32_t v = freest_for(item, k);
+      const bool last = k + 1 == num_degrees;
       if (forest_.cost(item, v) > target && !(last && best < 0)) continue;
       if (place_alone(item, v, target)) {
         node_of_item[i] = v;

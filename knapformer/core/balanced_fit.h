@@ -21,8 +21,8 @@ class BalancedFit {
   double place_all(double target, std::vector<int32_t>& node_of_item);
 
  private:
-  /// Groups of one degree, those free the longest on top. Groups only fill up, so a key that is out of date is too low,
-  /// and bringing the top up to date until it stays on top suffices.
+  /// Groups of one degree and about one speed, those free the longest on top. Groups only fill up, so a key that is out
+  /// of date is too low, and bringing the top up to date until it stays on top suffices.
   struct Queue {
     struct Entry {
       double key;
@@ -35,13 +35,16 @@ class BalancedFit {
     std::vector<Entry> heap;
   };
   int32_t freest(Queue& queue);
+  /// Of the groups with the k-th degree, the one that would be done first with the item on top of its load.
+  int32_t freest_for(const ForestItem& item, size_t k);
   /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target.
   /// What is above v is brought up to date later.
   bool place_alone(const ForestItem& item, int32_t v, double target);
   void refresh_bag_of(int32_t v);
 
   BagForest& forest_;
-  std::vector<Queue> queues_;  // ascending by degree
+  std::vector<Queue> queues_;        // ascending by degree
+  std::vector<size_t> first_queue_;  // by degree, and one past the last
   std::vector<Queue> empty_queues_;
   std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
 };

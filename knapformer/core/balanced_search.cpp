@@ -94,22 +94,35 @@ class Search {
       if (slowest_.time() < best) {
         best = slowest_.time();
         journal_.clear();
+        best_.clear();
         if (best <= options_.good_enough) break;
+      } else if (journal_.size() > 2 * node_.size()) {  // longer than the placement itself
+        if (best_.empty()) best_ = placement_before_journal();
+        journal_.clear();
       }
     }
-    // Back to the best: undo what came after it.
-    for (size_t i = journal_.size(); i-- > 0;) {
-      const auto [item, v] = journal_[i];
-      forest_.remove(forest_.items()[static_cast<size_t>(item)], node_[static_cast<size_t>(item)]);
-      forest_.update_path(node_[static_cast<size_t>(item)]);
-      forest_.add(forest_.items()[static_cast<size_t>(item)], v);
-      forest_.update_path(v);
-      node_[static_cast<size_t>(item)] = v;
-    }
+    go_back_to(best_.empty() ? placement_before_journal() : best_);
     return best;
   }
 
  private:
+  std::vector<int32_t> placement_before_journal() const {
+    std::vector<int32_t> placement = node_;
+    for (size_t i = journal_.size(); i-- > 0;) placement[static_cast<size_t>(journal_[i].first)] = journal_[i].second;
+    return placement;
+  }
+
+  void go_back_to(const std::vector<int32_t>& placement) {
+    for (size_t i = 0; i < node_.size(); ++i) {
+      if (node_[i] == placement[i]) continue;
+      forest_.remove(forest_.items()[i], node_[i]);
+      forest_.update_path(node_[i]);
+      forest_.add(forest_.items()[i], placement[i]);
+      forest_.update_path(placement[i]);
+      node_[i] = placement[i];
+    }
+  }
+
   int32_t bag_of(int32_t item) const { return forest_.node(node_[static_cast<size_t>(item)]).bag; }
 
   void insert(int32_t item, int32_t bag) {
@@ -131,20 +144,20 @@ class Search {
     constexpr double kSmallShare = 0.1;
     const auto items = forest_.items();
     const auto degrees = forest_.degrees();
-    std::vector<int32_t> example(degrees.size(), -1);
+    std::vector<int32_t> fastest(degrees.size(), -1);
     for (int32_t v = 0; v < forest_.num_nodes(); ++v) {
       const auto k = static_cast<size_t>(std::lower_bound(degrees.begin(), degrees.end(), forest_.node(v).degree) -
                                          degrees.begin());
-      if (example[k] < 0) example[k] = v;
+      if (fastest[k] < 0 || forest_.node(v).load_per_token < forest_.node(fastest[k]).load_per_token) fastest[k] = v;
     }
     const double limit = slowest_.time();
     const bool is_limited = std::isfinite(forest_.node(0).token_capacity);
     ranges_.resize(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
       size_t first = 0;
-      while (first + 1 < degrees.size() && forest_.cost(items[i], example[first]) > limit) ++first;
+      while (first + 1 < degrees.size() && forest_.cost(items[i], fastest[first]) > limit) ++first;
       size_t last = first;
-      while (last + 1 < degrees.size() && (is_limited || forest_.cost(items[i], example[last]) > kSmallShare)) ++last;
+      while (last + 1 < degrees.size() && (is_limited || forest_.cost(items[i], fastest[last]) > kSmallShare)) ++last;
       ranges_[i] = {.first = static_cast<int8_t>(first), .last = static_cast<int8_t>(last)};
     }
   }
@@ -253,8 +266,9 @@ class Search {
   std::vector<std::vector<int32_t>> items_of_bag_;
   std::vector<int32_t> position_;  // of an item in its bag's list
   std::vector<DegreeRange> ranges_;
-  /// (item, the node it left) since the best placement.
+  /// (item, the node it left) since the best placement, or since the journal was dropped for a copy of that.
   std::vector<std::pair<int32_t, int32_t>> journal_;
+  std::vector<int32_t> best_;  // that copy, or empty
   BagForest::SavedPath saved_from_, saved_to_;
 };
 

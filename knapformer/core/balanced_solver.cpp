@@ -1,7 +1,9 @@
 #include "knapformer/core/balanced_solver.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <span>
 #include <string>
 
 #include "knapformer/core/balanced_fit.h"
@@ -56,6 +58,16 @@ class TargetSearch {
   std::vector<int32_t> best_, trial_;
 };
 
+int64_t num_moves(const BagForest& forest, int64_t effort) {
+  // In a small instance a move is worth more, and there is time for more of them.
+  constexpr int64_t kLeast = 2000, kMost = 100'000, kPerItem = 100;
+  // A plan that does not keep the limit of tokens is none: then even low effort searches.
+  if (effort >= 0) return forest.keeps_limit() ? effort : std::max(effort, kLeast);
+  const auto num_items = static_cast<int64_t>(forest.items().size());
+  const int64_t moves = std::clamp(kPerItem * num_items, kLeast, kMost);
+  return effort == Effort::kHigh ? 50 * moves : moves;
+}
+
 void load(BagForest& forest, const std::vector<int32_t>& node_of_item) {
   forest.clear();
   for (size_t i = 0; i < node_of_item.size(); ++i) forest.add(forest.items()[i], node_of_item[i]);
@@ -70,9 +82,16 @@ void set_reference(BagForest& forest, double bound, double time) {
 
 /// What a replica of a plan is judged by.
 struct Figures {
-  double time_s = 0;         // predicted
-  double max_over_mean = 1;  // work of a rank, over its speed
-  bool keeps_limit = true;
+  double time_s = 0;          // predicted
+  double max_over_mean = 1;   // work of a rank, over its speed
+  int64_t excess_tokens = 0;  // of the fullest rank, beyond what it may hold
+
+  bool keeps_limit() const { return excess_tokens == 0; }
+  /// By more than what sums in another order differ in.
+  bool is_faster_than(const Figures& other) const { return time_s < other.time_s * (1 - 1e-12); }
+  bool is_no_worse_than(const Figures& other) const {
+    return time_s <= other.time_s && max_over_mean <= other.max_over_mean;
+  }
 };
 
 std::vector<Figures> figures_of(const Plan& plan) {
@@ -88,7 +107,8 @@ std::vector<Figures> figures_of(const Plan& plan) {
   for (size_t r = 0; r < time.ranks.size(); ++r) {
     Figures& f = figures[r / num_ranks];
     f.time_s = std::max(f.time_s, time.group_s[r]);
-    f.keeps_limit &= input.max_tokens_per_rank == 0 || plan.tokens_after()[r] <= input.max_tokens_per_rank;
+    if (input.max_tokens_per_rank > 0)
+      f.excess_tokens = std::max(f.excess_tokens, plan.tokens_after()[r] - input.max_tokens_per_rank);
   }
   return figures;
 }
@@ -134,14 +154,28 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::mo
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
 
-int64_t BalancedSolver::num_moves(const BagForest& forest) const {
-  // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kLeast = 2000, kMost = 100'000, kPerItem = 100;
-  // A plan that does not keep the limit of tokens is none: then even low effort searches.
-  if (effort_ >= 0) return forest.keeps_limit() ? effort_ : std::max(effort_, kLeast);
-  const size_t num_items = forest.items().size();
-  const int64_t moves = std::clamp(kPerItem * static_cast<int64_t>(num_items), kLeast, kMost);
-  return effort_ == Effort::kHigh ? 50 * moves : moves;
+void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
+                            const SearchRange& range) const {
+  constexpr std::array<int64_t, 2> kHighEffort = {Effort::kDefault, Effort::kHigh};
+  const std::span<const int64_t> efforts = effort_ == Effort::kHigh ? std::span(kHighEffort) : std::span(&effort_, 1);
+  constexpr uint64_t kMostRounds = 4;
+  double time = range.time;
+  for (const int64_t effort : efforts) {
+    for (uint64_t round = 0; round < kMostRounds; ++round) {
+      const double before = time;
+      const int64_t moves = num_moves(forest, effort);
+      if (moves == 0 || before <= range.good_enough) return;
+      set_reference(forest, range.least, before);
+      improve(forest, node_of_item,
+              {.num_moves = moves,
+               .key = key_ + static_cast<uint64_t>(replica) + (round << 32),
+               .good_enough = range.good_enough,
+               .first_temperature = 1,
+               .last_temperature = range.last_temperature});
+      time = forest.slowest();
+      if (time > (before + range.least) / 2) break;
+    }
+  }
 }
 
 void BalancedSolver::keep(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
@@ -162,21 +196,8 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
   targets.run(effort_ != Effort::kLow ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
-  const auto search = [&] {
-    const double time = forest.slowest();
-    const int64_t moves = num_moves(forest);
-    if (moves == 0 || time <= bound * kGoodEnough) return;
-    set_reference(forest, bound, time);
-    improve(forest, targets.best(),
-            {.num_moves = moves,
-             .key = key_ + static_cast<uint64_t>(replica),
-             .good_enough = bound * kGoodEnough,
-             .first_temperature = 1,
-             .last_temperature = 0.03});
-  };
-  const bool kept_limit = forest.keeps_limit();
-  search();
-  if (!kept_limit && forest.keeps_limit()) search();  // the first was only after the limit
+  search(forest, targets.best(), replica,
+         {.least = bound, .time = forest.slowest(), .good_enough = bound * kGoodEnough, .last_temperature = 0.03});
   keep(forest, targets.best());
 }
 
@@ -185,8 +206,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
   if (forest.items().empty()) return;
   std::vector<int32_t> nodes = nodes_of(forest, placements_);  // greedy
   load(forest, nodes);
-  const int64_t moves = num_moves(forest);
-  if (moves == 0) return;
+  if (num_moves(forest, effort_) == 0) return;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
   double mean_time = 0, token_time = 0;
   int32_t num_ranks = 0;
@@ -197,32 +217,26 @@ void BalancedSolver::solve_flat(int32_t replica) {
     token_time = std::max(token_time, node.time_per_token * node.degree + node.exchange_per_token);
   }
   mean_time /= num_ranks;
-  const auto search = [&](const BagForest::FlatGoal& goal, double least) {
+  const auto search_for = [&](const BagForest::FlatGoal& goal, double least) {
     forest.set_flat_goal({.of_time = goal.of_time});
-    const double now = forest.slowest();
-    if (now <= least * kEven) return;
+    const double time = forest.slowest();  // without what is beyond a limit
     forest.set_flat_goal(goal);
-    set_reference(forest, least, now);
-    improve(forest, nodes,
-            {.num_moves = moves,
-             .key = key_ + static_cast<uint64_t>(replica),
-             .good_enough = least * kEven,
-             .first_temperature = 1,
-             .last_temperature = 1e-6});
+    search(forest, nodes, replica,
+           {.least = least, .time = time, .good_enough = least * kEven, .last_temperature = 1e-6});
   };
-  if (!forest.keeps_limit()) search({}, 1);
+  if (!forest.keeps_limit()) search_for({}, 1);
   forest.set_flat_goal({});
   const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
   if (input_.topology.shapes().size() == 1) {
     // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
     // that first, without taking longer than greedy. Then the time, with the work as even.
-    search({.of_time = false, .most_time = greedy_time}, 1);
+    search_for({.of_time = false, .most_time = greedy_time}, 1);
     forest.set_flat_goal({});
-    search({.of_time = true, .most_work = std::max(forest.slowest(), kEven)}, mean_time);
+    search_for({.of_time = true, .most_work = std::max(forest.slowest(), kEven)}, mean_time);
   } else {
     // Small bags exchange less. First the time, with the work no less even than greedy's; then the work.
-    search({.of_time = true, .most_work = greedy_work}, 1);
-    search({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
+    search_for({.of_time = true, .most_work = greedy_work}, 1);
+    search_for({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
   }
   keep(forest, nodes);
 }
@@ -256,7 +270,7 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
   std::vector<Figures> best = figures_of(plan);
   // Nothing is left to search for; and who plans in the step has no time to look for the last two-thousandth.
   const auto is_good = [&](size_t replica) {
-    return best[replica].keeps_limit && best[replica].time_s <= kGoodEnough * bounds_s_[replica];
+    return best[replica].keeps_limit() && best[replica].time_s <= kGoodEnough * bounds_s_[replica];
   };
   for (const std::string& name : flat_topologies()) {
     PlanInput input = input_;
@@ -264,16 +278,14 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
     std::vector<char> may_win(num_replicas);
     for (size_t r = 0; r < num_replicas; ++r) {
       may_win[r] = !(effort_ == Effort::kLow && is_good(r)) &&
-                   (!best[r].keeps_limit || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
+                   (!best[r].keeps_limit() || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
     }
     if (!contains(may_win, true)) continue;
     const auto wins = [&](const std::vector<Figures>& figures) {
       std::vector<char> out(num_replicas, 0);
       for (size_t r = 0; r < num_replicas; ++r) {
-        constexpr double kRounding = 1e-12;  // of sums in another order
-        const bool is_faster = figures[r].time_s < best[r].time_s * (1 - kRounding);
-        out[r] = may_win[r] && figures[r].keeps_limit >= best[r].keeps_limit &&
-                 (is_faster || figures[r].keeps_limit > best[r].keeps_limit);
+        const int64_t excess = figures[r].excess_tokens, least = best[r].excess_tokens;
+        out[r] = may_win[r] && (excess < least || (excess == least && figures[r].is_faster_than(best[r])));
       }
       return out;
     };
@@ -286,35 +298,29 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       plan = merged(std::move(plan), candidate, takes);
     };
     BalancedSolver flat(std::move(input), effort_);
-    const auto consider_finished = [&] {
-      const Plan finished = flat.finish(flat.placements_);
-      std::vector<int64_t> chunk_lens;
-      for (const Chunk& chunk : finished.chunks()) chunk_lens.push_back(chunk.num_tokens);
-      consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, std::move(chunk_lens)));
-    };
     const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
     flat.placements_ = greedy;
-    const Plan greedy_plan = in_nested_bags(greedy, {});
-    const std::vector<Figures> greedy_figures = figures_of(greedy_plan);
-    if (contains(wins(greedy_figures), true)) {
-      consider_finished();    // with its sequences closer to home,
-      consider(greedy_plan);  // or as it is, since trading places moves a token here and there
+    const Plan greedy_plan = in_nested_bags(Plan(flat.input_, "balanced", greedy));
+    if (contains(wins(figures_of(greedy_plan)), true)) {
+      consider(in_nested_bags(flat.finish(greedy)));  // with its sequences closer to home,
+      consider(greedy_plan);                          // or as it is, since trading places moves a token here and there
     }
     if (effort_ == Effort::kLow) continue;
     for (size_t r = 0; r < num_replicas; ++r) {
-      // Close enough that it may win once improved as well.
-      constexpr double kClose = 1.02;
-      may_win[r] = may_win[r] && !is_good(r) && greedy_figures[r].time_s <= kClose * best[r].time_s;
+      may_win[r] = may_win[r] && !is_good(r);
       if (may_win[r]) flat.solve_flat(static_cast<int32_t>(r));
     }
-    if (flat.placements_ != greedy) consider_finished();
+    if (flat.placements_ != greedy) consider(in_nested_bags(flat.finish(flat.placements_)));
   }
   return plan;
 }
 
-Plan BalancedSolver::in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const {
+Plan BalancedSolver::in_nested_bags(const Plan& flat) const {
+  std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
   for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
-  if (chunk_lens.empty()) return Plan(input_, "balanced", std::move(placements));
+  std::vector<int64_t> chunk_lens;
+  chunk_lens.reserve(flat.chunks().size());
+  for (const Chunk& chunk : flat.chunks()) chunk_lens.push_back(chunk.num_tokens);
   return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
 }
 
@@ -325,21 +331,22 @@ Plan BalancedSolver::solve() {
 }
 
 Plan BalancedSolver::solve_all_flat() {
-  std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
+  const std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
   placements_ = greedy;
   for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_flat(replica);
-  Plan published(input_, "balanced", greedy);
-  if (placements_ == greedy) return published;
-  const Plan plan = finish(std::move(placements_));
   // Bags were compared; ranks may differ by the tokens that do not divide.
-  const std::vector<Figures> before = figures_of(published), after = figures_of(plan);
-  std::vector<char> takes(before.size());
-  for (size_t r = 0; r < before.size(); ++r) {
-    const bool is_no_worse = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s;
-    takes[r] =
-        after[r].keeps_limit > before[r].keeps_limit || (is_no_worse && after[r].keeps_limit == before[r].keeps_limit);
-  }
-  return merged(std::move(published), plan, takes);
+  const auto no_worse_of = [](Plan plan, const Plan& other) {
+    const std::vector<Figures> before = figures_of(plan), after = figures_of(other);
+    std::vector<char> takes(before.size());
+    for (size_t r = 0; r < before.size(); ++r) {
+      const int64_t excess = after[r].excess_tokens, least = before[r].excess_tokens;
+      takes[r] = excess < least || (excess == least && after[r].is_no_worse_than(before[r]));
+    }
+    return merged(std::move(plan), other, takes);
+  };
+  const Plan closer_to_home = finish(greedy);
+  Plan plan = no_worse_of(Plan(input_, "balanced", greedy), closer_to_home);
+  return placements_ == greedy ? plan : no_worse_of(std::move(plan), finish(std::move(placements_)));
 }
 
 }  // namespace knapformer

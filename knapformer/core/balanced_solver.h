@@ -35,7 +35,15 @@ class BalancedSolver {
  private:
   void solve_nested(int32_t replica);
   void solve_flat(int32_t replica);
-  int64_t num_moves(const BagForest& forest) const;
+  struct SearchRange {
+    double least = 0;        // what no placement is below
+    double time = 0;         // of the placement that is there
+    double good_enough = 0;  // stop there
+    double last_temperature = 0;
+  };
+  /// Improves the placement in rounds: at high effort one of default effort first, so that more effort is not worse;
+  /// and another one where a round gained so much that its energy was out of scale for where it ended.
+  void search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica, const SearchRange& range) const;
   void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
@@ -44,7 +52,7 @@ class BalancedSolver {
   /// The plan, with those replicas from plans of flat topologies that are better there.
   Plan with_flat_replicas(Plan plan) const;
   /// The plan of a flat topology, as one of this input's nested bags.
-  Plan in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const;
+  Plan in_nested_bags(const Plan& flat) const;
 
   PlanInput input_;
   int64_t effort_;

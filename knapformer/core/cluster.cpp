@@ -28,6 +28,30 @@ double ClusterModel::exchange_s_per_token(Rank first_rank, int32_t degree, int64
   return 4.0 * static_cast<double>(d_model) * bytes_per_number * (degree - 1) / degree / bandwidth;
 }
 
+namespace {
+
+/// Seconds of the chunks of one rank. Tokens that exchange alike are counted before they are multiplied: so where all
+/// do, as in a flat bag, the sum does not depend on the order of sequences.
+class ExchangeSum {
+ public:
+  void add(int64_t tokens, double s_per_token) {
+    if (s_per_token != s_per_token_) {
+      earlier_s_ = seconds();
+      tokens_ = 0;
+      s_per_token_ = s_per_token;
+    }
+    tokens_ += tokens;
+  }
+  double seconds() const { return earlier_s_ + s_per_token_ * static_cast<double>(tokens_); }
+
+ private:
+  double earlier_s_ = 0;
+  double s_per_token_ = 0;
+  int64_t tokens_ = 0;
+};
+
+}  // namespace
+
 BlockTime predict_block_time(const Plan& plan) {
   const PlanInput& input = plan.input();
   const ClusterModel& cluster = input.cluster;
@@ -48,24 +72,29 @@ BlockTime predict_block_time(const Plan& plan) {
     }
     return rank;
   };
+  std::vector<double> pairs_of_rank(num_ranks, 0);
+  std::vector<ExchangeSum> exchanges(num_ranks);
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
     const Placement& place = plan.placement(id);
-    const double attention_work = input.attention_work(id);
+    const double pairs = input.pairs_of(id) / place.degree;
     const double exchange = cluster.exchange_s_per_token(place.first_rank, place.degree, input.d_model);
     total_work += input.work(id);
     for (const Chunk& chunk : plan.chunks(id)) {
-      RankPhases& rank = time.ranks[chunk.rank.index()];
-      const double rate = cluster.flops_per_s * input.speed_of(chunk.rank);
-      rank.token_s += input.workload.token_work(chunk.num_tokens, input.d_model) / rate;
-      rank.attention_s += attention_work / place.degree / rate;
-      rank.exchange_s += exchange * static_cast<double>(chunk.num_tokens);
+      pairs_of_rank[chunk.rank.index()] += pairs;
+      exchanges[chunk.rank.index()].add(chunk.num_tokens, exchange);
       const int32_t a = find(chunk.rank.value), b = find(place.first_rank.value);
       leader[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
     }
   }
   std::vector<double> token_s(num_ranks, 0), attention_s(num_ranks, 0);
   for (size_t r = 0; r < num_ranks; ++r) {
+    const double rate = cluster.flops_per_s * input.speed_of(Rank(r));
+    time.ranks[r] = {
+        .token_s = input.workload.token_work(plan.tokens_after()[r], input.d_model) / rate,
+        .attention_s = input.workload.attention_work_of_pairs(pairs_of_rank[r], input.d_model) / rate,
+        .exchange_s = exchanges[r].seconds(),
+    };
     const auto group = static_cast<size_t>(find(static_cast<int32_t>(r)));
     time.group_of_rank.push_back(Rank(group));
     token_s[group] = std::max(token_s[group], time.ranks[r].token_s);

@@ -1,16 +1,29 @@
 #include "knapformer/core/metrics.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
-#include <numeric>
 
 namespace knapformer {
+namespace {
+
+/// Rounded once, for all but contrived loads: so the same ranks in another order have the same mean. (Neumaier, 1974.)
+double compensated_sum(std::span<const double> values) {
+  double sum = 0, lost = 0;
+  for (const double value : values) {
+    const double next = sum + value;
+    lost += std::abs(sum) >= std::abs(value) ? (sum - next) + value : (value - next) + sum;
+    sum = next;
+  }
+  return sum + lost;
+}
+
+}  // namespace
 
 LoadBalance LoadBalance::of(std::span<const double> load_per_rank) {
   if (load_per_rank.empty()) return {};
   const auto [min, max] = std::minmax_element(load_per_rank.begin(), load_per_rank.end());
-  const double sum = std::accumulate(load_per_rank.begin(), load_per_rank.end(), 0.0);
-  return {.min = *min, .max = *max, .mean = sum / static_cast<double>(load_per_rank.size())};
+  return {.min = *min, .max = *max, .mean = compensated_sum(load_per_rank) / static_cast<double>(load_per_rank.size())};
 }
 
 double LoadBalance::wir() const {

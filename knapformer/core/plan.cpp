@@ -113,25 +113,30 @@ Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placement
 }
 
 void Plan::lay_out(std::span<const int64_t> chunk_lens) {
-  const auto num_ranks_ = static_cast<size_t>(num_ranks());
+  const auto num_ranks = static_cast<size_t>(this->num_ranks());
   KNAPFORMER_ASSERT(placements_.size() == static_cast<size_t>(num_sequences()));
   chunks_.resize(chunk_lens.size());
   chunk_offsets_.resize(placements_.size() + 1, 0);
-  workload_before_.assign(num_ranks_, 0.0);
-  workload_after_.assign(num_ranks_, 0.0);
-  tokens_before_.assign(num_ranks_, 0);
-  tokens_after_.assign(num_ranks_, 0);
-  rank_chunk_offsets_.assign(num_ranks_ + 1, 0);
+  workload_before_.assign(num_ranks, 0.0);
+  workload_after_.assign(num_ranks, 0.0);
+  tokens_before_.assign(num_ranks, 0);
+  tokens_after_.assign(num_ranks, 0);
+  rank_chunk_offsets_.assign(num_ranks + 1, 0);
 
-  const WorkloadModel& model = input_.workload;
+  // Sums of whole numbers, so that work does not depend on the order of sequences.
+  std::vector<double> pairs_before(num_ranks), pairs_after(num_ranks);
+  const auto work_of = [&](int64_t tokens, double pairs) {
+    return input_.workload.token_work(tokens, input_.d_model) +
+           input_.workload.attention_work_of_pairs(pairs, input_.d_model);
+  };
   size_t next = 0;
   for (size_t s = 0; s < placements_.size(); ++s) {
     const SequenceId id(s);
     const Placement& place = placements_[s];
     const Rank home = seq_lens().home_of(id);
     const int64_t length = seq_lens()[id];
-    const double attention = input_.attention_work(id);
-    workload_before_[home.index()] += model.token_work(length, input_.d_model) + attention;
+    const double pairs = input_.pairs_of(id);
+    pairs_before[home.index()] += pairs;
     tokens_before_[home.index()] += length;
     num_tokens_ += length;
     int64_t first_token = 0;
@@ -140,7 +145,7 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
       const int64_t tokens = chunk_lens[next];
       chunks_[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
       first_token += tokens;
-      workload_after_[rank.index()] += model.token_work(tokens, input_.d_model) + attention / place.degree;
+      pairs_after[rank.index()] += pairs / place.degree;
       tokens_after_[rank.index()] += tokens;
       if (rank != home) tokens_moved_ += tokens;
       ++rank_chunk_offsets_[rank.index() + 1];
@@ -149,6 +154,10 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     chunk_offsets_[s + 1] = static_cast<int32_t>(next);
   }
   KNAPFORMER_ASSERT(next == chunk_lens.size());
+  for (size_t r = 0; r < num_ranks; ++r) {
+    workload_before_[r] = work_of(tokens_before_[r], pairs_before[r]);
+    workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
+  }
 
   // Counting sort by rank keeps sequence order; within a rank of a nested bag, a stable sort by degree follows.
   std::partial_sum(rank_chunk_offsets_.begin(), rank_chunk_offsets_.end(), rank_chunk_offsets_.begin());
@@ -158,7 +167,7 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     rank_chunks_[static_cast<size_t>(cursor[chunks_[c].rank.index()]++)] = static_cast<int32_t>(c);
   }
   if (!topology().is_flat()) {
-    for (size_t r = 0; r < num_ranks_; ++r) {
+    for (size_t r = 0; r < num_ranks; ++r) {
       std::stable_sort(rank_chunks_.begin() + rank_chunk_offsets_[r], rank_chunks_.begin() + rank_chunk_offsets_[r + 1],
                        [&](int32_t a, int32_t b) { return degree_of(chunk(a)) < degree_of(chunk(b)); });
     }

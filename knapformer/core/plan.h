@@ -84,9 +84,11 @@ struct PlanInput {
   int64_t max_tokens_per_rank = 0;
 
   /// gamma 4 a d of a whole sequence, in FLOPs.
-  double attention_work(SequenceId id) const {
-    return attention_pairs.empty() ? workload.attention_work(seq_lens[id], d_model)
-                                   : workload.attention_work_of_pairs(attention_pairs[id.index()], d_model);
+  double attention_work(SequenceId id) const { return workload.attention_work_of_pairs(pairs_of(id), d_model); }
+  /// (query, key) pairs that its mask leaves.
+  double pairs_of(SequenceId id) const {
+    const auto l = static_cast<double>(seq_lens[id]);
+    return attention_pairs.empty() ? l * l : static_cast<double>(attention_pairs[id.index()]);
   }
   /// Of a whole sequence, in FLOPs.
   double work(SequenceId id) const { return workload.token_work(seq_lens[id], d_model) + attention_work(id); }

@@ -31,11 +31,11 @@ struct WorkloadModel {
   /// gamma * 4 a d of a whole sequence, in FLOPs.
   double attention_work(int64_t seq_len, int64_t d_model) const {
     const double l = static_cast<double>(seq_len);
-    return gamma * mask_factor * 4.0 * (l * l) * static_cast<double>(d_model);
+    return attention_work_of_pairs(l * l, d_model);
   }
-  /// The same, of a sequence whose mask leaves `pairs` (query, key) pairs.
-  double attention_work_of_pairs(int64_t pairs, int64_t d_model) const {
-    return gamma * mask_factor * 4.0 * static_cast<double>(pairs) * static_cast<double>(d_model);
+  /// The same, where the mask leaves `pairs` (query, key) pairs.
+  double attention_work_of_pairs(double pairs, int64_t d_model) const {
+    return gamma * mask_factor * 4.0 * pairs * static_cast<double>(d_model);
   }
   /// Of a whole sequence, in FLOPs.
   double work(int64_t seq_len, int64_t d_model) const {
