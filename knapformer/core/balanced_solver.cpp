@@ -38,8 +38,11 @@ class TargetSearch {
         best_.swap(trial_);
       }
       if (best_time_ <= bound_ * kGoodEnough) break;
-      (time <= target ? high : low) = margin;
-      if (time <= target) high = std::min(margin, time / bound_ - 1);
+      if (time <= target) {
+        high = std::min(margin, time / bound_ - 1);
+      } else {
+        low = margin;
+      }
       margin = high == 0 ? 2 * margin : (low + high) / 2;
       if (high > 0 && high - low < 0.0005) break;
     }
@@ -117,6 +120,12 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
+std::vector<int64_t> chunk_lens_of(const Plan& plan) {
+  std::vector<int64_t> lens;
+  for (const Chunk& chunk : plan.chunks()) lens.push_back(chunk.num_tokens);
+  return lens;
+}
+
 std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placement>& placements) {
   std::vector<int32_t> nodes;
   nodes.reserve(forest.items().size());
@@ -126,10 +135,10 @@ std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placeme
 
 }  // namespace
 
-BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::move(input)), effort_(effort) {
-  key_ = 0x6B6E6170666F726Du;
+BalancedSolver::BalancedSolver(PlanInput input, int64_t effort)
+    : input_(std::move(input)), effort_(effort), random_key_(0x6B6E6170666F726Du) {
   for (const int64_t length : input_.seq_lens.lens())
-    key_ = (key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
+    random_key_ = (random_key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
@@ -144,7 +153,7 @@ int64_t BalancedSolver::num_moves(const BagForest& forest) const {
   return effort_ == Effort::kHigh ? 50 * moves : moves;
 }
 
-void BalancedSolver::keep(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
+void BalancedSolver::set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
   for (size_t i = 0; i < node_of_item.size(); ++i)
     placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
 }
@@ -155,12 +164,12 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const double bound_s = replica_lower_bound_s(input_, replica);
   bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
-  const bool small = forest.items().size() <= 512;
+  const int32_t few_targets = forest.items().size() <= 512 ? 4 : 2;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
-  targets.run(effort_ != Effort::kLow ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
+  targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
   const auto search = [&] {
     const double time = forest.slowest();
@@ -169,7 +178,7 @@ void BalancedSolver::solve_nested(int32_t replica) {
     set_reference(forest, bound, time);
     improve(forest, targets.best(),
             {.num_moves = moves,
-             .key = key_ + static_cast<uint64_t>(replica),
+             .key = random_key_ + static_cast<uint64_t>(replica),
              .good_enough = bound * kGoodEnough,
              .first_temperature = 1,
              .last_temperature = 0.03});
@@ -177,7 +186,7 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const bool kept_limit = forest.keeps_limit();
   search();
   if (!kept_limit && forest.keeps_limit()) search();  // the first was only after the limit
-  keep(forest, targets.best());
+  set_placements(forest, targets.best());
 }
 
 void BalancedSolver::solve_flat(int32_t replica) {
@@ -188,13 +197,13 @@ void BalancedSolver::solve_flat(int32_t replica) {
   const int64_t moves = num_moves(forest);
   if (moves == 0) return;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
-  double mean_time = 0, token_time = 0;
+  double mean_time = 0, time_of_a_token = 0;
   int32_t num_ranks = 0;
   for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
     const BagForest::Node& node = forest.node(forest.root(bag));
     mean_time += forest.time_with_exchange(bag) * node.degree;
     num_ranks += node.degree;
-    token_time = std::max(token_time, node.time_per_token * node.degree + node.exchange_per_token);
+    time_of_a_token = std::max(time_of_a_token, node.time_per_token * node.degree + node.exchange_per_token);
   }
   mean_time /= num_ranks;
   const auto search = [&](const BagForest::FlatGoal& goal, double least) {
@@ -205,14 +214,14 @@ void BalancedSolver::solve_flat(int32_t replica) {
     set_reference(forest, least, now);
     improve(forest, nodes,
             {.num_moves = moves,
-             .key = key_ + static_cast<uint64_t>(replica),
+             .key = random_key_ + static_cast<uint64_t>(replica),
              .good_enough = least * kEven,
              .first_temperature = 1,
              .last_temperature = 1e-6});
   };
   if (!forest.keeps_limit()) search({}, 1);
   forest.set_flat_goal({});
-  const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
+  const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - time_of_a_token;
   if (input_.topology.shapes().size() == 1) {
     // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
     // that first, without taking longer than greedy. Then the time, with the work as even.
@@ -224,7 +233,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
     search({.of_time = true, .most_work = greedy_work}, 1);
     search({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
   }
-  keep(forest, nodes);
+  set_placements(forest, nodes);
 }
 
 Plan BalancedSolver::finish(std::vector<Placement> placements) const {
@@ -288,9 +297,7 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
     BalancedSolver flat(std::move(input), effort_);
     const auto consider_finished = [&] {
       const Plan finished = flat.finish(flat.placements_);
-      std::vector<int64_t> chunk_lens;
-      for (const Chunk& chunk : finished.chunks()) chunk_lens.push_back(chunk.num_tokens);
-      consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, std::move(chunk_lens)));
+      consider(in_nested_bags({finished.placements().begin(), finished.placements().end()}, chunk_lens_of(finished)));
     };
     const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
     flat.placements_ = greedy;
@@ -328,18 +335,18 @@ Plan BalancedSolver::solve_all_flat() {
   std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
   placements_ = greedy;
   for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_flat(replica);
-  Plan published(input_, "balanced", greedy);
-  if (placements_ == greedy) return published;
+  Plan greedy_plan(input_, "balanced", greedy);
+  if (placements_ == greedy) return greedy_plan;
   const Plan plan = finish(std::move(placements_));
   // Bags were compared; ranks may differ by the tokens that do not divide.
-  const std::vector<Figures> before = figures_of(published), after = figures_of(plan);
+  const std::vector<Figures> before = figures_of(greedy_plan), after = figures_of(plan);
   std::vector<char> takes(before.size());
   for (size_t r = 0; r < before.size(); ++r) {
     const bool is_no_worse = after[r].max_over_mean <= before[r].max_over_mean && after[r].time_s <= before[r].time_s;
     takes[r] =
         after[r].keeps_limit > before[r].keeps_limit || (is_no_worse && after[r].keeps_limit == before[r].keeps_limit);
   }
-  return merged(std::move(published), plan, takes);
+  return merged(std::move(greedy_plan), plan, takes);
 }
 
 }  // namespace knapformer

@@ -36,19 +36,19 @@ class BalancedSolver {
   void solve_nested(int32_t replica);
   void solve_flat(int32_t replica);
   int64_t num_moves(const BagForest& forest) const;
-  void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
+  void set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
   /// Flat topologies with groups of the nested one's.
   std::vector<std::string> flat_topologies() const;
   /// The plan, with those replicas from plans of flat topologies that are better there.
   Plan with_flat_replicas(Plan plan) const;
-  /// The plan of a flat topology, as one of this input's nested bags.
+  /// The plan of a flat topology, as one of this input's nested bags. chunk_lens: empty for even ones.
   Plan in_nested_bags(std::vector<Placement> placements, std::vector<int64_t> chunk_lens) const;
 
   PlanInput input_;
   int64_t effort_;
-  uint64_t key_ = 0;  // of the random numbers
+  uint64_t random_key_;
   std::vector<Placement> placements_;
   std::vector<double> bounds_s_;  // of nested bags, by replica
 };
