@@ -40,8 +40,11 @@ class TargetSearch {
         best_.swap(trial_);
       }
       if (best_time_ <= bound_ * kGoodEnough) break;
-      (time <= target ? high : low) = margin;
-      if (time <= target) high = std::min(margin, time / bound_ - 1);
+      if (time <= target) {
+        high = std::min(margin, time / bound_ - 1);
+      } else {
+        low = margin;
+      }
       margin = high == 0 ? 2 * margin : (low + high) / 2;
       if (high > 0 && high - low < 0.0005) break;
     }
@@ -137,6 +140,13 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
+std::vector<int64_t> chunk_lens_of(const Plan& plan) {
+  std::vector<int64_t> lens;
+  lens.reserve(plan.chunks().size());
+  for (const Chunk& chunk : plan.chunks()) lens.push_back(chunk.num_tokens);
+  return lens;
+}
+
 std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placement>& placements) {
   std::vector<int32_t> nodes;
   nodes.reserve(forest.items().size());
@@ -146,10 +156,10 @@ std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placeme
 
 }  // namespace
 
-BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::move(input)), effort_(effort) {
-  key_ = 0x6B6E6170666F726Du;
+BalancedSolver::BalancedSolver(PlanInput input, int64_t effort)
+    : input_(std::move(input)), effort_(effort), random_key_(0x6B6E6170666F726Du) {
   for (const int64_t length : input_.seq_lens.lens())
-    key_ = (key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
+    random_key_ = (random_key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
 }
@@ -168,7 +178,7 @@ void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_ite
       set_reference(forest, range.least, before);
       improve(forest, node_of_item,
               {.num_moves = moves,
-               .key = key_ + static_cast<uint64_t>(replica) + (round << 32),
+               .key = random_key_ + static_cast<uint64_t>(replica) + (round << 32),
                .good_enough = range.good_enough,
                .first_temperature = 1,
                .last_temperature = range.last_temperature});
@@ -178,7 +188,7 @@ void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_ite
   }
 }
 
-void BalancedSolver::keep(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
+void BalancedSolver::set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
   for (size_t i = 0; i < node_of_item.size(); ++i)
     placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
 }
@@ -189,16 +199,16 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const double bound_s = replica_lower_bound_s(input_, replica);
   bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
-  const bool small = forest.items().size() <= 512;
+  const int32_t few_targets = forest.items().size() <= 512 ? 4 : 2;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
-  targets.run(effort_ != Effort::kLow ? 10 : small ? 4 : 2, needs_sharing ? 0.02 : 0.0004);
+  targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
   search(forest, targets.best(), replica,
          {.least = bound, .time = forest.slowest(), .good_enough = bound * kGoodEnough, .last_temperature = 0.03});
-  keep(forest, targets.best());
+  set_placements(forest, targets.best());
 }
 
 void BalancedSolver::solve_flat(int32_t replica) {
@@ -208,13 +218,13 @@ void BalancedSolver::solve_flat(int32_t replica) {
   load(forest, nodes);
   if (num_moves(forest, effort_) == 0) return;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
-  double mean_time = 0, token_time = 0;
+  double mean_time = 0, time_of_a_token = 0;
   int32_t num_ranks = 0;
   for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
     const BagForest::Node& node = forest.node(forest.root(bag));
     mean_time += forest.time_with_exchange(bag) * node.degree;
     num_ranks += node.degree;
-    token_time = std::max(token_time, node.time_per_token * node.degree + node.exchange_per_token);
+    time_of_a_token = std::max(time_of_a_token, node.time_per_token * node.degree + node.exchange_per_token);
   }
   mean_time /= num_ranks;
   const auto search_for = [&](const BagForest::FlatGoal& goal, double least) {
@@ -226,7 +236,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
   };
   if (!forest.keeps_limit()) search_for({}, 1);
   forest.set_flat_goal({});
-  const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - token_time;
+  const double greedy_work = forest.slowest(), greedy_time = forest.slowest_with_exchange() - time_of_a_token;
   if (input_.topology.shapes().size() == 1) {
     // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
     // that first, without taking longer than greedy. Then the time, with the work as even.
@@ -238,7 +248,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
     search_for({.of_time = true, .most_work = greedy_work}, 1);
     search_for({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
   }
-  keep(forest, nodes);
+  set_placements(forest, nodes);
 }
 
 Plan BalancedSolver::finish(std::vector<Placement> placements) const {
@@ -318,10 +328,7 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
 Plan BalancedSolver::in_nested_bags(const Plan& flat) const {
   std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
   for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
-  std::vector<int64_t> chunk_lens;
-  chunk_lens.reserve(flat.chunks().size());
-  for (const Chunk& chunk : flat.chunks()) chunk_lens.push_back(chunk.num_tokens);
-  return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
+  return Plan(input_, "balanced", std::move(placements), chunk_lens_of(flat));
 }
 
 Plan BalancedSolver::solve() {

@@ -44,7 +44,7 @@ class BalancedSolver {
   /// Improves the placement in rounds: at high effort one of default effort first, so that more effort is not worse;
   /// and another one where a round gained so much that its energy was out of scale for where it ended.
   void search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica, const SearchRange& range) const;
-  void keep(const BagForest& forest, const std::vector<int32_t>& node_of_item);
+  void set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
   /// Flat topologies with groups of the nested one's.
@@ -56,7 +56,7 @@ class BalancedSolver {
 
   PlanInput input_;
   int64_t effort_;
-  uint64_t key_ = 0;  // of the random numbers
+  uint64_t random_key_;
   std::vector<Placement> placements_;
   std::vector<double> bounds_s_;  // of nested bags, by replica
 };

@@ -64,15 +64,19 @@ std::string exact_text(double value) {
   return {buffer, end};
 }
 
+std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
+
 std::string route_label(size_t num_features, size_t num_sequence_features) {
   std::string label = "route(x";
-  for (size_t i = 0; i < num_features; ++i) label += text(",features[", i, "]");
-  for (size_t i = 0; i < num_sequence_features; ++i) label += text(",sequence_features[", i, "]");
+  for (size_t i = 0; i < num_features; ++i) label.append(",").append(element("features", i));
+  for (size_t i = 0; i < num_sequence_features; ++i) label.append(",").append(element("sequence_features", i));
   return label + ")";
 }
 
-/// In a step's tables.
-constexpr size_t kFirstLevelTable = 2;
+/// What there is a row for, in errors.
+constexpr const char* kOwnToken = "token of this rank's sequences";
+constexpr const char* kOwnSequence = "sequence of this rank";
+constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
 /// What ranks must agree on, or they would plan differently.
 void add_options(Statement& statement, const BalancerOptions& options) {
@@ -93,8 +97,6 @@ void add_options(Statement& statement, const BalancerOptions& options) {
   statement.add("rank_speed", speeds);
   statement.add("max_tokens_per_rank", std::to_string(options.max_tokens_per_rank));
 }
-
-std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
 
 }  // namespace
 
@@ -137,8 +139,8 @@ SequenceBalancer::~SequenceBalancer() = default;
 
 void SequenceBalancer::check_options() {
   const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology_.num_ranks()));
-  static_cast<void>(
-      plan_with(options_, topology_, {.lengths = SequenceLengths::from_lists(none)}, 1));  // a plan checks its input
+  // A plan checks its input.
+  static_cast<void>(plan_with(options_, topology_, {.lengths = SequenceLengths::from_lists(none)}, 1));
 }
 
 std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
@@ -202,16 +204,16 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
                                                  at::TensorList sequence_features) {
   return collective([&]() -> Routed {
     Step& s = step();
-    check_rows(x, "x", s.route.tokens.send.num_rows, "token of this rank's sequences", 1);
+    check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     for (size_t i = 0; i < features.size(); ++i) {
-      check_rows(features[i], element("features", i), s.route.tokens.send.num_rows, "token of this rank's sequences",
-                 1);
-      check_device(features[i], element("features", i), x, "x");
+      const std::string name = element("features", i);
+      check_rows(features[i], name, s.route.tokens.send.num_rows, kOwnToken, 1);
+      check_device(features[i], name, x, "x");
     }
     for (size_t i = 0; i < sequence_features.size(); ++i) {
-      check_rows(sequence_features[i], element("sequence_features", i), s.route.sequences.send.num_rows,
-                 "sequence of this rank", 1);
-      check_device(sequence_features[i], element("sequence_features", i), x, "x");
+      const std::string name = element("sequence_features", i);
+      check_rows(sequence_features[i], name, s.route.sequences.send.num_rows, kOwnSequence, 1);
+      check_device(sequence_features[i], name, x, "x");
     }
     if (is_identity(s.route.tokens)) {
       return {.chunk_lens = s.chunk_lens,
@@ -221,10 +223,11 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
     }
     const std::vector<TableTensors>& tables = tables_on(x.device());
     std::vector<RegionInput> regions(2);
-    regions[0] = {
-        .table = tables[0], .tensors = {x}, .roles = std::vector<HeadRole>(features.size() + 1, HeadRole::kNone)};
+    regions[0] = {.table = tables[Step::kTokenTable],
+                  .tensors = {x},
+                  .roles = std::vector<HeadRole>(features.size() + 1, HeadRole::kNone)};
     regions[0].tensors.insert(regions[0].tensors.end(), features.begin(), features.end());
-    regions[1] = {.table = tables[1],
+    regions[1] = {.table = tables[Step::kSequenceTable],
                   .tensors = sequence_features.vec(),
                   .roles = std::vector<HeadRole>(sequence_features.size(), HeadRole::kNone)};
     std::vector<at::Tensor> moved =
@@ -240,20 +243,20 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
 SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) {
   return collective([&]() -> Returned {
     Step& s = step();
-    check_rows(x, "x", s.route.tokens.recv.num_rows, "token of the chunks that this rank holds", 1);
+    check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
     if (is_identity(s.route.tokens)) return {.seq_lens = s.seq_lens, .x = as_view(x)};
     const std::vector<TableTensors>& tables = tables_on(x.device());
     return {.seq_lens = s.seq_lens,
-            .x = exchange({{.table = tables[0].inverse(), .tensors = {x}, .roles = {HeadRole::kNone}}}, {}, *all_,
-                          "reverse_route(x)")[0]};
+            .x = exchange({{.table = tables[Step::kTokenTable].inverse(), .tensors = {x}, .roles = {HeadRole::kNone}}},
+                          {}, *all_, "reverse_route(x)")[0]};
   });
 }
 
 void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const int64_t num_rows = step().route.tokens.recv.num_rows;
-  check_rows(q, "q", num_rows, "token of the chunks that this rank holds", 2);
-  check_rows(k, "k", num_rows, "token of the chunks that this rank holds", 2);
-  check_rows(v, "v", num_rows, "token of the chunks that this rank holds", 2);
+  check_rows(q, "q", num_rows, kChunkToken, 2);
+  check_rows(k, "k", num_rows, kChunkToken, 2);
+  check_rows(v, "v", num_rows, kChunkToken, 2);
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
@@ -274,7 +277,7 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
     Step& s = step();
     check_attention_inputs(q, k, v);
     std::span<const TableTensors> shared_levels;
-    if (bag_) shared_levels = std::span(tables_on(q.device())).subspan(kFirstLevelTable);
+    if (bag_) shared_levels = std::span(tables_on(q.device())).subspan(Step::kFirstLevelTable);
     const BagAttention attention{.tables = s.attention,
                                  .seq_lens = s.attn_lens,
                                  .shared_levels = shared_levels,
@@ -288,7 +291,7 @@ std::vector<SequenceBalancer::AttentionExchange> SequenceBalancer::attention_exc
   const Step& s = step();
   std::vector<AttentionExchange> exchanges;
   const bool none_shared = s.attention.levels[0].degree == 1 && !s.attention.any_shared;
-  size_t next_table = kFirstLevelTable;
+  size_t next_table = Step::kFirstLevelTable;
   for (size_t i = 0; i < s.attention.levels.size(); ++i) {
     const AttentionLevel& level = s.attention.levels[i];
     const bool stays = level.degree == 1 || none_shared;
@@ -312,7 +315,7 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
     if (level.degree == 1) return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
     const std::vector<TableTensors>& tables = tables_on(q.device());
     const std::vector<at::Tensor> moved =
-        exchange({{.table = tables[kFirstLevelTable],
+        exchange({{.table = tables[Step::kFirstLevelTable],
                    .tensors = {q, k, v},
                    .roles = {HeadRole::kQuery, HeadRole::kKeyValue, HeadRole::kKeyValue},
                    .sharing = sharing_of(level)}},
@@ -336,7 +339,7 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     if (level.degree == 1) return {.chunk_lens = s.chunk_lens, .o = as_view(o)};
     const std::vector<TableTensors>& tables = tables_on(o.device());
     return {.chunk_lens = s.chunk_lens,
-            .o = exchange({{.table = tables[kFirstLevelTable].inverse(),
+            .o = exchange({{.table = tables[Step::kFirstLevelTable].inverse(),
                             .tensors = {o},
                             .roles = {HeadRole::kQuery},
                             .sharing = sharing_of(level).inverse()}},

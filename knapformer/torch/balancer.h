@@ -8,13 +8,13 @@
 //
 // attend(q, k, v, seq_lens) sees whole sequences with a share of the heads. In flat bags its two sides are there too:
 //
-//     auto a = balancer.pre_attn(q, k, v);       // (chunk tokens, heads, ...) -> (tokens of whole sequences, heads /
-//     g) h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;                       // and back
+//     auto a = balancer.pre_attn(q, k, v);                           // (tokens of whole sequences, heads / g, ...)
+//     h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;   // (chunk tokens, heads, ...)
 //
-// Every method but plan() is collective: all ranks of the group (attention, pre_attn, post_attn: of the bag) call it,
-// in the same order, also ranks and bags without sequences. Gradients flow through all but plan_routing, so the
-// backward pass is collective as well. An error on one rank becomes an error on all, which then need a new balancer. A
-// step costs one collective to plan, one for each route and reverse_route, two an attention, none in bags of one; the
+// What plans or moves is collective: all ranks of the group (attention, pre_attn, post_attn: of the bag) call it, in
+// the same order, also ranks and bags without sequences. Gradients flow through all but plan_routing, so the backward
+// pass is collective as well. An error on one rank becomes an error on all, which then need a new balancer. A step
+// costs one collective to plan, one for each route and reverse_route, two an attention, none in bags of one; the
 // backward pass mirrors them.
 #pragma once
 
@@ -170,7 +170,6 @@ class SequenceBalancer {
   struct Step;  // what a plan_routing leaves for the calls after it
 
   void check_options();
-  void join(const ProcessGroupPtr& group, const MakeBagGroup& make_bag_group);
   std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                     const MakeBagGroup& make_bag_group);
   void begin_step(std::string_view call);

@@ -17,9 +17,10 @@ struct SequenceBalancer::Step {
   double planning_s = 0;              // what it took to make all this
   HeadCounts heads;                   // of the last pre_attn
 
-  std::optional<at::Device> device;
-  /// Tokens, sequences, then one for each attention level of several ranks.
+  std::optional<at::Device> device;  // of the tables; none before the first exchange
   std::vector<TableTensors> tables;
+  /// In tables. From the last on, one for each attention level of several ranks.
+  static constexpr size_t kTokenTable = 0, kSequenceTable = 1, kFirstLevelTable = 2;
 };
 
 }  // namespace knapformer

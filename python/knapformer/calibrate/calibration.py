@@ -62,7 +62,7 @@ class Calibration:
         return fields
 
     def cluster(self, of: ClusterModel | None = None) -> ClusterModel:
-        """What the balanced solver predicts times with: `of`, by default ClusterModel(), with the rates measured here."""
+        """What the balanced solver predicts times with: `of` (default: ClusterModel()) with the rates measured here."""
         of = of or ClusterModel()
         names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
         fields = {name: getattr(of, name) for name in names}
