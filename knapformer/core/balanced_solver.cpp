@@ -23,6 +23,15 @@ constexpr double kGoodEnough = 1.0005;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
 constexpr double kEven = 1.00005;
 
+/// Of a replica: then there is time to try more.
+constexpr size_t kFewSequences = 512;
+
+size_t num_sequences_of(const PlanInput& input, size_t replica) {
+  const int32_t num_ranks = input.topology.num_ranks_per_replica();
+  const Rank first(static_cast<int32_t>(replica) * num_ranks);
+  return input.seq_lens.last_of(Rank(first.value + num_ranks - 1)).index() - input.seq_lens.first_of(first).index();
+}
+
 /// Tries targets above the bound: doubling the margin while the placement misses its target, halving it while it meets
 /// it. Leaves the best placement in the forest.
 class TargetSearch {
@@ -180,7 +189,7 @@ void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_ite
               {.num_moves = moves,
                .key = random_key_ + static_cast<uint64_t>(replica) + (round << 32),
                .good_enough = range.good_enough,
-               .first_temperature = 1,
+               .first_temperature = range.first_temperature,
                .last_temperature = range.last_temperature});
       time = forest.slowest();
       if (time > (before + range.least) / 2) break;
@@ -199,15 +208,28 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const double bound_s = replica_lower_bound_s(input_, replica);
   bounds_s_[static_cast<size_t>(replica)] = bound_s;
   const double bound = std::max(1.0, bound_s / forest.unit_s());
-  const int32_t few_targets = forest.items().size() <= 512 ? 4 : 2;
+  const int32_t few_targets = forest.items().size() <= kFewSequences ? 4 : 2;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
   targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
+  const bool is_limited = !forest.keeps_limit();
+  if (is_limited) {
+    // Targets do not know of tokens. Everything shared by as many ranks as may is the most even in tokens; from there
+    // it is a long way, so the search starts warm.
+    std::vector<int32_t> spread;
+    BalancedFit(forest).place_all(0, spread);
+    if (forest.keeps_limit()) targets.best().swap(spread);
+    load(forest, targets.best());
+  }
   search(forest, targets.best(), replica,
-         {.least = bound, .time = forest.slowest(), .good_enough = bound * kGoodEnough, .last_temperature = 0.03});
+         {.least = bound,
+          .time = forest.slowest(),
+          .good_enough = bound * kGoodEnough,
+          .first_temperature = is_limited ? 32.0 : 1.0,
+          .last_temperature = 0.03});
   set_placements(forest, targets.best());
 }
 
@@ -311,13 +333,17 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
     const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
     flat.placements_ = greedy;
     const Plan greedy_plan = in_nested_bags(Plan(flat.input_, "balanced", greedy));
-    if (contains(wins(figures_of(greedy_plan)), true)) {
+    const std::vector<Figures> greedy_figures = figures_of(greedy_plan);
+    if (contains(wins(greedy_figures), true)) {
       consider(in_nested_bags(flat.finish(greedy)));  // with its sequences closer to home,
       consider(greedy_plan);                          // or as it is, since trading places moves a token here and there
     }
     if (effort_ == Effort::kLow) continue;
     for (size_t r = 0; r < num_replicas; ++r) {
-      may_win[r] = may_win[r] && !is_good(r);
+      // Of many sequences little is gained over greedy, and searching takes long: so only where it comes close.
+      constexpr double kClose = 1.02;
+      const bool is_close = greedy_figures[r].time_s <= kClose * best[r].time_s;
+      may_win[r] = may_win[r] && !is_good(r) && (is_close || num_sequences_of(input_, r) <= kFewSequences);
       if (may_win[r]) flat.solve_flat(static_cast<int32_t>(r));
     }
     if (flat.placements_ != greedy) consider(in_nested_bags(flat.finish(flat.placements_)));

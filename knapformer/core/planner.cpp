@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 
 #include "knapformer/core/balanced_solver.h"
 #include "knapformer/core/error.h"
@@ -17,35 +18,32 @@ void check_token_limit(const Plan& plan) {
   const int64_t limit = plan.input().max_tokens_per_rank;
   if (limit == 0 || plan.max_tokens() <= limit) return;
   const Topology& topology = plan.topology();
-  int64_t fullest_replica = 0;
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  int64_t most = 0;  // tokens of a replica
   for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
-    int64_t tokens = 0;
-    for (int32_t i = 0; i < topology.num_ranks_per_replica(); ++i) {
-      tokens += plan.tokens_after()[static_cast<size_t>(replica * topology.num_ranks_per_replica() + i)];
-    }
-    fullest_replica = std::max(fullest_replica, tokens);
+    const auto tokens = plan.tokens_after().subspan(static_cast<size_t>(replica * num_ranks));
+    most = std::max(most, std::accumulate(tokens.begin(), tokens.begin() + num_ranks, int64_t{0}));
   }
-  const int64_t least = (fullest_replica + topology.num_ranks_per_replica() - 1) / topology.num_ranks_per_replica();
-  if (least > limit) {
-    throw_argument(
-        "max_tokens_per_rank", limit,
-        text("at least ", least, ": a replica of ", topology.num_ranks_per_replica(), " ranks has ", fullest_replica,
-             " tokens, ", fullest_replica - limit * topology.num_ranks_per_replica(), " more than it may hold"));
-  }
-  int64_t longest = 0;
-  for (const int64_t length : plan.seq_lens().lens()) longest = std::max(longest, length);
+  const auto lens = plan.seq_lens().lens();
+  const int64_t longest = *std::max_element(lens.begin(), lens.end());
   const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
-  const int64_t share = (longest + sharing - 1) / sharing;
-  if (share > limit) {
-    throw_argument(
-        "max_tokens_per_rank", limit,
-        text("at least ", share, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
-             sharing == 1 ? " rank" : " ranks", ", ", share - limit, " more tokens each than they may hold"));
+  const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
+  const int64_t of_replica = share(most, num_ranks), of_longest = share(longest, sharing);
+  if (std::max(of_replica, of_longest) <= limit) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text(plan.max_tokens(), ", ", plan.max_tokens() - limit, " more: the least that solver '",
+                        plan.solver(), "' found with topology ", topology.str(),
+                        "; with more effort, or in bags of more ranks, less may be possible"));
   }
-  throw_argument("max_tokens_per_rank", limit,
-                 text("at least ", plan.max_tokens(), ", which the fullest rank of the best plan found with topology ",
-                      topology.str(), " and solver '", plan.solver(), "' holds (", plan.max_tokens() - limit,
-                      " more); bags of more ranks can share what does not fit"));
+  if (of_replica >= of_longest) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text("at least ", of_replica, ": a replica of ", num_ranks, " ranks has ", most, " tokens, ",
+                        most - limit * num_ranks, " more than it may hold"));
+  }
+  throw_argument(
+      "max_tokens_per_rank", limit,
+      text("at least ", of_longest, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
+           sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));
 }
 
 }  // namespace

@@ -98,16 +98,22 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
       } catch (const ArgumentError& error) {
         const std::string_view refusal = error.what();
         if (!refusal.starts_with("max_tokens_per_rank:")) throw;
-        option.reason = refusal;
-        option.predicted_time_s = option.efficiency_loss = std::numeric_limits<double>::infinity();
+        constexpr double kNever = std::numeric_limits<double>::infinity();
+        option = {.topology = candidate.text,
+                  .predicted_time_s = kNever,
+                  .efficiency_loss = kNever,
+                  .reason = std::string(refusal)};
+        break;
       }
     }
     if (option.reason.empty()) option.reason = reason_for(candidate, option, exchange, ideal_s, longest_s);
     ranked.emplace_back(std::move(option), candidate);
   }
   std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) {
-    return std::tuple(a.first.predicted_time_s, a.first.crossing, a.second.bag_ranks, a.second.nested) <
-           std::tuple(b.first.predicted_time_s, b.first.crossing, b.second.bag_ranks, b.second.nested);
+    // Of those that cannot keep a limit of tokens first the one that comes closest: large bags share the most.
+    const int32_t sign = std::isinf(a.first.predicted_time_s) ? -1 : 1;
+    return std::tuple(a.first.predicted_time_s, a.first.crossing, sign * a.second.bag_ranks, sign * a.second.nested) <
+           std::tuple(b.first.predicted_time_s, b.first.crossing, sign * b.second.bag_ranks, sign * b.second.nested);
   });
   std::vector<TopologyOption> out;
   for (auto& [option, candidate] : ranked) out.push_back(std::move(option));

@@ -34,8 +34,8 @@ struct TopologyOption {
 
 /// Flat and nested bags of up to two nodes' ranks, whose size divides a node's or is a multiple of it. A batch is what
 /// is planned, its topology left out; all have one number of ranks and one cluster. Best first; ties go to the topology
-/// with fewer tokens crossing, then to the smaller bags. A topology that cannot keep max_tokens_per_rank comes last.
-/// Throws ArgumentError.
+/// with fewer tokens crossing, then to the smaller bags. Topologies that cannot keep max_tokens_per_rank come last, of
+/// them those with the largest bags first. Throws ArgumentError.
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, const TopologyQuestion& question = {});
 
 }  // namespace knapformer

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     sample = list(batches(args, range(args.steps)))
     ranking = rank_topologies(sample, args.d_model, gamma, mask=args.mask, **keep_to)
     if math.isinf(ranking[0].predicted_time):
-        raise ArgumentError(f"{ranking[-1].topology}: {ranking[-1].reason}")  # the largest bags
+        raise ArgumentError(f"{ranking[0].topology}: {ranking[0].reason}")
     text = json.dumps(
         {
             "format": _FORMAT,

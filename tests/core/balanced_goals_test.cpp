@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "knapformer/core/planner.h"
 #include "tests/core/mixes.h"
@@ -112,6 +113,41 @@ TEST(BalancedSolver, FlatBagsComeOutEvenWhereGreedyLeavesRoom) {
     EXPECT_LE(a_g8, free ? 1.0002 : 1.0003);
     EXPECT_GE(greedy, 1.0006);
     EXPECT_LE((a_g4 - 1) / (a_greedy - 1), 0.7);
+  }
+}
+
+TEST(BalancedSolver, ALimitOfTokensCostsLittle) {
+  constexpr int kSeeds = 8;
+  double unlimited = 0, loose = 0, tight = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    PlanInput in = mix_input("joint", "g8/4/2/1n4", seed, 1.0);
+    const auto lens = in.seq_lens.lens();
+    const double mean = static_cast<double>(std::accumulate(lens.begin(), lens.end(), int64_t{0})) / 32;
+    const auto loss_at = [&](double share_of_mean) {
+      in.max_tokens_per_rank = static_cast<int64_t>(share_of_mean * mean);
+      return predict_block_time(plan_balanced(in)).efficiency_loss() / kSeeds;
+    };
+    unlimited += loss_at(100);
+    loose += loss_at(1.3);
+    tight += loss_at(1.05);
+  }
+  // Sharing everything (g8n4) takes 1.111.
+  EXPECT_LE(unlimited, 1.057);
+  EXPECT_LE(loose, 1.08);
+  EXPECT_LE(tight, 1.107);
+}
+
+TEST(BalancedSolver, MoreEffortIsNotWorse) {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    for (const char* topology : {"g8/4/2/1n4", "g4n8", "g8n4"}) {
+      const PlanInput in = mix_input("joint", topology, seed, 1.0);
+      double least_s = std::numeric_limits<double>::infinity();
+      for (const int64_t effort : {Effort::kLow, Effort::kDefault, Effort::kHigh}) {
+        const double time_s = plan_balanced(in, {.moves = effort}).predicted_time_s();
+        EXPECT_LE(time_s, least_s * 1.001) << topology << ", seed " << seed;  // tokens do not divide evenly
+        least_s = std::min(least_s, time_s);
+      }
+    }
   }
 }
 

@@ -154,6 +154,96 @@ TEST(BalancedSolver, EqualSequencesStayAtHome) {
   in.topology = Topology::parse("g8/4/2/1n2", 16);
   in.d_model = 3072;
   EXPECT_EQ(plan_balanced(in).tokens_moved(), 0);
+  // In flat bags too, where greedy knows no homes: nothing moves, or what must stays on its node.
+  in.topology = Topology::parse("g1n16", 16);
+  for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+    EXPECT_EQ(plan_balanced(in, {.moves = effort}).tokens_moved(), 0);
+  }
+  EXPECT_GT(plan_greedy(in).tokens_moved(), 0);
+  in.topology = Topology::parse("g4n4", 16);
+  const Plan shared = plan_balanced(in);
+  for (int32_t s = 0; s < shared.num_sequences(); ++s) {
+    EXPECT_TRUE(
+        in.cluster.same_node(shared.seq_lens().home_of(SequenceId(s)), shared.placement(SequenceId(s)).first_rank));
+  }
+}
+
+TEST(BalancedSolver, SlowRanksMayStandAnywhere) {
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists({{5000}, {5000}, {}, {}});
+  in.topology = Topology::parse("g4/2/1n1", 4);
+  in.d_model = 3072;
+  in.rank_speed = {1, 1, 0.1, 0.1};
+  const double last_s = plan_balanced(in).predicted_time_s();
+  in.rank_speed = {0.1, 0.1, 1, 1};
+  EXPECT_DOUBLE_EQ(plan_balanced(in).predicted_time_s(), last_s);
+}
+
+TEST(BalancedSolver, IsNeverWorseThanItsFlatTopologiesPlannedAlone) {
+  // Few long sequences: where greedy is far from the nested plan and the improved flat one is not.
+  std::vector<std::vector<int64_t>> sparse(32);
+  for (const auto& [rank, length] : std::vector<std::pair<size_t, int64_t>>{{3, 14699},
+                                                                            {4, 20439},
+                                                                            {9, 22983},
+                                                                            {11, 8359},
+                                                                            {14, 18722},
+                                                                            {16, 15014},
+                                                                            {20, 24644},
+                                                                            {22, 7477},
+                                                                            {26, 21216},
+                                                                            {27, 18481},
+                                                                            {28, 4535},
+                                                                            {29, 24035},
+                                                                            {31, 2067}}) {
+    sparse[rank] = {length};
+  }
+  std::vector<std::vector<int64_t>> one_rank(12);
+  one_rank[5] = {26327, 27981, 23582, 16024};
+  struct Case {
+    std::vector<std::vector<int64_t>> lengths;
+    double gamma;
+    const char* nested;
+    std::vector<const char*> flats;
+  };
+  for (const Case& c : {Case{sparse, 1.0, "g8/4/2/1n4", {"g8n4", "g4n8", "g2n16", "g1n32"}},
+                        Case{one_rank, 0.41, "g6/3/1n2", {"g6n2", "g3n4", "g1n12"}}}) {
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(c.lengths);
+    in.d_model = 3072;
+    in.workload.gamma = c.gamma;
+    const auto time_s = [&](const char* topology, int64_t effort) {
+      in.topology = Topology::parse(topology, in.seq_lens.num_ranks());
+      return plan_balanced(in, {.moves = effort}).predicted_time_s();
+    };
+    for (const int64_t effort : {Effort::kDefault, Effort::kHigh}) {
+      const double nested_s = time_s(c.nested, effort);
+      for (const char* flat : c.flats) EXPECT_LE(nested_s, time_s(flat, effort) * (1 + 1e-12)) << flat;
+    }
+  }
+}
+
+TEST(BalancedSolver, RefusesALimitWithWhatIsProvenOrSaysWhatWasFound) {
+  PlanInput in;
+  in.d_model = 3072;
+  in.seq_lens = SequenceLengths::from_lists({{}, {}, {4, 6}});
+  in.topology = Topology::parse("g1n3", 3);
+  in.max_tokens_per_rank = 2;  // ten tokens on three ranks need 4 a rank, but the longest stays whole
+  const auto refusal = [&] {
+    try {
+      plan_balanced(in);
+    } catch (const ArgumentError& error) {
+      return std::string(error.what());
+    }
+    return std::string("a plan");
+  };
+  EXPECT_EQ(refusal(),
+            "max_tokens_per_rank: got 2, expected at least 6: a sequence of 6 tokens is shared by at most 1 rank, 4 "
+            "more tokens each than they may hold");
+  in.seq_lens = SequenceLengths::from_lists({{5}, {5}, {5, 5}});
+  in.max_tokens_per_rank = 7;  // no bound says that whole fives do not fit
+  EXPECT_EQ(refusal(),
+            "max_tokens_per_rank: got 7, expected 10, 3 more: the least that solver 'balanced' found with topology "
+            "g1n3; with more effort, or in bags of more ranks, less may be possible");
 }
 
 }  // namespace
