@@ -29,29 +29,32 @@ struct Blocks {
   bool may_trade(int32_t a, int32_t b) const { return key[static_cast<size_t>(a)] == key[static_cast<size_t>(b)]; }
 };
 
-/// Runs of equal elements in a sorted list, each used up from its front.
+/// A sorted list whose runs of equal elements are used up from their front.
 template <typename T>
 class SortedPool {
  public:
-  void assign(std::vector<T> items) {
-    items_ = std::move(items);
-    used_.assign(items_.size(), 0);
+  template <typename Less>
+  void assign(std::span<const T> items, Less less) {
+    items_.assign(items.begin(), items.end());
+    if (!std::is_sorted(items_.begin(), items_.end(), less)) std::stable_sort(items_.begin(), items_.end(), less);
+    num_used_.assign(items_.size(), 0);
   }
+  std::span<const T> items() const { return items_; }
   /// The index of an element equal to `wanted` that was not taken before, or -1.
   template <typename Less>
   std::ptrdiff_t take(const T& wanted, Less less) {
-    const auto first = std::lower_bound(items_.begin(), items_.end(), wanted, less) - items_.begin();
-    if (first == std::ssize(items_) || less(wanted, items_[static_cast<size_t>(first)])) return -1;
-    const auto next = first + used_[static_cast<size_t>(first)];
-    if (next == std::ssize(items_) || less(wanted, items_[static_cast<size_t>(next)])) return -1;
-    ++used_[static_cast<size_t>(first)];
-    return next;
+    const auto first =
+        static_cast<size_t>(std::lower_bound(items_.begin(), items_.end(), wanted, less) - items_.begin());
+    if (first == items_.size() || less(wanted, items_[first])) return -1;
+    const size_t next = first + num_used_[first];
+    if (next == items_.size() || less(wanted, items_[next])) return -1;
+    ++num_used_[first];
+    return static_cast<std::ptrdiff_t>(next);
   }
-  const T& operator[](std::ptrdiff_t i) const { return items_[static_cast<size_t>(i)]; }
 
  private:
   std::vector<T> items_;
-  std::vector<std::ptrdiff_t> used_;  // at the first of each run
+  std::vector<uint32_t> num_used_;  // at the first of each run
 };
 
 /// Finds a slot for each content: where most of its tokens are at home, else in their node.
@@ -112,7 +115,7 @@ class Matching {
   /// What pulls each content home, by rising slot.
   void find_pulls() {
     first_pull_.assign(num_ + 1, 0);
-    pulls_.clear();
+    pulls_.reserve(items_.size());
     for (int32_t c = 0; c < blocks_.count(); ++c) {
       for (const Pull& item : items_of(c)) {
         const int32_t slot = blocks_.of_rank[static_cast<size_t>(item.slot)];
@@ -182,7 +185,6 @@ class Matching {
       const auto i = static_cast<size_t>(s);
       if (!is_taken(s)) slots.push_back({.key = blocks_.key[i], .node = by_node ? blocks_.node[i] : 0, .slot = s});
     }
-    std::stable_sort(slots.begin(), slots.end(), less);
     return slots;
   }
   static bool less(const Free& a, const Free& b) { return a.where() < b.where(); }
@@ -199,11 +201,11 @@ class Matching {
     }
     if (pulls.empty()) return;
     SortedPool<Free> pool;
-    pool.assign(free_slots(true));
+    pool.assign(free_slots(true), less);
     strongest_first(pulls, content, [&](int32_t c, int32_t node) {
       if (is_placed(c)) return;
       const auto found = pool.take({.key = blocks_.key[static_cast<size_t>(c)], .node = node}, less);
-      if (found >= 0) set(c, pool[found].slot);
+      if (found >= 0) set(c, pool.items()[static_cast<size_t>(found)].slot);
     });
   }
 
@@ -213,9 +215,11 @@ class Matching {
       if (!is_placed(c) && !is_taken(c)) set(c, c);
     }
     SortedPool<Free> pool;
-    pool.assign(free_slots(false));
+    pool.assign(free_slots(false), less);
     for (int32_t c = 0; c < blocks_.count(); ++c) {
-      if (!is_placed(c)) set(c, pool[pool.take({.key = blocks_.key[static_cast<size_t>(c)]}, less)].slot);
+      if (is_placed(c)) continue;
+      const auto found = pool.take({.key = blocks_.key[static_cast<size_t>(c)]}, less);
+      set(c, pool.items()[static_cast<size_t>(found)].slot);
     }
   }
 
@@ -438,10 +442,16 @@ class HomeAssignment {
     const auto by_rank = [](const Placement& a, const Placement& b) {
       return std::tie(a.first_rank, a.degree) < std::tie(b.first_rank, b.degree);
     };
-    std::vector<Placement> places;
-    for (const int32_t s : ids) places.push_back(placements_[static_cast<size_t>(s)]);
-    std::sort(places.begin(), places.end(), by_rank);
-    pool_.assign(places);
+    places_.clear();
+    int32_t least_degree = std::numeric_limits<int32_t>::max(), most_degree = 0;
+    for (const int32_t s : ids) {
+      const Placement& place = placements_[static_cast<size_t>(s)];
+      places_.push_back(place);
+      least_degree = std::min(least_degree, place.degree);
+      most_degree = std::max(most_degree, place.degree);
+    }
+    pool_.assign(places_, by_rank);
+    const std::span<const Placement> places = pool_.items();
     std::vector<char>&used = used_, &done = done_;
     used.assign(places.size(), 0);
     done.assign(ids.size(), 0);
@@ -454,6 +464,7 @@ class HomeAssignment {
       const Rank home = input_.seq_lens.home_of(SequenceId(ids[i]));
       const Bag& bag = input_.topology.bag(input_.topology.bag_of(home));
       for (const int32_t degree : input_.topology.shapes()[static_cast<size_t>(bag.shape)].degrees) {
+        if (degree < least_degree || degree > most_degree) continue;
         const Rank first(home.value - (home.value - bag.first_rank.value) % degree);
         const auto p =
             pool_.take({.bag = input_.topology.bag_of(home), .first_rank = first, .degree = degree}, by_rank);
@@ -481,6 +492,7 @@ class HomeAssignment {
   std::vector<int32_t> context_;  // by rank: the smallest group so far that shares a sequence there; else the replica
   int32_t num_contexts_ = 0;
   int32_t last_degree_ = 0;
+  std::vector<Placement> places_;
   SortedPool<Placement> pool_;
   std::vector<char> used_, done_;
 };
