@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <set>
 #include <tuple>
 #include <vector>
 
@@ -21,7 +20,8 @@ struct Pull {
 /// The blocks of one degree: the aligned groups of so many ranks in the bags that allow it. Block i holds content i,
 /// and contents trade slots where the keys are equal.
 struct Blocks {
-  std::vector<int32_t> first_rank, node;  // node: -1 where a block lies on several
+  std::vector<int32_t> first_rank;
+  std::vector<int32_t> node;  // -1 where a block lies on several, or all it may trade with on the same
   std::vector<uint64_t> key;
   std::vector<int32_t> of_rank;  // by rank; -1: none
 
@@ -330,11 +330,11 @@ class HomeAssignment {
     for (int32_t r = 0; r < topology.num_ranks(); ++r) context_.push_back(r / topology.num_ranks_per_replica());
     num_contexts_ = topology.num_replicas();
     // Where no sequence is shared by a degree, what trading its blocks could do, trading smaller ones can.
-    std::set<int32_t> degrees;
-    for (const Placement& place : placements_) {
-      if (degrees.empty() || place.degree != last_degree_) degrees.insert(last_degree_ = place.degree);
+    std::vector<char> is_used(static_cast<size_t>(topology.num_ranks()) + 1, 0);
+    for (const Placement& place : placements_) is_used[static_cast<size_t>(place.degree)] = 1;
+    for (int32_t degree = topology.num_ranks(); degree > 0; --degree) {
+      if (is_used[static_cast<size_t>(degree)]) trade_blocks(degree);
     }
-    for (auto degree = degrees.rbegin(); degree != degrees.rend(); ++degree) trade_blocks(*degree);
     assign_equal_sequences();
   }
 
@@ -363,6 +363,7 @@ class HomeAssignment {
       const auto& degrees = input_.topology.shapes()[static_cast<size_t>(bag.shape)].degrees;
       const auto level = std::lower_bound(degrees.begin(), degrees.end(), degree);
       if (level == degrees.end() || *level != degree) continue;
+      const bool bag_inside = input_.cluster.same_node(bag.first_rank, Rank(bag.first_rank.value + bag.num_ranks - 1));
       for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
         const auto first = static_cast<size_t>(r), size = static_cast<size_t>(degree);
         const int32_t node = input_.cluster.ranks_per_node;
@@ -375,7 +376,8 @@ class HomeAssignment {
           last = classes.try_emplace(likeness, classes.size()).first;
         std::fill_n(blocks.of_rank.begin() + r, degree, blocks.count());
         blocks.first_rank.push_back(r);
-        blocks.node.push_back(inside ? r / node : -1);
+        blocks.node.push_back(inside && (!bag_inside || context_[first] < input_.topology.num_replicas()) ? r / node
+                                                                                                          : -1);
         blocks.key.push_back(static_cast<uint64_t>(context_[first]) << 32 | last->second);
       }
     }
@@ -491,7 +493,6 @@ class HomeAssignment {
   std::span<Placement> placements_;
   std::vector<int32_t> context_;  // by rank: the smallest group so far that shares a sequence there; else the replica
   int32_t num_contexts_ = 0;
-  int32_t last_degree_ = 0;
   std::vector<Placement> places_;
   SortedPool<Placement> pool_;
   std::vector<char> used_, done_;
