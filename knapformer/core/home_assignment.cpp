@@ -15,7 +15,14 @@ namespace {
 struct Pull {
   int64_t tokens = 0;
   int32_t slot = 0;
+  int32_t content = 0;
 };
+
+/// What one rank of those that share a sequence holds of it, where it is cut evenly.
+int64_t share_of(const PlanInput& input, SequenceId id, const Placement& place) {
+  const int64_t length = input.seq_lens[id];
+  return place.degree == 1 ? length : length / place.degree;
+}
 
 /// The blocks of one degree: the aligned groups of so many ranks in the bags that allow it. Block i holds content i,
 /// and contents trade slots where the keys are equal.
@@ -79,7 +86,7 @@ class Matching {
       const SequenceId id(s);
       // Of a shared sequence at most its share can be at home.
       items_[static_cast<size_t>(cursor[static_cast<size_t>(c)]++)] = {
-          .tokens = input.seq_lens[id] / placements[s].degree, .slot = input.seq_lens.home_of(id).value};
+          .tokens = share_of(input, id, placements[s]), .slot = input.seq_lens.home_of(id).value, .content = c};
     }
   }
 
@@ -120,7 +127,7 @@ class Matching {
       for (const Pull& item : items_of(c)) {
         const int32_t slot = blocks_.of_rank[static_cast<size_t>(item.slot)];
         if (slot < 0 || item.tokens == 0 || !blocks_.may_trade(c, slot)) continue;
-        add(pulls_, first_pull_[static_cast<size_t>(c)], {.tokens = item.tokens, .slot = slot});
+        add(pulls_, first_pull_[static_cast<size_t>(c)], {.tokens = item.tokens, .slot = slot, .content = c});
       }
       first_pull_[static_cast<size_t>(c) + 1] = pulls_.size();
     }
@@ -150,23 +157,19 @@ class Matching {
 
   /// Strongest pulls first; of equal ones those that come first.
   template <typename Use>
-  static void strongest_first(std::span<const Pull> pulls, std::span<const int32_t> content, Use use) {
+  static void strongest_first(std::span<const Pull> pulls, Use use) {
     std::vector<KeyedIndex> order(pulls.size());
     for (size_t i = 0; i < pulls.size(); ++i)
       order[i] = {.key = ~static_cast<uint64_t>(pulls[i].tokens), .index = static_cast<int32_t>(i)};
     sort_by_key(order);
     for (const KeyedIndex& item : order) {
-      const auto i = static_cast<size_t>(item.index);
-      use(content[i], pulls[i].slot);
+      const Pull& pull = pulls[static_cast<size_t>(item.index)];
+      use(pull.content, pull.slot);
     }
   }
 
   void pull_home() {
-    std::vector<int32_t> content(pulls_.size());
-    for (size_t c = 0; c < num_; ++c)
-      std::fill(content.begin() + static_cast<std::ptrdiff_t>(first_pull_[c]),
-                content.begin() + static_cast<std::ptrdiff_t>(first_pull_[c + 1]), static_cast<int32_t>(c));
-    strongest_first(pulls_, content, [&](int32_t c, int32_t slot) {
+    strongest_first(pulls_, [&](int32_t c, int32_t slot) {
       if (!is_placed(c) && !is_taken(slot)) set(c, slot);
     });
   }
@@ -191,18 +194,16 @@ class Matching {
 
   void pull_into_node() {
     std::vector<Pull> pulls;
-    std::vector<int32_t> content;
     for (int32_t c = 0; c < blocks_.count(); ++c) {
       if (is_placed(c) || blocks_.node[static_cast<size_t>(c)] < 0) continue;
       const size_t first = pulls.size();
       for (const Pull& item : items_of(c))
-        add(pulls, first, {.tokens = item.tokens, .slot = item.slot / input_.cluster.ranks_per_node});
-      content.resize(pulls.size(), c);
+        add(pulls, first, {.tokens = item.tokens, .slot = item.slot / input_.cluster.ranks_per_node, .content = c});
     }
     if (pulls.empty()) return;
     SortedPool<Free> pool;
     pool.assign(free_slots(true), less);
-    strongest_first(pulls, content, [&](int32_t c, int32_t node) {
+    strongest_first(pulls, [&](int32_t c, int32_t node) {
       if (is_placed(c)) return;
       const auto found = pool.take({.key = blocks_.key[static_cast<size_t>(c)], .node = node}, less);
       if (found >= 0) set(c, pool.items()[static_cast<size_t>(found)].slot);
@@ -504,7 +505,7 @@ int64_t tokens_home(const PlanInput& input, std::span<const Placement> placement
   for (size_t s = 0; s < placements.size(); ++s) {
     const SequenceId id(s);
     const int32_t offset = input.seq_lens.home_of(id).value - placements[s].first_rank.value;
-    if (offset >= 0 && offset < placements[s].degree) tokens += input.seq_lens[id] / placements[s].degree;
+    if (offset >= 0 && offset < placements[s].degree) tokens += share_of(input, id, placements[s]);
   }
   return tokens;
 }
