@@ -226,7 +226,7 @@ class Matching {
 
   /// Two contents swap slots while that brings more tokens home.
   void exchange_pairs() {
-    constexpr int32_t kMostRounds = 8;
+    constexpr int32_t kMostRounds = 4;
     std::vector<int64_t> here(num_);
     for (int32_t c = 0; c < blocks_.count(); ++c)
       here[static_cast<size_t>(c)] = tokens_home(c, slot_of_[static_cast<size_t>(c)]);
@@ -236,10 +236,10 @@ class Matching {
       for (int32_t c = 0; c < blocks_.count(); ++c) {
         int64_t& mine = here[static_cast<size_t>(c)];
         for (const Pull& pull : pulls_of(c)) {
+          if (pull.tokens <= mine) continue;  // one of the two must gain, and each has its turn
           const int32_t other = content_of_[static_cast<size_t>(pull.slot)], slot = slot_of_[static_cast<size_t>(c)];
+          if (other == c) continue;
           int64_t& theirs = here[static_cast<size_t>(other)];
-          // One of the two must gain, and this looks at each.
-          if (pull.tokens <= mine || other == c) continue;
           const int64_t theirs_then = tokens_home(other, slot);
           if (pull.tokens + theirs_then <= mine + theirs) continue;
           set(c, pull.slot);
