@@ -2,15 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <numeric>
 
 #include "knapformer/core/error.h"
 
 namespace knapformer {
 namespace {
 
-/// Levels are times: how many tokens a rank of speed 1 handles, in steps of a thousandth where speeds differ.
-constexpr double kLevelsPerToken = 1024;
+/// Levels are times: how many tokens the bag's fastest rank handles, in finer steps where speeds differ. kHighest keeps
+/// them far from overflow, at the price of coarser steps where there are very many tokens.
+constexpr double kLevelsPerToken = 1024, kHighestLevel = 0x1p60;
 
 class BagCut {
  public:
@@ -37,6 +38,7 @@ class BagCut {
       members_[k][group].push_back(id);
       group_tokens_[k][group] += input_.seq_lens[SequenceId(id)];
     }
+    set_levels(bag);
     set_limits(degrees);
     // Small groups first: what a group needs of its ranks' room does not depend on how smaller ones inside it filled
     // theirs, and larger ones take what is left.
@@ -49,12 +51,26 @@ class BagCut {
   }
 
  private:
+  void set_levels(const Bag& bag) {
+    bag_tokens_ = 0;
+    for (const auto& groups : group_tokens_) bag_tokens_ += std::accumulate(groups.begin(), groups.end(), int64_t{0});
+    speeds_.clear();
+    for (int32_t i = 0; i < bag.num_ranks; ++i) speeds_.push_back(input_.speed_of(Rank(first_rank_ + i)));
+    const double fastest = *std::max_element(speeds_.begin(), speeds_.end());
+    for (double& speed : speeds_) speed /= fastest;
+    const double slowest = *std::min_element(speeds_.begin(), speeds_.end());
+    levels_per_token_ =
+        slowest == 1 ? 1 : std::min(kLevelsPerToken, kHighestLevel * slowest / (static_cast<double>(bag_tokens_) + 1));
+  }
+
+  /// Tokens that the rank handles by this level, at most those of the bag.
   int64_t tokens_at(int64_t level, size_t rank) const {
-    const double tokens =
-        static_cast<double>(level) / kLevelsPerToken * input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(rank)));
-    int64_t whole = static_cast<int64_t>(std::floor(tokens));
-    if (input_.max_tokens_per_rank > 0) whole = std::min(whole, input_.max_tokens_per_rank);
-    return whole;
+    const double tokens = static_cast<double>(level) / levels_per_token_ * speeds_[rank];
+    return tokens < static_cast<double>(bag_tokens_) ? static_cast<int64_t>(tokens) : bag_tokens_;
+  }
+  int64_t room_at(int64_t level, size_t rank) const {
+    const int64_t tokens = tokens_at(level, rank);
+    return input_.max_tokens_per_rank > 0 ? std::min(tokens, input_.max_tokens_per_rank) : tokens;
   }
 
   /// The most tokens that each rank may hold: the lowest level at which every group's tokens fit the ranks of the
@@ -78,28 +94,26 @@ class BagCut {
           const auto degree = static_cast<size_t>(degrees[k]);
           for (size_t group = r / degree; group < (r + size) / degree; ++group) {
             int64_t room = 0;
-            for (size_t i = group * degree; i < (group + 1) * degree; ++i) room += tokens_at(level, i);
+            // No further than needed, so that no sum overflows.
+            for (size_t i = group * degree; i < (group + 1) * degree && room < below[k][group]; ++i)
+              room += room_at(level, i);
             if (room < below[k][group]) return false;
           }
         }
         return true;
       };
-      double slowest = std::numeric_limits<double>::infinity();
-      for (size_t i = r; i < r + size; ++i)
-        slowest = std::min(slowest, input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(i))));
+      const double slowest = *std::min_element(&speeds_[r], &speeds_[r] + size);
       int64_t low = -1;  // does not fit
-      int64_t high =
-          static_cast<int64_t>(std::ceil(static_cast<double>(below[top][r / size] + 1) / slowest * kLevelsPerToken));
+      auto high =
+          static_cast<int64_t>(std::ceil(static_cast<double>(below[top][r / size] + 1) / slowest * levels_per_token_));
       if (fits(high)) {
-        const int64_t step = input_.rank_speed.empty() ? static_cast<int64_t>(kLevelsPerToken) : 1;
-        low = -1, high /= step;
         while (high - low > 1) {
           const int64_t middle = low + (high - low) / 2;
-          (fits(middle * step) ? high : low) = middle;
+          (fits(middle) ? high : low) = middle;
         }
-        for (size_t i = r; i < r + size; ++i) limits_[i] = tokens_at(high * step, i);
+        for (size_t i = r; i < r + size; ++i) limits_[i] = room_at(high, i);
       } else {  // the limit of tokens cannot be kept: the caller will say so
-        for (size_t i = r; i < r + size; ++i) limits_[i] = std::numeric_limits<int64_t>::max() / 2;
+        std::fill_n(limits_.begin() + static_cast<std::ptrdiff_t>(r), size, bag_tokens_);
       }
       r += size;
     }
@@ -116,13 +130,11 @@ class BagCut {
       return;
     }
     const auto share_at = [&](int64_t level, size_t i) {
-      const double speed = input_.speed_of(Rank(first_rank_ + static_cast<int32_t>(i)));
-      const auto whole = static_cast<int64_t>(std::floor(static_cast<double>(level) / kLevelsPerToken * speed));
-      return std::max<int64_t>(0, std::min(whole, limits_[i]) - tokens_[i]);
+      return std::max<int64_t>(0, std::min(tokens_at(level, i), limits_[i]) - tokens_[i]);
     };
     const auto sum_at = [&](int64_t level) {
       int64_t sum = 0;
-      for (size_t i = first; i < first + size; ++i) sum += share_at(level, i);
+      for (size_t i = first; i < first + size && sum < tokens; ++i) sum += share_at(level, i);
       return sum;
     };
     int64_t low = 0, high = 1;
@@ -169,6 +181,9 @@ class BagCut {
   std::span<const int64_t> chunk_offsets_;
   std::span<int64_t> chunk_lens_;
   int32_t first_rank_ = 0;
+  int64_t bag_tokens_ = 0;
+  std::vector<double> speeds_;  // of each rank of the bag, the fastest 1
+  double levels_per_token_ = 1;
   std::vector<int64_t> tokens_;  // of each rank of the bag, so far
   std::vector<int64_t> limits_;
   std::vector<std::vector<int64_t>> group_tokens_;          // by degree, then group

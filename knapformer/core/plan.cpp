@@ -71,10 +71,20 @@ void PlanInput::validate() const {
     throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
                    text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
   }
+  // Far beyond any machine, near enough that no time or level overflows.
+  constexpr double kMostSpeed = 1e18, kMostRatio = 1e6;
+  double slowest = kMostSpeed, fastest = 0;
   for (size_t r = 0; r < rank_speed.size(); ++r) {
-    if (!(rank_speed[r] > 0) || !std::isfinite(rank_speed[r])) {
-      throw_argument("rank_speed", text(rank_speed[r], " for rank ", r), "a positive finite number");
+    if (!(rank_speed[r] >= 1 / kMostSpeed && rank_speed[r] <= kMostSpeed)) {
+      throw_argument("rank_speed", text(rank_speed[r], " for rank ", r),
+                     text("a positive finite number, from ", 1 / kMostSpeed, " to ", kMostSpeed));
     }
+    slowest = std::min(slowest, rank_speed[r]);
+    fastest = std::max(fastest, rank_speed[r]);
+  }
+  if (fastest > slowest * kMostRatio) {
+    throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
+                   text("the fastest at most ", kMostRatio, " times the slowest"));
   }
   if (max_tokens_per_rank < 0)
     throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");

@@ -78,7 +78,7 @@ struct PlanInput {
   /// workload.mask_factor multiplies them.
   std::vector<int64_t> attention_pairs = {};
   ClusterModel cluster = {};
-  /// Per rank, relative to cluster.flops_per_s. Empty: all 1.
+  /// Per rank, relative to cluster.flops_per_s: 1e-18 to 1e18, the fastest at most 1e6 times the slowest. Empty: all 1.
   std::vector<double> rank_speed = {};
   /// No rank may hold more tokens. 0: no limit.
   int64_t max_tokens_per_rank = 0;

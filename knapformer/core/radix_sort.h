@@ -25,15 +25,14 @@ inline void sort_by_key(std::vector<KeyedIndex>& items) {
   }
   constexpr int kDigitBits = 11, kNumDigits = 6;
   constexpr size_t kNumValues = size_t{1} << kDigitBits;
-  std::vector<std::array<uint32_t, kNumValues>> counts(kNumDigits);
-  for (const KeyedIndex& item : items) {
-    for (int d = 0; d < kNumDigits; ++d)
-      ++counts[static_cast<size_t>(d)][item.key >> (d * kDigitBits) & (kNumValues - 1)];
-  }
+  uint64_t varying = 0;  // bits
+  for (const KeyedIndex& item : items) varying |= item.key ^ items[0].key;
+  std::array<uint32_t, kNumValues> count;
   std::vector<KeyedIndex> sorted(items.size());
   for (int d = 0; d < kNumDigits; ++d) {
-    auto& count = counts[static_cast<size_t>(d)];
-    if (count[items[0].key >> (d * kDigitBits) & (kNumValues - 1)] == items.size()) continue;
+    if ((varying >> (d * kDigitBits) & (kNumValues - 1)) == 0) continue;
+    count.fill(0);
+    for (const KeyedIndex& item : items) ++count[item.key >> (d * kDigitBits) & (kNumValues - 1)];
     uint32_t offset = 0;
     for (uint32_t& c : count) {
       const uint32_t here = c;

@@ -176,5 +176,22 @@ TEST(BalancedSolver, FasterRanksGetMore) {
   EXPECT_GE(plan.tokens_after()[0], plan.tokens_after()[7] * 18 / 10);
 }
 
+TEST(BalancedSolver, SpeedsOfAnyScale) {
+  PlanInput in;
+  in.seq_lens = five_lengths(1, 8, 2);
+  in.topology = Topology::parse("g8/4/2/1n1", 8);
+  in.d_model = 3072;
+  in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = std::numeric_limits<double>::infinity();
+  const double time_s = plan_balanced(in).predicted_time_s();
+  for (const double speed : {1e-18, 1e-12, 1e18}) {
+    in.rank_speed.assign(8, speed);
+    const Plan plan = plan_balanced(in);
+    plan.validate();
+    EXPECT_NEAR(plan.predicted_time_s() * speed, time_s, time_s * 0.01);
+    EXPECT_GE(plan.gap(), 0);
+    EXPECT_LT(plan.gap(), 0.05);
+  }
+}
+
 }  // namespace
 }  // namespace knapformer

@@ -27,6 +27,49 @@ TEST(ChunkCut, EvensOutThePerTokenPhase) {
   EXPECT_EQ(cut_chunks(in, placements), (std::vector<int64_t>{100, 150, 150}));
 }
 
+TEST(ChunkCut, SpeedsAreRelative) {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, 5000);
+    const auto num_ranks = static_cast<size_t>(in.topology.num_ranks());
+    const Plan any = cases.any_plan(in);
+    const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
+    const std::vector<int64_t> even = cut_chunks(in, placements);
+    for (const double speed : {1.0, 1e-12, 1e300}) {
+      in.rank_speed.assign(num_ranks, speed);
+      EXPECT_EQ(cut_chunks(in, placements), even) << "seed " << seed << ", speed " << speed;
+    }
+    const std::vector<double> speeds = cases.rank_speed(static_cast<int32_t>(num_ranks));
+    in.rank_speed = speeds;
+    const std::vector<int64_t> uneven = cut_chunks(in, placements);
+    for (double& speed : in.rank_speed) speed *= 0x1p-40;
+    EXPECT_EQ(cut_chunks(in, placements), uneven) << "seed " << seed;
+  }
+}
+
+TEST(ChunkCut, KeepsAnyLengthAndSpeed) {
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists(
+      std::vector<std::vector<int64_t>>(4, std::vector<int64_t>(500, SequenceLengths::kMaxSequenceTokens)));
+  in.topology = Topology::parse("g4/2/1n1", 4);
+  in.d_model = 8;
+  in.rank_speed = {1, 1e-6, 1e-3, 1};
+  std::vector<Placement> placements;
+  for (int32_t s = 0; s < 2000; ++s)
+    placements.push_back({.bag = BagId(0), .first_rank = Rank(s % 3 == 0 ? 2 : 0), .degree = s % 3 == 0 ? 2 : 4});
+  // Nearly all goes to the fast ranks, as far as they may hold it.
+  for (const int64_t percent : {100, 30}) {
+    in.max_tokens_per_rank = (int64_t{2000} << 31) / 100 * percent;
+    const Plan plan(in, "any", placements, cut_chunks(in, placements));
+    plan.validate();
+    EXPECT_LE(plan.max_tokens(), in.max_tokens_per_rank);
+    EXPECT_GT(plan.tokens_after()[0],
+              plan.num_tokens() / 100 * std::min<int64_t>(percent, 50) - plan.num_tokens() / 100);
+    EXPECT_GT(plan.tokens_after()[3],
+              plan.num_tokens() / 100 * std::min<int64_t>(percent, 50) - plan.num_tokens() / 100);
+  }
+}
+
 TEST(ChunkCut, ReachesHallsBound) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     Cases cases(seed);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 
 #include "knapformer/core/error.h"
@@ -125,6 +126,17 @@ TEST(Plan, InputIsChecked) {
   input.d_model = 4;
   input.workload.gamma = -1;
   EXPECT_THROW(plan_greedy(input), ArgumentError);
+  input.workload.gamma = 0.5;
+  for (const std::vector<double>& speeds : std::vector<std::vector<double>>{
+           {1}, {1, 0}, {1, -1}, {1, NAN}, {1, INFINITY}, {1e300, 1e300}, {1e-30, 1e-30}, {1e-4, 1e3}}) {
+    input.rank_speed = speeds;
+    EXPECT_THROW(input.validate(), ArgumentError) << testing::PrintToString(speeds);
+  }
+  for (const std::vector<double>& speeds :
+       std::vector<std::vector<double>>{{1e-12, 1e-12}, {4e14, 3e14}, {1e-3, 1e3}}) {
+    input.rank_speed = speeds;
+    EXPECT_NO_THROW(input.validate()) << testing::PrintToString(speeds);
+  }
 }
 
 }  // namespace
