@@ -19,7 +19,7 @@ from knapformer.options import (
     gamma_and_calibration,
     integer,
 )
-from knapformer.output import check_output_path
+from knapformer.output import check_outputs
 from knapformer.report import check_report
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.simulator.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)
-    check_output_path("--json", args.json)
+    check_outputs({"--json": args.json, "--report": args.report})
     check_report(args.report)
     settings = SimulationSettings(
         data=args.data,
