@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, solver_names
+from knapformer._core import MAX_SEQUENCE_TOKENS
 
 MAX_RANKS = 1 << 20
 H100_GAMMA = 0.41  # at which the published imbalance comes out
@@ -204,8 +205,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """What `limits` reads."""
     parser.add_argument(
-        "--heads", type=integer(1, 1 << 20), metavar="N", help="of attention: only bags whose ranks divide them"
-    )
+        "--heads", type=integer(1, 1 << 20), metavar="N",
+        help="of attention: only bags whose ranks divide them; a --topology with others is refused",
+    )  # fmt: skip
     parser.add_argument(
         "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
     )
@@ -262,6 +264,10 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
 
     num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
     """
+    if not path:
+        raise ArgumentError("--lengths: got '', expected the path of a file, or - for standard input")
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("--lengths: got '-', expected a standard input that is open")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         lengths = json.loads(content)
@@ -271,8 +277,9 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
         raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
     for rank, lens in enumerate(lengths):
         for length in lens:
-            if type(length) is not int or not 1 <= length < 1 << 31:
-                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
+            if type(length) is not int or not 1 <= length <= MAX_SEQUENCE_TOKENS:
+                expected = f"an integer from 1 to {MAX_SEQUENCE_TOKENS}"
+                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected {expected}")
     if num_ranks not in (None, len(lengths)):
         raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(lengths)}, as --lengths has, or none")
     return lengths
