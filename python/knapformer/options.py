@@ -14,6 +14,7 @@ from typing import Any
 
 from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, solver_names
 from knapformer._core import MAX_SEQUENCE_TOKENS
+from knapformer.calibrate.calibration import cluster_fields
 
 MAX_RANKS = 1 << 20
 H100_GAMMA = 0.41  # at which the published imbalance comes out
@@ -226,13 +227,10 @@ def limits(args: argparse.Namespace, calibration: Calibration | None = None) -> 
     from knapformer.predict.settings import planning_cluster, read_cluster
 
     cluster = ClusterModel() if args.cluster is None else planning_cluster(read_cluster(args.cluster)[0])
-    names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
-    fields = {name: getattr(cluster, name) for name in names}
     if calibration is not None:
-        fields |= {name: value for name, value in calibration.hardware_fields().items() if name in names}
+        cluster = calibration.cluster(of=cluster)
     if args.ranks_per_node is not None:
-        fields["ranks_per_node"] = args.ranks_per_node
-    cluster = ClusterModel(**fields)
+        cluster = ClusterModel(**{**cluster_fields(cluster), "ranks_per_node": args.ranks_per_node})
     return {
         "num_heads": args.heads or 0,
         "max_tokens_per_rank": args.max_tokens_per_rank,
@@ -264,8 +262,6 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
 
     num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
     """
-    if not path:
-        raise ArgumentError("--lengths: got '', expected the path of a file, or - for standard input")
     if path == "-" and sys.stdin is None:
         raise ArgumentError("--lengths: got '-', expected a standard input that is open")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
