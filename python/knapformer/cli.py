@@ -77,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_texts(args: argparse.Namespace) -> None:
-    """Only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
-    for option in ("topology", "data", "mix", "mask"):
-        given = getattr(args, option, None) or []
-        for text in [given] if isinstance(given, str) else given:
-            if not text.isprintable():
-                raise ArgumentError(f"--{option}: got {text!r}, expected printable UTF-8")
+    """None is empty, and only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
+    for name, given in vars(args).items():
+        option = "PLAN.json" if name == "plan" else "--" + name.replace("_", "-")
+        for text in given if isinstance(given, list) else [given]:
+            if text == "":
+                raise ArgumentError(f"{option}: got '', expected a text that is not empty")
+            if name in ("topology", "data", "mix", "mask") and text is not None and not text.isprintable():
+                raise ArgumentError(f"{option}: got {text!r}, expected printable UTF-8")
 
 
 def _complain(command: str, error: object, status: int) -> int:

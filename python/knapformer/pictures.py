@@ -42,6 +42,11 @@ def new_figure(num_panels: int, width: float, height: float) -> tuple[Figure, li
     return figure, list(axes[0])
 
 
+def set_title(figure: Figure, title: str) -> None:
+    """title: may hold a file's name, which may be no text."""
+    figure.suptitle(title.encode(errors="backslashreplace").decode())
+
+
 def save_figure(figure: Figure, path: str) -> None:
     """Whole or not at all. Raises OSError."""
     import matplotlib.pyplot as plt

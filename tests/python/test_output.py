@@ -67,8 +67,9 @@ def test_a_pipe_and_a_device_are_written_into(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to_file", [False, True])
 def test_standard_output_by_its_path(to_file: bool, tmp_path: Path) -> None:
-    """The plan, then the table: also where a file takes both."""
-    command = [sys.executable, "-m", "knapformer.cli", *PLAN, "--json", "/dev/stdout"]
+    """The plan, then the table: also where a file takes both. By a link like /dev/stdout, which a bug would replace."""
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
+    command = [sys.executable, "-m", "knapformer.cli", *PLAN, "--json", str(tmp_path / "stdout")]
     if to_file:
         with (tmp_path / "out").open("wb") as file:
             subprocess.run(command, stdout=file, timeout=60, check=True)
@@ -76,6 +77,7 @@ def test_standard_output_by_its_path(to_file: bool, tmp_path: Path) -> None:
     else:
         out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     plan, end = json.JSONDecoder().raw_decode(out)
+    assert (tmp_path / "stdout").is_symlink()
     assert plan["num_ranks"] == 2 and out[end:].startswith("\ng2n1, 2 ranks")
 
 
@@ -96,7 +98,7 @@ def test_what_cannot_be_written_is_refused_first(capsys: pytest.CaptureFixture[s
     for path, words in (
         (kept, "a file that may be written to"),
         (f"{tmp_path}/new/", "the path of a file"),
-        ("", "the path of a file"),
+        ("", "a text that is not empty"),
         (tmp_path / "loop", os.strerror(errno.ELOOP)),
         (tmp_path / "astray", "in a folder that exists"),
         (kept / "below", "the path of a file"),
