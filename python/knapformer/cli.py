@@ -62,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None:  # of a file to read
             return _complain(args.command, f"{error.filename}: {error.strerror}", 2)
-        # What was not printed is dropped: the interpreter would try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            sys.stdout.flush()
+        except OSError:  # what was not printed is dropped: the interpreter would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
             return 1
         return _complain(args.command, error.strerror or error, 1)
