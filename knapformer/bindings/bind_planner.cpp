@@ -73,6 +73,7 @@ void bind_planner(py::module_& m) {
                 ? rank_topologies({&input, 1}, {.num_heads = num_heads, .solver = solver}).front().topology
                 : topology;
         input.topology = Topology::parse(chosen, input.seq_lens.num_ranks());
+        check_heads(input.topology, num_heads);
         return make_plan(std::move(input), solver, effort_of(effort));
       },
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = 1.0,
@@ -89,9 +90,11 @@ void bind_planner(py::module_& m) {
       "lengths'\n"
       "(see attention_pairs). max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. "
       "rank_speed: per rank,\n"
-      "relative; none where all are equal. cluster: what times are predicted with. num_heads: with 'auto', only bags "
-      "whose ranks\n"
-      "divide them; 0 for any.\n\n"
+      "relative; none where all are equal. cluster: what times are predicted with. num_heads: only bags whose "
+      "ranks divide\n"
+      "them: 'auto' chooses among those, another topology is refused; 0 for any (the balancer shares heads unevenly "
+      "too, which\n"
+      "predicted times do not see).\n\n"
       "Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
       .def_readonly("topology", &TopologyOption::topology)

@@ -47,6 +47,7 @@ void bind_workload(py::module_& m) {
       "StateError where the\n"
       "best k is not positive.");
 
+  m.attr("MAX_SEQUENCE_TOKENS") = SequenceLengths::kMaxSequenceTokens;
   m.def(
       "attention_pairs",
       [](const std::string& mask, int64_t seq_len) {

@@ -1,7 +1,7 @@
 #include "knapformer/core/cluster.h"
 
 #include <algorithm>
-#include <cmath>
+#include <limits>
 
 #include "knapformer/core/error.h"
 #include "knapformer/core/plan.h"
@@ -9,15 +9,11 @@
 namespace knapformer {
 
 void ClusterModel::validate() const {
-  const auto check = [](std::string_view name, double value, bool may_be_infinite) {
-    if (!(value > 0) || (!may_be_infinite && !std::isfinite(value))) {
-      throw_argument(name, value, may_be_infinite ? "a positive number" : "a positive finite number");
-    }
-  };
-  check("flops_per_s", flops_per_s, false);
-  check("node_bytes_per_s", node_bytes_per_s, true);
-  check("network_bytes_per_s", network_bytes_per_s, true);
-  check("bytes_per_number", bytes_per_number, false);
+  constexpr double kLeast = 1 / kMaxMagnitude, kInfinity = std::numeric_limits<double>::infinity();
+  check_range("flops_per_s", flops_per_s, kLeast);
+  check_range("node_bytes_per_s", node_bytes_per_s, kLeast, kInfinity);
+  check_range("network_bytes_per_s", network_bytes_per_s, kLeast, kInfinity);
+  check_range("bytes_per_number", bytes_per_number, kLeast);
   if (ranks_per_node < 1) throw_argument("ranks_per_node", ranks_per_node, "at least 1");
 }
 

@@ -29,8 +29,8 @@ struct ClusterModel {
   double bytes_per_number = 2;
   int32_t ranks_per_node = 8;
 
-  /// Throws ArgumentError where a field is not positive, or not finite (bandwidths may be infinite: communication is
-  /// free).
+  /// Throws ArgumentError where a field is not positive, or beyond kMaxMagnitude or its inverse (bandwidths may be
+  /// infinite: communication is free).
   void validate() const;
 
   bool same_node(Rank a, Rank b) const { return a.value / ranks_per_node == b.value / ranks_per_node; }

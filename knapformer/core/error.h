@@ -41,6 +41,13 @@ template <class Got>
   throw ArgumentError(text(argument, ": got ", got, ", expected ", expected));
 }
 
+/// Factors, rates and seconds that users give are at most this, and rates at least its inverse. With lengths and widths
+/// in their own bounds no work or time made of them, nor a sum over all ranks, then leaves the range of a double.
+inline constexpr double kMaxMagnitude = 1e30;
+
+/// Throws ArgumentError unless `value` is a number from `least` to `most`.
+void check_range(std::string_view argument, double value, double least, double most = kMaxMagnitude);
+
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
 
 }  // namespace knapformer

@@ -23,14 +23,6 @@ void check(bool holds, std::string_view argument, double got, std::string_view e
   if (!holds) throw_argument(argument, got, expected);
 }
 
-void check_positive(std::string_view argument, double value) {
-  check(std::isfinite(value) && value > 0, argument, value, "a positive finite number");
-}
-
-void check_not_negative(std::string_view argument, double value) {
-  check(std::isfinite(value) && value >= 0, argument, value, "a finite number >= 0");
-}
-
 /// Bytes that one rank exchanges, by where the other end is. Both links work at once.
 struct Traffic {
   double inside_bytes = 0;
@@ -174,7 +166,7 @@ void validate(std::span<const RankCompute> measured, int32_t num_ranks) {
   }
   for (const RankCompute& rank : measured) {
     for (const double seconds : {rank.token_s, rank.whole_attention_s, rank.shared_attention_s}) {
-      check_not_negative("measured", seconds);
+      check_range("measured", seconds, 0);
     }
   }
 }
@@ -188,19 +180,19 @@ HardwareModel HardwareModel::published() {
 }
 
 void HardwareModel::validate() const {
-  check_positive("flops_per_s", flops_per_s);
+  check_range("flops_per_s", flops_per_s, 1 / kMaxMagnitude);
   check(ranks_per_node >= 1, "ranks_per_node", ranks_per_node, "at least 1");
-  check_positive("node_bytes_per_s", node_bytes_per_s);
-  check_positive("network_bytes_per_s", network_bytes_per_s);
-  check_not_negative("node_latency_s", node_latency_s);
-  check_not_negative("network_latency_s", network_latency_s);
-  check_not_negative("fixed_s", fixed_s);
-  check_not_negative("host_s_per_piece", host_s_per_piece);
+  check_range("node_bytes_per_s", node_bytes_per_s, 1 / kMaxMagnitude);
+  check_range("network_bytes_per_s", network_bytes_per_s, 1 / kMaxMagnitude);
+  check_range("node_latency_s", node_latency_s, 0);
+  check_range("network_latency_s", network_latency_s, 0);
+  check_range("fixed_s", fixed_s, 0);
+  check_range("host_s_per_piece", host_s_per_piece, 0);
 }
 
 void TrainedModel::validate() const {
   check(num_blocks >= 1, "num_blocks", num_blocks, "at least 1");
-  check_not_negative("num_parameters", num_parameters);
+  check_range("num_parameters", num_parameters, 0);
   check(bytes_per_number >= 1 && bytes_per_number <= 16, "bytes_per_number", bytes_per_number, "1 to 16");
   check(shard_ranks >= 1, "shard_ranks", shard_ranks, "at least 1");
   check(side_bytes_per_token >= 0, "side_bytes_per_token", side_bytes_per_token, "at least 0");

@@ -11,6 +11,10 @@
 namespace knapformer {
 namespace {
 
+void check_not_negative(int32_t num_heads) {
+  if (num_heads < 0) throw_argument("num_heads", num_heads, "at least 1, or 0 for any");
+}
+
 struct Candidate {
   std::string text;
   int32_t bag_ranks = 1;
@@ -54,11 +58,23 @@ std::string reason_for(const Candidate& candidate, const TopologyOption& option,
 
 }  // namespace
 
+void check_heads(const Topology& topology, int32_t num_heads) {
+  check_not_negative(num_heads);
+  for (const BagShape& shape : topology.shapes()) {
+    const int32_t ranks = shape.num_ranks_per_bag();
+    if (num_heads % ranks != 0) {
+      throw_argument("num_heads", text(num_heads, " for topology ", topology.str()),
+                     text("a multiple of the ", ranks, " ranks of a bag, or none: uneven shares of the heads, which ",
+                          "the balancer takes, the prediction does not see"));
+    }
+  }
+}
+
 std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, const TopologyQuestion& question) {
   if (batches.empty()) throw_argument("batches", "none", "at least one batch of lengths");
   const int32_t num_ranks = batches.front().seq_lens.num_ranks();
   if (num_ranks < 1) throw_argument("batches", "no ranks", "lengths for at least one rank");
-  if (question.num_heads < 0) throw_argument("num_heads", question.num_heads, "at least 1, or 0 for any");
+  check_not_negative(question.num_heads);
   const ClusterModel& cluster = batches.front().cluster;
   cluster.validate();
   for (const PlanInput& batch : batches) {

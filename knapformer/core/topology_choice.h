@@ -32,6 +32,9 @@ struct TopologyOption {
   std::string reason = {};
 };
 
+/// Throws ArgumentError where num_heads is negative, or not 0 and no multiple of the ranks of each of topology's bags.
+void check_heads(const Topology& topology, int32_t num_heads);
+
 /// Flat and nested bags of up to two nodes' ranks, whose size divides a node's or is a multiple of it. A batch is what
 /// is planned, its topology left out; all have one number of ranks and one cluster. Best first; ties go to the topology
 /// with fewer tokens crossing, then to the smaller bags. Topologies that cannot keep max_tokens_per_rank come last, of

@@ -22,10 +22,8 @@ double relative_rms(std::span<const double> x, std::span<const double> y, std::s
 }  // namespace
 
 void WorkloadModel::validate() const {
-  if (!std::isfinite(gamma) || gamma < 0) throw_argument("gamma", gamma, "a finite number >= 0");
-  if (!std::isfinite(mask_factor) || mask_factor < 0 || mask_factor > 1) {
-    throw_argument("mask_factor", mask_factor, "a number from 0 to 1");
-  }
+  check_range("gamma", gamma, 0);
+  check_range("mask_factor", mask_factor, 0, 1);
 }
 
 WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model) {

@@ -21,7 +21,7 @@ struct WorkloadModel {
   /// Share of the l^2 (query, key) pairs that the mask leaves: 1 for full attention, 0.5 for causal.
   double mask_factor = 1.0;
 
-  /// Throws ArgumentError where a field is not finite, negative, or mask_factor above 1.
+  /// Throws ArgumentError unless gamma is from 0 to kMaxMagnitude and mask_factor from 0 to 1.
   void validate() const;
 
   /// 24 n d^2, in FLOPs.

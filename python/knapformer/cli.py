@@ -7,6 +7,7 @@ goes wrong later ends in one line and status 1. `plan` needs no torch.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import knapformer
 from knapformer import ArgumentError, StateError, plan_command, tune
 from knapformer.calibrate import command as calibrate
+from knapformer.output import OutputError
 from knapformer.predict import command as predict
 from knapformer.replay import command as replay
 from knapformer.report import command as report
@@ -30,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {_one_line(message)}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,16 +46,30 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
+    if sys.stderr is None:  # closed; print would take standard output in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = _parser().parse_args(argv)
+    if sys.stdout is None:
+        return _complain(args.command, "standard output: got a closed one, expected one that is open", 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
+        _check_texts(args)
         args.run(args)
         sys.stdout.flush()
-    except (ArgumentError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        if isinstance(error, OSError) and error.filename is not None:
+    except OutputError as error:
+        return _complain(args.command, f"{error.filename}: {error.strerror}", 1)
+    except OSError as error:
+        if error.filename is not None:  # of a file to read
             return _complain(args.command, f"{error.filename}: {error.strerror}", 2)
+        try:
+            sys.stdout.flush()
+        except OSError:  # what was not printed is dropped: the interpreter would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
+            return 1
+        return _complain(args.command, error.strerror or error, 1)
+    except ArgumentError as error:
         return _complain(args.command, error, 2)
     except StateError as error:
         return _complain(args.command, error, 1)
@@ -62,11 +78,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_texts(args: argparse.Namespace) -> None:
+    """None is empty, and only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
+    for name, given in vars(args).items():
+        option = "PLAN.json" if name == "plan" else "--" + name.replace("_", "-")
+        for text in given if isinstance(given, list) else [given]:
+            if text == "":
+                raise ArgumentError(f"{option}: got '', expected a text that is not empty")
+            if name in ("topology", "data", "mix", "mask") and text is not None and not text.isprintable():
+                raise ArgumentError(f"{option}: got {text!r}, expected printable UTF-8")
+
+
 def _complain(command: str, error: object, status: int) -> int:
     # Of the ranks that torchrun started, all see the same input: one of them says so.
     if os.environ.get("RANK", "0") == "0" or status != 2:
-        print(f"knapformer {command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"knapformer {command}: {_one_line(error)}", file=sys.stderr)
     return status
+
+
+def _one_line(message: object) -> str:
+    """What came may be long: then the middle is left out, since what was expected stands at the end."""
+    line = " ".join(str(message).split())
+    return line if len(line) <= 800 else f"{line[:400]} ... {line[-400:]}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ run_rank(settings_json). It exits with 1 after handing the reason to whoever sta
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import signal
@@ -136,6 +137,8 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as knapformer.cli does
     try:
         # Inside, so that a broken installation is reported like any other failure.
         importlib.import_module(sys.argv[1]).run_rank(sys.argv[2])

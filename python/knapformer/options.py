@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, solver_names
+from knapformer._core import MAX_SEQUENCE_TOKENS
+from knapformer.calibrate.calibration import cluster_fields
 
 MAX_RANKS = 1 << 20
 H100_GAMMA = 0.41  # at which the published imbalance comes out
@@ -204,8 +206,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """What `limits` reads."""
     parser.add_argument(
-        "--heads", type=integer(1, 1 << 20), metavar="N", help="of attention: only bags whose ranks divide them"
-    )
+        "--heads", type=integer(1, 1 << 20), metavar="N",
+        help="of attention: only bags whose ranks divide them; a --topology with others is refused",
+    )  # fmt: skip
     parser.add_argument(
         "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
     )
@@ -224,13 +227,10 @@ def limits(args: argparse.Namespace, calibration: Calibration | None = None) -> 
     from knapformer.predict.settings import planning_cluster, read_cluster
 
     cluster = ClusterModel() if args.cluster is None else planning_cluster(read_cluster(args.cluster)[0])
-    names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
-    fields = {name: getattr(cluster, name) for name in names}
     if calibration is not None:
-        fields |= {name: value for name, value in calibration.hardware_fields().items() if name in names}
+        cluster = calibration.cluster(of=cluster)
     if args.ranks_per_node is not None:
-        fields["ranks_per_node"] = args.ranks_per_node
-    cluster = ClusterModel(**fields)
+        cluster = ClusterModel(**{**cluster_fields(cluster), "ranks_per_node": args.ranks_per_node})
     return {
         "num_heads": args.heads or 0,
         "max_tokens_per_rank": args.max_tokens_per_rank,
@@ -262,6 +262,8 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
 
     num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
     """
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("--lengths: got '-', expected a standard input that is open")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         lengths = json.loads(content)
@@ -271,8 +273,9 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
         raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
     for rank, lens in enumerate(lengths):
         for length in lens:
-            if type(length) is not int or not 1 <= length < 1 << 31:
-                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected an integer >= 1")
+            if type(length) is not int or not 1 <= length <= MAX_SEQUENCE_TOKENS:
+                expected = f"an integer from 1 to {MAX_SEQUENCE_TOKENS}"
+                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected {expected}")
     if num_ranks not in (None, len(lengths)):
         raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(lengths)}, as --lengths has, or none")
     return lengths

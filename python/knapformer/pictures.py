@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError
-from knapformer.output import check_output_path, write_atomically
+from knapformer.output import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,10 +19,9 @@ COLOURS = ("#999999", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#5
 
 
 def check_picture(path: str | None) -> None:
-    """Raises ArgumentError where --picture could not be drawn or written. None: none is asked for."""
+    """Raises ArgumentError where --picture could not be drawn. None: none is asked for."""
     if path is None:
         return
-    check_output_path("--picture", path)
     if Path(path).suffix not in _SUFFIXES:
         raise ArgumentError(f"--picture: got {path!r}, expected a file that ends in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -41,6 +40,11 @@ def new_figure(num_panels: int, width: float, height: float) -> tuple[Figure, li
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes[0])
+
+
+def set_title(figure: Figure, title: str) -> None:
+    """title: may hold a file's name, which may be no text."""
+    figure.suptitle(title.encode(errors="backslashreplace").decode())
 
 
 def save_figure(figure: Figure, path: str) -> None:

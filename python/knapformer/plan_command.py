@@ -22,7 +22,7 @@ from knapformer.options import (
     integer,
     limits,
 )
-from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.output import check_outputs, terminal_or_wide, write_atomically
 from knapformer.report import check_report, write_report
 
 _MAX_TABLE_RANKS = 64  # more are summed up by bag size
@@ -51,8 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.json != "-":
-        check_output_path("--json", args.json)
+    check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     check_report(args.report)
     gamma, calibration = gamma_and_calibration(args)
     keep_to = limits(args, calibration)

@@ -9,7 +9,7 @@ from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, rank_topologies
 from knapformer.options import add_lengths, add_limits, add_workload, batches, gamma_and_calibration, integer, limits
-from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.output import check_outputs, terminal_or_wide, write_atomically
 
 _FORMAT = "knapformer.tuning"
 
@@ -27,8 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.json != "-":
-        check_output_path("--json", args.json)
+    check_outputs({"--json": None if args.json == "-" else args.json})
     gamma, calibration = gamma_and_calibration(args)
     keep_to = limits(args, calibration)
     sample = list(batches(args, range(args.steps)))

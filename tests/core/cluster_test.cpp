@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
 #include "knapformer/core/error.h"
@@ -87,14 +88,31 @@ TEST(BlockTime, SpeedShortensComputeAndNotTheExchange) {
   EXPECT_DOUBLE_EQ(time.ideal_s, (24 * 8 + 4 * 64) / 3.0);
 }
 
+TEST(BlockTime, IsFiniteOnTheSlowestCluster) {
+  constexpr double kLeast = 1 / kMaxMagnitude;
+  const Plan plan({.seq_lens = SequenceLengths::from_lists({{SequenceLengths::kMaxSequenceTokens}, {}}),
+                   .topology = Topology::parse("g2n1"),
+                   .d_model = 1 << 24,
+                   .workload = {.gamma = kMaxMagnitude},
+                   .cluster = {.flops_per_s = kLeast,
+                               .node_bytes_per_s = kLeast,
+                               .network_bytes_per_s = kLeast,
+                               .bytes_per_number = kMaxMagnitude}},
+                  "any", {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}});
+  plan.input().validate();
+  EXPECT_TRUE(std::isfinite(plan.predicted_time_s()));
+  EXPECT_TRUE(std::isfinite(plan.gap()));
+}
+
 TEST(ClusterModel, RefusesWhatIsNoCluster) {
-  for (const double bad : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+  for (const double bad : {0.0, -1.0, 1e-300, std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_THROW((ClusterModel{.flops_per_s = bad}).validate(), ArgumentError);
     EXPECT_THROW((ClusterModel{.node_bytes_per_s = bad}).validate(), ArgumentError);
     EXPECT_THROW((ClusterModel{.network_bytes_per_s = bad}).validate(), ArgumentError);
     EXPECT_THROW((ClusterModel{.bytes_per_number = bad}).validate(), ArgumentError);
   }
   EXPECT_THROW((ClusterModel{.flops_per_s = kInfinity}).validate(), ArgumentError);
+  EXPECT_THROW((ClusterModel{.bytes_per_number = 1e300}).validate(), ArgumentError);
   EXPECT_THROW((ClusterModel{.ranks_per_node = 0}).validate(), ArgumentError);
   EXPECT_NO_THROW((ClusterModel{.node_bytes_per_s = kInfinity, .network_bytes_per_s = kInfinity}).validate());
 }

@@ -218,6 +218,8 @@ TEST(StepTime, RefusesParametersOutOfRange) {
     }
   };
   refuses([](HardwareModel& hw, TrainedModel&) { hw.flops_per_s = 0; }, "flops_per_s");
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.flops_per_s = 1e-300; }, "flops_per_s");
+  refuses([](HardwareModel& hw, TrainedModel&) { hw.fixed_s = 1e300; }, "fixed_s");
   refuses([](HardwareModel& hw, TrainedModel&) { hw.ranks_per_node = 0; }, "ranks_per_node");
   refuses([](HardwareModel& hw, TrainedModel&) { hw.network_bytes_per_s = -1; }, "network_bytes_per_s");
   refuses([](HardwareModel& hw, TrainedModel&) { hw.fixed_s = std::nan(""); }, "fixed_s");

@@ -60,7 +60,14 @@ TEST(TopologyChoice, GreedyHasFlatOnes) {
   }
 }
 
+TEST(TopologyChoice, HeadsThatBagsDoNotDivideAreRefused) {
+  const Topology topology = Topology::parse("g1n4+g6/3n1+g4n1");
+  for (const int32_t good : {0, 12, 24}) EXPECT_NO_THROW(check_heads(topology, good));
+  for (const int32_t bad : {-12, -1, 3, 4, 6, 16}) EXPECT_THROW(check_heads(topology, bad), ArgumentError) << bad;
+}
+
 TEST(TopologyChoice, RefusesWhatIsNoSample) {
+  EXPECT_THROW(rank_topologies(batches("joint"), {.num_heads = -1}), ArgumentError);
   EXPECT_THROW(rank_topologies({}), ArgumentError);
   std::vector<PlanInput> uneven = batches("joint");
   uneven.back().seq_lens = SequenceLengths::from_lists({{4}, {4}});

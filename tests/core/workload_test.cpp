@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "knapformer/core/error.h"
+#include "knapformer/core/plan.h"
 
 namespace knapformer {
 namespace {
@@ -20,10 +21,18 @@ TEST(Workload, IsTheFormulaOfThePaper) {
 
 TEST(Workload, RefusesWhatIsNoWorkload) {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
-  for (const double gamma : {-1.0, nan, inf}) EXPECT_THROW(WorkloadModel{.gamma = gamma}.validate(), ArgumentError);
+  for (const double gamma : {-1.0, nan, inf, 1e308})
+    EXPECT_THROW(WorkloadModel{.gamma = gamma}.validate(), ArgumentError);
   for (const double factor : {-0.1, 1.1, nan})
     EXPECT_THROW((WorkloadModel{.gamma = 1, .mask_factor = factor}.validate()), ArgumentError);
   EXPECT_NO_THROW(WorkloadModel{.gamma = 0}.validate());
+}
+
+TEST(Workload, IsFiniteWithTheLargestOfEverything) {
+  const WorkloadModel model{.gamma = kMaxMagnitude};
+  model.validate();
+  const double most_sequences = std::numeric_limits<int32_t>::max();
+  EXPECT_TRUE(std::isfinite(most_sequences * model.work(SequenceLengths::kMaxSequenceTokens, 1 << 24)));
 }
 
 TEST(WorkloadFit, RecoversWhatMadeTheLatencies) {

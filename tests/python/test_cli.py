@@ -13,7 +13,7 @@ import pytest
 from knapformer.cli import main
 from knapformer.predict import HardwareModel
 
-from knapformer import ClusterModel, DataMix, Plan, plan, rank_topologies
+from knapformer import ArgumentError, ClusterModel, DataMix, Plan, plan, rank_topologies
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -164,6 +164,13 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, *MIXED, "--gamma", "-1"], "--gamma: got '-1'"),
         ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
         ([*PLAN_G8, *MIXED, "--gamma", "inf"], "--gamma: got 'inf'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
+        ([*SIMULATE, *TWO, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
+        ([*PLAN_G8, *MIXED, "--heads", "-1"], "--heads: got '-1'"),
+        (
+            [*PLAN_G8, *MIXED, "--heads", "12"],
+            "num_heads: got 12 for topology g8n4, expected a multiple of the 8 ranks",
+        ),
         ([*PLAN_G8, *MIXED, "--d-model", "0"], "--d-model: got '0'"),
         ([*PLAN_G8, *MIXED, "--seed", "-1"], "--seed: got '-1'"),
         ([*PLAN_G8, *MIXED, "--scale", "0"], "--scale: got '0'"),
@@ -188,6 +195,18 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
         ([*PLAN_G8, "--lengths", "nowhere.json"], "nowhere.json: No such file"),
         ([*PLAN_G8, "--lengths", "."], ".: Is a directory"),
+        ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
+        ([*PLAN_G8, *MIXED, "--calibration", ""], "--calibration: got ''"),
+        (["report", ""], "PLAN.json: got ''"),
+        (["predict", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
+        (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
+        ([*PLAN_G8, *MIXED, "--mask", "\udcff"], "--mask: got"),
+        (["predict", "--mix", "\udcff", "--topology", "g8n4"], "--mix: got"),
+        (["report", "--data", "\udcff", "--topology", "g8n4"], "--data: got"),
+        ([*SIMULATE, "--data", "\udcff", "--ranks", "2"], "--data: got"),
+        ([*SIMULATE, *TWO, "--topology", "\udcff"], "--topology: got"),
+        (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
+        ([*PLAN_G8, *MIXED, "--gamma", "1" * 100_000 + "x"], "expected a finite number >= 0"),
         ([*SIMULATE, *TWO, "--steps", "0"], "--steps: got '0'"),
         ([*SIMULATE, *TWO, "--warmup", "-1"], "--warmup: got '-1'"),
         ([*SIMULATE, *TWO, "--gamma", "fitted"], "--gamma: got 'fitted'"),
@@ -211,7 +230,7 @@ def test_wrong_input_is_one_line_and_status_2(
         monkeypatch.delenv(name, raising=False)
     status, out, err = run(capsys, *args)
     assert status == 2 and out == "" and os.listdir(tmp_path) == []
-    assert err.startswith("knapformer") and err.count("\n") == 1 and message in err
+    assert err.startswith("knapformer") and err.count("\n") == 1 and message in err and len(err) < 1000
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,9 @@ def test_wrong_input_is_one_line_and_status_2(
         (b"{}", "expected a list"),
         (b"[]", "expected a list"),
         (b"[1, 2]", "expected a list"),
-        (b"[[1], [0]]", "rank 1: got 0"),
+        (b"[[1], [0]]", "rank 1: got 0, expected an integer from 1 to 2147483648"),
+        (b"[[1], [2147483649]]", "rank 1: got 2147483649, expected an integer from 1 to 2147483648"),
+        (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer from 1 to 2147483648"),
         (b"[[1], [-3]]", "rank 1: got -3"),
         (b"[[1], [2.5]]", "rank 1: got 2.5"),
         (b"[[NaN], [1]]", "rank 0: got nan"),
@@ -239,7 +260,16 @@ def test_wrong_lengths(content: bytes, message: str, capsys: pytest.CaptureFixtu
     path = tmp_path / "lengths.json"
     path.write_bytes(content)
     status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
-    assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+    assert status == 2 and out == "" and err.count("\n") == 1 and message in err and len(err) < 1000
+
+
+def test_the_longest_sequence_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[2147483648], [1]]")
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path), "--json", "-")
+    assert (status, err) == (0, "") and Plan.from_json(out) == plan([[1 << 31], [1]], "g2n1", 3072)
+    with pytest.raises(ArgumentError, match="1 to 2147483648"):
+        plan([[(1 << 31) + 1], [1]], "g2n1", 3072)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +320,33 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     command = f"{sys.executable} -m knapformer.cli plan --topology g1n64 --data low --ranks 64 --json - | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stderr, len(done.stdout)) == ("", 10)
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "message"),
+    [
+        (">&-", 2, "knapformer plan: standard output: got a closed one"),
+        ("> /dev/full", 1, "knapformer plan: No space left on device"),
+        ("--json - > /dev/full", 1, "knapformer plan: No space left on device"),
+        ("--lengths - <&-", 2, "knapformer plan: --lengths: got '-', expected a standard input that is open"),
+        ("--topology $'g2\\xff'", 2, "knapformer plan: --topology: got"),
+        ("--json nowhere/x 2>&-", 2, ""),
+        ("--json nowhere/x.json >&- 2>&-", 2, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirected: str, status: int, message: str) -> None:
+    data = "" if "--lengths" in redirected else "--data mixed --ranks 32"
+    command = f"{sys.executable} -m knapformer.cli plan --topology g8n4 {data} {redirected}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == (1 if message else 0)
+
+
+def test_a_files_name_may_be_any_bytes(tmp_path: Path) -> None:
+    lengths, made = tmp_path / "\udcff.json", tmp_path / "plan\udcff.json"
+    lengths.write_text("[[8], [4]]")
+    assert main(["plan", "--topology", "g2n1", "--lengths", str(lengths), "--json", str(made)]) == 0
+    assert Plan.from_json(made.read_text()).num_ranks == 2
 
 
 def test_result_files_hold_nothing_that_json_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -180,3 +180,23 @@ def test_mixes_and_planner_reproduce_the_published_wir(mix):
             plan = kf.plan(seq_lens, topology or "g1n32", 3072, gamma=0.41, solver="greedy")
             wir.append(plan.wir_after if topology else plan.wir_before)
         assert sum(wir) / len(wir) == pytest.approx(published, rel=0.05), topology
+
+
+def test_what_would_leave_the_range_of_numbers_is_refused() -> None:
+    with pytest.raises(kf.ArgumentError, match=r"gamma: got 1e\+308, expected a number from 0 to 1e\+30"):
+        kf.plan([[8], [4]], "g2n1", 16, gamma=1e308)
+    for field in ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number"):
+        with pytest.raises(kf.ArgumentError, match=f"{field}: got 1e-300, expected a number from 1e-30 to"):
+            kf.ClusterModel(**{field: 1e-300})
+
+
+def test_heads_are_those_that_bags_divide() -> None:
+    for topology in ("g2n2", "g4/2/1n1", "auto"):
+        assert kf.plan([[8], [4], [], []], topology, 16, num_heads=4) == kf.plan([[8], [4], [], []], topology, 16)
+        with pytest.raises(kf.ArgumentError, match="num_heads: got -1"):
+            kf.plan([[8], [4], [], []], topology, 16, num_heads=-1)
+    with pytest.raises(
+        kf.ArgumentError, match="num_heads: got 3 for topology g1n2\\+g2n1, expected a multiple of the 2"
+    ):
+        kf.plan([[8], [4], [], []], "g1n2+g2n1", 16, num_heads=3)
+    assert kf.plan([[9], [4], [], []], "auto", 16, num_heads=3).topology.bags == [[0], [1], [2], [3]]

@@ -218,6 +218,14 @@ def test_the_picture_is_drawn(tmp_path, suffix):
     assert len(content) > 5000
 
 
+def test_the_picture_of_a_file_whose_name_is_no_text(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "\udcff.json").write_text("[[8], [4]]")
+    target = tmp_path / "scale.svg"
+    assert _predict("--lengths", str(tmp_path / "\udcff.json"), "--topology", "g2n1", "--picture", str(target)) == 0
+    assert target.exists()
+
+
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [

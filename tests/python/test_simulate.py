@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from knapformer.calibrate import ExchangeCost
 from knapformer.models import NAMED_CONFIGS, FluxBatch
 from knapformer.simulator.batches import grid_ids, random_batch
 from knapformer.simulator.calibrate import lengths_to_measure
 from knapformer.simulator.results import Variant, figures, hardware_flops_utilization, sentence
 from knapformer.simulator.settings import SimulationSettings
+from knapformer.simulator.worker import balancer_of
 
-from knapformer import ArgumentError, Calibration, DataMix, plan
+from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, plan
 
 LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
@@ -103,8 +105,18 @@ def settings(**changes: Any) -> SimulationSettings:
 
 
 def test_settings_travel_to_the_ranks() -> None:
-    sent = settings(gamma=0.49, topologies=("g2n1", "g1n2"), seed=2**64 - 1, json_path="out.json", peak_tflops=1.5)
+    cluster = ClusterModel(1e9, 2e8, 3e7, 4, 2)
+    fields = {"topologies": ("g2n1", "g1n2"), "seed": 2**64 - 1, "json_path": "out.json", "peak_tflops": 1.5}
+    sent = settings(gamma=0.49, cluster=cluster, **fields)
     assert SimulationSettings.from_json(sent.to_json()) == sent
+
+
+def test_ranks_plan_with_the_cluster_that_is_given() -> None:
+    """A world of one: the process itself."""
+    given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), cluster=ClusterModel(1e9, 2e8, 3e7, 4, 2))
+    balancer = balancer_of(given, "g1n1", 0.49)
+    made = balancer.plan_routing([8, 4], given.model.d_model)
+    assert made == given.plan([[8, 4]], "g1n1", 0.49) and made.cluster == given.cluster
 
 
 @pytest.mark.parametrize(
@@ -217,7 +229,7 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
     ]
-    calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03)
+    calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03, node=ExchangeCost(2, 1e-5, 3e9))
     (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))
     arguments = [
         *SIMULATE,
@@ -232,6 +244,8 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     done = start([*torchrun, "-m", "knapformer.cli", *arguments, "--json", str(tmp_path / "out.json")])
     assert done.returncode == 0, done.stderr
     check_results(tmp_path / "out.json", 0.8)
+    cluster = ClusterModel(**json.loads((tmp_path / "out.json").read_text())["settings"]["cluster"])
+    assert cluster == calibration.cluster() == ClusterModel(flops_per_s=4e12, node_bytes_per_s=3e9)
     assert done.stdout.count("balancer ┃") == 1  # rank 0 alone reports
 
 

@@ -26,6 +26,12 @@ class ExchangeCost:
     relative_rms_error: float = 0.0
 
 
+def cluster_fields(cluster: ClusterModel) -> dict[str, Any]:
+    """Arguments that make an equal one."""
+    names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
+    return {name: getattr(cluster, name) for name in names}
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Of one device: t = k (24 l d^2 + gamma mask_factor 4 l^2 d) for a block's forward, recompute and backward pass.
@@ -63,9 +69,7 @@ class Calibration:
 
     def cluster(self, of: ClusterModel | None = None) -> ClusterModel:
         """What the balanced solver predicts times with: `of` (default: ClusterModel()) with the rates measured here."""
-        of = of or ClusterModel()
-        names = ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number", "ranks_per_node")
-        fields = {name: getattr(of, name) for name in names}
+        fields = cluster_fields(of or ClusterModel())
         return ClusterModel(**{name: self.hardware_fields().get(name, value) for name, value in fields.items()})
 
     def to_dict(self) -> dict[str, Any]:

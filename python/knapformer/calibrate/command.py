@@ -7,7 +7,7 @@ from typing import Any
 
 from knapformer.launch import check_ranks, run_on_ranks, started_ranks
 from knapformer.options import MAX_RANKS, add_device, check_torch, counts, device_settings, integer
-from knapformer.output import check_output_path
+from knapformer.output import check_outputs
 from knapformer.pictures import check_picture
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.models.config import load_config
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
-    check_output_path("--json", args.json)
+    check_outputs({"--json": args.json, "--picture": args.picture})
     check_picture(args.picture)
     model = load_config(args.model)
     lengths = default_lengths(model.d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)

@@ -92,7 +92,7 @@ def sentences(calibration: Calibration) -> list[str]:
 
 def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> None:
     """Measured against predicted, over the length; and how far off the predictions are."""
-    from knapformer.pictures import COLOURS, new_figure, save_figure
+    from knapformer.pictures import COLOURS, new_figure, save_figure, set_title
 
     figure, (latency, error) = new_figure(2, 11, 4)
     measured_s = times.per_block()
@@ -113,5 +113,5 @@ def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> 
     error.axhline(0, color="black", linewidth=0.8)
     for axis in (latency, error):
         axis.legend(frameon=False)
-    figure.suptitle(title)
+    set_title(figure, title)
     save_figure(figure, path)

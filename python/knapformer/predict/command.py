@@ -9,7 +9,7 @@ from typing import Any
 from knapformer import ArgumentError, DataMix
 from knapformer._core import HardwareModel, TrainedModel
 from knapformer.options import H100_GAMMA, add_gamma, add_lengths_file, add_solver, gamma_and_calibration, read_lengths
-from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.output import check_outputs, terminal_or_wide, write_atomically
 from knapformer.pictures import check_picture
 from knapformer.predict.scaling import NO_BALANCER, Point, Workload, parse_ranks, predict_scaling
 from knapformer.predict.settings import add_model_options, models_from, settings_dict
@@ -46,9 +46,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.json != "-":
-        check_output_path("--json", args.json)
-    check_output_path("--timeline", args.timeline)
+    files = {"--timeline": args.timeline, "--picture": args.picture, "--report": args.report}
+    check_outputs({"--json": None if args.json == "-" else args.json, **files})
     check_picture(args.picture)
     check_report(args.report)
     if args.steps < 1:

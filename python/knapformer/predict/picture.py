@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from knapformer.pictures import COLOURS, new_figure, save_figure
+from knapformer.pictures import COLOURS, new_figure, save_figure, set_title
 from knapformer.predict.scaling import Point
 
 
@@ -27,5 +27,5 @@ def draw_scaling(path: str, points: list[Point], title: str) -> None:
         axis.minorticks_off()
         axis.set(xlabel="ranks", title=label, ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.suptitle(title)
+    set_title(figure, title)
     save_figure(figure, path)

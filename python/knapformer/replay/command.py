@@ -30,7 +30,7 @@ from knapformer.options import (
     integer,
     read_lengths,
 )
-from knapformer.output import check_output_path, terminal_or_wide, write_atomically
+from knapformer.output import check_outputs, terminal_or_wide, write_atomically
 from knapformer.predict.settings import add_cluster_options, models_from, planning_cluster, settings_dict
 from knapformer.report import check_report, write_report
 
@@ -84,7 +84,7 @@ class _Work:
 
 def run(args: argparse.Namespace) -> None:
     check_torch("replay")
-    check_output_path("--json", args.json)
+    check_outputs({"--json": args.json, "--report": args.report})
     check_report(args.report)
     from knapformer.measure.device import default_dtype, use_device
     from knapformer.measure.environment import environment

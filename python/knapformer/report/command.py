@@ -12,7 +12,7 @@ import knapformer
 from knapformer import ArgumentError, DataMix, Plan
 from knapformer._core import HardwareModel
 from knapformer.options import H100_GAMMA, add_gamma, add_lengths_file, add_solver, gamma_and_calibration, read_lengths
-from knapformer.output import check_output_path, write_atomically
+from knapformer.output import check_outputs, write_atomically
 from knapformer.predict.settings import add_model_options, models_from, planning_cluster
 
 
@@ -46,15 +46,14 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.report.page import check_can_report, measured_of, write_report
     from knapformer.report.timeline import merged, predicted_timeline
 
-    check_output_path("--timeline", args.timeline)
-    if args.traces is not None:
+    output = None if args.traces is not None else args.output or "knapformer_report.html"
+    check_outputs({"--timeline": args.timeline, "--output": output})
+    if output is None:
         if args.timeline is None:
             raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
         write_atomically(args.timeline, json.dumps(merged(args.traces)) + "\n")
         print(f"wrote {args.timeline}")
         return
-    output = args.output or "knapformer_report.html"
-    check_output_path("--output", output)
     check_can_report()
     gamma, calibration = gamma_and_calibration(args)
     hardware, model = models_from(args, calibration)

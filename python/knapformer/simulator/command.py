@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from knapformer import ClusterModel
 from knapformer.launch import check_ranks, run_on_ranks
 from knapformer.options import (
     MAX_RANKS,
@@ -19,7 +20,7 @@ from knapformer.options import (
     gamma_and_calibration,
     integer,
 )
-from knapformer.output import check_output_path
+from knapformer.output import check_outputs
 from knapformer.report import check_report
 
 
@@ -51,8 +52,9 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.simulator.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)
-    check_output_path("--json", args.json)
+    check_outputs({"--json": args.json, "--report": args.report})
     check_report(args.report)
+    gamma, calibration = gamma_and_calibration(args)
     settings = SimulationSettings(
         data=args.data,
         topologies=tuple(args.topology),
@@ -65,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
         num_warmup_steps=args.warmup,
         num_repeats=args.repeats,
         solver=args.solver,
-        gamma=gamma_and_calibration(args)[0],
+        gamma=gamma,
+        cluster=ClusterModel() if calibration is None else calibration.cluster(),
         seed=args.seed,
         keep_exchanges=args.keep_exchanges,
         **device_settings(args),

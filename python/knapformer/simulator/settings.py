@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, DataMix, Plan, Topology, plan
+from knapformer import ArgumentError, ClusterModel, DataMix, Plan, Topology, plan
+from knapformer.calibrate.calibration import cluster_fields
 from knapformer.models.config import ModelConfig, config_from_dict, config_to_dict, mask_factor
 
 DTYPE_NAMES = ("bf16", "fp32", "fp64")
@@ -30,6 +31,7 @@ class SimulationSettings:
     num_warmup_steps: int = 2
     num_repeats: int = 1  # of every timed step, of which the best counts: for machines that are not idle
     gamma: float | None = None  # None: fitted to this machine before the run
+    cluster: ClusterModel = field(default_factory=ClusterModel)  # what the planner predicts times with
     solver: str = "balanced"
     seed: int = 0
     dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
@@ -79,7 +81,8 @@ class SimulationSettings:
 
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
         """As the ranks' balancers plan."""
-        return plan(seq_lens, topology, self.model.d_model, gamma, self.solver, mask_factor=self.mask_factor)
+        d_model, factor = self.model.d_model, self.mask_factor
+        return plan(seq_lens, topology, d_model, gamma, self.solver, mask_factor=factor, cluster=self.cluster)
 
     @property
     def mask_factor(self) -> float:
@@ -87,7 +90,12 @@ class SimulationSettings:
 
     def to_dict(self) -> dict[str, Any]:
         shallow = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**shallow, "topologies": list(self.topologies), "model": config_to_dict(self.model)}
+        return {
+            **shallow,
+            "topologies": list(self.topologies),
+            "model": config_to_dict(self.model),
+            "cluster": cluster_fields(self.cluster),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -96,6 +104,9 @@ class SimulationSettings:
     def from_json(text: str) -> SimulationSettings:
         """Of what to_json wrote, in a rank that was started with it."""
         fields = json.loads(text)
-        return SimulationSettings(
-            **{**fields, "topologies": tuple(fields["topologies"]), "model": config_from_dict(fields["model"])}
-        )
+        read = {
+            "topologies": tuple(fields["topologies"]),
+            "model": config_from_dict(fields["model"]),
+            "cluster": ClusterModel(**fields["cluster"]),
+        }
+        return SimulationSettings(**{**fields, **read})

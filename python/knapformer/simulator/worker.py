@@ -66,13 +66,7 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         progress.describe("building the model")
         model = _sharded_model(settings, device, dtype)
         runs = [_Run(None, None)]
-        runs += [
-            _Run(
-                topology,
-                SequenceBalancer(topology, gamma=gamma, mask_factor=settings.mask_factor, solver=settings.solver),
-            )
-            for topology in settings.topologies
-        ]
+        runs += [_Run(topology, balancer_of(settings, topology, gamma)) for topology in settings.topologies]
         progress.describe("warming up")
         for step in range(settings.num_warmup_steps + settings.num_steps):
             timed = step >= settings.num_warmup_steps
@@ -94,6 +88,13 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         write_report(settings, _results(settings, mix, variants, gamma, fit, device, dtype))
         if settings.report_path is not None:
             _write_html(settings.report_path, settings, variants, dtype)
+
+
+def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
+    """Plans as settings.plan does. Collective over the world."""
+    return SequenceBalancer(
+        topology, gamma=gamma, mask_factor=settings.mask_factor, solver=settings.solver, cluster=settings.cluster
+    )
 
 
 def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: torch.dtype) -> Model:
@@ -152,7 +153,7 @@ def _write_html(path: str, settings: SimulationSettings, variants: list[Variant]
         num_blocks=settings.model.depth, recomputes=settings.checkpointing, bytes_per_number=dtype.itemsize
     )
     measured_s = {variant.name: variant.latencies_s for variant in variants}
-    # Not predicted: the default cluster is not this machine.
+    # Not predicted: the cluster model's hardware is not this machine.
     write_html(path, variants[-1].plans[0], model=model, measured_s=measured_s, predicts=False)
 
 
