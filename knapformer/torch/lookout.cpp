@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "knapformer/core/error.h"
 #include "knapformer/torch/agreement.h"
@@ -34,12 +35,11 @@ void Lookout::look(const Agreement* but) const {
   }
 }
 
-Wait::Wait(const Lookout& lookout, std::string_view label)
-    : lookout_(lookout), call_(call_name(label)), patience_(kFirstLook) {}
+Wait::Wait(const Lookout& lookout, std::string_view label) : lookout_(lookout), label_(label), patience_(kFirstLook) {}
 
 void Wait::look(const Agreement* but) {
   lookout_.look(but);
-  if (!shown_) show(call_);
+  if (!shown_) show(call_name(label_));
   shown_ = true;
   compare_order();
   patience_ = std::min(patience_ * 2, kLastLook);
@@ -50,9 +50,12 @@ void Wait::look_aside() {
   patience_ = std::min(patience_ * 2, kLastLook);
 }
 
-void Wait::end() {
-  if (shown_) show("");
-  shown_ = false;
+void Wait::end() noexcept {
+  if (!std::exchange(shown_, false)) return;
+  try {
+    show("");
+  } catch (...) {  // NOLINT: where this rank was is of use to messages alone
+  }
 }
 
 void Wait::show(const std::string& call) {
@@ -83,8 +86,8 @@ void Wait::compare_order() const {
     const bool crossed = (ahead_in_all > 0 && ahead_in_bag < 0) || (ahead_in_all < 0 && ahead_in_bag > 0);
     if (!crossed) continue;
     const std::string theirs = other->call.empty() ? "another call" : other->call;
-    throw StateError(text("call: got ", call_, " on rank ", bag->number_of(bag->rank()), ", expected ", theirs,
-                          ", as on rank ", rank, ": they would wait for each other"));
+    throw StateError(text("call: got ", call_name(label_), " on rank ", bag->number_of(bag->rank()), ", expected ",
+                          theirs, ", as on rank ", rank, ": they would wait for each other"));
   }
 }
 

@@ -50,7 +50,7 @@ class Lookout {
 /// A wait of the thread that makes the calls; on others look_aside alone.
 class Wait {
  public:
-  /// label: "route(x)", of what is waited for.
+  /// label: "route(x)", of what is waited for. Outlives the wait.
   Wait(const Lookout& lookout, std::string_view label);
 
   /// How long to wait before the next look: each time longer, up to a second.
@@ -60,7 +60,7 @@ class Wait {
   /// As look, for a thread beside the one that makes the calls: knows nothing of their order.
   void look_aside();
   /// The others have come.
-  void end();
+  void end() noexcept;
   /// "rank 1 (in route), rank 3 (in no call)": those that have not come as far as this one in the agreement. May be
   /// empty. Asks the store for each rank: for the message of a failure.
   std::string absent(const Agreement& agreement) const;
@@ -75,7 +75,7 @@ class Wait {
   void compare_order() const;
 
   const Lookout& lookout_;
-  std::string call_;
+  std::string_view label_;
   std::chrono::milliseconds patience_;
   bool shown_ = false;
 };
