@@ -1,3 +1,4 @@
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/error.h"
 
@@ -33,16 +34,19 @@ py::dict metrics_dict(SequenceBalancer& self) {
 
 void bind_feedback(BalancerClass& balancer) {
   balancer
-      .def("observe", &SequenceBalancer::observe, py::arg("seconds"),
-           "Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes, "
-           "without\n"
-           "waiting for other ranks. The ranks hear of it with the lengths of the next plan, learn gamma and every "
-           "rank's speed\n"
-           "from it, all alike, and the plan after that follows. A warning says once where the workload model that was "
-           "given\n"
-           "misses what is observed by more than 10 %. A rank may skip steps. Raises ArgumentError where seconds are "
-           "not positive\n"
-           "and finite, StateError before plan_routing. Not collective.")
+      .def(
+          "observe",
+          [](SequenceBalancer& self, const py::object& seconds) { self.observe(number_from(seconds, "seconds")); },
+          py::arg("seconds"),
+          "Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes, "
+          "without\n"
+          "waiting for other ranks. The ranks hear of it with the lengths of the next plan, learn gamma and every "
+          "rank's speed\n"
+          "from it, all alike, and the plan after that follows. A warning says once where the workload model that was "
+          "given\n"
+          "misses what is observed by more than 10 %. A rank may skip steps. Raises ArgumentError where seconds are "
+          "not positive\n"
+          "and finite, StateError before plan_routing. Not collective.")
       .def("metrics", &metrics_dict,
            "What a training loop may log of the step since the last plan, as far as it has come: a flat dict of "
            "numbers, keys\n"

@@ -64,13 +64,15 @@ std::string describe(const Plan& plan) {
 void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan",
                    "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
-      .def_property_readonly("topology", &Plan::topology)
-      .def_property_readonly("workload", [](const Plan& p) { return p.input().workload; })
-      .def_property_readonly("d_model", [](const Plan& p) { return p.input().d_model; })
-      .def_property_readonly("solver", &Plan::solver)
-      .def_property_readonly("num_ranks", &Plan::num_ranks)
-      .def_property_readonly("num_sequences", &Plan::num_sequences)
-      .def_property_readonly("num_tokens", &Plan::num_tokens)
+      .def_property_readonly("topology", &Plan::topology, "The bags, over all ranks.")
+      .def_property_readonly(
+          "workload", [](const Plan& p) { return p.input().workload; }, "The FLOP formula that it was planned by.")
+      .def_property_readonly(
+          "d_model", [](const Plan& p) { return p.input().d_model; }, "Width of the blocks, in features.")
+      .def_property_readonly("solver", &Plan::solver, "The name of the solver that made it.")
+      .def_property_readonly("num_ranks", &Plan::num_ranks, "Of all replicas.")
+      .def_property_readonly("num_sequences", &Plan::num_sequences, "Of all ranks.")
+      .def_property_readonly("num_tokens", &Plan::num_tokens, "Of all sequences.")
       .def_property_readonly(
           "seq_lens",
           [](const Plan& p) {
@@ -79,9 +81,11 @@ void bind_plan(py::module_& m) {
             return lens;
           },
           "Per home rank, the lengths of its sequences, in tokens.")
-      .def_property_readonly("bag_of_sequence", per_sequence([](const Placement& p) { return p.bag.value; }))
+      .def_property_readonly("bag_of_sequence", per_sequence([](const Placement& p) { return p.bag.value; }),
+                             "Per sequence, the number of the bag that holds it.")
       .def_property_readonly("first_rank_of_sequence",
-                             per_sequence([](const Placement& p) { return p.first_rank.value; }))
+                             per_sequence([](const Placement& p) { return p.first_rank.value; }),
+                             "Per sequence, the first of the consecutive ranks that hold it.")
       .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
                              "How many consecutive ranks share each sequence.")
       .def_property_readonly("chunk_lens", &chunk_lens,
@@ -95,14 +99,23 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "workload_after", [](const Plan& p) { return to_list(p.workload_after()); },
           "Per rank, FLOPs of one block forward under the plan.")
-      .def_property_readonly("tokens_before", [](const Plan& p) { return to_list(p.tokens_before()); })
-      .def_property_readonly("tokens_after", [](const Plan& p) { return to_list(p.tokens_after()); })
+      .def_property_readonly(
+          "tokens_before", [](const Plan& p) { return to_list(p.tokens_before()); },
+          "Per rank, the tokens of its own sequences.")
+      .def_property_readonly(
+          "tokens_after", [](const Plan& p) { return to_list(p.tokens_after()); },
+          "Per rank, the tokens that it holds under the plan.")
       .def_property_readonly(
           "wir_before", [](const Plan& p) { return p.balance_before().wir(); },
           "Highest over lowest workload of a rank; infinite where a rank has none.")
-      .def_property_readonly("wir_after", [](const Plan& p) { return p.balance_after().wir(); })
-      .def_property_readonly("max_over_mean_before", [](const Plan& p) { return p.balance_before().max_over_mean(); })
-      .def_property_readonly("max_over_mean_after", [](const Plan& p) { return p.balance_after().max_over_mean(); })
+      .def_property_readonly(
+          "wir_after", [](const Plan& p) { return p.balance_after().wir(); }, "The same under the plan.")
+      .def_property_readonly(
+          "max_over_mean_before", [](const Plan& p) { return p.balance_before().max_over_mean(); },
+          "Highest workload of a rank over the mean, where every sequence stays at home; 1 is even.")
+      .def_property_readonly(
+          "max_over_mean_after", [](const Plan& p) { return p.balance_after().max_over_mean(); },
+          "The same under the plan.")
       .def_property_readonly("tokens_moved", &Plan::tokens_moved, "Tokens held by another rank than their home.")
       .def_property_readonly("attention_tokens_moved", &Plan::attention_tokens_moved,
                              "Tokens that cross ranks in each all-to-all of an attention.")
@@ -115,14 +128,16 @@ void bind_plan(py::module_& m) {
           "ideal_time", [](const Plan& p) { return predict_block_time(p).ideal_s; },
           "Seconds of one block, forward, with the work spread evenly and no exchange.")
       .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
-      .def_property_readonly("cluster", [](const Plan& p) { return p.input().cluster; })
+      .def_property_readonly(
+          "cluster", [](const Plan& p) { return p.input().cluster; }, "What times are predicted with.")
       .def_property_readonly(
           "attention_pairs", [](const Plan& p) { return p.input().attention_pairs; },
           "Of each sequence the (query, key) pairs that its mask leaves. Empty: full attention everywhere.")
       .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
-      .def("to_json", &plan_to_json)
+      .def("to_json", &plan_to_json, "As text, to be read by from_json.")
       .def_static(
-          "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"))
+          "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"),
+          "The plan that to_json wrote. Raises ArgumentError where the text is none, or the plan is not valid.")
       .def(py::self == py::self)
       .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p)); },
                       [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))

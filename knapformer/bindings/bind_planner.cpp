@@ -1,9 +1,7 @@
 #include <pybind11/stl.h>
 
-#include <variant>
-
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/bindings/effort.h"
 #include "knapformer/core/error.h"
 #include "knapformer/core/heads.h"
 #include "knapformer/core/mask.h"
@@ -24,18 +22,21 @@ std::vector<std::pair<size_t, size_t>> head_shares(int64_t num_heads, int64_t nu
   return counts;
 }
 
-using Masks = std::variant<std::string, std::vector<std::vector<std::string>>>;
-
 /// One mask for all sequences, or one for each, in lists like the lengths'.
-std::vector<int64_t> pairs_of(const Masks& masks, const SequenceLengths& seq_lens) {
+std::vector<int64_t> pairs_from(const py::object& masks, const SequenceLengths& seq_lens) {
+  constexpr const char* kExpected = "a mask, or for each rank a list of masks";
   std::vector<int64_t> pairs;
-  if (const auto* name = std::get_if<std::string>(&masks)) {
+  if (const std::optional<std::string> name = as_text(masks)) {
     const Mask mask = Mask::parse(*name);
     if (mask.kind == Mask::Kind::kFull) return pairs;
     for (const int64_t length : seq_lens.lens()) pairs.push_back(mask.pairs(length));
     return pairs;
   }
-  const auto& lists = std::get<std::vector<std::vector<std::string>>>(masks);
+  std::vector<std::vector<std::string>> lists;
+  for_each_item(masks, "masks", kExpected, [&](py::handle list) {
+    lists.push_back(list_from<std::string>(list, text("masks[", lists.size(), "]"), "a list of masks",
+                                           "the text of a mask", as_text));
+  });
   if (lists.size() != static_cast<size_t>(seq_lens.num_ranks())) {
     throw_argument("masks", text(lists.size(), " lists"),
                    text("a mask, or a list of masks for each of the ", seq_lens.num_ranks(), " ranks"));
@@ -51,35 +52,44 @@ std::vector<int64_t> pairs_of(const Masks& masks, const SequenceLengths& seq_len
   return pairs;
 }
 
+int32_t num_heads_from(const py::object& num_heads) {
+  return static_cast<int32_t>(integer_from(num_heads, "num_heads", std::numeric_limits<int32_t>::max()));
+}
+
 }  // namespace
 
 void bind_planner(py::module_& m) {
   m.def(
       "plan",
-      [](const std::vector<std::vector<int64_t>>& seq_lens, const std::string& topology, int64_t d_model, double gamma,
-         const std::string& solver, double mask_factor, const std::variant<int64_t, std::string>& effort,
-         const Masks& masks, int64_t max_tokens_per_rank, std::vector<double> rank_speed, const ClusterModel& cluster,
-         int32_t num_heads) {
-        PlanInput input{.seq_lens = SequenceLengths::from_lists(seq_lens),
-                        .topology = {},
-                        .d_model = d_model,
-                        .workload = {.gamma = gamma, .mask_factor = mask_factor},
-                        .cluster = cluster,
-                        .rank_speed = std::move(rank_speed),
-                        .max_tokens_per_rank = max_tokens_per_rank};
-        input.attention_pairs = pairs_of(masks, input.seq_lens);
-        const std::string chosen =
-            topology == "auto"
-                ? rank_topologies({&input, 1}, {.num_heads = num_heads, .solver = solver}).front().topology
-                : topology;
+      [](const py::object& seq_lens_per_rank, const py::object& topology, const py::object& d_model,
+         const py::object& gamma, const py::object& solver, const py::object& mask_factor, const py::object& effort,
+         const py::object& masks, const py::object& max_tokens_per_rank, const py::object& rank_speed,
+         const py::object& cluster, const py::object& num_heads) {
+        PlanInput input{
+            .seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank")),
+            .topology = {},
+            .d_model = integer_from(d_model, "d_model"),
+            .workload = {.gamma = number_from(gamma, "gamma"), .mask_factor = number_from(mask_factor, "mask_factor")},
+            .cluster = cluster_from(cluster),
+            .rank_speed = numbers_from(rank_speed, "rank_speed"),
+            .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
+        input.attention_pairs = pairs_from(masks, input.seq_lens);
+        const std::string solver_name = text_from(solver, "solver");
+        const Effort moves = effort_from(effort);
+        const int32_t heads = num_heads_from(num_heads);
+        std::string chosen = text_from(topology, "topology");
+        const py::gil_scoped_release release;
+        if (chosen == "auto") {
+          chosen = rank_topologies({&input, 1}, {.num_heads = heads, .solver = solver_name}).front().topology;
+        }
         input.topology = Topology::parse(chosen, input.seq_lens.num_ranks());
-        check_heads(input.topology, num_heads);
-        return make_plan(std::move(input), solver, effort_of(effort));
+        check_heads(input.topology, heads);
+        return make_plan(std::move(input), solver_name, moves);
       },
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = 1.0,
       py::arg("solver") = "balanced", py::arg("mask_factor") = 1.0, py::arg("effort") = "default",
-      py::arg("masks") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = std::vector<double>(),
-      py::arg("cluster") = ClusterModel{}, py::arg("num_heads") = 0, py::call_guard<py::gil_scoped_release>(),
+      py::arg("masks") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
+      py::arg("cluster") = py::none(), py::arg("num_heads") = 0,
       "Plans the sequences of all ranks, without process groups.\n\n"
       "seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the "
       "best of\n"
@@ -90,11 +100,12 @@ void bind_planner(py::module_& m) {
       "lengths'\n"
       "(see attention_pairs). max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. "
       "rank_speed: per rank,\n"
-      "relative; none where all are equal. cluster: what times are predicted with. num_heads: only bags whose "
-      "ranks divide\n"
-      "them: 'auto' chooses among those, another topology is refused; 0 for any (the balancer shares heads unevenly "
-      "too, which\n"
-      "predicted times do not see).\n\n"
+      "relative; none where all are equal. cluster: what times are predicted with; None: the default. num_heads: only "
+      "bags whose\n"
+      "ranks divide them: 'auto' chooses among those, another topology is refused; 0 for any (the balancer shares "
+      "heads "
+      "unevenly\n"
+      "too, which predicted times do not see).\n\n"
       "Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
       .def_readonly("topology", &TopologyOption::topology)
@@ -110,25 +121,32 @@ void bind_planner(py::module_& m) {
       });
   m.def(
       "rank_topologies",
-      [](const std::vector<std::vector<std::vector<int64_t>>>& batches, int64_t d_model, double gamma,
-         int32_t num_heads, const std::string& mask, int64_t max_tokens_per_rank, const std::vector<double>& rank_speed,
-         const ClusterModel& cluster) {
+      [](const py::object& batches, const py::object& d_model, const py::object& gamma, const py::object& num_heads,
+         const py::object& mask, const py::object& max_tokens_per_rank, const py::object& rank_speed,
+         const py::object& cluster) {
+        const PlanInput common{.seq_lens = {},
+                               .topology = {},
+                               .d_model = integer_from(d_model, "d_model"),
+                               .workload = {.gamma = number_from(gamma, "gamma")},
+                               .cluster = cluster_from(cluster),
+                               .rank_speed = numbers_from(rank_speed, "rank_speed"),
+                               .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
+        const int32_t heads = num_heads_from(num_heads);
+        const py::str mask_name(text_from(mask, "mask"));
         std::vector<PlanInput> inputs;
-        for (const auto& batch : batches) {
-          inputs.push_back({.seq_lens = SequenceLengths::from_lists(batch),
-                            .topology = {},
-                            .d_model = d_model,
-                            .workload = {.gamma = gamma},
-                            .cluster = cluster,
-                            .rank_speed = rank_speed,
-                            .max_tokens_per_rank = max_tokens_per_rank});
-          inputs.back().attention_pairs = pairs_of(mask, inputs.back().seq_lens);
-        }
-        return rank_topologies(inputs, {.num_heads = num_heads});
+        for_each_item(batches, "batches", "a list of batches: of each, for each rank a list of lengths",
+                      [&](py::handle batch) {
+                        const std::string argument = text("batches[", inputs.size(), "]");
+                        PlanInput& input = inputs.emplace_back(common);
+                        input.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(batch, argument));
+                        input.attention_pairs = pairs_from(mask_name, input.seq_lens);
+                      });
+        const py::gil_scoped_release release;
+        return rank_topologies(inputs, {.num_heads = heads});
       },
       py::arg("batches"), py::arg("d_model"), py::arg("gamma") = 1.0, py::arg("num_heads") = 0,
-      py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = std::vector<double>(),
-      py::arg("cluster") = ClusterModel{}, py::call_guard<py::gil_scoped_release>(),
+      py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
+      py::arg("cluster") = py::none(),
       "Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time "
       "first, with\n"
       "reasons: flat and nested bags of up to two of the cluster's nodes, planned by the balanced solver. num_heads: "

@@ -18,10 +18,12 @@ void bind_planning(BalancerClass& balancer) {
   balancer
       .def(
           "plan_routing",
-          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
-             const std::optional<std::vector<std::string>>& masks) {
+          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, const py::object& masks) {
             return convert_then_call(
-                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
+                self,
+                [&] {
+                  return std::make_tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks));
+                },
                 [&](const auto& arguments) {
                   const auto& [lens, width, parsed] = arguments;
                   return self.plan_routing(lens, width, parsed);
@@ -38,9 +40,12 @@ void bind_planning(BalancerClass& balancer) {
       .def(
           "start_planning",
           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
-             std::optional<std::string> failure, const std::optional<std::vector<std::string>>& masks) {
+             std::optional<std::string> failure, const py::object& masks) {
             return convert_then_call(
-                self, [&] { return std::make_tuple(lengths_from(seq_lens), width_from(d_model), masks_from(masks)); },
+                self,
+                [&] {
+                  return std::make_tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks));
+                },
                 [&](const auto& arguments) {
                   const auto& [lens, width, parsed] = arguments;
                   return self.start_planning(lens, width,

@@ -1,8 +1,7 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
-#include <optional>
-
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/cluster.h"
 #include "knapformer/core/error.h"
@@ -15,15 +14,18 @@ namespace {
 
 void bind_bags(py::module_& m) {
   py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
-      .def(py::init([](const std::string& text_form, std::optional<int64_t> num_ranks) {
-             return num_ranks ? Topology::parse(text_form, *num_ranks) : Topology::parse(text_form);
+      .def(py::init([](const py::object& text_form, const py::object& num_ranks) {
+             const std::string topology = text_from(text_form, "topology");
+             return num_ranks.is_none() ? Topology::parse(topology)
+                                        : Topology::parse(topology, integer_from(num_ranks, "num_ranks"));
            }),
            py::arg("text"), py::arg("num_ranks") = py::none(),
            "Parses one replica, repeated over `num_ranks` ranks where given. Raises ArgumentError.")
-      .def_property_readonly("num_ranks", &Topology::num_ranks)
-      .def_property_readonly("num_replicas", &Topology::num_replicas)
-      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica)
-      .def_property_readonly("is_flat", &Topology::is_flat)
+      .def_property_readonly("num_ranks", &Topology::num_ranks, "Of all replicas.")
+      .def_property_readonly("num_replicas", &Topology::num_replicas, "How often the text's bags are repeated.")
+      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica, "Of the text's bags, once.")
+      .def_property_readonly("is_flat", &Topology::is_flat,
+                             "Whether every bag shares its sequences by all of its ranks: none is nested.")
       .def_property_readonly(
           "bags",
           [](const Topology& t) {
@@ -41,7 +43,7 @@ void bind_bags(py::module_& m) {
             if (rank < 0 || rank >= t.num_ranks()) throw_argument("rank", rank, text("0 to ", t.num_ranks() - 1));
             return t.bag_of(Rank(rank)).value;
           },
-          py::arg("rank"))
+          py::arg("rank"), "The number of the bag that a rank is in.")
       .def(py::self == py::self)
       .def("__str__", &Topology::str)
       .def("__repr__",

@@ -29,9 +29,11 @@ void bind_workload(py::module_& m) {
 
   py::class_<WorkloadFit>(m, "WorkloadFit", "k and gamma of t = k (24 l d^2 + gamma 4 l^2 d), fitted by least squares.")
       .def_readonly("seconds_per_flop", &WorkloadFit::seconds_per_flop, "k, in seconds per FLOP.")
-      .def_readonly("gamma", &WorkloadFit::gamma)
-      .def_readonly("relative_rms_error", &WorkloadFit::relative_rms_error)
-      .def_readonly("relative_rms_error_without_gamma", &WorkloadFit::relative_rms_error_without_gamma)
+      .def_readonly("gamma", &WorkloadFit::gamma, "Cost of attention's FLOPs over that of the matrix products'.")
+      .def_readonly("relative_rms_error", &WorkloadFit::relative_rms_error,
+                    "Root mean square of (fitted - measured) / measured.")
+      .def_readonly("relative_rms_error_without_gamma", &WorkloadFit::relative_rms_error_without_gamma,
+                    "The same, of the best k with gamma 1.")
       .def("__repr__", [](const WorkloadFit& f) {
         return text("WorkloadFit(seconds_per_flop=", f.seconds_per_flop, ", gamma=", f.gamma,
                     ", relative_rms_error=", f.relative_rms_error, ")");

@@ -1,5 +1,5 @@
 // knapformer._torch: the balancer for Python.
-#include "knapformer/bindings/effort.h"
+#include "knapformer/bindings/from_python.h"
 #include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/error.h"
 
@@ -8,32 +8,53 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-ExchangeEngine engine_named(const std::string& name) {
+std::optional<ExchangeEngine> engine_from(const py::object& engine) {
+  if (engine.is_none()) return std::nullopt;
+  const std::optional<std::string> name = as_text(engine);
   if (name == "runs") return ExchangeEngine::kRuns;
   if (name == "index") return ExchangeEngine::kIndex;
-  throw_argument("engine", text("'", name, "'"), "'runs' or 'index'");
+  throw_argument("engine", shown(engine), "'runs' or 'index', or None");
+}
+
+ProcessGroupPtr group_from(const py::object& group) {
+  if (group.is_none()) return {};
+  try {
+    return group.cast<ProcessGroupPtr>();
+  } catch (const py::cast_error&) {
+    throw_argument("group", shown(group), "a ProcessGroup, or None");
+  }
 }
 
 BalancerClass bind_balancer(py::module_& m) {
   // Its end may be that of its groups, whose threads need the GIL to end.
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
                        py::release_gil_before_calling_cpp_dtor())
-      .def(py::init([](const std::string& topology, double gamma, double mask_factor, const std::string& solver,
-                       const std::variant<int64_t, std::string>& effort, const std::string& mask,
-                       const ClusterModel& cluster, std::vector<double> rank_speed, int64_t max_tokens_per_rank,
-                       const std::optional<std::string>& engine, const std::optional<ProcessGroupPtr>& group,
-                       const MakeBagGroup& make_bag_group) {
-             BalancerOptions options{.workload = {.gamma = gamma, .mask_factor = mask_factor},
-                                     .solver = solver,
-                                     .effort = effort_of(effort),
-                                     .mask = Mask::parse(mask),
-                                     .cluster = cluster,
-                                     .rank_speed = std::move(rank_speed),
-                                     .max_tokens_per_rank = max_tokens_per_rank,
-                                     .engine = {}};
-             if (engine) options.engine = engine_named(*engine);
+      .def(py::init([](const py::object& topology, const py::object& gamma, const py::object& mask_factor,
+                       const py::object& solver, const py::object& effort, const py::object& mask,
+                       const py::object& cluster, const py::object& rank_speed, const py::object& max_tokens_per_rank,
+                       const py::object& engine, const py::object& group, const MakeBagGroup& make_bag_group) {
+             struct Arguments {
+               std::string topology;
+               BalancerOptions options;
+             };
+             const ProcessGroupPtr joined = group_from(group);
+             Arguments arguments = convert_or_report(
+                 [&] {
+                   return Arguments{
+                       .topology = text_from(topology, "topology"),
+                       .options = {.workload = {.gamma = number_from(gamma, "gamma"),
+                                                .mask_factor = number_from(mask_factor, "mask_factor")},
+                                   .solver = text_from(solver, "solver"),
+                                   .effort = effort_from(effort),
+                                   .mask = Mask::parse(text_from(mask, "mask")),
+                                   .cluster = cluster_from(cluster),
+                                   .rank_speed = numbers_from(rank_speed, "rank_speed"),
+                                   .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank"),
+                                   .engine = engine_from(engine)}};
+                 },
+                 [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
              const py::gil_scoped_release release;
-             return std::make_unique<SequenceBalancer>(topology, std::move(options), group.value_or(ProcessGroupPtr()),
+             return std::make_unique<SequenceBalancer>(arguments.topology, std::move(arguments.options), joined,
                                                        make_bag_group);
            }),
            py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("mask_factor"), py::arg("solver"),

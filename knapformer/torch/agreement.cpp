@@ -64,15 +64,26 @@ std::string with_gradients(const std::string& fields, const std::string& gradien
 
 }  // namespace
 
-Agreement::Agreement(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks,
-                     std::chrono::milliseconds timeout, std::shared_ptr<ErrorBoard> board)
-    : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), timeout_(timeout), board_(std::move(board)) {}
+Agreement::Agreement(c10::intrusive_ptr<c10d::Store> store, RankOf rank, std::chrono::milliseconds timeout,
+                     std::shared_ptr<Lookout> lookout)
+    : store_(std::move(store)),
+      rank_(rank),
+      number_(number_of(rank.rank)),
+      timeout_(timeout),
+      lookout_(std::move(lookout)) {}
 
 std::string Agreement::key(int64_t call, std::string_view name) const { return text(call, '/', name); }
 
 Agreement::StatementId Agreement::foreseen() const {
   if (step_.size() < last_step_.size()) return last_step_[step_.size()];
   return last_ == kNone ? kNone : followed_by_[static_cast<size_t>(last_)];
+}
+
+Agreement::StatementId Agreement::statement_ago(int64_t calls_ago) const {
+  auto ago = static_cast<size_t>(calls_ago);
+  if (ago <= step_.size()) return step_[step_.size() - ago];
+  ago -= step_.size();  // of the step before
+  return ago <= last_step_.size() ? last_step_[last_step_.size() - ago] : kNone;
 }
 
 bool Agreement::matches(StatementId id, const Statement& statement) const {
@@ -93,7 +104,7 @@ Agreement::StatementId Agreement::intern(std::string fields, std::string gradien
 Agreement::StatementId Agreement::resolve(const Statement& statement) {
   const StatementId expected = foreseen();
   if (matches(expected, statement)) return expected;
-  if (num_ranks_ == 1) return intern(statement.fields, statement.gradients);
+  if (num_ranks() == 1) return intern(statement.fields, statement.gradients);
   return announce(statement);
 }
 
@@ -120,7 +131,7 @@ void Agreement::agree(const Statement& statement) {
   last_ = id;
   last_of_[statement.fields] = id;
   step_.push_back(id);
-  ++num_calls_;
+  num_come_to_ = ++num_calls_;
 }
 
 void Agreement::begin_step() {
@@ -130,16 +141,17 @@ void Agreement::begin_step() {
 
 Agreement::StatementId Agreement::announce(const Statement& statement) {
   const int64_t call = num_calls_;
-  const Said first = say_first(*store_, key(call, kFields), rank_, statement.fields);
+  num_come_to_ = call + 1;
+  const Said first = say_first(*store_, key(call, kFields), number_, statement.fields);
   if (first.text != statement.fields) throw_mismatch(statement.fields, first.rank, first.text);
   const Said gradients =
-      say_first(*store_, key(call, statement.follows ? kFollowed : kGradients), rank_, statement.gradients);
+      say_first(*store_, key(call, statement.follows ? kFollowed : kGradients), number_, statement.gradients);
   if (!statement.follows && gradients.text != statement.gradients) {
     throw_mismatch(with_gradients(statement.fields, statement.gradients), gradients.rank,
                    with_gradients(statement.fields, gradients.text));
   }
   store_->set(kLastAnnounced, std::to_string(call));
-  if (store_->add(key(call, kCount), 1) == num_ranks_) {
+  if (store_->add(key(call, kCount), 1) == num_ranks()) {
     // All are here, so all have read what was announced before.
     if (last_announced_ >= 0) {
       for (const char* name : {kFields, kGradients, kFollowed, kCount, kDone})
@@ -163,16 +175,25 @@ void Agreement::await_all(int64_t call, const std::string& name) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
   std::chrono::microseconds pause(100);
+  Wait wait(*lookout_, name);
+  Clock::time_point next_look = begin + wait.patience();
   while (!store_->check({done})) {
-    board_->check();
-    if (Clock::now() - begin > timeout_) {
-      throw StateError(text(name, ": rank ", rank_, " waited ",
-                            std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
-                            " s, the group's timeout, for the other ranks to come to the same call"));
+    lookout_->board()->check();
+    const Clock::time_point now = Clock::now();
+    if (now - begin > timeout_) {
+      const std::string absent = wait.absent(*this);
+      throw StateError(text(
+          name, ": rank ", number_, " waited ", std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
+          " s, the group's timeout, for ", absent.empty() ? "the other ranks" : absent, " to come to the same call"));
+    }
+    if (now > next_look) {
+      wait.look(/*but=*/this);
+      next_look = now + wait.patience();
     }
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
   }
+  wait.end();
 }
 
 void Agreement::throw_mismatch(const std::string& own, int32_t other_rank, const std::string& other) const {
@@ -186,15 +207,15 @@ void Agreement::throw_mismatch(const std::string& own, int32_t other_rank, const
     if (a.name != name) a = absent;
     if (b.name != name) b = absent;
     const std::string message =
-        text(name, ": got ", a.value, " on rank ", rank_, ", expected ", b.value, ", as on rank ", other_rank);
+        text(name, ": got ", a.value, " on rank ", number_, ", expected ", b.value, ", as on rank ", other_rank);
     if (name == "call") throw StateError(message);
     throw ArgumentError(call.empty() ? message : text(call, ": ", message));
   }
-  throw StateError(text(call, ": ranks ", rank_, " and ", other_rank, " differ"));
+  throw StateError(text(call, ": ranks ", number_, " and ", other_rank, " differ"));
 }
 
 void Agreement::check_announcements() {
-  if (num_ranks_ == 1) return;
+  if (num_ranks() == 1) return;
   const std::lock_guard lock(mutex_);
   if (!store_->check({kLastAnnounced})) return;
   const int64_t announced = std::stoll(store_->get_to_str(kLastAnnounced));
@@ -202,11 +223,12 @@ void Agreement::check_announcements() {
   // Another rank announced a call that this one has been through as foreseen. Keys of it stay: not all ranks came.
   const Said other = parse_said(store_->get_to_str(key(announced, kFields)));
   const int64_t calls_ago = num_calls_ - announced;
-  if (calls_ago > static_cast<int64_t>(step_.size())) {
-    throw StateError(
-        text("rank ", other.rank, " announced another call than rank ", rank_, " was in, ", calls_ago, " calls ago"));
+  const StatementId then = statement_ago(calls_ago);
+  if (then == kNone) {
+    throw StateError(text("call: got ", fields_of(other.text)[0].value, " on rank ", other.rank,
+                          ", expected the call that rank ", number_, " made ", calls_ago, " calls ago"));
   }
-  const Known& own = known_[static_cast<size_t>(step_[step_.size() - static_cast<size_t>(calls_ago)])];
+  const Known& own = known_[static_cast<size_t>(then)];
   if (own.fields != other.text) throw_mismatch(own.fields, other.rank, other.text);
   const std::string by_rows = key(announced, kGradients);
   if (store_->check({by_rows})) {
@@ -214,7 +236,7 @@ void Agreement::check_announcements() {
     throw_mismatch(with_gradients(own.fields, own.gradients), gradients.rank,
                    with_gradients(other.text, gradients.text));
   }
-  throw StateError(text("rank ", other.rank, " announced a call that rank ", rank_, " took as in the step before"));
+  throw StateError(text("rank ", other.rank, " announced a call that rank ", number_, " took as in the step before"));
 }
 
 }  // namespace knapformer

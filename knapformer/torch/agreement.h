@@ -11,6 +11,7 @@
 // waited for a moment.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -21,10 +22,16 @@
 #include <unordered_map>
 #include <vector>
 
-#include "knapformer/torch/error_board.h"
+#include "knapformer/torch/lookout.h"
 #include "knapformer/torch/statement.h"
 
 namespace knapformer {
+
+/// A rank of a group whose ranks have consecutive numbers in a larger one.
+struct RankOf {
+  int32_t rank = 0, num_ranks = 1;
+  int32_t first_number = 0;
+};
 
 /// For one group of one balancer. Throws, and leaves it to the caller to post that on the board. Thread-safe, though
 /// calls of a group must have one order anyway.
@@ -32,8 +39,15 @@ class Agreement {
  public:
   /// store: of all ranks of the group, for this agreement alone. timeout: how long to wait for other ranks'
   /// announcements.
-  Agreement(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks, std::chrono::milliseconds timeout,
-            std::shared_ptr<ErrorBoard> board);
+  Agreement(c10::intrusive_ptr<c10d::Store> store, RankOf rank, std::chrono::milliseconds timeout,
+            std::shared_ptr<Lookout> lookout);
+
+  int32_t rank() const { return rank_.rank; }
+  int32_t num_ranks() const { return rank_.num_ranks; }
+  /// Of a rank of the group, in messages and on the error board.
+  int32_t number_of(int32_t rank) const { return rank_.first_number + rank; }
+  /// Calls that this rank has come to, with the one that it is agreeing on.
+  int64_t num_come_to() const { return num_come_to_; }
 
   /// Agrees on the call that comes next, and on to the one after it. Throws ArgumentError on every rank where ranks
   /// differ. Collective where something is new; all ranks come to the same calls in the same order.
@@ -58,6 +72,7 @@ class Agreement {
   };
 
   StatementId foreseen() const;
+  StatementId statement_ago(int64_t calls_ago) const;
   StatementId resolve(const Statement& statement);
   StatementId announce(const Statement& statement);
   StatementId intern(std::string fields, std::string gradients);
@@ -67,9 +82,10 @@ class Agreement {
   std::string key(int64_t call, std::string_view name) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
-  int32_t rank_ = 0, num_ranks_ = 1;
+  RankOf rank_;
+  int32_t number_ = 0;  // of this rank
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<ErrorBoard> board_;
+  std::shared_ptr<Lookout> lookout_;
 
   std::mutex mutex_;
   std::vector<Known> known_;
@@ -80,7 +96,8 @@ class Agreement {
   StatementId last_ = kNone;
   std::optional<StatementId> resolved_;  // of the call that comes next, by foresee
   int64_t num_calls_ = 0;
-  int64_t last_announced_ = -1;  // the last call that this rank announced
+  std::atomic<int64_t> num_come_to_ = 0;  // num_calls_, or one more
+  int64_t last_announced_ = -1;           // the last call that this rank announced
 };
 
 }  // namespace knapformer

@@ -25,7 +25,8 @@ std::vector<at::Tensor> as_views(at::TensorList tensors) {
 void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
                 int64_t min_dims) {
   if (!tensor.defined()) throw_argument(argument, "no tensor", "a tensor");
-  if (tensor.layout() != at::kStrided || tensor.is_quantized()) {
+  if (tensor.is_quantized()) throw_argument(argument, "a quantized tensor", "one that is not");
+  if (tensor.layout() != at::kStrided) {
     throw_argument(argument, text("a tensor of layout ", tensor.layout()), "a dense tensor");
   }
   if (tensor.dim() < min_dims) {
@@ -42,10 +43,32 @@ void check_device(const at::Tensor& tensor, std::string_view argument, const at:
     throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
 }
 
+/// Of the tensor whose device the call's tables go to.
+void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
+  if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
+}
+
 /// Keys of this library in a group's store.
 constexpr const char* kStorePrefix = "knapformer/";
 /// Of what ranks say to each other. Ranks of different versions do not work together.
 constexpr int32_t kProtocolVersion = 1;
+
+/// What one balancer's ranks share in the group's store.
+struct SharedStore {
+  std::string prefix;
+  std::shared_ptr<ErrorBoard> board;
+};
+
+SharedStore join_store(c10d::ProcessGroup& group) {
+  const c10::intrusive_ptr<c10d::Store> store = group.getStore();
+  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
+  // A number of this balancer that its ranks share: each counts those that it made on this group, and making one is
+  // collective.
+  const int32_t rank = group.getRank();
+  const std::string prefix = text(kStorePrefix, "number ", store->add(text(kStorePrefix, rank), 1));
+  return {.prefix = prefix,
+          .board = std::make_shared<ErrorBoard>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank)};
+}
 
 /// The same on all ranks where the group has a name, as groups made by torch.distributed have.
 std::string channel_name(const c10d::ProcessGroup& group) {
@@ -113,16 +136,10 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     return;
   }
   rank_ = Rank(group->getRank());
-  const c10::intrusive_ptr<c10d::Store> store = group->getStore();
-  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
-  // A number of this balancer that its ranks share: each counts those that it made on this group, and making one is
-  // collective.
-  const int64_t number = store->add(text(kStorePrefix, rank_.value), 1);
-  const std::string prefix = text(kStorePrefix, "number ", number);
-  const auto board = std::make_shared<ErrorBoard>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank_.value);
+  const auto [prefix, board] = join_store(*group);
   lookout_ = std::make_shared<Lookout>(board);
   all_ = Channel::make(channel_name(*group), group, prefix + "/all", lookout_);
-  board->guard([&] {
+  lookout_->board()->guard([&, &prefix = prefix] {
     parse(group->getSize());
     Statement statement("SequenceBalancer");
     statement.add("version", std::to_string(kProtocolVersion));
@@ -133,6 +150,14 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
     all_->agreement().agree(Statement("SequenceBalancer, with the groups of all bags"));
   });
+}
+
+void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
+  if (!group || group->getSize() == 1) return;
+  try {
+    join_store(*group).board->post(error);
+  } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
+  }
 }
 
 SequenceBalancer::~SequenceBalancer() = default;
@@ -162,7 +187,7 @@ std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return Channel::make(channel_name(*bag_group), bag_group, store_prefix, lookout_);
+  return Channel::make(channel_name(*bag_group), bag_group, store_prefix, lookout_, bag.first_rank.value);
 }
 
 void SequenceBalancer::report(const std::exception& error) noexcept {
@@ -205,6 +230,7 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
   return collective([&]() -> Routed {
     Step& s = step();
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
+    check_has_memory(x, "x");
     for (size_t i = 0; i < features.size(); ++i) {
       const std::string name = element("features", i);
       check_rows(features[i], name, s.route.tokens.send.num_rows, kOwnToken, 1);
@@ -244,6 +270,7 @@ SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) 
   return collective([&]() -> Returned {
     Step& s = step();
     check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
+    check_has_memory(x, "x");
     if (is_identity(s.route.tokens)) return {.seq_lens = s.seq_lens, .x = as_view(x)};
     const std::vector<TableTensors>& tables = tables_on(x.device());
     return {.seq_lens = s.seq_lens,
@@ -257,6 +284,7 @@ void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Ten
   check_rows(q, "q", num_rows, kChunkToken, 2);
   check_rows(k, "k", num_rows, kChunkToken, 2);
   check_rows(v, "v", num_rows, kChunkToken, 2);
+  check_has_memory(q, "q");
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
@@ -333,6 +361,7 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     const AttentionLevel& level = s.attention.levels[0];
     const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
     check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
+    check_has_memory(o, "o");
     const int64_t num_heads = num_query_heads_of(level, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));

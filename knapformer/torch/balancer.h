@@ -71,6 +71,8 @@ class SequenceBalancer {
   /// all ranks where they differ.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                    const MakeBagGroup& make_bag_group);
+  /// In place of making one over `group` (or null): tells the ranks that make theirs why this rank can not.
+  static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   ~SequenceBalancer();
   SequenceBalancer(const SequenceBalancer&) = delete;
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;

@@ -164,6 +164,11 @@ const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     begin_step("finish_planning");
     const auto begin = Clock::now();
+    if (lookout_) {
+      Wait wait(*lookout_, "finish_planning");
+      while (ahead.planned_.wait_for(wait.patience()) != std::future_status::ready) wait.look();
+      wait.end();
+    }
     PlanningAhead::Planned planned = ahead.planned_.get();
     waited_for_planning_s_ += seconds_since(begin);
     if (!planned.step) {  // on all ranks alike

@@ -23,9 +23,6 @@ Registry& registry() {
   return *instance;
 }
 
-/// How long a rank waits before it looks what keeps the others; then twice as long each time, up to a second.
-constexpr std::chrono::milliseconds kFirstLook{200}, kLastLook{1000};
-
 /// Counts its own life as waiting.
 class WaitClock {
  public:
@@ -45,13 +42,6 @@ class WaitClock {
 
 }  // namespace
 
-void Lookout::look() const {
-  board_->check();
-  for (const std::weak_ptr<Agreement>& agreement : agreements_) {
-    if (const std::shared_ptr<Agreement> alive = agreement.lock()) alive->check_announcements();
-  }
-}
-
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(group.getDeviceTypes().at(0).type())->getBackendOptions()->timeout;
@@ -61,21 +51,23 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 }
 
 Channel::Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
-                 std::shared_ptr<Lookout> lookout)
+                 std::shared_ptr<Lookout> lookout, int32_t first_rank)
     : name_(std::move(name)), group_(std::move(group)), lookout_(std::move(lookout)) {
-  agreement_ =
-      std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>(store_prefix, group_->getStore()),
-                                  group_->getRank(), group_->getSize(), timeout_of(*group_), lookout_->board());
+  agreement_ = std::make_shared<Agreement>(
+      c10::make_intrusive<c10d::PrefixStore>(store_prefix, group_->getStore()),
+      RankOf{.rank = group_->getRank(), .num_ranks = group_->getSize(), .first_number = first_rank},
+      timeout_of(*group_), lookout_);
   lookout_->watch(agreement_);
 }
 
 std::shared_ptr<Channel> Channel::make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
-                                       std::shared_ptr<Lookout> lookout) {
+                                       std::shared_ptr<Lookout> lookout, int32_t first_rank) {
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
   std::string unique(name);
   for (int32_t i = 1; r.channels.contains(unique); ++i) unique = text(name, "#", i);
-  const std::shared_ptr<Channel> channel(new Channel(unique, std::move(group), store_prefix, std::move(lookout)));
+  const std::shared_ptr<Channel> channel(
+      new Channel(unique, std::move(group), store_prefix, std::move(lookout), first_rank));
   r.channels.emplace(unique, channel);
   return channel;
 }
@@ -105,29 +97,32 @@ at::Device Channel::control_device() const {
 void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,
                    const std::stop_token& stop) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
-  const WaitClock clock(counters_, /*counts=*/!stop.stop_possible());  // a thread that can be stopped is nobody's wait
-  std::chrono::milliseconds patience = kFirstLook;
+  const bool in_background = stop.stop_possible();  // nobody's wait
+  const WaitClock clock(counters_, /*counts=*/!in_background);
+  Wait wait(*lookout_, label);
   const auto look = [&] {
     if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
-    lookout_->look();
-    patience = std::min(patience * 2, kLastLook);
+    in_background ? wait.look_aside() : wait.look();
   };
   const auto fail = [&](const std::exception& error) {
     lookout_->look();  // a rank that raised and left is the better reason
-    throw StateError(text(label, ": the collective failed on rank ", rank(), ": ", error.what()));
+    const std::string absent = wait.absent(*agreement_);
+    throw StateError(text(label, ": the collective failed on rank ", agreement_->number_of(rank()), ": ", error.what(),
+                          absent.empty() ? "" : "; not in this call: ", absent));
   };
   if (!device.is_cpu()) {
     // A host wait of an accelerator's work can not be cut short on every backend: ask instead.
     using Clock = std::chrono::steady_clock;
-    Clock::time_point next_look = Clock::now() + patience;
+    Clock::time_point next_look = Clock::now() + wait.patience();
     while (on_host && !work.isCompleted()) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
       if (Clock::now() < next_look) continue;
       look();
-      next_look = Clock::now() + patience;
+      next_look = Clock::now() + wait.patience();
     }
     try {
       work.wait();
+      wait.end();
     } catch (const std::exception& error) {
       fail(error);
     }
@@ -136,14 +131,15 @@ void Channel::wait(c10d::Work& work, at::Device device, std::string_view label, 
   for (;;) {
     const auto begin = std::chrono::steady_clock::now();
     try {
-      work.wait(patience);  // on a timeout it throws, and the work goes on
+      work.wait(wait.patience());  // on a timeout it throws, and the work goes on
+      wait.end();
       return;
     } catch (const std::exception& error) {
       if (work.isCompleted()) {
         if (work.exception()) fail(error);
         continue;  // it became so just now: wait once more, for what wait does at its end
       }
-      if (std::chrono::steady_clock::now() - begin < patience / 2) fail(error);  // that was no timeout
+      if (std::chrono::steady_clock::now() - begin < wait.patience() / 2) fail(error);  // that was no timeout
     }
     look();
   }

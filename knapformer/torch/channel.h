@@ -6,28 +6,12 @@
 #include <memory>
 #include <stop_token>
 #include <string>
-#include <vector>
 
 #include "knapformer/torch/agreement.h"
 #include "knapformer/torch/collectives.h"
-#include "knapformer/torch/error_board.h"
+#include "knapformer/torch/lookout.h"
 
 namespace knapformer {
-
-/// What a rank that waits looks at: an error of another rank, or an announcement that it missed. One a balancer.
-class Lookout {
- public:
-  explicit Lookout(std::shared_ptr<ErrorBoard> board) : board_(std::move(board)) {}
-
-  void watch(std::weak_ptr<Agreement> agreement) { agreements_.push_back(std::move(agreement)); }
-  /// Throws what it sees.
-  void look() const;
-  const std::shared_ptr<ErrorBoard>& board() const { return board_; }
-
- private:
-  std::shared_ptr<ErrorBoard> board_;
-  std::vector<std::weak_ptr<Agreement>> agreements_;  // of all the balancer's channels
-};
 
 /// What a channel has moved and waited for, since it was made. Backward passes count from autograd's threads.
 struct ChannelCounters {
@@ -39,9 +23,10 @@ struct ChannelCounters {
 class Channel {
  public:
   /// Known to the op by a name that no other channel of this process has; `name` is the beginning of it.
-  /// `store_prefix`: of keys that no other channel on this group uses, the same on all ranks. Thread-safe.
+  /// `store_prefix`: of keys that no other channel on this group uses, the same on all ranks. first_rank: the number of
+  /// the group's first rank, for messages; the others follow it. Thread-safe.
   static std::shared_ptr<Channel> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
-                                       std::shared_ptr<Lookout> lookout);
+                                       std::shared_ptr<Lookout> lookout, int32_t first_rank = 0);
   /// Throws StateError where there is none of that name (any more).
   static std::shared_ptr<Channel> find(std::string_view name);
 
@@ -66,7 +51,8 @@ class Channel {
             const std::stop_token& stop = {});
 
  private:
-  Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Lookout> lookout);
+  Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix, std::shared_ptr<Lookout> lookout,
+          int32_t first_rank);
 
   std::string name_;
   ProcessGroupPtr group_;

@@ -7,6 +7,7 @@ namespace {
 
 constexpr const char* kErrorKey = "error";
 constexpr const char* kReasonKey = "reason/";  // and the rank
+constexpr const char* kPlaceKey = "place/";    // and the rank
 constexpr char kArgument = 'A', kState = 'S';
 
 }  // namespace
@@ -42,6 +43,16 @@ void ErrorBoard::leave_reason(const std::string& reason) {
 }
 
 std::string ErrorBoard::reason_of(int32_t rank) { return store_->get_to_str(text(kReasonKey, rank)); }
+
+void ErrorBoard::leave_place(const std::string& place) {
+  if (store_) store_->set(text(kPlaceKey, rank_), place);
+}
+
+std::optional<std::string> ErrorBoard::place_of(int32_t rank) {
+  const std::string key = text(kPlaceKey, rank);
+  if (!store_ || !store_->check({key})) return std::nullopt;
+  return store_->get_to_str(key);
+}
 
 void ErrorBoard::check_usable() {
   const std::lock_guard lock(mutex_);

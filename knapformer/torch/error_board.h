@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -27,6 +28,9 @@ class ErrorBoard {
   void leave_reason(const std::string& reason);
   /// What `rank` left.
   std::string reason_of(int32_t rank);
+  /// Leaves where this rank waits (lookout.h), and reads where another said that it does, if it ever did.
+  void leave_place(const std::string& place);
+  std::optional<std::string> place_of(int32_t rank);
   /// Throws StateError where an error was posted or found by this rank before. Does not ask the store.
   void check_usable();
 

@@ -87,7 +87,7 @@ Statement make_statement(const ExchangeArguments& arguments, at::IntArrayRef dif
   const size_t open = label.find('('), close = label.rfind(')');
   const bool named = open != std::string_view::npos && close != std::string_view::npos;
   std::string_view names = named ? label.substr(open + 1, close - open - 1) : std::string_view();
-  Statement statement(std::string(label.substr(0, open)).append(named ? label.substr(close + 1) : ""));
+  Statement statement(call_name(label));
   const HeadCounts& heads = arguments.heads;
   if (heads.num_heads > 0) {
     statement.add("heads",

@@ -6,6 +6,13 @@
 
 namespace knapformer {
 
+/// "route(x,ids)" -> "route", "route(x) backward" -> "route backward".
+inline std::string call_name(std::string_view label) {
+  const size_t open = label.find('('), close = label.rfind(')');
+  if (open == std::string_view::npos || close == std::string_view::npos) return std::string(label);
+  return std::string(label.substr(0, open)).append(label.substr(close + 1));
+}
+
 /// What a rank is about to do: lines "name\tvalue\n" that all ranks must share. First the call, then "heads" where
 /// there are, then one line a tensor.
 class Statement {

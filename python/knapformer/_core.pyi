@@ -1,7 +1,7 @@
 """The planner: what is decided. Needs no torch."""
 
 from collections.abc import Sequence
-from typing import SupportsFloat
+from typing import SupportsFloat, SupportsIndex
 
 class ArgumentError(ValueError):
     """An argument is wrong: the message names it, what came and what was expected."""
@@ -12,9 +12,11 @@ class StateError(RuntimeError):
 class WorkloadModel:
     """FLOPs of one transformer block: 24 l d^2 + gamma * mask_factor * 4 l^2 d."""
 
-    gamma: float
-    mask_factor: float
     def __init__(self, gamma: float = 1.0, mask_factor: float = 1.0) -> None: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def mask_factor(self) -> float: ...
     def work(self, seq_len: int, d_model: int) -> float: ...
 
 class WorkloadFit:
@@ -140,17 +142,17 @@ class Plan:
     def from_json(json: str) -> Plan: ...
 
 def plan(
-    seq_lens_per_rank: Sequence[Sequence[int]],
+    seq_lens_per_rank: Sequence[Sequence[SupportsIndex]],
     topology: str,
-    d_model: int,
+    d_model: SupportsIndex,
     gamma: SupportsFloat = 1.0,
     solver: str = "balanced",
     mask_factor: float = 1.0,
     effort: int | str = "default",
     masks: str | Sequence[Sequence[str]] = "full",
     max_tokens_per_rank: int = 0,
-    rank_speed: Sequence[float] = ...,
-    cluster: ClusterModel = ...,
+    rank_speed: Sequence[SupportsFloat] = (),
+    cluster: ClusterModel | None = None,
     num_heads: int = 0,
 ) -> Plan: ...
 
@@ -171,14 +173,14 @@ class TopologyOption:
     def reason(self) -> str: ...
 
 def rank_topologies(
-    batches: Sequence[Sequence[Sequence[int]]],
-    d_model: int,
+    batches: Sequence[Sequence[Sequence[SupportsIndex]]],
+    d_model: SupportsIndex,
     gamma: SupportsFloat = 1.0,
     num_heads: int = 0,
     mask: str = "full",
     max_tokens_per_rank: int = 0,
-    rank_speed: Sequence[float] = ...,
-    cluster: ClusterModel = ...,
+    rank_speed: Sequence[SupportsFloat] = (),
+    cluster: ClusterModel | None = None,
 ) -> list[TopologyOption]: ...
 def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> list[tuple[int, int]]: ...
 

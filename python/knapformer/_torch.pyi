@@ -1,7 +1,7 @@
 """Stubs of the C++ module: what moves tensors. Docstrings are in the module; `knapformer.balancer` is its face."""
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import SupportsFloat, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ class SequenceBalancer:
         self,
         topology: str,
         *,
-        gamma: float,
+        gamma: SupportsFloat,
         mask_factor: float,
         solver: str,
         effort: int | str,
         mask: str,
-        cluster: ClusterModel,
+        cluster: ClusterModel | None,
         rank_speed: Sequence[float],
         max_tokens_per_rank: int,
         engine: str | None,
@@ -33,12 +33,12 @@ class SequenceBalancer:
         make_bag_group: Callable[[list[int]], ProcessGroup],
     ) -> None: ...
     def plan_routing(
-        self, seq_lens: Sequence[int] | Tensor, d_model: int, masks: Sequence[str] | None = None
+        self, seq_lens: Sequence[SupportsIndex] | Tensor, d_model: SupportsIndex, masks: Sequence[str] | None = None
     ) -> Plan: ...
     def start_planning(
         self,
-        seq_lens: Sequence[int] | Tensor,
-        d_model: int,
+        seq_lens: Sequence[SupportsIndex] | Tensor,
+        d_model: SupportsIndex,
         *,
         ended: bool = False,
         failure: str | None = None,

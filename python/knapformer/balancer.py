@@ -69,13 +69,13 @@ class SequenceBalancer(_torch.SequenceBalancer):
             group = dist.group.WORLD
         super().__init__(
             topology,
-            gamma=float(gamma),
+            gamma=gamma,
             mask_factor=mask_factor,
             solver=solver,
             effort=effort,
             mask=mask,
-            cluster=cluster or ClusterModel(),
-            rank_speed=list(rank_speed),
+            cluster=cluster,
+            rank_speed=rank_speed,
             max_tokens_per_rank=max_tokens_per_rank,
             engine=engine,
             group=group,

@@ -102,6 +102,58 @@ def test_errors_name_the_argument(argument, change):
     assert isinstance(error.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("argument", "change", "got"),
+    [
+        ("seq_lens_per_rank", {"seq_lens_per_rank": 5}, "5"),
+        ("seq_lens_per_rank", {"seq_lens_per_rank": "ab"}, "'ab'"),
+        ("seq_lens_per_rank[1]", {"seq_lens_per_rank": [[5], 7]}, "7"),
+        ("seq_lens_per_rank[0][1]", {"seq_lens_per_rank": [[5, 2.5], [7]]}, "2.5"),
+        ("seq_lens_per_rank[0][0]", {"seq_lens_per_rank": [[True], [1]]}, "True"),
+        ("seq_lens_per_rank[1][0]", {"seq_lens_per_rank": [[5], [2**63]]}, str(2**63)),
+        ("topology", {"topology": None}, "None"),
+        ("topology", {"topology": "g2\0n1"}, r"'g2\x00n1'"),
+        ("d_model", {"d_model": True}, "True"),
+        ("d_model", {"d_model": 2**70}, str(2**70)),
+        ("d_model", {"d_model": 64.0}, "64.0"),
+        ("gamma", {"gamma": "x"}, "'x'"),
+        ("gamma", {"gamma": "0.5"}, "'0.5'"),
+        ("mask_factor", {"mask_factor": None}, "None"),
+        ("solver", {"solver": None}, "None"),
+        ("effort", {"effort": 1.5}, "1.5"),
+        ("effort", {"effort": 2**63}, str(2**63)),
+        ("masks", {"masks": 3}, "3"),
+        ("masks[0]", {"masks": ["full", "full"]}, "'full'"),
+        ("masks[1][0]", {"masks": [["full"], [None]]}, "None"),
+        ("max_tokens_per_rank", {"max_tokens_per_rank": 9.5}, "9.5"),
+        ("rank_speed", {"rank_speed": 1.0}, "1.0"),
+        ("rank_speed[1]", {"rank_speed": [1.0, "fast"]}, "'fast'"),
+        ("cluster", {"cluster": "fast"}, "'fast'"),
+        ("num_heads", {"num_heads": 2**40}, str(2**40)),
+        ("num_heads", {"num_heads": [8] * 100}, "an object of type list"),
+    ],
+)
+def test_wrong_types_are_errors_of_one_line_that_name_the_argument(argument, change, got):
+    arguments = {"seq_lens_per_rank": [[5], [7]], "topology": "g2n1", "d_model": 64} | change
+    with pytest.raises(kf.ArgumentError) as error:
+        kf.plan(**arguments)
+    message = str(error.value)
+    assert message.startswith(f"{argument}: got {got}, expected ") and "\n" not in message, message
+
+
+def test_numbers_may_be_of_any_kind():
+    numpy = pytest.importorskip("numpy")
+    plan = kf.plan([[300, 100], [200]], "g2n1", 64, gamma=0.5)
+    assert plan == kf.plan([numpy.array([300, 100]), (200,)], "g2n1", numpy.int32(64), numpy.float32(0.5), cluster=None)
+
+
+@pytest.mark.parametrize("kind", [kf.Plan, kf.Topology, kf.WorkloadFit])
+def test_every_property_says_what_it_is(kind):
+    properties = {name: value for name, value in vars(kind).items() if isinstance(value, property)}
+    assert len(properties) >= 4
+    assert not [name for name, value in properties.items() if not value.__doc__]
+
+
 def test_options_reach_the_plan():
     lengths = [[4000, 100, 100], [300], [], [50, 60]]
     plan = kf.plan(lengths, "g4/2/1n1", 64)

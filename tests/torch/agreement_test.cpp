@@ -53,8 +53,12 @@ struct World {
   }
 
   std::shared_ptr<Agreement> join(int32_t rank, std::chrono::milliseconds timeout = 10s) {
-    return std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>("agreement", store), rank,
-                                       ranks.num_ranks(), timeout, board(rank));
+    const auto lookout = std::make_shared<Lookout>(board(rank));
+    auto agreement =
+        std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>("agreement", store),
+                                    RankOf{.rank = rank, .num_ranks = ranks.num_ranks()}, timeout, lookout);
+    lookout->watch(agreement);
+    return agreement;
   }
 };
 
@@ -154,6 +158,51 @@ TEST(Agreement, FindsARankThatWentAheadAsForeseen) {
             std::string::npos);
 }
 
+TEST(Agreement, NamesACallOfTheStepBefore) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto agreement = world.join(rank);
+    for (int32_t step = 0; step < 3; ++step) {
+      agreement->agree(statement("route", rank == 0 && step == 2 ? "half" : "float"));
+      agreement->agree(statement("plan_routing"));
+      agreement->begin_step();
+    }
+    for (;;) {  // rank 1 alone comes to here
+      std::this_thread::sleep_for(1ms);
+      world.board(rank)->guard([&] { agreement->check_announcements(); });
+    }
+  });
+  EXPECT_NE(testing::describe(errors[1]).find("route: x: got float on rank 1, expected half, as on rank 0"),
+            std::string::npos)
+      << testing::describe(errors[1]);
+}
+
+TEST(Agreement, FindsRanksThatWaitForEachOtherInTwoGroups) {
+  World world(4);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto lookout = std::make_shared<Lookout>(world.board(rank));
+    const auto join = [&](const std::string& name, RankOf place) {
+      auto agreement =
+          std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>(name, world.store), place, 30s, lookout);
+      lookout->watch(agreement);
+      return agreement;
+    };
+    const auto all = join("all", {.rank = rank, .num_ranks = 4});
+    const auto bag = join(text("bag", rank / 2), {.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2});
+    lookout->board()->guard([&] {
+      if (rank != 3) bag->agree(statement("pre_attn"));
+      all->agree(statement("reverse_route"));
+    });
+  });
+  for (const auto& error : errors) {
+    const std::string message = testing::describe(error);
+    EXPECT_TRUE(message.starts_with("StateError: ")) << message;
+    for (const char* words : {"rank 3", "rank 2", "pre_attn", "reverse_route"}) {
+      EXPECT_NE(message.find(words), std::string::npos) << message;
+    }
+  }
+}
+
 TEST(Agreement, RanksWithoutRowsFollow) {
   World world(3);
   world.ranks.run_all([&](int32_t rank) {
@@ -191,6 +240,8 @@ TEST(Agreement, GivesUpAfterTheGroupsTimeout) {
     if (rank == 0) agreement->agree(statement("route"));
   });
   EXPECT_NE(testing::describe(errors[0]).find("StateError: route: rank 0 waited"), std::string::npos)
+      << testing::describe(errors[0]);
+  EXPECT_NE(testing::describe(errors[0]).find("rank 1 (in no call)"), std::string::npos)
       << testing::describe(errors[0]);
 }
 

@@ -9,7 +9,7 @@ Every case has groups of its own, since a rank may be left waiting in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +58,11 @@ def _with_ids(call: Callable[[SequenceBalancer, int, list[Tensor]], Any]) -> Cal
     return run
 
 
+def _raises() -> Iterator[int]:
+    yield 5
+    raise OSError("no such file")
+
+
 def _failing_attention(balancer: SequenceBalancer, rank: int) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
         raise MemoryError("attention ran out of memory")
@@ -72,7 +77,37 @@ def _failing_attention(balancer: SequenceBalancer, rank: int) -> None:
 # What rank 1 does instead of a step -> the words that every rank must raise.
 MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exception]]] = {
     "lengths_negative": (lambda b, r: b.plan_routing([3, -1], 8), "seq_lens: got -1 for sequence 1", ArgumentError),
-    "lengths_float": (lambda b, r: b.plan_routing([3.5], 8), r"seq_lens: got [3.5], expected a list or", ArgumentError),
+    "lengths_float": (
+        lambda b, r: b.plan_routing([3.5], 8),
+        "seq_lens[0]: got 3.5, expected an integer",
+        ArgumentError,
+    ),
+    "lengths_bool": (
+        lambda b, r: b.plan_routing([3, True], 8),
+        "seq_lens[1]: got True, expected an integer",
+        ArgumentError,
+    ),
+    "lengths_large": (lambda b, r: b.plan_routing([2**63], 8), f"seq_lens[0]: got {2**63}, expected", ArgumentError),
+    "lengths_iterator": (
+        lambda b, r: b.plan_routing(_raises(), 8),
+        "seq_lens: got what raises OSError: no such file",
+        ArgumentError,
+    ),
+    "lengths_meta": (
+        lambda b, r: b.plan_routing(torch.ones(1, dtype=torch.int64, device="meta"), 8),
+        "seq_lens: got a tensor on meta",
+        ArgumentError,
+    ),
+    "lengths_sparse": (
+        lambda b, r: b.plan_routing(torch.ones(1, dtype=torch.int64).to_sparse(), 8),
+        "seq_lens: got a tensor of layout Sparse",
+        ArgumentError,
+    ),
+    "lengths_unsigned": (
+        lambda b, r: b.plan_routing(torch.tensor([2**63 + 1], dtype=torch.uint64), 8),
+        f"seq_lens[0]: got {2**63 + 1}, expected",
+        ArgumentError,
+    ),
     "lengths_float_tensor": (
         lambda b, r: b.plan_routing(torch.ones(2), 8),
         "seq_lens: got a tensor of shape [2]",
@@ -89,7 +124,9 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "d_model: got 16 on rank 1, expected 8, as on rank 0",
         ArgumentError,
     ),
-    "width_no_integer": (lambda b, r: b.plan_routing([3], "wide"), "d_model: got str", ArgumentError),
+    "width_no_integer": (lambda b, r: b.plan_routing([3], "wide"), "d_model: got 'wide', expected", ArgumentError),
+    "width_bool": (lambda b, r: b.plan_routing([5], True), "d_model: got True, expected", ArgumentError),
+    "width_large": (lambda b, r: b.plan_routing([5], 2**70), f"d_model: got {2**70}, expected", ArgumentError),
     "rows": (
         _with_ids(lambda b, r, ids: b.route(_x(r, rows=3), ids)),
         "x: got 3 rows (shape [3, 4]), expected 5 rows",
@@ -100,7 +137,12 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
     "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on cpu", ArgumentError),
     "device": (
         _with_ids(lambda b, r, ids: b.route(_x(r).to("meta"), ids)),
-        "features[0]: got cpu, expected meta",
+        "x: got a tensor on meta",
+        ArgumentError,
+    ),
+    "quantized": (
+        _with_ids(lambda b, r, ids: b.route(torch.quantize_per_tensor(_x(r), 1.0, 0, torch.qint8), ids)),
+        "x: got a quantized tensor",
         ArgumentError,
     ),
     "requires_grad": (
@@ -136,6 +178,9 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "masks: got 2 masks, expected one",
         ArgumentError,
     ),
+    "masks_number": (lambda b, r: b.plan_routing([5], 8, 5), "masks: got 5, expected a list", ArgumentError),
+    "masks_text": (lambda b, r: b.plan_routing([5], 8, "full"), "masks: got 'full', expected a list", ArgumentError),
+    "masks_none": (lambda b, r: b.plan_routing([5], 8, [None]), "masks[0]: got None, expected", ArgumentError),
     "mask_name": (lambda b, r: b.plan_routing([5], 8, ["diagonal"]), "mask: got 'diagonal'", ArgumentError),
     "attended_shape": (
         lambda b, r: b.attention(*(_attend_in_halves(b, _routed(b, r)),) * 3, lambda q, k, v, seq_lens: q[:, :1]),
@@ -211,6 +256,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "bad_topology": ({"topology": "g2x"}, "topology: got "),
     "bad_gamma": ({"gamma": float("nan")}, "gamma: got nan"),
     "ranks_do_not_divide": ({"topology": "g3n1"}, "topology: got "),
+    "topology_none": ({"topology": None}, "topology: got None"),
+    "topology_zero_byte": ({"topology": "g2\0n1"}, "topology: got 'g2\\x00n1', expected text"),
+    "gamma_text": ({"gamma": "x"}, "gamma: got 'x', expected a number"),
+    "solver_none": ({"solver": None}, "solver: got None, expected text"),
+    "effort_fraction": ({"effort": 2.5}, "effort: got 2.5, expected 'low'"),
+    "engine": ({"engine": "zip"}, "engine: got 'zip', expected 'runs'"),
+    "mask_name": ({"mask": "zip"}, "mask: got 'zip'"),
+    "cluster_text": ({"cluster": "fast"}, "cluster: got 'fast', expected a ClusterModel"),
+    "rank_speed_number": ({"rank_speed": 3}, "rank_speed: got 3, expected a list"),
+    "limit_fraction": ({"max_tokens_per_rank": 9.5}, "max_tokens_per_rank: got 9.5, expected"),
 }
 
 

@@ -1,0 +1,121 @@
+#include "knapformer/bindings/arguments.h"
+
+namespace py = pybind11;
+
+namespace knapformer {
+namespace {
+
+constexpr size_t kMostShown = 60;
+
+py::object steal(PyObject* object) {
+  if (object == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+}  // namespace
+
+std::string type_of(py::handle object) { return py::str(py::type::handle_of(object).attr("__name__")); }
+
+std::string shown(py::handle object) {
+  const py::object repr = steal(PyObject_Repr(object.ptr()));
+  Py_ssize_t size = 0;
+  const char* utf8 = repr ? PyUnicode_AsUTF8AndSize(repr.ptr(), &size) : nullptr;
+  if (utf8 == nullptr) PyErr_Clear();
+  const std::string_view form(utf8 == nullptr ? "" : utf8, static_cast<size_t>(size));
+  if (form.empty() || form.size() > kMostShown || form.find('\n') != std::string_view::npos) {
+    return text("an object of type ", type_of(object));
+  }
+  return std::string(form);
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string message = error.what();
+  return message.substr(0, message.find('\n'));
+}
+
+std::optional<int64_t> as_integer(py::handle object) {
+  if (PyBool_Check(object.ptr()) || PyIndex_Check(object.ptr()) == 0) return std::nullopt;
+  const py::object index = steal(PyNumber_Index(object.ptr()));
+  if (!index) return std::nullopt;
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) return std::nullopt;
+  return value;
+}
+
+std::optional<double> as_number(py::handle object) {
+  if (PyBool_Check(object.ptr()) || PyUnicode_Check(object.ptr()) || PyBytes_Check(object.ptr())) return std::nullopt;
+  const py::object number = steal(PyNumber_Float(object.ptr()));
+  if (!number) return std::nullopt;
+  return PyFloat_AS_DOUBLE(number.ptr());
+}
+
+std::optional<std::string> as_text(py::handle object) {
+  if (!PyUnicode_Check(object.ptr())) return std::nullopt;
+  Py_ssize_t size = 0;
+  const char* utf8 = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (utf8 == nullptr) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  std::string value(utf8, static_cast<size_t>(size));
+  // It would end the message of an error that quotes it.
+  if (value.find('\0') != std::string::npos) return std::nullopt;
+  return value;
+}
+
+int64_t integer_from(py::handle object, std::string_view argument, int64_t most) {
+  const std::optional<int64_t> value = as_integer(object);
+  if (!value || *value > most) throw_argument(argument, shown(object), text("an integer of at most ", most));
+  return *value;
+}
+
+double number_from(py::handle object, std::string_view argument) {
+  const std::optional<double> value = as_number(object);
+  if (!value) throw_argument(argument, shown(object), "a number");
+  return *value;
+}
+
+std::string text_from(py::handle object, std::string_view argument) {
+  std::optional<std::string> value = as_text(object);
+  if (!value) throw_argument(argument, shown(object), "text");
+  return *std::move(value);
+}
+
+Effort effort_from(py::handle object) {
+  if (const std::optional<std::string> name = as_text(object)) return Effort::parse(*name);
+  const std::optional<int64_t> moves = as_integer(object);
+  if (!moves || *moves < 0) {
+    throw_argument("effort", shown(object), "'low', 'default', 'high' or a number of moves of at least 0");
+  }
+  return {.moves = *moves};
+}
+
+ClusterModel cluster_from(py::handle object) {
+  if (object.is_none()) return {};
+  if (!py::isinstance<ClusterModel>(object)) throw_argument("cluster", shown(object), "a ClusterModel, or None");
+  return object.cast<ClusterModel>();
+}
+
+void for_each_item(py::handle list, std::string_view argument, std::string_view expected,
+                   const std::function<void(py::handle)>& visit) {
+  const bool is_text = PyUnicode_Check(list.ptr()) || PyBytes_Check(list.ptr());
+  const py::object iterator = is_text ? py::object() : steal(PyObject_GetIter(list.ptr()));
+  if (!iterator) throw_argument(argument, shown(list), expected);
+  while (const auto item = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) visit(item);
+  if (PyErr_Occurred() == nullptr) return;
+  const py::error_already_set error;
+  if (!error.matches(PyExc_Exception)) throw error;  // the user's interrupt, say
+  throw_argument(argument, text("what raises ", first_line(error)), expected);
+}
+
+std::vector<std::vector<int64_t>> lengths_per_rank_from(py::handle lists, std::string_view argument) {
+  std::vector<std::vector<int64_t>> lens;
+  for_each_item(lists, argument, "for each rank a list of lengths", [&](py::handle list) {
+    lens.push_back(list_from<int64_t>(list, text(argument, "[", lens.size(), "]"), "a list of lengths, in tokens",
+                                      "a length, in tokens", as_integer));
+  });
+  return lens;
+}
+
+}  // namespace knapformer

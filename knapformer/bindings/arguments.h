@@ -1,0 +1,67 @@
+// Arguments as Python has them.
+//
+// They are converted here rather than by pybind11's casters, so that a wrong type is an error like any other: one line
+// that names the argument, what came and what was expected; and one that a balancer can tell to other ranks.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "knapformer/core/cluster.h"
+#include "knapformer/core/error.h"
+#include "knapformer/core/planner.h"
+
+namespace knapformer {
+
+/// What came, on one line: its repr, or its type where that is long.
+std::string shown(pybind11::handle object);
+std::string type_of(pybind11::handle object);
+/// The first line of an error's message: those of Python and of torch go on with where they come from.
+std::string first_line(const std::exception& error);
+
+// Nothing where the object is of another kind. A bool is no number here.
+std::optional<int64_t> as_integer(pybind11::handle object);   // anything with __index__
+std::optional<double> as_number(pybind11::handle object);     // anything with __float__ or __index__
+std::optional<std::string> as_text(pybind11::handle object);  // without zero bytes
+
+int64_t integer_from(pybind11::handle object, std::string_view argument,
+                     int64_t most = std::numeric_limits<int64_t>::max());
+double number_from(pybind11::handle object, std::string_view argument);
+std::string text_from(pybind11::handle object, std::string_view argument);
+/// A name, or a number of moves.
+Effort effort_from(pybind11::handle object);
+/// None stands for the default.
+ClusterModel cluster_from(pybind11::handle object);
+
+/// Visits what an iterable has; text is none here.
+void for_each_item(pybind11::handle list, std::string_view argument, std::string_view expected,
+                   const std::function<void(pybind11::handle)>& visit);
+
+/// `convert`: one of the as_... above.
+template <class T>
+std::vector<T> list_from(pybind11::handle list, std::string_view argument, std::string_view expected,
+                         std::string_view expected_item, std::optional<T> (*convert)(pybind11::handle)) {
+  std::vector<T> items;
+  for_each_item(list, argument, expected, [&](pybind11::handle item) {
+    std::optional<T> converted = convert(item);
+    if (!converted) throw_argument(text(argument, "[", items.size(), "]"), shown(item), expected_item);
+    items.push_back(*std::move(converted));
+  });
+  return items;
+}
+
+inline std::vector<double> numbers_from(pybind11::handle list, std::string_view argument) {
+  return list_from<double>(list, argument, "a list of numbers", "a number", as_number);
+}
+
+/// For each rank a list of lengths.
+std::vector<std::vector<int64_t>> lengths_per_rank_from(pybind11::handle lists, std::string_view argument);
+
+}  // namespace knapformer
