@@ -3,6 +3,7 @@
 // All its files include this one: what pybind11 converts must be the same in all of them.
 #pragma once
 
+#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

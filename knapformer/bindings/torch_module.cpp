@@ -25,6 +25,14 @@ ProcessGroupPtr group_from(const py::object& group) {
   }
 }
 
+/// The end of a group joins its threads, which need the GIL where a collective was launched under Python's thread-local
+/// state: in a backward pass, say.
+void drop_without_gil(ProcessGroupPtr group) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return;
+  const py::gil_scoped_release release;
+  group.reset();
+}
+
 BalancerClass bind_balancer(py::module_& m) {
   // Its end may be that of its groups, whose threads need the GIL to end.
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
@@ -85,4 +93,10 @@ PYBIND11_MODULE(_torch, m) {
   bind_planning(balancer);
   bind_exchanges(balancer);
   bind_feedback(balancer);
+  Channel::set_drop_group(drop_without_gil);
+  m.def("release_groups", &Channel::release_groups, py::call_guard<py::gil_scoped_release>(),
+        "Lets the groups of all balancers go, which can start no collective after it. For the end of the process.");
+  m.def(
+      "timeout_of", [](const ProcessGroupPtr& group) { return timeout_of(*group); }, py::arg("group"),
+      "How long collectives of this group may take: a timedelta.");
 }

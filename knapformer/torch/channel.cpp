@@ -16,6 +16,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<Channel>, std::less<>> channels;
+  std::atomic<void (*)(ProcessGroupPtr)> drop_group{[](ProcessGroupPtr) {}};
 };
 
 Registry& registry() {
@@ -52,11 +53,14 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 
 Channel::Channel(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
                  std::shared_ptr<Lookout> lookout, int32_t first_rank)
-    : name_(std::move(name)), group_(std::move(group)), lookout_(std::move(lookout)) {
-  agreement_ = std::make_shared<Agreement>(
-      c10::make_intrusive<c10d::PrefixStore>(store_prefix, group_->getStore()),
-      RankOf{.rank = group_->getRank(), .num_ranks = group_->getSize(), .first_number = first_rank},
-      timeout_of(*group_), lookout_);
+    : name_(std::move(name)),
+      group_(std::move(group)),
+      rank_(group_->getRank()),
+      num_ranks_(group_->getSize()),
+      lookout_(std::move(lookout)) {
+  agreement_ = std::make_shared<Agreement>(c10::make_intrusive<c10d::PrefixStore>(store_prefix, group_->getStore()),
+                                           RankOf{.rank = rank_, .num_ranks = num_ranks_, .first_number = first_rank},
+                                           timeout_of(*group_), lookout_);
   lookout_->watch(agreement_);
 }
 
@@ -81,14 +85,40 @@ std::shared_ptr<Channel> Channel::find(std::string_view name) {
   throw StateError(text("channel: got the name ", name, ", expected that of a balancer that still exists"));
 }
 
+void Channel::release_groups() {
+  Registry& r = registry();
+  std::vector<std::shared_ptr<Channel>> channels;  // dropped after the lock, which their end takes
+  {
+    const std::lock_guard lock(r.mutex);
+    for (const auto& [name, channel] : r.channels) channels.push_back(channel.lock());
+  }
+  for (const std::shared_ptr<Channel>& channel : channels) {
+    if (!channel) continue;
+    ProcessGroupPtr group;  // likewise: its threads may be what still uses the channel
+    const std::lock_guard lock(channel->group_mutex_);
+    group.swap(channel->group_);
+  }
+}
+
+void Channel::set_drop_group(void (*drop)(ProcessGroupPtr group)) { registry().drop_group = drop; }
+
 Channel::~Channel() {
   Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
-  r.channels.erase(name_);
+  {
+    const std::lock_guard lock(r.mutex);
+    r.channels.erase(name_);
+  }
+  r.drop_group.load()(std::move(group_));
+}
+
+ProcessGroupPtr Channel::group() const {
+  const std::lock_guard lock(group_mutex_);
+  if (!group_) throw StateError("group: let go as the process ends, expected no more collectives");
+  return group_;
 }
 
 at::Device Channel::control_device() const {
-  const std::vector<at::Device> devices = group_->getDeviceTypes();
+  const std::vector<at::Device> devices = group()->getDeviceTypes();
   if (devices.empty()) throw StateError("group: got one without a backend, expected a group that can communicate");
   const bool has_cpu = std::any_of(devices.begin(), devices.end(), [](const at::Device& d) { return d.is_cpu(); });
   return has_cpu ? at::Device(at::kCPU) : devices.front();

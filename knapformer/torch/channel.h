@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <stop_token>
 #include <string>
 
@@ -30,14 +31,22 @@ class Channel {
   /// Throws StateError where there is none of that name (any more).
   static std::shared_ptr<Channel> find(std::string_view name);
 
+  /// Lets the groups of all channels go, and waits for threads of those that nobody else holds: what the process does
+  /// before it ends. No channel can start a collective after it.
+  static void release_groups();
+  /// What a channel does with its group at its end, instead of just dropping it: the end of a group joins threads that
+  /// may need a lock which this thread holds.
+  static void set_drop_group(void (*drop)(ProcessGroupPtr group));
+
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
   const std::string& name() const { return name_; }
-  c10d::ProcessGroup& group() { return *group_; }
-  int32_t rank() const { return group_->getRank(); }
-  int32_t num_ranks() const { return group_->getSize(); }
+  /// Throws StateError after release_groups. Thread-safe.
+  ProcessGroupPtr group() const;
+  int32_t rank() const { return rank_; }
+  int32_t num_ranks() const { return num_ranks_; }
   Agreement& agreement() { return *agreement_; }
   ChannelCounters& counters() { return counters_; }
   const ChannelCounters& counters() const { return counters_; }
@@ -55,7 +64,9 @@ class Channel {
           int32_t first_rank);
 
   std::string name_;
+  mutable std::mutex group_mutex_;
   ProcessGroupPtr group_;
+  int32_t rank_, num_ranks_;
   std::shared_ptr<Lookout> lookout_;
   std::shared_ptr<Agreement> agreement_;
   ChannelCounters counters_;

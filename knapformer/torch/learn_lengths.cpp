@@ -53,7 +53,7 @@ void LengthGatherer::launch(Pending& pending) {
   pending.gathered_ = at::empty({size * channel_->num_ranks()}, options.device(device_));
   channel_->counters().bytes_sent += size * static_cast<int64_t>(sizeof(int64_t)) * (channel_->num_ranks() - 1);
   channel_->counters().num_collectives += 1;
-  pending.work_ = start_all_gather(channel_->group(), pending.gathered_, pending.own_);
+  pending.work_ = start_all_gather(*channel_->group(), pending.gathered_, pending.own_);
 }
 
 std::optional<Learned> LengthGatherer::wait(const Pending& pending, const std::stop_token& stop) const {

@@ -19,7 +19,7 @@ PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::I
     pending.engine_ = call.engine() == ExchangeEngine::kRuns ? make_run_engine(call) : make_index_engine(call);
     WireBuffers wire = pending.engine_->pack();
     const std::span<const int64_t> sent = call.sent_bytes(), received = call.received_bytes();
-    pending.work_ = start_all_to_all(pending.channel_->group(), wire.recv, wire.send,
+    pending.work_ = start_all_to_all(*pending.channel_->group(), wire.recv, wire.send,
                                      {received.begin(), received.end()}, {sent.begin(), sent.end()});
     ChannelCounters& counters = pending.channel_->counters();
     counters.bytes_sent += call.total_sent_bytes();

@@ -1,6 +1,7 @@
 """Stubs of the C++ module: what moves tensors. Docstrings are in the module; `knapformer.balancer` is its face."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import SupportsFloat, SupportsIndex, overload
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from knapformer._core import ClusterModel, Plan
+
+def release_groups() -> None: ...
+def timeout_of(group: ProcessGroup) -> timedelta: ...
 
 class PlanningAhead:
     @property

@@ -1,16 +1,19 @@
 """SequenceBalancer: plans a training step, and moves its tensors. Needs torch.
 
-The work is C++ (`knapformer._torch`). What is here is what has to be Python: the groups of bags, made by
-`torch.distributed.new_group`.
+The work is C++ (`knapformer._torch`). What is here is what has to be Python: the groups of bags, which are
+torch.distributed's.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
-from typing import SupportsFloat
+from typing import SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
 
 from knapformer import _torch
 from knapformer._core import ClusterModel
@@ -83,26 +86,49 @@ class SequenceBalancer(_torch.SequenceBalancer):
         )
 
 
-# (parent group, global ranks of a bag) -> the bag's group. A group costs connections and lives as long as the process:
-# all balancers on one parent share them.
-_bag_groups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
-
-
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of a bag's ranks, counted inside `parent`; the bag's ranks alone take part in making it."""
+    """The group of a bag's ranks, counted inside `parent`, in order; the bag's ranks alone take part in making it.
+
+    A group costs connections and lives as long as the default one: all balancers on one parent share it.
+    """
     assert parent is not None  # a rank alone has a bag of one, which needs no group
     if len(ranks) == parent.size():
         return parent
+    bag = f"{ranks[0]}-{ranks[-1]}"
+    name = f"{parent.group_name}/knapformer bag {bag}"
+    group: dist.ProcessGroup
+    for group, group_name in c10d._world.pg_names.items():
+        if group_name == name:
+            return group
     members = dist.get_process_group_ranks(parent)
-    global_ranks = tuple(members[rank] for rank in ranks)
-    key = (parent, global_ranks)
-    if key not in _bag_groups:
-        _bag_groups[key] = dist.new_group(
-            list(global_ranks), backend=_backend_of(parent), use_local_synchronization=True, group_desc="knapformer bag"
+    global_ranks = [members[rank] for rank in ranks]
+    # Keys that no group had before, also where groups were destroyed and made again on one store.
+    store = parent.get_group_store()
+    number = store.add(f"knapformer/bag {bag}/{parent.rank()}", 1)
+    # Not new_group. With local synchronization it names a group by how many this rank is a member of, which differs
+    # between ranks as soon as bags do; without, all ranks of the job would have to come here. Both split the default
+    # group's communicator where that is bound to a device, which again takes all its ranks.
+    world = dist.group.WORLD
+    assert world is not None
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(parent.rank()),
+            global_ranks,
+            dist.Backend(dist.get_backend_config(parent)),
+            PrefixStore(f"knapformer/bag {bag}/number {number}", store),
+            cast("c10d.GroupName", name),
+            timeout=_torch.timeout_of(parent),
+            group_desc="knapformer bag",
         )
-    return _bag_groups[key]
+    finally:
+        world.bound_device_id = bound_device
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(global_ranks)}
+    return group
 
 
-def _backend_of(group: dist.ProcessGroup) -> str:
-    """As `new_group` takes it: "gloo", or "cpu:gloo,cuda:nccl"."""
-    return dist.get_backend_config(group)
+# A group of which a channel holds the last reference has threads until then, and one that comes to need the interpreter
+# after its end aborts the process. Not with the balancer's own end: that may be part of the interpreter's.
+atexit.register(_torch.release_groups)
