@@ -23,9 +23,7 @@ void drop_without_gil(ProcessGroupPtr group) {
 }
 
 BalancerClass bind_balancer(py::module_& m) {
-  // Its end may be that of its groups, whose threads need the GIL to end.
-  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
-                       py::release_gil_before_calling_cpp_dtor())
+  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
       .def(py::init([](const std::string& topology, double gamma, double mask_factor, const std::string& solver,
                        const std::variant<int64_t, std::string>& effort, const std::string& mask,
                        const ClusterModel& cluster, std::vector<double> rank_speed, int64_t max_tokens_per_rank,
