@@ -34,9 +34,7 @@ void drop_without_gil(ProcessGroupPtr group) {
 }
 
 BalancerClass bind_balancer(py::module_& m) {
-  // Its end may be that of its groups, whose threads need the GIL to end.
-  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
-                       py::release_gil_before_calling_cpp_dtor())
+  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
       .def(py::init([](const py::object& topology, const py::object& gamma, const py::object& mask_factor,
                        const py::object& solver, const py::object& effort, const py::object& mask,
                        const py::object& cluster, const py::object& rank_speed, const py::object& max_tokens_per_rank,

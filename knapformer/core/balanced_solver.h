@@ -14,8 +14,8 @@
 // By construction, replica by replica: a plan of flat bags is never worse than the greedy plan, neither by work nor by
 // predicted time; and one of nested bags is never worse, in predicted time, than the greedy plan of any flat topology
 // whose groups are among its own (at low effort: unless it is within a two-thousandth of the lower bound, where that is
-// not looked at). Flat ones that come close, and all where a replica has few sequences, are improved like the nested one
-// before they are compared.
+// not looked at). Flat ones that come close, and all where a replica has few sequences, are improved like the nested
+// one before they are compared.
 #pragma once
 
 #include <string>
