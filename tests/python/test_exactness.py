@@ -32,7 +32,7 @@ FOUR_RANKS: dict[str, tuple[Step, ...]] = {
     ),
 }
 EIGHT_RANKS: dict[str, tuple[Step, ...]] = {
-    "uneven": ([[(3, 9)], [], [(0, 90), (4, 4)], [(2, 30)], [(0, 7)] * 3, [(5, 44)], [], [(1, 16)]],),
+    "uneven": ([[(3, 9)], [], [(0, 90), (4, 4)], [(2, 30)], [(0, 7)] * 3, [(5, 44)], [(0, 20)], [(1, 16)]],),
 }
 MODELS = ("flux-tiny", "transformer-tiny")
 TOPOLOGIES = {
