@@ -35,7 +35,8 @@ std::string first_line(const std::exception& error) {
 
 std::optional<int64_t> as_integer(py::handle object) {
   if (PyBool_Check(object.ptr()) || PyIndex_Check(object.ptr()) == 0) return std::nullopt;
-  const py::object index = steal(PyNumber_Index(object.ptr()));
+  const bool is_exact = PyLong_CheckExact(object.ptr());
+  const py::object index = is_exact ? py::reinterpret_borrow<py::object>(object) : steal(PyNumber_Index(object.ptr()));
   if (!index) return std::nullopt;
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
@@ -112,8 +113,9 @@ void for_each_item(py::handle list, std::string_view argument, std::string_view 
 std::vector<std::vector<int64_t>> lengths_per_rank_from(py::handle lists, std::string_view argument) {
   std::vector<std::vector<int64_t>> lens;
   for_each_item(lists, argument, "for each rank a list of lengths", [&](py::handle list) {
-    lens.push_back(list_from<int64_t>(list, text(argument, "[", lens.size(), "]"), "a list of lengths, in tokens",
-                                      "a length, in tokens", as_integer));
+    // Not text(): this is on the way of every rank's list.
+    const std::string name = std::string(argument).append("[").append(std::to_string(lens.size())).append("]");
+    lens.push_back(list_from<int64_t>(list, name, "a list of lengths, in tokens", "a length, in tokens", as_integer));
   });
   return lens;
 }

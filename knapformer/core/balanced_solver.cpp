@@ -1,7 +1,6 @@
 #include "knapformer/core/balanced_solver.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <span>
 #include <string>
@@ -175,25 +174,39 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort)
 
 void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
                             const SearchRange& range) const {
-  constexpr std::array<int64_t, 2> kHighEffort = {Effort::kDefault, Effort::kHigh};
-  const std::span<const int64_t> efforts = effort_ == Effort::kHigh ? std::span(kHighEffort) : std::span(&effort_, 1);
+  if (effort_ != Effort::kHigh) return improve_in_rounds(forest, node_of_item, replica, range, effort_);
+  const std::vector<int32_t> start = node_of_item;
+  improve_in_rounds(forest, node_of_item, replica, range, Effort::kDefault);
+  SearchRange from_here = range;
+  from_here.time = forest.slowest();
+  if (range.high_goes_on) return improve_in_rounds(forest, node_of_item, replica, from_here, Effort::kHigh);
+  std::vector<int32_t> other = start;
+  load(forest, other);
+  improve_in_rounds(forest, other, replica, range, Effort::kHigh);
+  if (forest.slowest() < from_here.time) {
+    node_of_item.swap(other);
+  } else {
+    load(forest, node_of_item);
+  }
+}
+
+void BalancedSolver::improve_in_rounds(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
+                                       const SearchRange& range, int64_t effort) const {
   constexpr uint64_t kMostRounds = 4;
   double time = range.time;
-  for (const int64_t effort : efforts) {
-    for (uint64_t round = 0; round < kMostRounds; ++round) {
-      const double before = time;
-      const int64_t moves = num_moves(forest, effort);
-      if (moves == 0 || before <= range.good_enough) return;
-      set_reference(forest, range.least, before);
-      improve(forest, node_of_item,
-              {.num_moves = moves,
-               .key = random_key_ + static_cast<uint64_t>(replica) + (round << 32),
-               .good_enough = range.good_enough,
-               .first_temperature = range.first_temperature,
-               .last_temperature = range.last_temperature});
-      time = forest.slowest();
-      if (time > (before + range.least) / 2) break;
-    }
+  for (uint64_t round = 0; round < kMostRounds; ++round) {
+    const double before = time;
+    const int64_t moves = num_moves(forest, effort);
+    if (moves == 0 || before <= range.good_enough) return;
+    set_reference(forest, range.least, before);
+    improve(forest, node_of_item,
+            {.num_moves = moves,
+             .key = random_key_ + static_cast<uint64_t>(replica) + (round << 32),
+             .good_enough = range.good_enough,
+             .first_temperature = range.first_temperature,
+             .last_temperature = range.last_temperature});
+    time = forest.slowest();
+    if (time > (before + range.least) / 2) return;
   }
 }
 
@@ -215,20 +228,22 @@ void BalancedSolver::solve_nested(int32_t replica) {
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
   targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
   load(forest, targets.best());
-  const bool is_limited = !forest.keeps_limit();
-  if (is_limited) {
+  bool is_spread = false;
+  if (!forest.keeps_limit()) {
     // Targets do not know of tokens. Everything shared by as many ranks as may is the most even in tokens; from there
     // it is a long way, so the search starts warm.
     std::vector<int32_t> spread;
     BalancedFit(forest).place_all(0, spread);
-    if (forest.keeps_limit()) targets.best().swap(spread);
+    is_spread = forest.keeps_limit();
+    if (is_spread) targets.best().swap(spread);
     load(forest, targets.best());
   }
   search(forest, targets.best(), replica,
          {.least = bound,
           .time = forest.slowest(),
           .good_enough = bound * kGoodEnough,
-          .first_temperature = is_limited ? 32.0 : 1.0,
+          .high_goes_on = true,
+          .first_temperature = is_spread ? 32.0 : 1.0,
           .last_temperature = 0.03});
   set_placements(forest, targets.best());
 }

@@ -40,12 +40,16 @@ class BalancedSolver {
     double least = 0;        // what no placement is below
     double time = 0;         // of the placement that is there
     double good_enough = 0;  // stop there
+    /// High effort starts where default effort ended, or stands beside it: what came out better where tried.
+    bool high_goes_on = false;
     double first_temperature = 1;
     double last_temperature = 0;
   };
-  /// Improves the placement in rounds: at high effort one of default effort first, so that more effort is not worse;
-  /// and another one where a round gained so much that its energy was out of scale for where it ended.
+  /// Improves the placement; at high effort never less than at default effort.
   void search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica, const SearchRange& range) const;
+  /// Another round follows where one gained so much that its energy was out of scale for where it ended.
+  void improve_in_rounds(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
+                         const SearchRange& range, int64_t effort) const;
   void set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   Plan solve_all_flat();
