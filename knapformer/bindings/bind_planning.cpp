@@ -4,6 +4,21 @@
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
 
+namespace {
+
+/// What plan_routing and start_planning take alike.
+struct StepArguments {
+  std::vector<int64_t> lens;
+  int64_t d_model;
+  std::vector<Mask> masks;
+};
+
+StepArguments step_from(const py::object& seq_lens, const py::object& d_model, const py::object& masks) {
+  return {.lens = lengths_from(seq_lens), .d_model = integer_from(d_model, "d_model"), .masks = masks_from(masks)};
+}
+
+}  // namespace
+
 void bind_planning_ahead(py::module_& m) {
   // Its end waits for a thread: not with the GIL, which others of this process need.
   py::class_<SequenceBalancer::PlanningAhead, std::shared_ptr<SequenceBalancer::PlanningAhead>>(
@@ -20,14 +35,8 @@ void bind_planning(BalancerClass& balancer) {
           "plan_routing",
           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, const py::object& masks) {
             return convert_then_call(
-                self,
-                [&] {
-                  return std::make_tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks));
-                },
-                [&](const auto& arguments) {
-                  const auto& [lens, width, parsed] = arguments;
-                  return self.plan_routing(lens, width, parsed);
-                });
+                self, [&] { return step_from(seq_lens, d_model, masks); },
+                [&](const StepArguments& step) { return self.plan_routing(step.lens, step.d_model, step.masks); });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(),
           "Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.\n\n"
@@ -42,14 +51,10 @@ void bind_planning(BalancerClass& balancer) {
           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
              std::optional<std::string> failure, const py::object& masks) {
             return convert_then_call(
-                self,
-                [&] {
-                  return std::make_tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks));
-                },
-                [&](const auto& arguments) {
-                  const auto& [lens, width, parsed] = arguments;
-                  return self.start_planning(lens, width,
-                                             {.masks = parsed, .ended = ended, .failure = std::move(failure)});
+                self, [&] { return step_from(seq_lens, d_model, masks); },
+                [&](const StepArguments& step) {
+                  return self.start_planning(step.lens, step.d_model,
+                                             {.masks = step.masks, .ended = ended, .failure = std::move(failure)});
                 });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,

@@ -98,9 +98,14 @@ struct Figures {
   int64_t excess_tokens = 0;  // of the fullest rank, beyond what it may hold
 
   bool keeps_limit() const { return excess_tokens == 0; }
-  /// By more than what sums in another order differ in.
-  bool is_faster_than(const Figures& other) const { return time_s < other.time_s * (1 - 1e-12); }
+  /// Closer to the limit; or faster, by more than what sums in another order differ in.
+  bool is_better_than(const Figures& other) const {
+    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
+    return time_s < other.time_s * (1 - 1e-12);
+  }
+  /// Closer to the limit; or neither slower nor less even.
   bool is_no_worse_than(const Figures& other) const {
+    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
     return time_s <= other.time_s && max_over_mean <= other.max_over_mean;
   }
 };
@@ -330,10 +335,7 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
     if (!contains(may_win, true)) continue;
     const auto wins = [&](const std::vector<Figures>& figures) {
       std::vector<char> out(num_replicas, 0);
-      for (size_t r = 0; r < num_replicas; ++r) {
-        const int64_t excess = figures[r].excess_tokens, least = best[r].excess_tokens;
-        out[r] = may_win[r] && (excess < least || (excess == least && figures[r].is_faster_than(best[r])));
-      }
+      for (size_t r = 0; r < num_replicas; ++r) out[r] = may_win[r] && figures[r].is_better_than(best[r]);
       return out;
     };
     const auto consider = [&](const Plan& candidate) {
@@ -386,14 +388,10 @@ Plan BalancedSolver::solve_all_flat() {
   const auto no_worse_of = [](Plan plan, const Plan& other) {
     const std::vector<Figures> before = figures_of(plan), after = figures_of(other);
     std::vector<char> takes(before.size());
-    for (size_t r = 0; r < before.size(); ++r) {
-      const int64_t excess = after[r].excess_tokens, least = before[r].excess_tokens;
-      takes[r] = excess < least || (excess == least && after[r].is_no_worse_than(before[r]));
-    }
+    for (size_t r = 0; r < before.size(); ++r) takes[r] = after[r].is_no_worse_than(before[r]);
     return merged(std::move(plan), other, takes);
   };
-  const Plan closer_to_home = finish(greedy);
-  Plan plan = no_worse_of(Plan(input_, "balanced", greedy), closer_to_home);
+  Plan plan = no_worse_of(Plan(input_, "balanced", greedy), finish(greedy));  // closer to home
   return placements_ == greedy ? plan : no_worse_of(std::move(plan), finish(std::move(placements_)));
 }
 
