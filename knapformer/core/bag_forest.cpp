@@ -1,10 +1,9 @@
 #include "knapformer/core/bag_forest.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "knapformer/core/error.h"
-#include "knapformer/core/radix_sort.h"
+#include "knapformer/core/sequence_order.h"
 
 namespace knapformer {
 
@@ -21,16 +20,9 @@ BagForest::BagForest(const PlanInput& input, int32_t replica, Objective objectiv
   const double rate = input.cluster.flops_per_s;
   unit_s_ = total_work > 0 ? total_work / total_speed / rate : 1;
 
-  std::vector<KeyedIndex> order;
-  order.reserve(static_cast<size_t>(last.value - first.value));
-  for (int32_t s = first.value; s < last.value; ++s) {
-    // The bits of a double >= 0 order as it does; inverted, the most work comes first.
-    order.push_back({.key = ~std::bit_cast<uint64_t>(input.work(SequenceId(s))), .index = s});
-  }
-  sort_by_key(order);
+  const std::vector<SequenceId> order = by_falling_work(input, replica);
   items_.reserve(order.size());
-  for (const KeyedIndex& ranked : order) {
-    const SequenceId id(ranked.index);
+  for (const SequenceId id : order) {
     items_.push_back({.id = id,
                       .tokens = static_cast<double>(input.seq_lens[id]),
                       .attention = input.attention_work(id) / rate / unit_s_});

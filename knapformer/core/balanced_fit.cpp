@@ -12,24 +12,21 @@ BalancedFit::BalancedFit(BagForest& forest) : forest_(forest) {
   const auto load = [&](int32_t v) { return forest.node(v).load_per_token; };
   std::vector<int32_t> nodes;
   for (const int32_t degree : forest.degrees()) {
-    first_queue_.push_back(empty_queues_.size());
+    first_queue_.push_back(queues_.size());
     nodes.clear();
     for (int32_t bag = 0; bag < forest.num_bags(); ++bag) {
       const auto [first, last] = forest.nodes_of(bag, degree);
       for (int32_t v = first; v < last; ++v) nodes.push_back(v);
     }
     std::stable_sort(nodes.begin(), nodes.end(), [&](int32_t a, int32_t b) { return load(a) < load(b); });
-    double least = -1;
-    for (const int32_t v : nodes) {
-      if (least < 0 || load(v) > kOneSpeed * least) {
-        empty_queues_.emplace_back();
-        least = load(v);
-      }
-      empty_queues_.back().heap.push_back({.key = 0, .node = v});
+    for (auto first = nodes.begin(), last = first; first != nodes.end(); first = last) {
+      const double least = load(*first);
+      last = std::find_if(first, nodes.end(), [&](int32_t v) { return load(v) > kOneSpeed * least; });
+      std::sort(first, last);
+      queues_.push_back({.nodes = {first, last}, .load = WinnerTree(static_cast<size_t>(last - first))});
     }
   }
-  first_queue_.push_back(empty_queues_.size());
-  for (Queue& queue : empty_queues_) std::sort(queue.heap.begin(), queue.heap.end());
+  first_queue_.push_back(queues_.size());
 }
 
 void BalancedFit::refresh_bag_of(int32_t v) {
@@ -55,24 +52,13 @@ bool BalancedFit::place_alone(const ForestItem& item, int32_t v, double target) 
 }
 
 int32_t BalancedFit::freest(Queue& queue) {
-  auto& heap = queue.heap;
   while (true) {
-    Queue::Entry entry = heap.front();
-    if (forest_.node(entry.node).num_children > 0) refresh_bag_of(entry.node);
-    const double key = forest_.load(entry.node);
-    if (key <= entry.key) return entry.node;
-    entry.key = key;
-    size_t hole = 0;
-    while (true) {  // the key only grew: sift it down
-      size_t child = 2 * hole + 1;
-      if (child >= heap.size()) break;
-      child += static_cast<size_t>(child + 1 < heap.size() && heap[child + 1] < heap[child]);
-      if (!(heap[child] < entry)) break;
-      heap[hole] = heap[child];
-      hole = child;
-    }
-    heap[hole] = entry;
-    if (hole == 0) return entry.node;
+    const int32_t v = queue.nodes[static_cast<size_t>(queue.load.winner())];
+    if (forest_.node(v).num_children > 0) refresh_bag_of(v);
+    const double load = forest_.load(v);
+    if (load <= queue.load.least()) return v;
+    queue.load.set_least(load);
+    if (queue.nodes[static_cast<size_t>(queue.load.winner())] == v) return v;
   }
 }
 
@@ -94,7 +80,7 @@ int32_t BalancedFit::freest_for(const ForestItem& item, size_t k) {
 
 double BalancedFit::place_all(double target, std::vector<int32_t>& node_of_item) {
   forest_.clear();
-  queues_ = empty_queues_;
+  for (Queue& queue : queues_) queue.load = WinnerTree(queue.nodes.size());
   is_stale_.assign(static_cast<size_t>(forest_.num_bags()), 0);
   const auto items = forest_.items();
   node_of_item.resize(items.size());

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "knapformer/core/bag_forest.h"
+#include "knapformer/core/winner_tree.h"
 
 namespace knapformer {
 
@@ -21,18 +22,11 @@ class BalancedFit {
   double place_all(double target, std::vector<int32_t>& node_of_item);
 
  private:
-  /// Groups of one degree and about one speed, those free the longest on top. Groups only fill up, so a key that is out
-  /// of date is too low, and bringing the top up to date until it stays on top suffices.
+  /// Groups of one degree and about one speed. Groups only fill up, so a load that is out of date is too low, and
+  /// bringing the least up to date until it stays the least suffices.
   struct Queue {
-    struct Entry {
-      double key;
-      int32_t node;
-      /// Without branches: which child is smaller nobody can predict.
-      bool operator<(const Entry& other) const {
-        return (key < other.key) | ((key == other.key) & (node < other.node));
-      }
-    };
-    std::vector<Entry> heap;
+    std::vector<int32_t> nodes;  // rising
+    WinnerTree load;             // by node
   };
   int32_t freest(Queue& queue);
   /// Of the groups with the k-th degree, the one that would be done first with the item on top of its load.
@@ -45,8 +39,7 @@ class BalancedFit {
   BagForest& forest_;
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, and one past the last
-  std::vector<Queue> empty_queues_;
-  std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
+  std::vector<char> is_stale_;       // by bag: nodes above the smallest groups are out of date
 };
 
 }  // namespace knapformer

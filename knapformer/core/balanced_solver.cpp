@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <span>
-#include <string>
 
 #include "knapformer/core/balanced_fit.h"
 #include "knapformer/core/balanced_search.h"
@@ -19,17 +18,10 @@ namespace {
 
 /// Within this of the lower bound nothing is left to search for.
 constexpr double kGoodEnough = 1.0005;
+/// At low effort, of the greedy plan of single ranks.
+constexpr double kGoodEnoughInTheStep = 1.001;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
 constexpr double kEven = 1.00005;
-
-/// Of a replica: then there is time to try more.
-constexpr size_t kFewSequences = 512;
-
-size_t num_sequences_of(const PlanInput& input, size_t replica) {
-  const int32_t num_ranks = input.topology.num_ranks_per_replica();
-  const Rank first(static_cast<int32_t>(replica) * num_ranks);
-  return input.seq_lens.last_of(Rank(first.value + num_ranks - 1)).index() - input.seq_lens.first_of(first).index();
-}
 
 /// Tries targets above the bound: doubling the margin while the placement misses its target, halving it while it meets
 /// it. Leaves the best placement in the forest.
@@ -175,6 +167,7 @@ BalancedSolver::BalancedSolver(PlanInput input, int64_t effort)
     random_key_ = (random_key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
+  is_greedy_.resize(bounds_s_.size());
 }
 
 void BalancedSolver::search(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
@@ -220,12 +213,27 @@ void BalancedSolver::set_placements(const BagForest& forest, const std::vector<i
     placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
 }
 
+void BalancedSolver::place_greedily() {
+  const Topology smallest = flat_topologies().front();
+  const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
+  if (!is_whole || input_.max_tokens_per_rank > 0) return;
+  const auto is_good = [&](size_t r, double time_s) { return time_s <= bounds_s_[r] * kGoodEnoughInTheStep; };
+  for (size_t r = 0; r < is_greedy_.size(); ++r)
+    is_greedy_[r] = is_good(r, replica_lower_bound_s(input_, smallest, static_cast<int32_t>(r)));
+  if (!contains(is_greedy_, true)) return;
+  placements_ = greedy_placements(input_, smallest);
+  for (size_t r = 0; r < is_greedy_.size(); ++r) {
+    is_greedy_[r] =
+        is_greedy_[r] && is_good(r, flat_lower_bound_s(input_, smallest, static_cast<int32_t>(r), placements_));
+  }
+  for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
+}
+
 void BalancedSolver::solve_nested(int32_t replica) {
   BagForest forest(input_, replica, Objective::kTime);
   if (forest.items().empty()) return;
-  const double bound_s = replica_lower_bound_s(input_, replica);
-  bounds_s_[static_cast<size_t>(replica)] = bound_s;
-  const double bound = std::max(1.0, bound_s / forest.unit_s());
+  const double bound = std::max(1.0, bounds_s_[static_cast<size_t>(replica)] / forest.unit_s());
+  constexpr size_t kFewSequences = 512;  // then there is time to try more
   const int32_t few_targets = forest.items().size() <= kFewSequences ? 4 : 2;
   TargetSearch targets(forest, bound);
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
@@ -300,70 +308,57 @@ Plan BalancedSolver::finish(std::vector<Placement> placements) const {
   return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
 }
 
-std::vector<std::string> BalancedSolver::flat_topologies() const {
-  const Topology& topology = input_.topology;
-  std::vector<std::string> flats;
-  if (topology.shapes().size() == 1) {
-    const int32_t num_ranks = topology.num_ranks_per_replica();
-    for (const int32_t degree : topology.shapes().front().degrees)
-      flats.push_back(text('g', degree, 'n', num_ranks / degree));
-    return flats;
+std::vector<Topology> BalancedSolver::flat_topologies() const {
+  // Every choice of a degree for each shape of bags; of more shapes than that can be tried for, the last stay whole.
+  constexpr size_t kMost = 256;
+  std::vector<std::vector<int32_t>> choices = {{}};
+  for (const BagShape& shape : input_.topology.shapes()) {
+    const size_t num_degrees = choices.size() * shape.degrees.size() <= kMost ? shape.degrees.size() : 1;
+    std::vector<std::vector<int32_t>> longer;
+    for (const auto& choice : choices) {
+      for (const int32_t degree : std::span(shape.degrees).last(num_degrees)) {
+        longer.push_back(choice);
+        longer.back().push_back(degree);
+      }
+    }
+    choices.swap(longer);
   }
-  // Of bags of several shapes only the whole bags make a flat topology with the same ranks in them.
-  std::string flat;
-  for (const BagShape& s : topology.shapes())
-    flat += text(flat.empty() ? "" : "+", 'g', s.num_ranks_per_bag(), 'n', s.num_bags);
-  flats.push_back(flat);
+  std::vector<Topology> flats;
+  for (const auto& choice : choices) flats.push_back(input_.topology.flattened(choice));
   return flats;
 }
 
 Plan BalancedSolver::with_flat_replicas(Plan plan) const {
-  const auto num_replicas = static_cast<size_t>(input_.topology.num_replicas());
   std::vector<Figures> best = figures_of(plan);
-  // Nothing is left to search for; and who plans in the step has no time to look for the last two-thousandth.
-  const auto is_good = [&](size_t replica) {
-    return best[replica].keeps_limit() && best[replica].time_s <= kGoodEnough * bounds_s_[replica];
-  };
-  for (const std::string& name : flat_topologies()) {
-    PlanInput input = input_;
-    input.topology = Topology::parse(name, input_.topology.num_ranks());
-    std::vector<char> may_win(num_replicas);
-    for (size_t r = 0; r < num_replicas; ++r) {
-      may_win[r] = !(effort_ == Effort::kLow && is_good(r)) &&
-                   (!best[r].keeps_limit() || replica_lower_bound_s(input, static_cast<int32_t>(r)) < best[r].time_s);
+  std::vector<char> may_win(best.size()), wins(best.size());
+  const std::vector<Topology> flats = flat_topologies();
+  for (const Topology& topology : flats) {
+    const bool is_smallest = &topology == &flats.front();
+    const auto is_below_best = [&](size_t r, double bound_s) {
+      return !best[r].keeps_limit() || bound_s < best[r].time_s;
+    };
+    for (size_t r = 0; r < best.size(); ++r) {
+      may_win[r] = !(is_smallest && is_greedy_[r]) &&
+                   is_below_best(r, replica_lower_bound_s(input_, topology, static_cast<int32_t>(r)));
+    }
+    if (effort_ == Effort::kLow && contains(may_win, true)) {
+      // Its plan is greedy's: whether that may win is soon known.
+      const std::vector<Placement> greedy = greedy_placements(input_, topology);
+      for (size_t r = 0; r < best.size(); ++r) {
+        may_win[r] =
+            may_win[r] && is_below_best(r, flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy));
+      }
     }
     if (!contains(may_win, true)) continue;
-    const auto wins = [&](const std::vector<Figures>& figures) {
-      std::vector<char> out(num_replicas, 0);
-      for (size_t r = 0; r < num_replicas; ++r) out[r] = may_win[r] && figures[r].is_better_than(best[r]);
-      return out;
-    };
-    const auto consider = [&](const Plan& candidate) {
-      const std::vector<Figures> figures = figures_of(candidate);
-      const std::vector<char> takes = wins(figures);
-      for (size_t r = 0; r < num_replicas; ++r) {
-        if (takes[r]) best[r] = figures[r];
-      }
-      plan = merged(std::move(plan), candidate, takes);
-    };
-    BalancedSolver flat(std::move(input), effort_);
-    const std::vector<Placement> greedy = greedy_placements(flat.input_, flat.input_.topology);
-    flat.placements_ = greedy;
-    const Plan greedy_plan = in_nested_bags(Plan(flat.input_, "balanced", greedy));
-    const std::vector<Figures> greedy_figures = figures_of(greedy_plan);
-    if (contains(wins(greedy_figures), true)) {
-      consider(in_nested_bags(flat.finish(greedy)));  // with its sequences closer to home,
-      consider(greedy_plan);                          // or as it is, since trading places moves a token here and there
+    PlanInput input = input_;
+    input.topology = topology;
+    const Plan flat = in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win));
+    const std::vector<Figures> figures = figures_of(flat);
+    for (size_t r = 0; r < best.size(); ++r) {
+      wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
+      if (wins[r]) best[r] = figures[r];
     }
-    if (effort_ == Effort::kLow) continue;
-    for (size_t r = 0; r < num_replicas; ++r) {
-      // Of many sequences little is gained over greedy, and searching takes long: so only where it comes close.
-      constexpr double kClose = 1.02;
-      const bool is_close = greedy_figures[r].time_s <= kClose * best[r].time_s;
-      may_win[r] = may_win[r] && !is_good(r) && (is_close || num_sequences_of(input_, r) <= kFewSequences);
-      if (may_win[r]) flat.solve_flat(static_cast<int32_t>(r));
-    }
-    if (flat.placements_ != greedy) consider(in_nested_bags(flat.finish(flat.placements_)));
+    plan = merged(std::move(plan), flat, wins);
   }
   return plan;
 }
@@ -375,15 +370,22 @@ Plan BalancedSolver::in_nested_bags(const Plan& flat) const {
 }
 
 Plan BalancedSolver::solve() {
-  if (input_.topology.is_flat()) return solve_all_flat();
-  for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_nested(replica);
+  if (input_.topology.is_flat()) return solve_all_flat(std::vector<char>(bounds_s_.size(), 1));
+  for (size_t r = 0; r < bounds_s_.size(); ++r)
+    bounds_s_[r] = replica_lower_bound_s(input_, input_.topology, static_cast<int32_t>(r));
+  if (effort_ == Effort::kLow) place_greedily();
+  for (size_t r = 0; r < bounds_s_.size(); ++r) {
+    if (!is_greedy_[r]) solve_nested(static_cast<int32_t>(r));
+  }
   return with_flat_replicas(finish(std::move(placements_)));
 }
 
-Plan BalancedSolver::solve_all_flat() {
+Plan BalancedSolver::solve_all_flat(std::span<const char> replicas) {
   const std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
   placements_ = greedy;
-  for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) solve_flat(replica);
+  for (size_t r = 0; r < replicas.size(); ++r) {
+    if (replicas[r]) solve_flat(static_cast<int32_t>(r));
+  }
   // Bags were compared; ranks may differ by the tokens that do not divide.
   const auto no_worse_of = [](Plan plan, const Plan& other) {
     const std::vector<Figures> before = figures_of(plan), after = figures_of(other);

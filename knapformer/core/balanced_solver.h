@@ -2,7 +2,7 @@
 //
 // For each replica, by itself:
 //   1. lower bound              lower_bound.h
-//   2. constructive placements  balanced_fit.h, under a few target times; and the greedy ones of flat topologies
+//   2. constructive placements  balanced_fit.h, under a few target times; in flat bags the greedy ones
 //   3. improvement              balanced_search.h, from the best of them
 // Then, for all: groups trade places so that more tokens stay at home (home_assignment.h), and the chunks of shared
 // sequences are cut unevenly where that helps (chunk_cut.h).
@@ -12,13 +12,12 @@
 // greedy, then time; where bags differ in size, time first.
 //
 // By construction, replica by replica: a plan of flat bags is never worse than the greedy plan, neither by work nor by
-// predicted time; and one of nested bags is never worse, in predicted time, than the greedy plan of any flat topology
-// whose groups are among its own (at low effort: unless it is within a two-thousandth of the lower bound, where that is
-// not looked at). Flat ones that come close, and all where a replica has few sequences, are improved like the nested
-// one before they are compared.
+// predicted time; and one of nested bags is never worse, in predicted time, than the plan of any flat topology that
+// cuts each shape of its bags into groups of one of their degrees, as planned by this solver with the same effort, or
+// by greedy. A flat topology that is proven (lower_bound.h) not to be faster is not planned.
 #pragma once
 
-#include <string>
+#include <span>
 #include <vector>
 
 #include "knapformer/core/bag_forest.h"
@@ -34,6 +33,8 @@ class BalancedSolver {
   Plan solve();
 
  private:
+  /// Leaves sequences whole, placed by the greedy solver, in replicas where that is good enough.
+  void place_greedily();
   void solve_nested(int32_t replica);
   void solve_flat(int32_t replica);
   struct SearchRange {
@@ -52,9 +53,10 @@ class BalancedSolver {
                          const SearchRange& range, int64_t effort) const;
   void set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
-  Plan solve_all_flat();
-  /// Flat topologies with groups of the nested one's.
-  std::vector<std::string> flat_topologies() const;
+  /// `replicas`: marks those to improve; the others stay greedy.
+  Plan solve_all_flat(std::span<const char> replicas);
+  /// The flat topologies with groups of the nested one's, of one degree for each shape of bags.
+  std::vector<Topology> flat_topologies() const;
   /// The plan, with those replicas from plans of flat topologies that are better there.
   Plan with_flat_replicas(Plan plan) const;
   /// The plan of a flat topology, as one of this input's nested bags.
@@ -65,6 +67,7 @@ class BalancedSolver {
   uint64_t random_key_;
   std::vector<Placement> placements_;
   std::vector<double> bounds_s_;  // of nested bags, by replica
+  std::vector<char> is_greedy_;   // by replica: placed by place_greedily
 };
 
 }  // namespace knapformer

@@ -1,7 +1,6 @@
 #include "knapformer/core/home_assignment.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -9,7 +8,6 @@
 
 #include "knapformer/core/home_matching.h"
 #include "knapformer/core/radix_sort.h"
-#include "knapformer/core/sorted_pool.h"
 
 namespace knapformer {
 namespace {
@@ -109,6 +107,7 @@ class HomeAssignment {
       const SequenceId first = input_.seq_lens.first_of(Rank(replica * num_ranks));
       const SequenceId last = input_.seq_lens.last_of(Rank((replica + 1) * num_ranks - 1));
       std::vector<KeyedIndex> order;
+      order.reserve(last.index() - first.index());
       for (int32_t s = first.value; s < last.value; ++s) {
         order.push_back({.key = static_cast<uint64_t>(input_.seq_lens[SequenceId(s)]), .index = s});
       }
@@ -133,52 +132,44 @@ class HomeAssignment {
   }
 
   void trade_sequences(std::span<const int32_t> ids) {
-    const auto by_rank = [](const Placement& a, const Placement& b) {
-      return std::tie(a.first_rank, a.degree) < std::tie(b.first_rank, b.degree);
-    };
-    places_.clear();
-    int32_t least_degree = std::numeric_limits<int32_t>::max(), most_degree = 0;
-    for (const int32_t s : ids) {
-      const Placement& place = placements_[static_cast<size_t>(s)];
-      places_.push_back(place);
-      least_degree = std::min(least_degree, place.degree);
-      most_degree = std::max(most_degree, place.degree);
-    }
-    pool_.assign(places_, by_rank);
-    const std::span<const Placement> places = pool_.items();
-    std::vector<char>&used = used_, &done = done_;
-    used.assign(places.size(), 0);
-    done.assign(ids.size(), 0);
-    const auto take = [&](size_t i, size_t p) {
-      placements_[static_cast<size_t>(ids[i])] = places[p];
-      used[p] = done[i] = 1;
-    };
-    // Home: a group of some degree that holds the home rank.
-    for (size_t i = 0; i < ids.size(); ++i) {
-      const Rank home = input_.seq_lens.home_of(SequenceId(ids[i]));
-      const Bag& bag = input_.topology.bag(input_.topology.bag_of(home));
-      for (const int32_t degree : input_.topology.shapes()[static_cast<size_t>(bag.shape)].degrees) {
-        if (degree < least_degree || degree > most_degree) continue;
-        const Rank first(home.value - (home.value - bag.first_rank.value) % degree);
-        const auto p =
-            pool_.take({.bag = input_.topology.bag_of(home), .first_rank = first, .degree = degree}, by_rank);
-        if (p < 0) continue;
-        take(i, static_cast<size_t>(p));
-        break;
+    std::vector<Placement>& places = places_;
+    places.clear();
+    for (const int32_t s : ids) places.push_back(placements_[static_cast<size_t>(s)]);
+    const auto key = [](const Placement& place) { return std::pair(place.degree, place.first_rank); };
+    std::sort(places.begin(), places.end(), [&](const Placement& a, const Placement& b) { return key(a) < key(b); });
+    is_taken_.assign(places.size(), 0);
+    is_placed_.assign(ids.size(), 0);
+    // Places of one degree, and sequences by their homes, are in rank order, so one pass over both finds what meets: in
+    // the group that holds the home rank, then in the node, then anywhere. `here` and `wanted` only grow.
+    const auto pass = [&](size_t first, size_t last, auto here, auto wanted) {
+      size_t p = first;
+      for (size_t i = 0; i < ids.size() && p < last; ++i) {
+        if (is_placed_[i]) continue;
+        const int32_t rank = wanted(input_.seq_lens.home_of(SequenceId(ids[i])).value);
+        while (p < last && (is_taken_[p] || here(places[p].first_rank.value) < rank)) ++p;
+        if (p == last || here(places[p].first_rank.value) != rank) continue;
+        placements_[static_cast<size_t>(ids[i])] = places[p];
+        is_taken_[p] = is_placed_[i] = 1;
       }
-    }
-    // Then the node, then what is left. Both lists are in rank order, so one pass over each suffices.
-    for (const bool in_node : {true, false}) {
-      size_t p = 0;
-      for (size_t i = 0; i < ids.size(); ++i) {
-        if (done[i]) continue;
-        const int32_t node = input_.seq_lens.home_of(SequenceId(ids[i])).value / input_.cluster.ranks_per_node;
-        const auto node_of = [&](size_t q) { return places[q].first_rank.value / input_.cluster.ranks_per_node; };
-        while (p < places.size() && (used[p] || (in_node && node_of(p) < node))) ++p;
-        if (p == places.size()) break;
-        if (!in_node || node_of(p) == node) take(i, p);
+    };
+    const auto for_each_degree = [&](auto use) {
+      for (size_t first = 0, last; first < places.size(); first = last) {
+        const int32_t degree = places[first].degree;
+        for (last = first + 1; last < places.size() && places[last].degree == degree;) ++last;
+        use(first, last, degree);
       }
-    }
+    };
+    const auto itself = [](int32_t rank) { return rank; };
+    const auto node = [&](int32_t rank) { return rank / input_.cluster.ranks_per_node; };
+    const auto anywhere = [](int32_t) { return 0; };
+    for_each_degree([&](size_t first, size_t last, int32_t degree) {
+      pass(first, last, itself, [&](int32_t home) {
+        const int32_t first_of_bag = input_.topology.bag(input_.topology.bag_of(Rank(home))).first_rank.value;
+        return home - (home - first_of_bag) % degree;
+      });
+    });
+    for_each_degree([&](size_t first, size_t last, int32_t) { pass(first, last, node, node); });
+    pass(0, places.size(), anywhere, anywhere);
   }
 
   const PlanInput& input_;
@@ -186,8 +177,7 @@ class HomeAssignment {
   std::vector<int32_t> context_;  // by rank: the smallest group so far that shares a sequence there; else the replica
   int32_t num_contexts_ = 0;
   std::vector<Placement> places_;
-  SortedPool<Placement> pool_;
-  std::vector<char> used_, done_;
+  std::vector<char> is_taken_, is_placed_;
 };
 
 /// Tokens that stay on their rank, and on their node, where shared sequences are cut evenly.
@@ -195,13 +185,12 @@ std::pair<int64_t, int64_t> tokens_that_stay(const PlanInput& input, std::span<c
   int64_t at_home = 0, in_node = 0;
   for (size_t s = 0; s < placements.size(); ++s) {
     const SequenceId id(s);
-    const Rank home = input.seq_lens.home_of(id);
+    const int32_t home = input.seq_lens.home_of(id).value, num_in_node = input.cluster.ranks_per_node;
+    const int32_t first = placements[s].first_rank.value, last = first + placements[s].degree;
+    const int32_t first_in_node = home - home % num_in_node;
     const int64_t share = share_of(input, id, placements[s]);
-    for (int32_t i = 0; i < placements[s].degree; ++i) {
-      const Rank rank(placements[s].first_rank.value + i);
-      at_home += rank == home ? share : 0;
-      in_node += input.cluster.same_node(rank, home) ? share : 0;
-    }
+    at_home += home >= first && home < last ? share : 0;
+    in_node += share * std::max(0, std::min(last, first_in_node + num_in_node) - std::max(first, first_in_node));
   }
   return {at_home, in_node};
 }

@@ -8,58 +8,56 @@
 namespace knapformer {
 namespace {
 
-/// The best that any group of this degree in a replica offers.
-struct DegreeOffer {
-  int32_t degree = 1;
-  double speed = 0;                 // summed, of the fastest group
-  double exchange_s_per_token = 0;  // at the best bandwidth that a group has, tokens of a chunk
+/// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.
+struct Offer {
+  double speed = 0;                                                       // summed
+  double exchange_s_per_token = std::numeric_limits<double>::infinity();  // tokens of a chunk
 };
 
-std::vector<DegreeOffer> offers_of(const PlanInput& input, int32_t replica) {
-  std::map<int32_t, DegreeOffer> offers;
-  const Topology& topology = input.topology;
+/// Of consecutive ranks: the sum of their speeds, and the lowest.
+std::pair<double, double> speeds_of(const PlanInput& input, Rank first, int32_t num_ranks) {
+  double sum = 0, lowest = std::numeric_limits<double>::infinity();
+  for (int32_t r = first.value; r < first.value + num_ranks; ++r) {
+    sum += input.speed_of(Rank(r));
+    lowest = std::min(lowest, input.speed_of(Rank(r)));
+  }
+  return {sum, lowest};
+}
+
+/// By rising degree.
+std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica) {
+  std::map<int32_t, Offer> offers;
   const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
   for (const Bag& bag : topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags)) {
     for (const int32_t degree : topology.shapes()[static_cast<size_t>(bag.shape)].degrees) {
-      auto [it, is_new] = offers.try_emplace(degree, DegreeOffer{.degree = degree});
-      DegreeOffer& offer = it->second;
-      for (int32_t first = bag.first_rank.value; first < bag.first_rank.value + bag.num_ranks; first += degree) {
-        double speed = 0;
-        for (int32_t r = first; r < first + degree; ++r) speed += input.speed_of(Rank(r));
-        const double exchange = input.cluster.exchange_s_per_token(Rank(first), degree, input.d_model);
-        offer.speed = std::max(offer.speed, speed);
-        offer.exchange_s_per_token = is_new ? exchange : std::min(offer.exchange_s_per_token, exchange);
-        is_new = false;
+      Offer& best = offers[degree];
+      for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
+        best.speed = std::max(best.speed, speeds_of(input, Rank(r), degree).first);
+        best.exchange_s_per_token =
+            std::min(best.exchange_s_per_token, input.cluster.exchange_s_per_token(Rank(r), degree, input.d_model));
       }
     }
   }
-  std::vector<DegreeOffer> out;
+  std::vector<Offer> out;
   for (const auto& [degree, offer] : offers) out.push_back(offer);
   return out;
 }
 
 }  // namespace
 
-double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
-  const int32_t num_ranks = input.topology.num_ranks_per_replica();
+double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica) {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
   const Rank first_rank(replica * num_ranks), last_rank((replica + 1) * num_ranks - 1);
   const SequenceId first = input.seq_lens.first_of(first_rank), last = input.seq_lens.last_of(last_rank);
   if (first == last) return 0;
-  const std::vector<DegreeOffer> offers = offers_of(input, replica);
-  double total_speed = 0, max_speed = 0;
-  for (int32_t r = first_rank.value; r <= last_rank.value; ++r) {
-    total_speed += input.speed_of(Rank(r));
-    max_speed = std::max(max_speed, input.speed_of(Rank(r)));
-  }
+  const std::vector<Offer> offers = offers_of(input, topology, replica);
   // Exchange does not run faster on a faster rank. Rank time weighed by speed, as the sum below has it, counts it times
-  // the speed of the rank that spends it, which is at least this much.
-  double min_speed = max_speed;
-  for (int32_t r = first_rank.value; r <= last_rank.value; ++r)
-    min_speed = std::min(min_speed, input.speed_of(Rank(r)));
+  // the speed of the rank that spends it, which is at least the lowest.
+  const auto [total_speed, min_speed] = speeds_of(input, first_rank, num_ranks);
 
   // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed.
   // With T falling it steps from offer to dearer offer, at thresholds that do not depend on the other sequences.
-  const auto cost_s = [&](SequenceId id, const DegreeOffer& offer) {
+  const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
     return input.work(id) / input.cluster.flops_per_s +
            static_cast<double>(input.seq_lens[id]) * offer.exchange_s_per_token * min_speed;
   };
@@ -67,7 +65,7 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
   double longest_s = 0;   // below this T some sequence fits nowhere
   for (int32_t s = first.value; s < last.value; ++s) {
     double cheapest = std::numeric_limits<double>::infinity(), fits_from = cheapest;
-    for (const DegreeOffer& offer : offers) {
+    for (const Offer& offer : offers) {
       const double cost = cost_s(SequenceId(s), offer);
       cheapest = std::min(cheapest, cost);
       fits_from = std::min(fits_from, cost / offer.speed);
@@ -78,6 +76,9 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
   double bound_s = std::max(longest_s, cheapest_s / total_speed);
 
   // Steps above the bound so far raise it. Few sequences have any.
+  const Offer& cheapest = *std::min_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) {
+    return a.exchange_s_per_token < b.exchange_s_per_token;
+  });
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;
@@ -86,8 +87,9 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
   std::vector<std::pair<double, double>> options;  // threshold, cost
   for (int32_t s = first.value; s < last.value; ++s) {
     const SequenceId id(s);
+    if (cost_s(id, cheapest) <= bound_s * cheapest.speed) continue;
     options.clear();
-    for (const DegreeOffer& offer : offers) options.emplace_back(cost_s(id, offer) / offer.speed, cost_s(id, offer));
+    for (const Offer& offer : offers) options.emplace_back(cost_s(id, offer) / offer.speed, cost_s(id, offer));
     std::sort(options.begin(), options.end());
     double cost = options[0].second;
     for (size_t k = 1; k < options.size(); ++k) {
@@ -109,10 +111,32 @@ double replica_lower_bound_s(const PlanInput& input, int32_t replica) {
   return bound_s;
 }
 
+double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
+                          std::span<const Placement> placements) {
+  const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
+  const auto bags = topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags);
+  const BagId first_bag = topology.bag_of(bags.front().first_rank);
+  const SequenceId first = input.seq_lens.first_of(bags.front().first_rank);
+  const SequenceId last = input.seq_lens.last_of(Rank(bags.back().first_rank.value + bags.back().num_ranks - 1));
+  std::vector<double> work(num_bags), tokens(num_bags);
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const auto bag = static_cast<size_t>(placements[static_cast<size_t>(s)].bag.value - first_bag.value);
+    work[bag] += input.work(SequenceId(s));
+    tokens[bag] += static_cast<double>(input.seq_lens[SequenceId(s)]);
+  }
+  double bound_s = 0;
+  for (size_t b = 0; b < num_bags; ++b) {
+    const auto [speed, min_speed] = speeds_of(input, bags[b].first_rank, bags[b].num_ranks);
+    const double exchange = input.cluster.exchange_s_per_token(bags[b].first_rank, bags[b].num_ranks, input.d_model);
+    bound_s = std::max(bound_s, (work[b] / input.cluster.flops_per_s + tokens[b] * exchange * min_speed) / speed);
+  }
+  return bound_s;
+}
+
 double lower_bound_s_of(const PlanInput& input) {
   double bound_s = 0;
   for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
-    bound_s = std::max(bound_s, replica_lower_bound_s(input, replica));
+    bound_s = std::max(bound_s, replica_lower_bound_s(input, input.topology, replica));
   }
   return bound_s;
 }

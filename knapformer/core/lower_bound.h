@@ -7,13 +7,18 @@
 // smallest T for which both hold; docs/solver.md derives it in full.
 #pragma once
 
+#include <span>
+
 #include "knapformer/core/plan.h"
 
 namespace knapformer {
 
 /// In seconds; 0 without sequences. The largest bound of the replicas. O(n log n).
 double lower_bound_s_of(const PlanInput& input);
-/// Of one replica.
-double replica_lower_bound_s(const PlanInput& input, int32_t replica);
+/// Of one replica, with a topology over the same ranks as the input's.
+double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
+/// Of one replica with these sequences in its flat bags, however their chunks are cut.
+double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
+                          std::span<const Placement> placements);
 
 }  // namespace knapformer

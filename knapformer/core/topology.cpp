@@ -41,13 +41,8 @@ BagShape parse_term(TextReader& reader, std::string_view text) {
   return shape;
 }
 
-/// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
-std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
-  std::stable_sort(shapes.begin(), shapes.end(), [](const BagShape& a, const BagShape& b) {
-    if (a.num_ranks_per_bag() != b.num_ranks_per_bag()) return a.num_ranks_per_bag() < b.num_ranks_per_bag();
-    if (a.degrees.size() != b.degrees.size()) return a.degrees.size() < b.degrees.size();
-    return a.degrees < b.degrees;
-  });
+/// Neighbours of equal shape become one.
+std::vector<BagShape> joined(std::vector<BagShape> shapes) {
   std::vector<BagShape> joined;
   for (BagShape& shape : shapes) {
     if (!joined.empty() && joined.back().degrees == shape.degrees) {
@@ -57,6 +52,16 @@ std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
     }
   }
   return joined;
+}
+
+/// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
+std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
+  std::stable_sort(shapes.begin(), shapes.end(), [](const BagShape& a, const BagShape& b) {
+    if (a.num_ranks_per_bag() != b.num_ranks_per_bag()) return a.num_ranks_per_bag() < b.num_ranks_per_bag();
+    if (a.degrees.size() != b.degrees.size()) return a.degrees.size() < b.degrees.size();
+    return a.degrees < b.degrees;
+  });
+  return joined(std::move(shapes));
 }
 
 }  // namespace
@@ -123,6 +128,20 @@ std::string Topology::str() const {
     out += 'n' + std::to_string(shape.num_bags);
   }
   return out;
+}
+
+Topology Topology::flattened(std::span<const int32_t> degrees) const {
+  KNAPFORMER_ASSERT(degrees.size() == shapes_.size());
+  std::vector<BagShape> shapes;
+  for (size_t s = 0; s < shapes_.size(); ++s) {
+    shapes.push_back(
+        {.degrees = {degrees[s]}, .num_bags = shapes_[s].num_bags * shapes_[s].num_ranks_per_bag() / degrees[s]});
+  }
+  Topology flat;
+  flat.shapes_ = joined(std::move(shapes));
+  flat.num_ranks_per_replica_ = num_ranks_per_replica_;
+  flat.repeat(num_replicas_);
+  return flat;
 }
 
 bool Topology::is_flat() const {

@@ -55,6 +55,9 @@ class Topology {
   int32_t num_replicas() const { return num_replicas_; }
   int32_t num_bags_per_replica() const { return static_cast<int32_t>(bags_.size()) / num_replicas_; }
   bool is_flat() const;
+  /// The flat topology of the same ranks in the same order whose bags are this one's groups of those degrees, one for
+  /// each of shapes(). Its bags may not be ordered by size.
+  Topology flattened(std::span<const int32_t> degrees) const;
 
   std::span<const BagShape> shapes() const { return shapes_; }
   /// Of all replicas; those of replica 0 first.
@@ -67,7 +70,7 @@ class Topology {
  private:
   void repeat(int32_t num_replicas);
 
-  std::vector<BagShape> shapes_;  // ascending by size
+  std::vector<BagShape> shapes_;  // ascending by size, unless flattened
   std::vector<Bag> bags_;
   std::vector<BagId> bag_of_rank_;
   int32_t num_ranks_per_replica_ = 0;

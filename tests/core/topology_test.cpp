@@ -45,6 +45,20 @@ TEST(Topology, NestedBagsHaveAscendingDegrees) {
   EXPECT_TRUE(Topology::parse("g8n4").is_flat());
 }
 
+TEST(Topology, FlattenedKeepsEveryRankWhereItIs) {
+  const Topology nested = Topology::parse("g2n1+g4/2n1+g8/4/1n1", 28);
+  const int32_t whole[] = {2, 4, 8}, twos[] = {2, 2, 8}, falling[] = {2, 4, 1};
+  EXPECT_EQ(nested.flattened(whole), Topology::parse("g2n1+g4n1+g8n1", 28));
+  EXPECT_EQ(nested.flattened(twos), Topology::parse("g2n3+g8n1", 28));
+  const Topology flat = nested.flattened(falling);
+  EXPECT_TRUE(flat.is_flat());
+  EXPECT_EQ(flat.num_replicas(), 2);
+  EXPECT_EQ(flat.num_bags_per_replica(), 10);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(5))).num_ranks, 4);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(6))).num_ranks, 1);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(14))).num_ranks, 2);
+}
+
 class MalformedTopology : public testing::TestWithParam<const char*> {};
 
 TEST_P(MalformedTopology, IsRefusedByName) {
