@@ -1,6 +1,7 @@
 #include "knapformer/core/balanced_fit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "knapformer/core/error.h"
@@ -23,7 +24,7 @@ BalancedFit::BalancedFit(BagForest& forest) : forest_(forest) {
       const double least = load(*first);
       last = std::find_if(first, nodes.end(), [&](int32_t v) { return load(v) > kOneSpeed * least; });
       std::sort(first, last);
-      queues_.push_back({.nodes = {first, last}, .load = WinnerTree(static_cast<size_t>(last - first))});
+      queues_.push_back({.nodes = {first, last}, .occupancy = WinnerTree(static_cast<size_t>(last - first))});
     }
   }
   first_queue_.push_back(queues_.size());
@@ -51,14 +52,24 @@ bool BalancedFit::place_alone(const ForestItem& item, int32_t v, double target) 
   return true;
 }
 
+double BalancedFit::occupancy(int32_t v) const {
+  const double load = forest_.load(v);
+  const BagForest::Node& n = forest_.node(v);
+  if (!std::isfinite(n.token_capacity)) return load;
+  double tokens = forest_.state(v).subtree_tokens;
+  for (int32_t x = n.parent; x >= 0; x = forest_.node(x).parent)
+    tokens += forest_.state(x).tokens * n.degree / forest_.node(x).degree;
+  return std::max(load, target_ * tokens / n.token_capacity);
+}
+
 int32_t BalancedFit::freest(Queue& queue) {
   while (true) {
-    const int32_t v = queue.nodes[static_cast<size_t>(queue.load.winner())];
+    const int32_t v = queue.nodes[static_cast<size_t>(queue.occupancy.winner())];
     if (forest_.node(v).num_children > 0) refresh_bag_of(v);
-    const double load = forest_.load(v);
-    if (load <= queue.load.least()) return v;
-    queue.load.set_least(load);
-    if (queue.nodes[static_cast<size_t>(queue.load.winner())] == v) return v;
+    const double now = occupancy(v);
+    if (now <= queue.occupancy.least()) return v;
+    queue.occupancy.set_least(now);
+    if (queue.nodes[static_cast<size_t>(queue.occupancy.winner())] == v) return v;
   }
 }
 
@@ -66,12 +77,12 @@ int32_t BalancedFit::freest_for(const ForestItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
   int32_t best = freest(queues_[first]);
   if (last - first == 1) return best;
-  double least = forest_.load(best) + forest_.cost(item, best);
+  double least = occupancy(best) + forest_.cost(item, best);
   for (size_t q = first + 1; q < last; ++q) {
     const int32_t v = freest(queues_[q]);
-    const double load = forest_.load(v) + forest_.cost(item, v);
-    if (load < least) {
-      least = load;
+    const double now = occupancy(v) + forest_.cost(item, v);
+    if (now < least) {
+      least = now;
       best = v;
     }
   }
@@ -79,8 +90,9 @@ int32_t BalancedFit::freest_for(const ForestItem& item, size_t k) {
 }
 
 double BalancedFit::place_all(double target, std::vector<int32_t>& node_of_item) {
+  target_ = target;
   forest_.clear();
-  for (Queue& queue : queues_) queue.load = WinnerTree(queue.nodes.size());
+  for (Queue& queue : queues_) queue.occupancy = WinnerTree(queue.nodes.size());
   is_stale_.assign(static_cast<size_t>(forest_.num_bags()), 0);
   const auto items = forest_.items();
   node_of_item.resize(items.size());

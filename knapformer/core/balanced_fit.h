@@ -26,8 +26,10 @@ class BalancedFit {
   /// bringing the least up to date until it stays the least suffices.
   struct Queue {
     std::vector<int32_t> nodes;  // rising
-    WinnerTree load;             // by node
+    WinnerTree occupancy;        // by node
   };
+  /// The group's load; or, of the target, the part of its tokens that it holds already.
+  double occupancy(int32_t v) const;
   int32_t freest(Queue& queue);
   /// Of the groups with the k-th degree, the one that would be done first with the item on top of its load.
   int32_t freest_for(const ForestItem& item, size_t k);
@@ -37,6 +39,7 @@ class BalancedFit {
   void refresh_bag_of(int32_t v);
 
   BagForest& forest_;
+  double target_ = 0;
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, and one past the last
   std::vector<char> is_stale_;       // by bag: nodes above the smallest groups are out of date

@@ -240,24 +240,25 @@ void BalancedSolver::solve_nested(int32_t replica) {
   // close to the bound.
   const bool needs_sharing = forest.cost(forest.items().front(), forest.num_nodes() - 1) > 0.5;
   targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
-  load(forest, targets.best());
-  bool is_spread = false;
-  if (!forest.keeps_limit()) {
-    // Targets do not know of tokens. Everything shared by as many ranks as may is the most even in tokens; from there
-    // it is a long way, so the search starts warm.
+  SearchRange range{.least = bound,
+                    .good_enough = bound * kGoodEnough,
+                    .high_goes_on = true,
+                    .first_temperature = 1.0,
+                    .last_temperature = 0.03};
+  const auto time_from = [&](std::vector<int32_t>& placement) {
+    load(forest, placement);
+    range.time = forest.slowest();
+    search(forest, placement, replica, range);
+    return forest.slowest();
+  };
+  const double time = time_from(targets.best());
+  if (input_.max_tokens_per_rank > 0 && time > range.good_enough) {
+    // Everything shared by as many ranks as may is the most even in tokens. From there it is a long way.
     std::vector<int32_t> spread;
     BalancedFit(forest).place_all(0, spread);
-    is_spread = forest.keeps_limit();
-    if (is_spread) targets.best().swap(spread);
-    load(forest, targets.best());
+    range.first_temperature = 32;
+    if (time_from(spread) < time) targets.best().swap(spread);
   }
-  search(forest, targets.best(), replica,
-         {.least = bound,
-          .time = forest.slowest(),
-          .good_enough = bound * kGoodEnough,
-          .high_goes_on = true,
-          .first_temperature = is_spread ? 32.0 : 1.0,
-          .last_temperature = 0.03});
   set_placements(forest, targets.best());
 }
 
