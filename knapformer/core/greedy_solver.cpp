@@ -9,7 +9,7 @@
 namespace knapformer {
 namespace {
 
-/// Bags of one size in a replica, with the same capacity.
+/// Bags of one size that follow each other in a replica, with the same capacity.
 struct BagQueue {
   int32_t num_ranks = 0;
   int32_t first_bag = 0;
@@ -46,6 +46,9 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
   for (int32_t s = first.value; s < last.value; ++s) total_work += work_of(SequenceId(s));
 
   std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
+  // Bags of one size are in several queues where a flattened topology has other bags between them.
+  const auto first_largest = std::find_if(
+      queues.begin(), queues.end(), [&](const BagQueue& queue) { return queue.num_ranks == queues.back().num_ranks; });
   for (const SequenceId id : by_falling_work(input, replica)) {
     const double work = work_of(id);
     const int64_t length = input.seq_lens[id];
@@ -54,7 +57,11 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
       const bool candidate = queue.capacity >= work && length >= queue.num_ranks;
       if (candidate && (best == nullptr || queue.occupancy.least() < best->occupancy.least())) best = &queue;
     }
-    if (best == nullptr) best = &queues.back();
+    if (best == nullptr) {
+      best = &*std::min_element(first_largest, queues.end(), [](const BagQueue& a, const BagQueue& b) {
+        return a.occupancy.least() < b.occupancy.least();
+      });
+    }
     const BagId bag = best->least_occupied();
     placements[id.index()] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks};
     best->occupancy.set_least(best->occupancy.least() + work / best->capacity);

@@ -11,7 +11,7 @@ namespace knapformer {
 /// 2. Take the sequences by falling work, ties by id.
 /// 3. A bag is a candidate where its whole capacity is at least the sequence's work and the sequence has at least as
 ///    many tokens as the bag has ranks. With no candidate, the bags of the largest size are.
-/// 4. Take the candidate with the lowest occupancy (assigned work over capacity), ties by id.
+/// 4. Take the candidate with the lowest occupancy (assigned work over capacity), ties by size, then id.
 ///
 /// Deviation from the paper, which says *remaining* capacity in step 3: the authors' code, and so the golden plans, use
 /// the whole one. O(n log n + n (log bags + distinct bag sizes)).

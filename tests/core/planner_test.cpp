@@ -6,15 +6,15 @@
 #include <numeric>
 
 #include "knapformer/core/error.h"
+#include "knapformer/core/greedy_solver.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {
 namespace {
 
 /// The published planner, written straight from its description: no heaps, no queues, every bag looked at every time.
-std::vector<int32_t> bags_by_the_book(const PlanInput& input) {
+std::vector<int32_t> bags_by_the_book(const PlanInput& input, const Topology& topology) {
   std::vector<int32_t> bag_of(static_cast<size_t>(input.seq_lens.num_sequences()));
-  const Topology& topology = input.topology;
   for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
     const auto in_replica = [&](SequenceId s) {
       return input.seq_lens.home_of(s).value / topology.num_ranks_per_replica() == replica;
@@ -29,22 +29,25 @@ std::vector<int32_t> bags_by_the_book(const PlanInput& input) {
     std::stable_sort(sequences.begin(), sequences.end(),
                      [](const auto& a, const auto& b) { return a.first > b.first; });
     const double target = total / topology.num_ranks_per_replica();
-    const int32_t first = replica * topology.num_bags_per_replica(), last = first + topology.num_bags_per_replica();
-    int32_t largest = 0;
-    for (int32_t b = first; b < last; ++b) largest = std::max(largest, topology.bag(BagId(b)).num_ranks);
+    const int32_t first = replica * topology.num_bags_per_replica();
+    const auto size_of = [&](int32_t b) { return topology.bag(BagId(b)).num_ranks; };
+    std::vector<int32_t> bags(static_cast<size_t>(topology.num_bags_per_replica()));
+    std::iota(bags.begin(), bags.end(), first);
+    std::stable_sort(bags.begin(), bags.end(), [&](int32_t a, int32_t b) { return size_of(a) < size_of(b); });
+    const int32_t largest = size_of(bags.back());
     std::vector<double> occupancy(topology.bags().size(), 0.0);
     for (const auto& [work, s] : sequences) {
       int32_t best = -1;
       for (const bool any_candidate : {true, false}) {
-        for (int32_t b = first; b < last; ++b) {
-          const int32_t size = topology.bag(BagId(b)).num_ranks;
+        for (const int32_t b : bags) {
+          const int32_t size = size_of(b);
           const bool fits =
               any_candidate ? size * target >= work && input.seq_lens[SequenceId(s)] >= size : size == largest;
           if (fits && (best < 0 || occupancy[static_cast<size_t>(b)] < occupancy[static_cast<size_t>(best)])) best = b;
         }
         if (best >= 0) break;
       }
-      occupancy[static_cast<size_t>(best)] += work / (topology.bag(BagId(best)).num_ranks * target);
+      occupancy[static_cast<size_t>(best)] += work / (size_of(best) * target);
       bag_of[static_cast<size_t>(s)] = best;
     }
   }
@@ -59,9 +62,25 @@ TEST(Greedy, DoesWhatThePaperSays) {
     const Plan plan = plan_greedy(input);
     std::vector<int32_t> bags;
     for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
-    ASSERT_EQ(bags, bags_by_the_book(input)) << "seed " << seed << ", topology " << input.topology.str();
+    ASSERT_EQ(bags, bags_by_the_book(input, input.topology))
+        << "seed " << seed << ", topology " << input.topology.str();
     plan.validate();
     ASSERT_EQ(plan_greedy(input), plan) << "not deterministic";
+  }
+}
+
+TEST(Greedy, InTheGroupsOfNestedBagsToo) {
+  // Whose sizes may come in any order, and come again.
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    Cases cases(seed);
+    const PlanInput input = cases.input(true, seed % 2 == 0 ? 12 : 3000);
+    std::vector<int32_t> degrees;
+    for (const BagShape& shape : input.topology.shapes())
+      degrees.push_back(shape.degrees[static_cast<size_t>(cases.integer(0, std::ssize(shape.degrees) - 1))]);
+    const Topology flat = input.topology.flattened(degrees);
+    std::vector<int32_t> bags;
+    for (const Placement& p : greedy_placements(input, flat)) bags.push_back(p.bag.value);
+    ASSERT_EQ(bags, bags_by_the_book(input, flat)) << "seed " << seed << ", topology " << flat.str();
   }
 }
 
