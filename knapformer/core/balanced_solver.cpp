@@ -342,8 +342,8 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
       may_win[r] = !(is_smallest && is_greedy_[r]) &&
                    is_below_best(r, replica_lower_bound_s(input_, topology, static_cast<int32_t>(r)));
     }
-    if (effort_ == Effort::kLow && contains(may_win, true)) {
-      // Its plan is greedy's: whether that may win is soon known.
+    if (effort_ == Effort::kLow && input_.max_tokens_per_rank == 0 && contains(may_win, true)) {
+      // Its plan is greedy's: whether that may win is soon known. (A limit of tokens may have it search.)
       const std::vector<Placement> greedy = greedy_placements(input_, topology);
       for (size_t r = 0; r < best.size(); ++r) {
         may_win[r] =

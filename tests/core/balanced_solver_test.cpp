@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <random>
 
@@ -83,6 +84,44 @@ TEST(BalancedSolver, NestedBagsAreNeverWorseThanFlatOnes) {
     }
   }
   EXPECT_GE(num_close, 100);  // it matters
+}
+
+TEST(BalancedSolver, NestedBagsKeepALimitNoWorseThanFlatOnes) {
+  int num_kept = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, 200);
+    in.d_model = 1024;
+    in.cluster.network_bytes_per_s = 1e9;
+    if (seed % 2 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
+    const Topology nested = in.topology;
+    int64_t longest = 0, total = 0;
+    for (const int64_t length : in.seq_lens.lens()) {
+      longest = std::max(longest, length);
+      total += length;
+    }
+    const int64_t least = std::max(total / nested.num_ranks(), longest / nested.shapes().back().num_ranks_per_bag());
+    in.max_tokens_per_rank = least * cases.integer(10, 20) / 10 + 1;
+    const Effort effort{.moves = seed % 5 == 0 ? Effort::kDefault : Effort::kLow};
+    const auto time_s = [&](const Topology& topology) {  // infinite where the limit is not kept
+      in.topology = topology;
+      try {
+        const Plan plan = plan_balanced(in, effort);
+        EXPECT_LE(plan.max_tokens(), in.max_tokens_per_rank) << "seed " << seed;
+        return plan.predicted_time_s();
+      } catch (const ArgumentError&) {
+        return std::numeric_limits<double>::infinity();
+      }
+    };
+    const double nested_s = time_s(nested);
+    for (const Flat& flat : flats_of(nested)) {
+      if (!flat.keeps_order) continue;
+      const double flat_s = time_s(Topology::parse(flat.name, nested.num_ranks()));
+      EXPECT_LE(nested_s, flat_s * (1 + 1e-12)) << flat.name << " in " << nested.str() << ", seed " << seed;
+      num_kept += std::isfinite(flat_s);
+    }
+  }
+  EXPECT_GE(num_kept, 300);
 }
 
 TEST(BalancedSolver, OfManySequencesToo) {
