@@ -53,8 +53,6 @@ void BagForest::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
   roots_.push_back(root);
   shape_of_bag_.push_back(bag.shape);
   const auto& levels = levels_[static_cast<size_t>(bag.shape)];
-  const double limit = input.max_tokens_per_rank > 0 ? static_cast<double>(input.max_tokens_per_rank)
-                                                     : std::numeric_limits<double>::infinity();
   const double time_per_token = input.workload.token_work(1, input.d_model) / input.cluster.flops_per_s / unit_s_;
   KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
   for (size_t k = levels.size(); k-- > 0;) {  // from the root down
@@ -80,7 +78,6 @@ void BagForest::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
       n.attention_share = 1.0 / n.degree / slowest;
       n.exchange_per_token = input.cluster.exchange_s_per_token(Rank(n.first_rank), n.degree, input.d_model) / unit_s_;
       n.load_per_token = n.time_per_token + n.exchange_per_token / n.degree;
-      n.token_capacity = limit * n.degree;
       if (n.parent >= 0) {
         const Node& parent = nodes_[static_cast<size_t>(n.parent)];
         std::copy(std::begin(parent.above_exchange), std::end(parent.above_exchange), std::begin(n.above_exchange));
@@ -97,6 +94,11 @@ std::pair<int32_t, int32_t> BagForest::nodes_of(int32_t bag, int32_t degree) con
     if (level.degree == degree) return {root(bag) + level.offset, root(bag) + level.offset + level.count};
   }
   return {0, 0};
+}
+
+void BagForest::set_token_limit(int64_t max_tokens_per_rank) {
+  for (Node& n : nodes_) n.token_capacity = static_cast<double>(max_tokens_per_rank) * n.degree;
+  update_all();
 }
 
 double BagForest::slowest() const {

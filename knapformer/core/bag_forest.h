@@ -58,7 +58,7 @@ class BagForest {
   static constexpr int32_t kMaxAbove = 5;
 
   struct Node {
-    // Constant.
+    // Constant, but for a limit of tokens.
     int32_t degree = 1;
     int32_t parent = -1;
     int32_t first_child = -1;
@@ -69,8 +69,8 @@ class BagForest {
     double attention_share = 1;     // 1 / degree / speed of the slowest rank
     double exchange_per_token = 0;  // of a chunk, on the rank that holds it
     double load_per_token = 0;      // of both, on each rank, per token of a sequence cut evenly
-    double token_capacity = 0;
-    int32_t depth = 0;                      // 0 at the root
+    double token_capacity = std::numeric_limits<double>::infinity();  // see set_token_limit
+    int32_t depth = 0;                                                // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
 
@@ -105,6 +105,8 @@ class BagForest {
   std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
   double bag_time(int32_t bag) const { return state(root(bag)).time; }
   double slowest() const;
+  /// No limit until one is set.
+  void set_token_limit(int64_t max_tokens_per_rank);
   /// Whether the tokens of every group fit it.
   bool keeps_limit() const;
 

@@ -1,6 +1,7 @@
 #include "knapformer/core/balanced_solver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <span>
 
@@ -208,11 +209,6 @@ void BalancedSolver::improve_in_rounds(BagForest& forest, std::vector<int32_t>& 
   }
 }
 
-void BalancedSolver::set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item) {
-  for (size_t i = 0; i < node_of_item.size(); ++i)
-    placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
-}
-
 void BalancedSolver::place_greedily() {
   const Topology smallest = flat_topologies().front();
   const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
@@ -229,9 +225,23 @@ void BalancedSolver::place_greedily() {
   for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
 }
 
-void BalancedSolver::solve_nested(int32_t replica) {
-  BagForest forest(input_, replica, Objective::kTime);
+void BalancedSolver::solve(int32_t replica, Objective objective) {
+  BagForest forest(input_, replica, objective);
   if (forest.items().empty()) return;
+  const auto place_all = [&] {
+    return objective == Objective::kTime ? placed_nested(forest, replica) : placed_flat(forest, replica);
+  };
+  std::vector<int32_t> node_of_item = place_all();
+  if (input_.max_tokens_per_rank > 0) {
+    // A limit that is kept anyway costs nothing.
+    forest.set_token_limit(input_.max_tokens_per_rank);
+    if (!forest.keeps_limit()) node_of_item = place_all();
+  }
+  for (size_t i = 0; i < node_of_item.size(); ++i)
+    placements_[forest.items()[i].id.index()] = forest.placement(node_of_item[i]);
+}
+
+std::vector<int32_t> BalancedSolver::placed_nested(BagForest& forest, int32_t replica) const {
   const double bound = std::max(1.0, bounds_s_[static_cast<size_t>(replica)] / forest.unit_s());
   constexpr size_t kFewSequences = 512;  // then there is time to try more
   const int32_t few_targets = forest.items().size() <= kFewSequences ? 4 : 2;
@@ -252,22 +262,24 @@ void BalancedSolver::solve_nested(int32_t replica) {
     return forest.slowest();
   };
   const double time = time_from(targets.best());
-  if (input_.max_tokens_per_rank > 0 && time > range.good_enough) {
+  if (std::isfinite(forest.node(0).token_capacity) && time > range.good_enough) {
     // Everything shared by as many ranks as may is the most even in tokens. From there it is a long way.
     std::vector<int32_t> spread;
     BalancedFit(forest).place_all(0, spread);
     range.first_temperature = 32;
-    if (time_from(spread) < time) targets.best().swap(spread);
+    if (time_from(spread) < time) {
+      targets.best().swap(spread);
+    } else {
+      load(forest, targets.best());
+    }
   }
-  set_placements(forest, targets.best());
+  return std::move(targets.best());
 }
 
-void BalancedSolver::solve_flat(int32_t replica) {
-  BagForest forest(input_, replica, Objective::kFlat);
-  if (forest.items().empty()) return;
+std::vector<int32_t> BalancedSolver::placed_flat(BagForest& forest, int32_t replica) const {
   std::vector<int32_t> nodes = nodes_of(forest, placements_);  // greedy
   load(forest, nodes);
-  if (num_moves(forest, effort_) == 0) return;
+  if (num_moves(forest, effort_) == 0) return nodes;
   // Tokens that do not divide make ranks of a bag differ by one, which the forest does not see.
   double mean_time = 0, time_of_a_token = 0;
   int32_t num_ranks = 0;
@@ -299,7 +311,7 @@ void BalancedSolver::solve_flat(int32_t replica) {
     search_for({.of_time = true, .most_work = greedy_work}, 1);
     search_for({.of_time = false, .most_time = forest.slowest_with_exchange()}, 1);
   }
-  set_placements(forest, nodes);
+  return nodes;
 }
 
 Plan BalancedSolver::finish(std::vector<Placement> placements) const {
@@ -376,7 +388,7 @@ Plan BalancedSolver::solve() {
     bounds_s_[r] = replica_lower_bound_s(input_, input_.topology, static_cast<int32_t>(r));
   if (effort_ == Effort::kLow) place_greedily();
   for (size_t r = 0; r < bounds_s_.size(); ++r) {
-    if (!is_greedy_[r]) solve_nested(static_cast<int32_t>(r));
+    if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
   }
   return with_flat_replicas(finish(std::move(placements_)));
 }
@@ -385,7 +397,7 @@ Plan BalancedSolver::solve_all_flat(std::span<const char> replicas) {
   const std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
   placements_ = greedy;
   for (size_t r = 0; r < replicas.size(); ++r) {
-    if (replicas[r]) solve_flat(static_cast<int32_t>(r));
+    if (replicas[r]) solve(static_cast<int32_t>(r), Objective::kFlat);
   }
   // Bags were compared; ranks may differ by the tokens that do not divide.
   const auto no_worse_of = [](Plan plan, const Plan& other) {

@@ -35,8 +35,10 @@ class BalancedSolver {
  private:
   /// Leaves sequences whole, placed by the greedy solver, in replicas where that is good enough.
   void place_greedily();
-  void solve_nested(int32_t replica);
-  void solve_flat(int32_t replica);
+  void solve(int32_t replica, Objective objective);
+  /// The nodes of the items, which are left in the forest.
+  std::vector<int32_t> placed_nested(BagForest& forest, int32_t replica) const;
+  std::vector<int32_t> placed_flat(BagForest& forest, int32_t replica) const;
   struct SearchRange {
     double least = 0;        // what no placement is below
     double time = 0;         // of the placement that is there
@@ -51,7 +53,6 @@ class BalancedSolver {
   /// Another round follows where one gained so much that its energy was out of scale for where it ended.
   void improve_in_rounds(BagForest& forest, std::vector<int32_t>& node_of_item, int32_t replica,
                          const SearchRange& range, int64_t effort) const;
-  void set_placements(const BagForest& forest, const std::vector<int32_t>& node_of_item);
   Plan finish(std::vector<Placement> placements) const;
   /// `replicas`: marks those to improve; the others stay greedy.
   Plan solve_all_flat(std::span<const char> replicas);

@@ -238,6 +238,23 @@ TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
   }
 }
 
+TEST(BalancedSolver, ALimitThatIsKeptAnywayCostsNothing) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    for (const char* mix : {"low", "joint"}) {
+      for (const char* topology : {"g4/2/1n8", "g2/1n4+g8/4/2/1n3", "g4n8"}) {
+        PlanInput in = mix_input(mix, topology, seed, 1.0);
+        for (const int64_t moves : {Effort::kLow, Effort::kDefault}) {
+          in.max_tokens_per_rank = 0;
+          const Plan free = plan_balanced(in, {.moves = moves});
+          in.max_tokens_per_rank = free.max_tokens();
+          EXPECT_LE(plan_balanced(in, {.moves = moves}).predicted_time_s(), free.predicted_time_s() * (1 + 1e-12))
+              << mix << " in " << topology << ", seed " << seed;
+        }
+      }
+    }
+  }
+}
+
 TEST(BalancedSolver, EqualSequencesStayAtHome) {
   PlanInput in;
   in.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(16, std::vector<int64_t>(4, 300)));
