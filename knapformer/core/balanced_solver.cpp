@@ -210,7 +210,7 @@ void BalancedSolver::improve_in_rounds(BagForest& forest, std::vector<int32_t>& 
 }
 
 void BalancedSolver::place_greedily() {
-  const Topology smallest = flat_topologies().front();
+  const Topology smallest = input_.topology.flat_topologies().front();
   const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
   if (!is_whole || input_.max_tokens_per_rank > 0) return;
   const auto is_good = [&](size_t r, double time_s) { return time_s <= bounds_s_[r] * kGoodEnoughInTheStep; };
@@ -321,45 +321,27 @@ Plan BalancedSolver::finish(std::vector<Placement> placements) const {
   return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
 }
 
-std::vector<Topology> BalancedSolver::flat_topologies() const {
-  // Every choice of a degree for each shape of bags; of more shapes than that can be tried for, the last stay whole.
-  constexpr size_t kMost = 256;
-  std::vector<std::vector<int32_t>> choices = {{}};
-  for (const BagShape& shape : input_.topology.shapes()) {
-    const size_t num_degrees = choices.size() * shape.degrees.size() <= kMost ? shape.degrees.size() : 1;
-    std::vector<std::vector<int32_t>> longer;
-    for (const auto& choice : choices) {
-      for (const int32_t degree : std::span(shape.degrees).last(num_degrees)) {
-        longer.push_back(choice);
-        longer.back().push_back(degree);
-      }
-    }
-    choices.swap(longer);
-  }
-  std::vector<Topology> flats;
-  for (const auto& choice : choices) flats.push_back(input_.topology.flattened(choice));
-  return flats;
-}
-
 Plan BalancedSolver::with_flat_replicas(Plan plan) const {
   std::vector<Figures> best = figures_of(plan);
   std::vector<char> may_win(best.size()), wins(best.size());
-  const std::vector<Topology> flats = flat_topologies();
+  const std::vector<Topology> flats = input_.topology.flat_topologies();
+  // Then a flat plan is greedy's; a limit of tokens may have it search.
+  const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
   for (const Topology& topology : flats) {
     const bool is_smallest = &topology == &flats.front();
-    const auto is_below_best = [&](size_t r, double bound_s) {
-      return !best[r].keeps_limit() || bound_s < best[r].time_s;
+    const auto may_be_below = [&](int32_t replica, double time_s) {
+      return is_greedy ? replica_lower_bound_s(input_, topology, replica) < time_s
+                       : flat_may_take_less(input_, topology, replica, time_s);
     };
     for (size_t r = 0; r < best.size(); ++r) {
       may_win[r] = !(is_smallest && is_greedy_[r]) &&
-                   is_below_best(r, replica_lower_bound_s(input_, topology, static_cast<int32_t>(r)));
+                   (!best[r].keeps_limit() || may_be_below(static_cast<int32_t>(r), best[r].time_s));
     }
-    if (effort_ == Effort::kLow && input_.max_tokens_per_rank == 0 && contains(may_win, true)) {
-      // Its plan is greedy's: whether that may win is soon known. (A limit of tokens may have it search.)
+    if (is_greedy && contains(may_win, true)) {
       const std::vector<Placement> greedy = greedy_placements(input_, topology);
       for (size_t r = 0; r < best.size(); ++r) {
         may_win[r] =
-            may_win[r] && is_below_best(r, flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy));
+            may_win[r] && flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy) < best[r].time_s;
       }
     }
     if (!contains(may_win, true)) continue;

@@ -14,7 +14,8 @@
 // By construction, replica by replica: a plan of flat bags is never worse than the greedy plan, neither by work nor by
 // predicted time; and one of nested bags is never worse, in predicted time, than the plan of any flat topology that
 // cuts each shape of its bags into groups of one of their degrees, as planned by this solver with the same effort, or
-// by greedy. A flat topology that is proven (lower_bound.h) not to be faster is not planned.
+// by greedy. (Of more than 64 such topologies, those with groups of about one size.) A flat topology that is proven
+// (lower_bound.h) not to be faster is not planned.
 #pragma once
 
 #include <span>
@@ -56,8 +57,6 @@ class BalancedSolver {
   Plan finish(std::vector<Placement> placements) const;
   /// `replicas`: marks those to improve; the others stay greedy.
   Plan solve_all_flat(std::span<const char> replicas);
-  /// The flat topologies with groups of the nested one's, of one degree for each shape of bags.
-  std::vector<Topology> flat_topologies() const;
   /// The plan, with those replicas from plans of flat topologies that are better there.
   Plan with_flat_replicas(Plan plan) const;
   /// The plan of a flat topology, as one of this input's nested bags.

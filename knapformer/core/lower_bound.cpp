@@ -111,6 +111,62 @@ double replica_lower_bound_s(const PlanInput& input, const Topology& topology, i
   return bound_s;
 }
 
+bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double time_s) {
+  if (replica_lower_bound_s(input, topology, replica) >= time_s) return false;
+  // Let rank time have a price in the bags of each shape. Every sequence takes at least what is cheapest of the shapes
+  // that it fits, and together they take at most `time_s` of every rank. Where that does not add up, whatever the
+  // prices, there is no such plan. Prices that show it rise where more is wanted than there is.
+  constexpr int kMostRounds = 8;
+  constexpr double kRounding = 1 + 1e-9;
+  struct Shape {
+    double bag_speed = 0, total_speed = 0;
+    double exchange_s_per_token = std::numeric_limits<double>::infinity();
+    double price = 1, wanted_s = 0;
+  };
+  std::vector<Shape> shapes(topology.shapes().size());
+  const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
+  const auto bags = topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags);
+  for (const Bag& bag : bags) {
+    Shape& shape = shapes[static_cast<size_t>(bag.shape)];
+    const double speed = speeds_of(input, bag.first_rank, bag.num_ranks).first;
+    shape.bag_speed = std::max(shape.bag_speed, speed);
+    shape.total_speed += speed;
+    shape.exchange_s_per_token = std::min(
+        shape.exchange_s_per_token, input.cluster.exchange_s_per_token(bag.first_rank, bag.num_ranks, input.d_model));
+  }
+  const Rank first_rank = bags.front().first_rank, last_rank(first_rank.value + topology.num_ranks_per_replica() - 1);
+  const double min_speed = speeds_of(input, first_rank, topology.num_ranks_per_replica()).second;
+  const SequenceId first = input.seq_lens.first_of(first_rank), last = input.seq_lens.last_of(last_rank);
+  for (int round = 0; round < kMostRounds && shapes.size() > 1; ++round) {
+    double cost = 0, worth = 0;
+    for (Shape& shape : shapes) {
+      worth += shape.price * shape.total_speed * time_s;
+      shape.wanted_s = 0;
+    }
+    for (int32_t s = first.value; s < last.value; ++s) {
+      const double work_s = input.work(SequenceId(s)) / input.cluster.flops_per_s;
+      const double exchange = static_cast<double>(input.seq_lens[SequenceId(s)]) * min_speed;
+      Shape* best = nullptr;
+      double least = 0, least_s = 0;
+      for (Shape& shape : shapes) {
+        const double shape_s = work_s + exchange * shape.exchange_s_per_token;
+        if (shape_s > time_s * shape.bag_speed * kRounding) continue;
+        if (best != nullptr && shape.price * shape_s >= least) continue;
+        best = &shape;
+        least = shape.price * shape_s;
+        least_s = shape_s;
+      }
+      if (best == nullptr) return false;
+      best->wanted_s += least_s;
+      cost += least;
+    }
+    if (cost > worth * kRounding) return false;
+    for (Shape& shape : shapes)
+      shape.price *= 1 + (std::min(shape.wanted_s / (shape.total_speed * time_s), 2.0) - 1) / (4 + 4 * round);
+  }
+  return true;
+}
+
 double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
                           std::span<const Placement> placements) {
   const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());

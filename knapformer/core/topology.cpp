@@ -1,6 +1,7 @@
 #include "knapformer/core/topology.h"
 
 #include <algorithm>
+#include <set>
 
 #include "knapformer/core/error.h"
 #include "knapformer/core/text_reader.h"
@@ -142,6 +143,37 @@ Topology Topology::flattened(std::span<const int32_t> degrees) const {
   flat.num_ranks_per_replica_ = num_ranks_per_replica_;
   flat.repeat(num_replicas_);
   return flat;
+}
+
+std::vector<Topology> Topology::flat_topologies() const {
+  constexpr size_t kMost = 64;
+  std::vector<std::vector<int32_t>> choices = {{}};  // of a degree for each shape
+  for (const BagShape& shape : shapes_) {
+    std::vector<std::vector<int32_t>> longer;
+    for (const auto& choice : choices) {
+      for (const int32_t degree : shape.degrees) {
+        longer.push_back(choice);
+        longer.back().push_back(degree);
+      }
+    }
+    choices.swap(longer);
+    if (choices.size() > kMost) break;
+  }
+  if (choices.size() > kMost) {
+    std::set<int32_t> sizes;
+    for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
+    choices.clear();
+    for (const int32_t size : sizes) {
+      auto& choice = choices.emplace_back();
+      for (const BagShape& shape : shapes_) {
+        const auto above = std::upper_bound(shape.degrees.begin(), shape.degrees.end(), size);
+        choice.push_back(above == shape.degrees.begin() ? *above : *(above - 1));
+      }
+    }
+  }
+  std::vector<Topology> flats;
+  for (const auto& choice : choices) flats.push_back(flattened(choice));
+  return flats;
 }
 
 bool Topology::is_flat() const {

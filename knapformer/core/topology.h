@@ -58,6 +58,9 @@ class Topology {
   /// The flat topology of the same ranks in the same order whose bags are this one's groups of those degrees, one for
   /// each of shapes(). Its bags may not be ordered by size.
   Topology flattened(std::span<const int32_t> degrees) const;
+  /// Flattened in every way, the smallest degrees first. Where those are more than 64, the ways with groups of about
+  /// one size: for each degree g, the largest up to g (or else the smallest) of each of shapes().
+  std::vector<Topology> flat_topologies() const;
 
   std::span<const BagShape> shapes() const { return shapes_; }
   /// Of all replicas; those of replica 0 first.

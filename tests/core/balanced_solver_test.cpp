@@ -124,6 +124,26 @@ TEST(BalancedSolver, NestedBagsKeepALimitNoWorseThanFlatOnes) {
   EXPECT_GE(num_kept, 300);
 }
 
+TEST(BalancedSolver, OfManyShapesTheFlatOnesOfAboutOneSizeCount) {
+  const Topology nested = Topology::parse("g2/1n1+g4/2/1n1+g6/3/1n1+g8/4/2/1n2");  // 72 flat ones
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    Cases cases(seed);
+    PlanInput in{.seq_lens = cases.lengths(nested.num_ranks(), int64_t{1} << cases.integer(5, 14)),
+                 .topology = nested,
+                 .d_model = 1024,
+                 .workload = {}};
+    const Effort effort{.moves = seed % 2 == 0 ? Effort::kLow : Effort::kDefault};
+    const double nested_s = plan_balanced(in, effort).predicted_time_s();
+    for (const std::vector<int32_t>& degrees : std::vector<std::vector<int32_t>>{
+             {1, 1, 1, 1}, {2, 2, 1, 2}, {2, 2, 3, 2}, {2, 4, 3, 4}, {2, 4, 6, 4}, {2, 4, 6, 8}}) {
+      in.topology = nested.flattened(degrees);
+      for (const Plan& plan : {plan_balanced(in, effort), plan_greedy(in)}) {
+        EXPECT_LE(nested_s, plan.predicted_time_s() * (1 + 1e-12)) << in.topology.str() << ", seed " << seed;
+      }
+    }
+  }
+}
+
 TEST(BalancedSolver, OfManySequencesToo) {
   // Where no search pays, and where wholes are good enough at low effort.
   for (const char* mix : {"g16b40i256f1s0", "g8b30i512f1s0,g8b8i1024f1s0"}) {
