@@ -62,6 +62,17 @@ class TargetSearch {
   std::vector<int32_t> best_, trial_;
 };
 
+/// From the replica's own lengths: what it is planned does not depend on the others.
+uint64_t random_key(const PlanInput& input, int32_t replica) {
+  const int32_t num_ranks = input.topology.num_ranks_per_replica();
+  uint64_t key = 0x6B6E6170666F726Du;
+  for (int32_t r = replica * num_ranks; r < (replica + 1) * num_ranks; ++r) {
+    for (const int64_t length : input.seq_lens.lens(Rank(r)))
+      key = (key ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
+  }
+  return key;
+}
+
 int64_t num_moves(const BagForest& forest, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
   constexpr int64_t kLeast = 2000, kMost = 100'000, kPerItem = 100;
@@ -162,10 +173,7 @@ std::vector<int32_t> nodes_of(const BagForest& forest, const std::vector<Placeme
 
 }  // namespace
 
-BalancedSolver::BalancedSolver(PlanInput input, int64_t effort)
-    : input_(std::move(input)), effort_(effort), random_key_(0x6B6E6170666F726Du) {
-  for (const int64_t length : input_.seq_lens.lens())
-    random_key_ = (random_key_ ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
+BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::move(input)), effort_(effort) {
   placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
   bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
   is_greedy_.resize(bounds_s_.size());
@@ -200,7 +208,7 @@ void BalancedSolver::improve_in_rounds(BagForest& forest, std::vector<int32_t>& 
     set_reference(forest, range.least, before);
     improve(forest, node_of_item,
             {.num_moves = moves,
-             .key = random_key_ + static_cast<uint64_t>(replica) + (round << 32),
+             .key = random_key(input_, replica) + (round << 32),
              .good_enough = range.good_enough,
              .first_temperature = range.first_temperature,
              .last_temperature = range.last_temperature});

@@ -64,7 +64,6 @@ class BalancedSolver {
 
   PlanInput input_;
   int64_t effort_;
-  uint64_t random_key_;
   std::vector<Placement> placements_;
   std::vector<double> bounds_s_;  // of nested bags, by replica
   std::vector<char> is_greedy_;   // by replica: placed by place_greedily

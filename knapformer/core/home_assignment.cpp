@@ -180,17 +180,18 @@ class HomeAssignment {
   std::vector<char> is_taken_, is_placed_;
 };
 
-/// Tokens that stay on their rank, and on their node, where shared sequences are cut evenly.
-std::pair<int64_t, int64_t> tokens_that_stay(const PlanInput& input, std::span<const Placement> placements) {
+/// Tokens of sequences [first, last) that stay on their rank, and on their node, where shared ones are cut evenly.
+std::pair<int64_t, int64_t> tokens_that_stay(const PlanInput& input, std::span<const Placement> placements,
+                                             SequenceId first, SequenceId last) {
   int64_t at_home = 0, in_node = 0;
-  for (size_t s = 0; s < placements.size(); ++s) {
+  for (size_t s = first.index(); s < last.index(); ++s) {
     const SequenceId id(s);
     const int32_t home = input.seq_lens.home_of(id).value, num_in_node = input.cluster.ranks_per_node;
-    const int32_t first = placements[s].first_rank.value, last = first + placements[s].degree;
+    const int32_t begin = placements[s].first_rank.value, end = begin + placements[s].degree;
     const int32_t first_in_node = home - home % num_in_node;
     const int64_t share = share_of(input, id, placements[s]);
-    at_home += home >= first && home < last ? share : 0;
-    in_node += share * std::max(0, std::min(last, first_in_node + num_in_node) - std::max(first, first_in_node));
+    at_home += home >= begin && home < end ? share : 0;
+    in_node += share * std::max(0, std::min(end, first_in_node + num_in_node) - std::max(begin, first_in_node));
   }
   return {at_home, in_node};
 }
@@ -202,8 +203,13 @@ void assign_homes(const PlanInput& input, std::span<Placement> placements) {
   std::vector<Placement> trial(placements.begin(), placements.end());
   HomeAssignment(input, trial).run();
   // A larger block goes where most of its tokens are at home, and those may have been at home in it already.
-  if (tokens_that_stay(input, trial) > tokens_that_stay(input, placements))
-    std::ranges::copy(trial, placements.begin());
+  const int32_t num_ranks = input.topology.num_ranks_per_replica();
+  for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
+    const SequenceId first = input.seq_lens.first_of(Rank(replica * num_ranks));
+    const SequenceId last = input.seq_lens.last_of(Rank((replica + 1) * num_ranks - 1));
+    if (tokens_that_stay(input, trial, first, last) > tokens_that_stay(input, placements, first, last))
+      std::copy(trial.begin() + first.value, trial.begin() + last.value, placements.begin() + first.value);
+  }
 }
 
 }  // namespace knapformer
