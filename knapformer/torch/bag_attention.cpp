@@ -1,8 +1,11 @@
 #include "knapformer/torch/bag_attention.h"
 
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/split_with_sizes.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <string>
@@ -33,6 +36,18 @@ at::Tensor depending_on(const std::vector<at::Tensor>& inputs, at::Tensor o) {
   }
   return o;
 }
+
+class SaveSomething : public torch::autograd::Function<SaveSomething> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o) {
+    context->save_for_backward({at::empty({0})});
+    return o.view(o.sizes());
+  }
+
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext*, const std::vector<at::Tensor>& gradients) {
+    return gradients;
+  }
+};
 
 /// One call of BagAttention::run. The first level is what is whole here, where the bag allows that; the others are
 /// shared.
@@ -156,6 +171,11 @@ class AttentionCall {
 };
 
 }  // namespace
+
+at::Tensor repeated_whole(const at::Tensor& o) {
+  const bool watched = at::GradMode::is_enabled() && o.requires_grad() && at::SavedTensorDefaultHooks::get_hooks();
+  return watched ? SaveSomething::apply(o) : o;
+}
 
 HeadSharing sharing_of(const AttentionLevel& level) {
   return {.shared_end = HeadSharing::kSend, .degree = level.degree, .index_in_group = level.index_in_group};

@@ -46,4 +46,9 @@ struct BagAttention {
   at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
 };
 
+/// `o`, and a recomputation of it (activation checkpointing) comes this far. Torch ends one by an exception once it has
+/// all that the forward pass saved: that would be inside `attend`, or on a rank where that saves nothing before an
+/// exchange that its peers repeat.
+at::Tensor repeated_whole(const at::Tensor& o);
+
 }  // namespace knapformer

@@ -1,5 +1,7 @@
 #include "knapformer/torch/balancer.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <charconv>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -219,7 +221,7 @@ const std::vector<TableTensors>& SequenceBalancer::tables_on(at::Device device) 
           {.table = level.pre_attn,
            .head_group = {.first_peer = level.pre_attn.this_peer - level.index_in_group, .degree = level.degree}});
     }
-    s.tables = make_table_tensors(specs, engine, device);
+    s.tables = make_table_tensors(specs, engine, device, s.number);
     s.device = device;
   }
   return s.tables;
@@ -279,6 +281,18 @@ SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) 
   });
 }
 
+void SequenceBalancer::check_recomputation(std::string_view call) {
+  if (torch::autograd::get_current_graph_task_id() < 0) return;
+  for (Channel* channel : {all_.get(), bag_.get()}) {
+    const int64_t plan = channel != nullptr ? channel->plan_in_backward().load() : 0;
+    if (plan == 0 || plan == step().number) continue;
+    throw StateError(
+        text(call,
+             ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
+             "it before the next plan_routing, or give blocks their AttentionTables (knapformer.traced)"));
+  }
+}
+
 void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const int64_t num_rows = step().route.tokens.recv.num_rows;
   check_rows(q, "q", num_rows, kChunkToken, 2);
@@ -301,8 +315,9 @@ void SequenceBalancer::check_flat(std::string_view call) const {
 
 at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                        const Attend& attend) {
-  return collective([&] {
+  const at::Tensor attended = collective([&] {
     Step& s = step();
+    check_recomputation("attention");
     check_attention_inputs(q, k, v);
     std::span<const TableTensors> shared_levels;
     if (bag_) shared_levels = std::span(tables_on(q.device())).subspan(Step::kFirstLevelTable);
@@ -313,6 +328,7 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
                                  .heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)}};
     return attention.run(q, k, v, attend);
   });
+  return repeated_whole(attended);  // out here: what ends a recomputation is no error to tell
 }
 
 std::vector<SequenceBalancer::AttentionExchange> SequenceBalancer::attention_exchanges(at::Device device) {
@@ -337,6 +353,7 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
   return collective([&]() -> AttentionInputs {
     Step& s = step();
     check_flat("pre_attn");
+    check_recomputation("pre_attn");
     check_attention_inputs(q, k, v);
     const AttentionLevel& level = s.attention.levels[0];
     s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
@@ -353,7 +370,7 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
 }
 
 SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& o) {
-  return collective([&]() -> AttentionOutput {
+  AttentionOutput output = collective([&]() -> AttentionOutput {
     Step& s = step();
     check_flat("post_attn");
     if (s.heads.num_heads == 0)
@@ -374,6 +391,8 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
                             .sharing = sharing_of(level).inverse()}},
                           s.heads, *bag_, "post_attn(o)")[0]};
   });
+  output.o = repeated_whole(output.o);
+  return output;
 }
 
 }  // namespace knapformer

@@ -186,6 +186,8 @@ class SequenceBalancer {
   static std::shared_ptr<Step> make_step(Learned learned, int64_t d_model, const Topology& topology,
                                          const BalancerOptions& options, Rank rank);
   Step& step();
+  /// What is computed again in a backward pass calls attention a second time, and the plan may be another by then.
+  void check_recomputation(std::string_view call);
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
   void check_flat(std::string_view call) const;
   const std::vector<TableTensors>& tables_on(at::Device device);

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 #include "knapformer/core/error.h"
@@ -71,6 +72,9 @@ void SequenceBalancer::begin_step(std::string_view call) {
 
 void SequenceBalancer::take_up(std::shared_ptr<Step> step, std::span<const ObservedStep> observed) {
   step_ = std::move(step);
+  for (Channel* channel : {all_.get(), bag_.get()}) {
+    if (channel != nullptr) channel->plan_in_backward() = 0;
+  }
   const bool drifted_now = feedback_.add(observed);
   if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
   feedback_.begin_plan(step_->plan);
@@ -87,7 +91,9 @@ std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Learned lear
   at::Tensor own_lens = lengths_tensor(plan.seq_lens().lens(rank)), chunk_lens = lengths_tensor(route.chunk_lens);
   std::vector<at::Tensor> attn_lens;
   for (const AttentionLevel& level : attention.levels) attn_lens.push_back(lengths_tensor(level.seq_lens));
-  auto step = std::make_shared<Step>(Step{.plan = std::move(plan),
+  static std::atomic<int64_t> num_made = 0;
+  auto step = std::make_shared<Step>(Step{.number = ++num_made,
+                                          .plan = std::move(plan),
                                           .route = std::move(route),
                                           .attention = std::move(attention),
                                           .seq_lens = std::move(own_lens),

@@ -9,6 +9,7 @@
 namespace knapformer {
 
 struct SequenceBalancer::Step {
+  int64_t number = 0;  // no other step of this process has it
   Plan plan;
   RouteTables route;
   AttentionTables attention;

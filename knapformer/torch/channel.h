@@ -51,6 +51,8 @@ class Channel {
   ChannelCounters& counters() { return counters_; }
   const ChannelCounters& counters() const { return counters_; }
   ErrorBoard& board() { return *lookout_->board(); }
+  /// The plan of the exchange that ran last in a backward pass (EndView::plan); 0: none since it was set so.
+  std::atomic<int64_t>& plan_in_backward() { return plan_in_backward_; }
   /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
   at::Device control_device() const;
 
@@ -70,6 +72,7 @@ class Channel {
   std::shared_ptr<Lookout> lookout_;
   std::shared_ptr<Agreement> agreement_;
   ChannelCounters counters_;
+  std::atomic<int64_t> plan_in_backward_ = 0;
 };
 
 /// How long collectives of this group may take.

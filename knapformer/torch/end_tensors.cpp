@@ -29,7 +29,8 @@ at::TensorOptions int64_cpu() { return at::TensorOptions().dtype(at::kLong).devi
 
 }  // namespace
 
-at::Tensor EndView::pack(const ExchangeEnd& end, const ExchangeTable& table, HeadGroup group, ExchangeEngine engine) {
+at::Tensor EndView::pack(const ExchangeEnd& end, const ExchangeTable& table, HeadGroup group, ExchangeEngine engine,
+                         int64_t plan) {
   const auto peers = static_cast<size_t>(table.num_peers);
   int64_t num_wire_rows = 0;
   for (const int64_t rows : end.peer_rows) num_wire_rows += rows;
@@ -47,6 +48,7 @@ at::Tensor EndView::pack(const ExchangeEnd& end, const ExchangeTable& table, Hea
   out[kDegree] = group.degree;
   out[kNumWireRows] = num_wire_rows;
   out[kMaxRepeats] = most_repeats(end);
+  out[kPlan] = plan;
   out += kNumFields;
   out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
   out = std::copy(end.run_offsets.begin(), end.run_offsets.end(), out);
@@ -100,8 +102,8 @@ at::Tensor EndView::put(const at::Tensor& index) const {
   return index.narrow(0, num_wire_rows(), num_rows() * max_repeats()).view({num_rows(), max_repeats()});
 }
 
-std::vector<TableTensors> make_table_tensors(std::span<const TableSpec> specs, ExchangeEngine engine,
-                                             at::Device device) {
+std::vector<TableTensors> make_table_tensors(std::span<const TableSpec> specs, ExchangeEngine engine, at::Device device,
+                                             int64_t plan) {
   KNAPFORMER_ASSERT(engine == ExchangeEngine::kIndex || device.is_cpu());
   std::vector<TableTensors> tables(specs.size());
   std::vector<int64_t> index;
@@ -112,7 +114,7 @@ std::vector<TableTensors> make_table_tensors(std::span<const TableSpec> specs, E
     for (const bool is_send : {true, false}) {
       const ExchangeEnd& end = is_send ? table.send : table.recv;
       EndTensors& tensors = is_send ? tables[i].send : tables[i].recv;
-      tensors.table = EndView::pack(end, table, group, engine);
+      tensors.table = EndView::pack(end, table, group, engine, plan);
       tensors.rows = at::empty({end.num_rows, 0}, bytes);
       ends.emplace_back(&tensors, index.size());
       // A shared end needs none: the same rows, in order, meet every peer.

@@ -51,9 +51,9 @@ struct TableSpec {
 };
 
 /// All tables of a step at once: index tensors of all of them reach the device in one copy from pinned memory, which
-/// does not block the host.
-std::vector<TableTensors> make_table_tensors(std::span<const TableSpec> specs, ExchangeEngine engine,
-                                             at::Device device);
+/// does not block the host. plan: the number that EndView::plan gives back.
+std::vector<TableTensors> make_table_tensors(std::span<const TableSpec> specs, ExchangeEngine engine, at::Device device,
+                                             int64_t plan = 0);
 
 /// Reads EndTensors::table in place.
 class EndView {
@@ -67,6 +67,7 @@ class EndView {
   bool heads_shared() const { return field(kHeadsShared) != 0; }
   bool rows_repeat() const { return field(kRowsRepeat) != 0; }
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
+  int64_t plan() const { return field(kPlan); }
   HeadGroup head_group() const {
     return {.first_peer = static_cast<int32_t>(field(kFirstPeer)), .degree = static_cast<int32_t>(field(kDegree))};
   }
@@ -87,7 +88,8 @@ class EndView {
   at::Tensor take(const at::Tensor& index) const;
   at::Tensor put(const at::Tensor& index) const;
 
-  static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, HeadGroup group, ExchangeEngine engine);
+  static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, HeadGroup group, ExchangeEngine engine,
+                         int64_t plan);
 
  private:
   enum Field : size_t {
@@ -102,6 +104,7 @@ class EndView {
     kDegree,
     kNumWireRows,
     kMaxRepeats,
+    kPlan,
     kNumFields,  // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
   };
   int64_t field(Field f) const { return data_[f]; }

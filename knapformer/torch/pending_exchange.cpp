@@ -1,5 +1,7 @@
 #include "knapformer/torch/pending_exchange.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include "knapformer/core/error.h"
 
 namespace knapformer {
@@ -13,6 +15,9 @@ PendingExchange PendingExchange::start(const ExchangeArguments& arguments, at::I
   pending.channel_->board().guard([&] {
     pending.call_ = std::make_unique<ExchangeCall>(arguments, pending.label_);
     ExchangeCall& call = *pending.call_;
+    if (torch::autograd::get_current_graph_task_id() >= 0) {
+      pending.channel_->plan_in_backward() = call.regions().front().send.plan();
+    }
     Statement statement = make_statement(arguments, differentiable, pending.label_);
     statement.follows = false;  // autograd has decided (exchange.cpp)
     pending.channel_->agreement().agree(statement);
