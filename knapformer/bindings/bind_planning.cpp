@@ -44,7 +44,9 @@ void bind_planning(BalancerClass& balancer) {
           "accelerator costs a wait for it). May be empty. d_model: width of the blocks, in features; the same on all "
           "ranks.\n"
           "masks: of each of these sequences, as in knapformer.attention_pairs; None: the balancer's own.\n"
-          "Returns the Plan, the same on all ranks.\n\n"
+          "Returns the Plan, the same on all ranks. Where these lengths cannot keep max_tokens_per_rank: ArgumentError "
+          "on all\n"
+          "ranks, and no plan until the next one.\n\n"
           "Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.")
       .def(
           "start_planning",

@@ -197,12 +197,12 @@ void SequenceBalancer::report(const std::exception& error) noexcept {
 }
 
 SequenceBalancer::Step& SequenceBalancer::step() {
-  if (!step_) throw StateError("plan_routing: has not been called, expected before anything moves");
+  if (!step_) throw StateError("plan_routing: has made no plan, expected one before anything moves");
   return *step_;
 }
 
 const Plan& SequenceBalancer::plan() const {
-  if (!step_) throw StateError("plan_routing: has not been called, expected before plan");
+  if (!step_) throw StateError("plan_routing: has made no plan, expected one before plan");
   return step_->plan;
 }
 

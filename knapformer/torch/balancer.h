@@ -29,6 +29,7 @@
 #include <thread>
 #include <vector>
 
+#include "knapformer/core/error.h"
 #include "knapformer/core/exchange_table.h"
 #include "knapformer/core/mask.h"
 #include "knapformer/core/plan.h"
@@ -79,7 +80,8 @@ class SequenceBalancer {
 
   /// Learns all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width of
   /// the blocks, in features. What came before is forgotten; exchanges that already ran keep their backward.
-  /// masks: of each of them, where they differ from options.mask; or empty.
+  /// masks: of each of them, where they differ from options.mask; or empty. Where these lengths cannot keep
+  /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans others as before.
   const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
 
   /// A step that is planned while another one computes.
@@ -175,6 +177,7 @@ class SequenceBalancer {
   std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                     const MakeBagGroup& make_bag_group);
   void begin_step(std::string_view call);
+  /// step: null where no plan can be made.
   void take_up(std::shared_ptr<Step> step, std::span<const ObservedStep> observed);
   /// Since the balancer was made.
   struct Traffic {
@@ -228,7 +231,10 @@ class SequenceBalancer::PlanningAhead {
  private:
   friend class SequenceBalancer;
   struct Planned {
-    std::shared_ptr<Step> step;        // null where lengths have to be gathered once more
+    // One of the two; neither where lengths have to be gathered once more.
+    std::shared_ptr<Step> step;
+    std::optional<ArgumentError> refused;  // no plan can be made, on any rank
+
     std::vector<DataStatus> statuses;  // one a rank
     std::vector<ObservedStep> observed;
   };

@@ -77,7 +77,7 @@ void SequenceBalancer::take_up(std::shared_ptr<Step> step, std::span<const Obser
   }
   const bool drifted_now = feedback_.add(observed);
   if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
-  feedback_.begin_plan(step_->plan);
+  if (step_) feedback_.begin_plan(step_->plan);
 }
 
 std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Learned learned, int64_t d_model,
@@ -109,7 +109,8 @@ std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Learned lear
 
 const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
                                            std::span<const Mask> masks) {
-  return collective([&]() -> const Plan& {
+  std::optional<ArgumentError> refused;
+  collective([&] {
     RECORD_USER_SCOPE("knapformer::plan_routing");
     Learned learned = own_lengths(seq_lens, d_model, masks);
     learned.observed = {feedback_.take()};
@@ -119,18 +120,26 @@ const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, in
       learned = gatherer_->finish(
           gatherer_->start(seq_lens, learned.attention_pairs, {.d_model = d_model, .observed = learned.observed[0]}));
     }
-    const std::vector<ObservedStep> observed = std::move(learned.observed);
-    take_up(make_step(std::move(learned), d_model, topology_, options, rank_), observed);
-    return step_->plan;
+    PlanningAhead::Planned planned =
+        PlanningAhead::planned_from(std::move(learned), d_model, topology_, options, rank_);
+    take_up(std::move(planned.step), planned.observed);
+    refused = std::move(planned.refused);
   });
+  if (refused) throw ArgumentError(*refused);  // on all ranks alike: nothing to tell, and nothing is in flight
+  return step_->plan;
 }
 
 SequenceBalancer::PlanningAhead::Planned SequenceBalancer::PlanningAhead::planned_from(Learned learned, int64_t d_model,
                                                                                        const Topology& topology,
                                                                                        const BalancerOptions& options,
                                                                                        Rank rank) {
-  Planned planned{.step = nullptr, .statuses = std::move(learned.statuses), .observed = std::move(learned.observed)};
-  planned.step = make_step(std::move(learned), d_model, topology, options, rank);
+  Planned planned{
+      .step = nullptr, .refused = {}, .statuses = std::move(learned.statuses), .observed = std::move(learned.observed)};
+  try {
+    planned.step = make_step(std::move(learned), d_model, topology, options, rank);
+  } catch (const ArgumentError& error) {
+    planned.refused = error;
+  }
   return planned;
 }
 
@@ -166,7 +175,8 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
 }
 
 const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
-  return collective([&]() -> const Plan& {
+  std::optional<ArgumentError> refused;
+  collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     begin_step("finish_planning");
     const auto begin = Clock::now();
@@ -177,7 +187,7 @@ const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
     }
     PlanningAhead::Planned planned = ahead.planned_.get();
     waited_for_planning_s_ += seconds_since(begin);
-    if (!planned.step) {  // on all ranks alike
+    if (!planned.step && !planned.refused) {  // on all ranks alike
       Learned learned = gatherer_->finish(*ahead.gather_);
       planned = PlanningAhead::planned_from(std::move(learned), ahead.d_model_, topology_, ahead.options_, rank_);
       std::promise<PlanningAhead::Planned> again;
@@ -194,8 +204,10 @@ const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
     if (ahead.heard_) planned.observed.clear();
     ahead.heard_ = true;
     take_up(std::move(planned.step), planned.observed);
-    return step_->plan;
+    refused = std::move(planned.refused);
   });
+  if (refused) throw ArgumentError(*refused);  // as in plan_routing
+  return step_->plan;
 }
 
 bool SequenceBalancer::PlanningAhead::ready() const {

@@ -43,7 +43,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
         into it in the same order.
     mask_factor: share of the (query, key) pairs that the attention mask leaves: 1 full, 0.5 causal.
     solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies alone).
-    effort, cluster, rank_speed, max_tokens_per_rank: as in `knapformer.plan`. mask: of all sequences, as there.
+    effort, cluster, rank_speed, max_tokens_per_rank: as in `knapformer.plan`. mask: of all sequences, as there. Lengths
+        that cannot keep the limit: planning them raises ArgumentError on every rank, and others are planned as before.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums cost no wait for an
     accelerator, and what a varlen kernel needs on the device is one non-blocking copy a step.

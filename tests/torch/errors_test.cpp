@@ -278,7 +278,7 @@ TEST(Errors, BeforeThePlan) {
          if (rank == 1) balancer->plan_routing(std::vector<int64_t>{1}, 8);
          balancer->route(at::zeros({1, 4}));
        })) {
-    expect_part(message, "plan_routing: has not been called, expected before anything moves");
+    expect_part(message, "plan_routing: has made no plan, expected one before anything moves");
   }
 }
 

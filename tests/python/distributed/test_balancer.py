@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from knapformer import SequenceBalancer, plan
+from knapformer import ArgumentError, SequenceBalancer, StateError, plan
 
 LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
 
@@ -262,6 +263,57 @@ def check_several_routes_a_plan(rank: int, world_size: int) -> None:
         assert torch.equal(balancer.reverse_route(a)[1], first)
 
 
+def check_attention_alone_is_computed_again(rank: int, world_size: int) -> None:
+    """Checkpointing of nothing but attention: torch ends a recomputation by an exception once it has what the forward
+    pass saved, which attention without tokens need not do."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+        return causal_free_attention(q, k, v, seq_lens) if len(q) else q * 1
+
+    flat, nested = f"g{world_size}n1", "g2/1n1" if world_size == 2 else "g4/2/1n1"
+    for topology in (flat, f"g1n{world_size}", nested):
+        for lens in (own(LENS[world_size], rank), [3] if rank == 0 else []):
+            balancer = SequenceBalancer(topology)
+            x = torch.randn(sum(lens), 6, dtype=torch.float64, requires_grad=True)
+            gradients = []
+            for mode in ("kept", "blocks", "halves"):
+                balancer.plan_routing(lens, 6)
+                _, h, _ = balancer.route(x)
+                q = h.unflatten(1, (3, 2))
+
+                def in_halves(q: Tensor) -> Tensor:
+                    seq_lens, q, k, v = balancer.pre_attn(q, q, q)  # noqa: B023
+                    return balancer.post_attn(attend(q, k, v, seq_lens))[1]  # noqa: B023
+
+                if mode == "kept":
+                    o = balancer.attention(q, q, q, attend)
+                elif mode == "blocks" or topology == nested:
+                    o = checkpoint(balancer.attention, q, q, q, attend, use_reentrant=False)
+                else:
+                    o = checkpoint(in_halves, q, use_reentrant=False)
+                balancer.reverse_route(o.flatten(1))[1].square().sum().backward()
+                gradients.append(x.grad)
+                x.grad = None
+            assert all(torch.equal(gradients[0], again) for again in gradients[1:]), (topology, lens)
+
+
+def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
+    """Lengths that cannot keep the limit of tokens: an error on all ranks, and other lengths are planned as before."""
+    balancer = SequenceBalancer(f"g{world_size}/1n1", max_tokens_per_rank=20)
+    for _ in range(2):
+        for plan_it in (
+            balancer.plan_routing,
+            lambda lens, width: balancer.finish_planning(balancer.start_planning(lens, width)),
+        ):
+            with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 20, expected at least 60"):
+                plan_it([60], 4)
+            with pytest.raises(StateError, match="plan_routing: has made no plan"):
+                balancer.plan  # noqa: B018
+            plan_it([10], 4)
+            x = torch.randn(10, 4)
+            assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
+
+
 def check_groups_are_made_once(rank: int, world_size: int) -> None:
     counts = []
     for _ in range(3):
@@ -352,6 +404,8 @@ CHECKS = [
     check_collective_counts,
     check_group_shared_with_fsdp,
     check_several_routes_a_plan,
+    check_attention_alone_is_computed_again,
+    check_a_refused_plan_is_not_the_end,
     check_groups_are_made_once,
     check_op_is_well_formed,
     check_masks,
