@@ -33,11 +33,13 @@ class BalancedLoader(Generic[Batch]):
     d_model: width of the blocks, in features.
     seq_lens: tokens of each sequence of a batch, as the balancer plans them. None: `batch.seq_lens`, or
         `batch["seq_lens"]`.
+    masks: of each of these sequences, as in plan_routing. None: the balancer's own.
     end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, a
         batch without sequences, so that every batch of every rank is used once. "shortest": it lasts until one has.
 
     An exception out of `loader` on one rank ends the pass on all, after the batches before it: that rank raises it, the
-    others StateError. After it the balancer is of no more use.
+    others StateError. After it the balancer is of no more use. A batch that the balancer's max_tokens_per_rank refuses
+    ends the pass as well, by ArgumentError on all, but not the balancer.
 
     A step takes one gather, of lengths, as plan_routing does. It starts when the step begins, on every rank at the same
     point between the balancer's other collectives; the rest of planning is a thread of C++. On a group without a CPU
@@ -53,6 +55,7 @@ class BalancedLoader(Generic[Batch]):
         d_model: int,
         *,
         seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
+        masks: Callable[[Batch], Sequence[str]] | None = None,
         empty: Callable[[], Batch] | None = None,
         end: Literal["longest", "shortest"] = "longest",
     ) -> None:
@@ -66,6 +69,7 @@ class BalancedLoader(Generic[Batch]):
         self._balancer = balancer
         self._d_model = d_model
         self._seq_lens = seq_lens or _seq_lens_of
+        self._masks = masks
         self._empty = empty
         self._end = end
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -75,7 +79,7 @@ class BalancedLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         self._position, self._resume_at = self._resume_at or _Position(), None
         batches = self._batches(0 if self._stateful else self._position.num_batches)
-        source = _Source(batches, self._snapshot, self._seq_lens, self._empty, self._position)
+        source = _Source(batches, self._snapshot, self._seq_lens, self._masks, self._empty, self._position)
         ahead = self._start(source)
         while True:
             plan = self._finish(ahead, source)
@@ -129,11 +133,13 @@ class BalancedLoader(Generic[Batch]):
         yield from islice(self._loader, num_skipped, None)
 
     def _start(self, source: _Source[Batch]) -> PlanningAhead:
-        seq_lens = source.fetch()
+        seq_lens, masks = source.fetch()
         failure = None
         if source.error is not None:
             failure = f"data: {type(source.error).__name__}: {source.error}"
-        return self._balancer.start_planning(seq_lens, self._d_model, ended=source.position.ended, failure=failure)
+        return self._balancer.start_planning(
+            seq_lens, self._d_model, ended=source.position.ended, failure=failure, masks=masks
+        )
 
     def _finish(self, ahead: PlanningAhead, source: _Source[Batch]) -> Plan:
         try:
@@ -161,20 +167,22 @@ class _Source(Generic[Batch]):
         batches: Iterator[Batch],
         snapshot: Callable[[], bytes | None],
         seq_lens: Callable[[Batch], Sequence[int] | Tensor],
+        masks: Callable[[Batch], Sequence[str]] | None,
         empty: Callable[[], Batch] | None,
         position: _Position,
     ) -> None:
         self._batches = batches
         self._snapshot = snapshot
         self._seq_lens = seq_lens
+        self._masks = masks
         self._empty = empty
         self._num_batches = position.num_batches
         self.position = position  # before `batch`
         self.batch: Batch
         self.error: Exception | None = None
 
-    def fetch(self) -> Sequence[int] | Tensor:
-        """The next batch's lengths. An error is kept, for it is raised when the other ranks know of it."""
+    def fetch(self) -> tuple[Sequence[int] | Tensor, Sequence[str] | None]:
+        """The next batch's lengths and masks. An error is kept, for it is raised when the other ranks know of it."""
         try:
             if not self.position.ended:
                 self.position = _Position(self._num_batches, False, self._snapshot())
@@ -184,12 +192,12 @@ class _Source(Generic[Batch]):
                     self.position = _Position(self._num_batches, True, self._snapshot())
                 else:
                     self._num_batches += 1
-                    return self._seq_lens(self.batch)
+                    return self._seq_lens(self.batch), self._masks(self.batch) if self._masks else None
             if self._empty is not None:
                 self.batch = self._empty()
         except Exception as error:
             self.error = error
-        return []
+        return [], None
 
 
 def _seq_lens_of(batch: Any) -> Sequence[int] | Tensor:

@@ -92,6 +92,16 @@ class Recording(SequenceBalancer):
         return self.ahead
 
 
+def check_masks(rank: int, world_size: int) -> None:
+    """Long sequences are causal, short ones as the balancer's mask says; the other rank says nothing."""
+    balancer = SequenceBalancer(TOPOLOGY, mask="window:2:2")
+    masks = (lambda batch: ["causal" if length > 4 else "full" for length in batch.seq_lens]) if rank == 0 else None
+    for batch, of_loader in BalancedLoader(make_batches(rank, 4), balancer, D_MODEL, masks=masks, empty=empty):
+        lens = lens_of_all(batch.seq_lens, world_size)
+        names = [["causal" if length > 4 else "full" for length in lens[0]], ["window:2:2"] * len(lens[1])]
+        assert of_loader == knapformer.plan(lens, TOPOLOGY, D_MODEL, masks=names)
+
+
 def check_planning_overlaps(rank: int, world_size: int) -> None:
     """The next step's plan is made inside this step, with no help of this thread; and its gather is the first of the
     step's collectives, so that it waits for none of them."""
@@ -253,6 +263,7 @@ def check_state_through_distributed_checkpoint(rank: int, world_size: int, folde
 
 CHECKS = [
     check_uneven_numbers_of_batches,
+    check_masks,
     check_planning_overlaps,
     check_other_plans_between,
     check_resume_of_every_kind,
