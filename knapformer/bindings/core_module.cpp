@@ -1,6 +1,10 @@
 // knapformer._core: the planner for Python, without torch.
 #include <pybind11/pybind11.h>
 
+#ifdef KNAPFORMER_WITH_TORCH
+#include <torch/headeronly/version.h>
+#endif
+
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/error.h"
 
@@ -30,6 +34,12 @@ void bind_errors(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The planner: what is decided. Needs no torch.";
+  // What _torch was built against: here, for _torch itself does not load beside another torch.
+#ifdef KNAPFORMER_WITH_TORCH
+  m.attr("torch_version") = TORCH_VERSION;
+#else
+  m.attr("torch_version") = py::none();
+#endif
   bind_errors(m);
   bind_workload(m);
   bind_topology(m);

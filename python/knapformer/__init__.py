@@ -62,5 +62,10 @@ _LAZY = {"BalancedLoader": "knapformer.loader", "SequenceBalancer": "knapformer.
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        from knapformer.installed_torch import torch_problem
+
+        problem = torch_problem()
+        if problem is not None:
+            raise ImportError(f"knapformer.{name}: {problem}")
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import SupportsFloat, SupportsIndex
 
+#: The torch that `_torch` was built against, as in "2.13.0"; None: built without.
+torch_version: str | None
+
 class ArgumentError(ValueError):
     """An argument is wrong: the message names it, what came and what was expected."""
 

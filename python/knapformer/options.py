@@ -4,7 +4,6 @@ blocks are run, and where results go."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from knapformer import ArgumentError, Calibration, ClusterModel, DataMix, solver_names
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.calibrate.calibration import cluster_fields
+from knapformer.installed_torch import torch_problem
 
 MAX_RANKS = 1 << 20
 H100_GAMMA = 0.41  # at which the published imbalance comes out
@@ -281,11 +281,8 @@ def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
     return lengths
 
 
-def check_torch(command: str) -> None:
-    """Raises ArgumentError where this installation cannot run `command`."""
-    if importlib.util.find_spec("torch") is None:
-        raise ArgumentError(f"{command}: needs torch, which is not installed; install its CPU or CUDA build")
-    if importlib.util.find_spec("knapformer._torch") is None:
-        raise ArgumentError(
-            f"{command}: this knapformer was built without torch and only plans; install it anew beside torch"
-        )
+def check_torch() -> None:
+    """Raises ArgumentError where this installation cannot run commands that move tensors."""
+    problem = torch_problem()
+    if problem is not None:
+        raise ArgumentError(problem)

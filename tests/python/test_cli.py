@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from knapformer.cli import main
 from knapformer.predict import HardwareModel
 
-from knapformer import ArgumentError, ClusterModel, DataMix, Plan, plan, rank_topologies
+import knapformer
+from knapformer import ArgumentError, ClusterModel, DataMix, Plan, _core, plan, rank_topologies
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -314,6 +317,25 @@ def test_simulate_without_torch_says_so() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs torch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("built_for", "message"),
+    [
+        ("2.3.1", f"this knapformer was built for torch 2.3.1, and torch is {torch.__version__}; build it again"),
+        (None, "this knapformer was built without torch and only plans; build it again"),
+    ],
+)
+def test_built_for_another_torch_says_so(
+    built_for: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _core.torch_version is not None and torch.__version__.startswith(_core.torch_version)
+    monkeypatch.setattr(_core, "torch_version", built_for)
+    assert main(["simulate", "--topology", "g2n1", "--data", "g2b1i256f1s0", "--ranks", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"knapformer simulate: {message}")
+    with pytest.raises(ImportError, match=f"^{re.escape(f'knapformer.SequenceBalancer: {message}')}"):
+        knapformer.__getattr__("SequenceBalancer")
 
 
 def test_a_reader_that_stops_reading_is_no_error() -> None:

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_torch("calibrate")
+    check_torch()
     from knapformer.calibrate.settings import CalibrationSettings, default_lengths
     from knapformer.models.config import load_config
 

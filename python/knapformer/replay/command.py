@@ -83,7 +83,7 @@ class _Work:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_torch("replay")
+    check_torch()
     check_outputs({"--json": args.json, "--report": args.report})
     check_report(args.report)
     from knapformer.measure.device import default_dtype, use_device

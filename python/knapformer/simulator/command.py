@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_torch("simulate")
+    check_torch()
     from knapformer.models.config import load_config
     from knapformer.simulator.settings import SimulationSettings
 
