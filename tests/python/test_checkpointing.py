@@ -14,7 +14,7 @@ from exactness_ranks import CLUSTER, Step, batch_of
 from knapformer.traced import AttentionTables
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from knapformer import SequenceBalancer, StateError, checkpointing
 
@@ -31,21 +31,23 @@ STEPS: list[Step] = [
 
 @contextlib.contextmanager
 def kept_bytes() -> Iterator[list[int]]:
-    """Of the outputs that checkpointing decides to keep in forward passes."""
+    """Of the tensors that checkpointing has in store at the end, of the forward passes inside."""
     kept: list[int] = []
-    policy = checkpointing._policy
+    stores: list[Any] = []
+    make = checkpointing.create_selective_checkpoint_contexts
 
-    def spy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        decision = policy(context, op, *args, **kwargs)
-        if decision == CheckpointPolicy.MUST_SAVE and not context.is_recompute:
-            kept.extend(t.nbytes for t in tree_leaves(context.op_output) if isinstance(t, Tensor))
-        return decision
+    def spy(*args: Any) -> Any:
+        contexts = make(*args)
+        stores.append(contexts[0].storage)
+        return contexts
 
-    checkpointing._policy = spy
+    checkpointing.create_selective_checkpoint_contexts = spy
     try:
         yield kept
     finally:
-        checkpointing._policy = policy
+        checkpointing.create_selective_checkpoint_contexts = make
+    values = (getattr(leaf, "val", None) for leaf in tree_leaves(stores))
+    kept.extend(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def train(name: str, mode: str, rank: int) -> tuple[list[Tensor], int, int]:
