@@ -1,8 +1,10 @@
 #include "knapformer/core/lower_bound.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
+#include <utility>
 #include <vector>
 
 namespace knapformer {
@@ -41,6 +43,25 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
   std::vector<Offer> out;
   for (const auto& [degree, offer] : offers) out.push_back(offer);
   return out;
+}
+
+/// Whether the items fit into so many bags of one capacity: false is proven. Items above capacity - l share no bag with
+/// one of l or more, so all others of l or more have to fit into the other bags; for every l (as Martello and Toth's
+/// bound L2, 1990). O(n log n).
+bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) {
+  std::sort(items.begin(), items.end(), std::greater<>());
+  const auto count_above = [&](double value) {
+    return static_cast<size_t>(std::lower_bound(items.begin(), items.end(), value, std::greater<>()) - items.begin());
+  };
+  std::vector<double> sum_before(items.size() + 1, 0.0);
+  for (size_t i = 0; i < items.size(); ++i) sum_before[i + 1] = sum_before[i] + items[i];
+  const size_t num_above_half = count_above(capacity / 2);
+  if (num_above_half > num_bags) return false;
+  for (size_t i = num_above_half; i < items.size(); ++i) {
+    const size_t num_alone = count_above(capacity - items[i]);
+    if (sum_before[i + 1] - sum_before[num_alone] > static_cast<double>(num_bags - num_alone) * capacity) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -137,7 +158,16 @@ bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_
   const Rank first_rank = bags.front().first_rank, last_rank(first_rank.value + topology.num_ranks_per_replica() - 1);
   const double min_speed = speeds_of(input, first_rank, topology.num_ranks_per_replica()).second;
   const SequenceId first = input.seq_lens.first_of(first_rank), last = input.seq_lens.last_of(last_rank);
-  for (int round = 0; round < kMostRounds && shapes.size() > 1; ++round) {
+  if (shapes.size() == 1) {
+    std::vector<double> seconds;
+    for (int32_t s = first.value; s < last.value; ++s) {
+      seconds.push_back(input.work(SequenceId(s)) / input.cluster.flops_per_s +
+                        static_cast<double>(input.seq_lens[SequenceId(s)]) * min_speed *
+                            shapes.front().exchange_s_per_token);
+    }
+    return may_be_packed(std::move(seconds), num_bags, time_s * shapes.front().bag_speed * kRounding);
+  }
+  for (int round = 0; round < kMostRounds; ++round) {
     double cost = 0, worth = 0;
     for (Shape& shape : shapes) {
       worth += shape.price * shape.total_speed * time_s;

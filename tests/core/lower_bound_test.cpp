@@ -40,5 +40,19 @@ TEST(LowerBound, NoPlanOfFlatBagsTakesLessThanWhatIsProven) {
   EXPECT_GE(num_proven, 20);  // beyond the bound
 }
 
+TEST(LowerBound, WhatSharesNoBagIsCounted) {
+  // Three ranks, one with both short ones: though the sum would fit, no long one shares a rank with a middle one.
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists({{6000, 6000}, {5000, 5000, 5000}, {}});
+  in.topology = Topology::parse("g1n3", 3);
+  in.d_model = 3072;
+  in.workload.gamma = 0;  // then time is as the tokens
+  const double second_per_token = in.work(SequenceId(0)) / 6000 / in.cluster.flops_per_s;
+  EXPECT_LE(lower_bound_s_of(in), 9001 * second_per_token);
+  EXPECT_FALSE(flat_may_take_less(in, in.topology, 0, 9999 * second_per_token));
+  EXPECT_FALSE(flat_may_take_less(in, in.topology, 0, 10'999 * second_per_token));
+  EXPECT_TRUE(flat_may_take_less(in, in.topology, 0, 12'001 * second_per_token));
+}
+
 }  // namespace
 }  // namespace knapformer
