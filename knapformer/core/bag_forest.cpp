@@ -10,13 +10,11 @@ namespace knapformer {
 BagForest::BagForest(const PlanInput& input, int32_t replica, Objective objective) : objective_(objective) {
   const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
-  const Rank first_rank(replica * num_ranks);
-  const SequenceId first = input.seq_lens.first_of(first_rank);
-  const SequenceId last = input.seq_lens.last_of(Rank(first_rank.value + num_ranks - 1));
+  const auto [first, last] = input.sequences_of(replica);
 
-  double total_work = 0, total_speed = 0;
+  double total_work = 0;
   for (int32_t s = first.value; s < last.value; ++s) total_work += input.work(SequenceId(s));
-  for (int32_t r = 0; r < num_ranks; ++r) total_speed += input.speed_of(Rank(first_rank.value + r));
+  const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
   const double rate = input.cluster.flops_per_s;
   unit_s_ = total_work > 0 ? total_work / total_speed / rate : 1;
 
@@ -69,13 +67,9 @@ void BagForest::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
       } else {
         n.first_child = root;  // never read
       }
-      double speed = 0, slowest = input.speed_of(Rank(n.first_rank));
-      for (int32_t r = n.first_rank; r < n.first_rank + n.degree; ++r) {
-        speed += input.speed_of(Rank(r));
-        slowest = std::min(slowest, input.speed_of(Rank(r)));
-      }
-      n.time_per_token = time_per_token / speed;
-      n.attention_share = 1.0 / n.degree / slowest;
+      const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
+      n.time_per_token = time_per_token / speed.sum;
+      n.attention_share = 1.0 / n.degree / speed.slowest;
       n.exchange_per_token = input.cluster.exchange_s_per_token(Rank(n.first_rank), n.degree, input.d_model) / unit_s_;
       n.load_per_token = n.time_per_token + n.exchange_per_token / n.degree;
       if (n.parent >= 0) {

@@ -9,6 +9,7 @@
 #include "knapformer/core/balanced_search.h"
 #include "knapformer/core/chunk_cut.h"
 #include "knapformer/core/error.h"
+#include "knapformer/core/flat_bound.h"
 #include "knapformer/core/greedy_solver.h"
 #include "knapformer/core/home_assignment.h"
 #include "knapformer/core/lower_bound.h"
@@ -64,12 +65,10 @@ class TargetSearch {
 
 /// From the replica's own lengths: what it is planned does not depend on the others.
 uint64_t random_key(const PlanInput& input, int32_t replica) {
-  const int32_t num_ranks = input.topology.num_ranks_per_replica();
+  const auto [first, last] = input.sequences_of(replica);
   uint64_t key = 0x6B6E6170666F726Du;
-  for (int32_t r = replica * num_ranks; r < (replica + 1) * num_ranks; ++r) {
-    for (const int64_t length : input.seq_lens.lens(Rank(r)))
-      key = (key ^ static_cast<uint64_t>(length)) * 0x9E3779B97F4A7C15u;
-  }
+  for (int32_t s = first.value; s < last.value; ++s)
+    key = (key ^ static_cast<uint64_t>(input.seq_lens[SequenceId(s)])) * 0x9E3779B97F4A7C15u;
   return key;
 }
 

@@ -38,8 +38,7 @@ std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, dou
 void assign_replica(const PlanInput& input, const Topology& topology, int32_t replica,
                     std::span<Placement> placements) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
-  const SequenceId first = input.seq_lens.first_of(Rank(replica * num_ranks));
-  const SequenceId last = input.seq_lens.last_of(Rank((replica + 1) * num_ranks - 1));
+  const auto [first, last] = input.sequences_of(replica);
   // In TFLOP, as the authors' code counts: so sums round alike, and near-ties of occupancy fall the same way.
   const auto work_of = [&](SequenceId id) { return input.work(id) / 1e12; };
   double total_work = 0;

@@ -103,9 +103,7 @@ class HomeAssignment {
   /// node.
   void assign_equal_sequences() {
     for (int32_t replica = 0; replica < input_.topology.num_replicas(); ++replica) {
-      const int32_t num_ranks = input_.topology.num_ranks_per_replica();
-      const SequenceId first = input_.seq_lens.first_of(Rank(replica * num_ranks));
-      const SequenceId last = input_.seq_lens.last_of(Rank((replica + 1) * num_ranks - 1));
+      const auto [first, last] = input_.sequences_of(replica);
       std::vector<KeyedIndex> order;
       order.reserve(last.index() - first.index());
       for (int32_t s = first.value; s < last.value; ++s) {

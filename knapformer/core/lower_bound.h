@@ -7,8 +7,6 @@
 // smallest T for which both hold; docs/solver.md derives it in full.
 #pragma once
 
-#include <span>
-
 #include "knapformer/core/plan.h"
 
 namespace knapformer {
@@ -17,12 +15,5 @@ namespace knapformer {
 double lower_bound_s_of(const PlanInput& input);
 /// Of one replica, with a topology over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
-/// Whether a replica's flat bags may have a plan that takes less than `time_s`: false is proven. Beyond the bound it
-/// sees that bags of one size cannot take over what fits only others, and which sequences share no bag.
-/// O(n shapes + n log n).
-bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double time_s);
-/// Of one replica with these sequences in its flat bags, however their chunks are cut.
-double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
-                          std::span<const Placement> placements);
 
 }  // namespace knapformer

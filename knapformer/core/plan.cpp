@@ -90,6 +90,20 @@ void PlanInput::validate() const {
     throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
 }
 
+PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) const {
+  GroupSpeed speed{.sum = 0, .slowest = speed_of(first)};
+  for (int32_t r = first.value; r < first.value + num_ranks; ++r) {
+    speed.sum += speed_of(Rank(r));
+    speed.slowest = std::min(speed.slowest, speed_of(Rank(r)));
+  }
+  return speed;
+}
+
+std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
+}
+
 double PlanInput::total_speed() const {
   return rank_speed.empty() ? seq_lens.num_ranks() : std::accumulate(rank_speed.begin(), rank_speed.end(), 0.0);
 }

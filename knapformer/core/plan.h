@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "knapformer/core/cluster.h"
@@ -93,7 +94,14 @@ struct PlanInput {
   /// Of a whole sequence, in FLOPs.
   double work(SequenceId id) const { return workload.token_work(seq_lens[id], d_model) + attention_work(id); }
   double speed_of(Rank rank) const { return rank_speed.empty() ? 1.0 : rank_speed[rank.index()]; }
+  /// Of consecutive ranks.
+  struct GroupSpeed {
+    double sum = 0, slowest = 0;
+  };
+  GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
   double total_speed() const;
+  /// The sequences at home in a replica: [first, last).
+  std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
 
   /// Throws ArgumentError, naming the argument.
   void validate() const;

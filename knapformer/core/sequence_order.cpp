@@ -7,9 +7,7 @@
 namespace knapformer {
 
 std::vector<SequenceId> by_falling_work(const PlanInput& input, int32_t replica) {
-  const int32_t num_ranks = input.topology.num_ranks_per_replica();
-  const SequenceId first = input.seq_lens.first_of(Rank(replica * num_ranks));
-  const SequenceId last = input.seq_lens.last_of(Rank((replica + 1) * num_ranks - 1));
+  const auto [first, last] = input.sequences_of(replica);
   // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
   // as it does. Inverted, the most work comes first.
   const bool is_full = input.attention_pairs.empty();
