@@ -5,39 +5,18 @@ One spawn runs many checks: each check is a function of (rank, world_size), call
 
 from __future__ import annotations
 
-import json
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError, SequenceBalancer, StateError, plan
-
-LENS = {2: [[3, 9, 1], [14]], 4: [[5, 2, 8], [], [30, 1], [7]]}
-
-
-def own(lens: list[list[int]], rank: int) -> list[int]:
-    return lens[rank]
-
-
-def causal_free_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
-    """Softmax attention within each sequence, by plain products."""
-    repeats = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    outs = []
-    for qs, ks, vs in zip(*(t.split(seq_lens.tolist()) for t in (q, k, v)), strict=True):
-        ks, vs = (t.repeat_interleave(repeats, dim=1) for t in (ks, vs))
-        weights = torch.einsum("qhd,khd->hqk", qs, ks).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, vs))
-    return torch.cat(outs) if outs else q * 1  # no rows, with a history
 
 
 def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
@@ -177,80 +156,6 @@ def check_lengths_of_every_kind(rank: int, world_size: int) -> None:
     assert balancer.plan == plans[0]
 
 
-@contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        yield counts
-    for event in profile.key_averages():
-        if event.key.startswith("c10d::"):
-            counts[event.key] += event.count
-
-
-def check_collective_counts(rank: int, world_size: int) -> None:
-    """By the profiler, which sees every collective that anyone starts."""
-    for topology in {2: ["g2n1", "g1n2"], 4: ["g2n2", "g1n2+g2n1"]}[world_size]:
-        balancer = SequenceBalancer(topology)
-        lens = own(LENS[world_size], rank)
-        bag = next(bag for bag in balancer.plan_routing(lens, 8).topology.bags if rank in bag)
-        for step in range(2):
-            with counted_collectives() as planning:
-                balancer.plan_routing(lens, 8)
-            assert planning == {"c10d::_allgather_base_": 1}, (step, planning)
-            x = torch.randn(sum(lens), 8, requires_grad=True)
-            side = torch.randn(len(lens), 2, requires_grad=True)
-            with counted_collectives() as routing:
-                _, h, _, (s,) = balancer.route(x, [torch.arange(sum(lens))], [side])
-            with counted_collectives() as attending:
-                o = balancer.attention(*(h.view(-1, 4, 2) for _ in range(3)), causal_free_attention)
-            with counted_collectives() as returning:
-                _, y = balancer.reverse_route(o.flatten(1))
-            with counted_collectives() as backward:
-                (y.sum() + s.sum()).backward()
-            an_attention = 2 if len(bag) > 1 else 0
-            assert routing == returning == {"c10d::alltoall_base_": 1}
-            assert attending == ({"c10d::alltoall_base_": an_attention} if an_attention else {})
-            assert backward == {"c10d::alltoall_base_": 2 + an_attention}
-
-
-def check_group_shared_with_fsdp(rank: int, world_size: int) -> None:
-    """Parameters sharded over the very group that balances, next to the same model whole and unbalanced."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    group = dist.new_group(list(range(world_size)))
-    torch.manual_seed(3)
-    whole = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)).double()
-    torch.manual_seed(3)
-    sharded = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)).double()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for module in sharded:
-        fully_shard(module, mesh=mesh)
-    balancer = SequenceBalancer(f"g{world_size}n1", group=group)
-    lens = own(LENS[world_size], rank)
-    torch.manual_seed(10 + rank)
-    x = torch.randn(sum(lens), 8, dtype=torch.float64)
-
-    def forward(model: Any, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        q, k, v = model[0](x).view(x.shape[0], 3, 4, 2).unbind(1)
-        return model[1](attend(q, k, v).flatten(1))
-
-    for _ in range(2):
-        whole.zero_grad()
-        sharded.zero_grad()
-        forward(whole, x, lambda q, k, v: causal_free_attention(q, k, v, torch.tensor(lens))).pow(2).sum().backward()
-        for parameter in whole.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-        balancer.plan_routing(lens, 8)
-        _, h, _ = balancer.route(x)
-        out = forward(sharded, h, lambda q, k, v: balancer.attention(q, k, v, causal_free_attention))
-        _, out = balancer.reverse_route(out)
-        out.pow(2).sum().backward()
-        for expected, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
-            got = parameter.grad.full_tensor() * world_size  # FSDP takes the mean
-            torch.testing.assert_close(got, expected.grad, rtol=1e-10, atol=1e-10)
-
-
 def check_several_routes_a_plan(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer(f"g{world_size}n1")
     lens = own(LENS[world_size], rank)
@@ -314,16 +219,6 @@ def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
             assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
 
 
-def check_groups_are_made_once(rank: int, world_size: int) -> None:
-    counts = []
-    for _ in range(3):
-        for topology in ("g2n2", "g1n2+g2n1") if world_size == 4 else ("g1n2",):
-            balancer = SequenceBalancer(topology)
-            balancer.plan_routing(own(LENS[world_size], rank), 8)
-        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
-    assert counts[0] == counts[1] == counts[2]
-
-
 def check_op_is_well_formed(rank: int, world_size: int) -> None:
     """The dispatcher's own checks: schema, autograd, fake tensors, tracing. They call the op on all ranks alike."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -366,74 +261,23 @@ def check_masks(rank: int, world_size: int) -> None:
     assert balancer.finish_planning(ahead) == plan(lens, topology, 8, masks=some)
 
 
-def check_metrics_and_profiler_ranges(rank: int, world_size: int) -> None:
-    """Flat numbers that a logger takes; who was late is seen in who waited; a trace names what the balancer does."""
-    balancer = SequenceBalancer(f"g{world_size}n1", gamma=0.5)
-
-    def step(late_s: float = 0) -> None:
-        balancer.plan_routing(own(LENS[world_size], rank), 8)
-        if rank == 1:
-            time.sleep(late_s)
-        _, h, _ = balancer.route(torch.randn(sum(own(LENS[world_size], rank)), 8), [])
-        o = balancer.attention(*(h.view(-1, 4, 2),) * 3, causal_free_attention)
-        balancer.reverse_route(o.flatten(1))
-
-    step()
-    step(late_s=1.5)
-    metrics = balancer.metrics()
-    assert json.loads(json.dumps(metrics)) == metrics and all(name.startswith("balancer/") for name in metrics)
-    assert all(type(value) in (int, float) for value in metrics.values())
-    assert (metrics["balancer/waiting_s"] > 0.75) == (rank != 1), metrics["balancer/waiting_s"]
-    assert metrics["balancer/num_collectives"] == 5 and metrics["balancer/bytes_sent"] > 0
-    assert metrics["balancer/gamma"] == balancer.plan.workload.gamma == 0.5
-    balancer.observe(0.25)
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-    names = {event.name for event in profiler.events()}
-    assert {"knapformer::plan_routing", "knapformer::make_plan", "knapformer::start route(x)"} <= names
-    assert any(name.startswith("knapformer::wait attention(q") for name in names)
-    assert any(name.startswith("knapformer::wait reverse_route(x)") for name in names)
-
-
-CHECKS = [
+CHECKS: list[Check] = [
     check_gradients_by_finite_differences,
     check_equal_to_no_balancer,
     check_features_of_every_dtype,
     check_lengths_of_every_kind,
-    check_collective_counts,
-    check_group_shared_with_fsdp,
     check_several_routes_a_plan,
     check_attention_alone_is_computed_again,
     check_a_refused_plan_is_not_the_end,
-    check_groups_are_made_once,
     check_op_is_well_formed,
     check_masks,
-    check_metrics_and_profiler_ranges,
 ]
 NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
 
 
-def run_checks(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
-    """Runs the checks in turn; a failed one ends the spawn, since ranks are no longer in step."""
-    done = {}
-    for check in CHECKS:
-        if check.__name__ not in names:
-            continue
-        try:
-            check(rank, world_size)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
-        dist.barrier()
-        done[check.__name__] = "passed"
-    return done
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_balancer_on_real_ranks(world_size: int) -> None:
-    names = [check.__name__ for check in CHECKS if world_size == 2 or check not in NEEDS_TWO_RANKS]
-    for done in run_ranks(run_checks, world_size, names, timeout_s=300):
-        assert list(done) == names
+    run_checks([check for check in CHECKS if world_size == 2 or check not in NEEDS_TWO_RANKS], world_size)
 
 
 def test_a_rank_alone_needs_no_group() -> None:
