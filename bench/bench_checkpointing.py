@@ -44,8 +44,7 @@ def main() -> None:
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from knapformer.models import TransformerBatch, build_model, init_weights, set_checkpointing
-    from knapformer.models.config import TransformerConfig
+    from knapformer.models import TransformerBatch, TransformerConfig, build_model, init_weights, set_checkpointing
 
     from knapformer import SequenceBalancer
 

@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/data_mix.h"
-#include "knapformer/core/planner.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/model/data_mix.h"
+#include "knapformer/core/planners/planner.h"
 
 namespace knapformer {
 namespace {
@@ -43,7 +44,7 @@ void plan(benchmark::State& state, const SequenceLengths& lens, const std::strin
   const Plan result = make_plan(input, solver, effort);
   state.counters["sequences"] = lens.num_sequences();
   state.counters["max_over_mean"] = result.balance_after().max_over_mean();
-  state.counters["gap"] = result.gap();
+  state.counters["gap"] = prediction_of(result).gap();
 }
 
 void greedy_joint_32(benchmark::State& state) { plan(state, joint(32), "g8n4", "greedy", {}); }

@@ -50,7 +50,7 @@ RUNS = (
 def simulate(run: Run, steps: int, repeats: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "knapformer.cli", "simulate", *run.arguments]
+        command = [sys.executable, "-m", "knapformer", "simulate", *run.arguments]
         command += ["--steps", str(steps), "--repeats", str(repeats), "--warmup", "1", "--seed", str(seed)]
         command += ["--json", str(path)]
         subprocess.run(command, check=True)

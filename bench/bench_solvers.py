@@ -9,7 +9,7 @@ Every planner's result is reduced to the ranks and chunk lengths of each sequenc
               sequences takes its longest per-token phase plus its longest attention phase, exchange included.
     strict    the same, with the longest exchange counted beside the longest attention: all-to-alls in lockstep.
     max/mean  work of the fullest rank.
-    crossing  share of the tokens that cross ranks in attention.
+    exchanged fraction of the tokens that are exchanged in attention.
     tokens    of the fullest rank, over the mean.
     home      share of the tokens that stay on their home rank.
     ms        time to plan, best of several. Plans in Python include what Python costs.
@@ -50,12 +50,15 @@ from solver_tables import full, summary
 import knapformer
 
 Lengths = list[list[int]]
-FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, BYTES_PER_NUMBER, RANKS_PER_NODE = 400e12, 200e9, 25e9, 2, 8
+FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, ELEMENT_SIZE, RANKS_PER_NODE = 400e12, 200e9, 25e9, 2, 8
 D_MODEL = 3072
-DEFAULT_CLUSTER = knapformer.ClusterModel(
-    FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, BYTES_PER_NUMBER, RANKS_PER_NODE
-)
-FREE_EXCHANGE = knapformer.ClusterModel(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
+# A block's forward pass and nothing else, as `measure` has it.
+CLUSTER = knapformer.Cluster(
+    flops_per_s=FLOPS_PER_S, node_bytes_per_s=NODE_BYTES_PER_S, network_bytes_per_s=NETWORK_BYTES_PER_S,
+    ranks_per_node=RANKS_PER_NODE, node_latency_s=0, network_latency_s=0, fixed_s=0, overlaps_attention=False,
+)  # fmt: skip
+FREE_EXCHANGE = CLUSTER.replace(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
+MODEL = knapformer.TrainedModel(mode="inference", num_parameters=0, element_size=ELEMENT_SIZE)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def exchange_s(tokens: float, degree: int, in_node: bool) -> float:
     if degree == 1:
         return 0.0
     bandwidth = NODE_BYTES_PER_S if in_node else NETWORK_BYTES_PER_S
-    return 4 * tokens * D_MODEL * BYTES_PER_NUMBER * (degree - 1) / degree / bandwidth
+    return 4 * tokens * D_MODEL * ELEMENT_SIZE * (degree - 1) / degree / bandwidth
 
 
 def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]:
@@ -126,11 +129,11 @@ def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]
         return rank
 
     homes = [(rank, length) for rank, lens in enumerate(seq_lens) for length in lens]
-    crossing = at_home = 0.0
+    exchanged = at_home = 0.0
     for (home, length), share in zip(homes, shares, strict=True):
         degree, first = len(share.chunk_lens), share.first_rank
         assert sum(share.chunk_lens) == length and min(share.chunk_lens) >= 0
-        crossing += length * (degree - 1) / degree
+        exchanged += length * (degree - 1) / degree
         in_node = first // RANKS_PER_NODE == (first + degree - 1) // RANKS_PER_NODE
         for rank, n in enumerate(share.chunk_lens, start=first):
             token[rank] += 24 * n * D_MODEL**2 / FLOPS_PER_S
@@ -152,7 +155,7 @@ def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]
         "eff": slowest / mean,
         "strict_eff": strict / mean,
         "max_over_mean": max(t + a for t, a in zip(token, attention, strict=True)) / mean,
-        "crossing": crossing / total_tokens,
+        "exchanged": exchanged / total_tokens,
         "max_tokens_over_mean": max(tokens) * num_ranks / total_tokens,
         "home": at_home / total_tokens,
     }
@@ -185,7 +188,7 @@ def longest_first(seq_lens: Lengths, gamma: float) -> Shares:
 
 
 def karmarkar_karp(seq_lens: Lengths, gamma: float) -> Shares:
-    """The largest differencing method for k sets: states are k partial sets by falling sum; the two states with the
+    """The largest differencing method for k sets: states are k partial sets by descending sum; the two states with the
     largest spread are joined, the largest set of one with the smallest of the other."""
     num_ranks = len(seq_lens)
     flat = [length for lens in seq_lens for length in lens]
@@ -293,10 +296,13 @@ def run_seed(
         print(f"  {workload.name} {gamma} seed {seed} {name}: {elapsed_s * 1e3:.3g} ms", file=sys.stderr, flush=True)
 
     def plan_of(
-        topology: str, solver: str, effort: str, repeats: int, cluster: knapformer.ClusterModel = DEFAULT_CLUSTER
+        topology: str, solver: str, effort: str, repeats: int, cluster: knapformer.Cluster = CLUSTER
     ) -> tuple[knapformer.Plan, float]:
         return timed(
-            lambda: knapformer.plan(seq_lens, topology, D_MODEL, gamma, solver, effort=effort, cluster=cluster), repeats
+            lambda: knapformer.plan(
+                seq_lens, topology, D_MODEL, gamma, solver, effort=effort, cluster=cluster, model=MODEL
+            ),
+            repeats,
         )
 
     for size in (1, 2, 4, 8):
@@ -362,7 +368,7 @@ def main() -> None:
             "flops_per_s": FLOPS_PER_S,
             "node_bytes_per_s": NODE_BYTES_PER_S,
             "network_bytes_per_s": NETWORK_BYTES_PER_S,
-            "bytes_per_number": BYTES_PER_NUMBER,
+            "element_size": ELEMENT_SIZE,
             "ranks_per_node": RANKS_PER_NODE,
             "milp_seconds": args.milp_seconds,
         }

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from knapformer.measure.environment import host_environment
+from knapformer.tools.measure.environment import host_environment
 
 NUM_RANKS = 2
 _LOAD = os.getloadavg()  # before the benchmark adds to it

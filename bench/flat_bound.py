@@ -28,7 +28,7 @@ NUM_BAGS = 8
 LONG_TOKENS = 10_000
 BATCH = 20
 WORKLOAD: Workload = next(w for w in WORKLOADS if w.name == "A")
-FREE = knapformer.ClusterModel(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
+FREE = knapformer.Cluster(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
 
 
 def fillings(items: list[float], capacity: float) -> Iterator[tuple[int, ...]]:

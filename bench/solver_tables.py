@@ -46,7 +46,7 @@ def _is_greedy(planner: str) -> bool:
 
 
 def summary(rows: list[Row]) -> str:
-    """eff, crossing and ms by planner and workload; with the best topology where a planner has to be given one."""
+    """eff, exchanged and ms by planner and workload; with the best topology where a planner has to be given one."""
     workloads = _by_workload(rows)
     planners: dict[str, Callable[[str], bool]] = {
         "greedy, best flat topology": _is_greedy,
@@ -56,8 +56,8 @@ def summary(rows: list[Row]) -> str:
     cells = []
     for shown, is_it in planners.items():
         its = [_best(of_workload, is_it) for of_workload in workloads.values()]
-        cells.append([shown, *("-" if r is None else f"{r['eff']:.3f}, {r['crossing']:.2f}, {_ms(r)}" for r in its)])
-    return _lines(["eff, crossing, ms", *workloads], cells)
+        cells.append([shown, *("-" if r is None else f"{r['eff']:.3f}, {r['exchanged']:.2f}, {_ms(r)}" for r in its)])
+    return _lines(["eff, exchanged, ms", *workloads], cells)
 
 
 def full(rows: list[Row]) -> str:
@@ -76,13 +76,13 @@ def full(rows: list[Row]) -> str:
                     str(row["gamma"]),
                     row["planner"],
                     *(f"{row[measure]:.4f}" for measure in ("eff", "strict_eff", "max_over_mean")),
-                    *(f"{row[measure]:.3f}" for measure in ("crossing", "max_tokens_over_mean", "home")),
+                    *(f"{row[measure]:.3f}" for measure in ("exchanged", "max_tokens_over_mean", "home")),
                     _ms(row),
                     str(row["seeds"]),
                 ]
             )
     return _lines(
-        ["workload", "gamma", "planner", "eff", "strict", "max/mean", "crossing", "tokens", "home", "ms", "seeds"],
+        ["workload", "gamma", "planner", "eff", "strict", "max/mean", "exchanged", "tokens", "home", "ms", "seeds"],
         cells,
     )
 

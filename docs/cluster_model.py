@@ -18,10 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from knapformer.predict import HardwareModel, StepTime, TrainedModel, plan_home, predict_step
-from knapformer.predict.settings import planning_cluster
-
-from knapformer import DataMix, Plan, plan, solver_names
+from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step, solver_names
 
 PAGE = Path(__file__).with_name("cluster_model.md")
 NUM_RANKS, WIDTH, GAMMA, NUM_STEPS = 32, 3072, 0.41, 50
@@ -49,7 +46,7 @@ def plans_of(mix: str, topology: str, solver: str, num_steps: int = NUM_STEPS) -
     for step in range(num_steps):
         seq_lens = data.draw_lengths(0, step, NUM_RANKS)
         text = f"g1n{NUM_RANKS}" if topology == "none" else topology
-        flat = plan(seq_lens, text, WIDTH, GAMMA, solver, cluster=planning_cluster(HardwareModel()))
+        flat = plan(seq_lens, text, WIDTH, GAMMA, solver)
         plans.append(plan_home(flat) if topology == "none" else flat)
     return plans
 
@@ -62,9 +59,9 @@ def published_rows() -> list[Row]:
     ]
 
 
-def mean_terms(plans: list[Plan], hardware: HardwareModel) -> dict[str, float]:
+def mean_terms(plans: list[Plan], cluster: Cluster) -> dict[str, float]:
     """Mean over the steps of each term, of their total, and of the ideal time, in seconds."""
-    steps: list[StepTime] = [predict_step(p, hardware, TrainedModel()) for p in plans]
+    steps: list[StepTime] = [predict_step(p, cluster) for p in plans]
     return {name: statistics.fmean(getattr(s, name) for s in steps) for name in (*TERMS, "total_s", "ideal_s")}
 
 
@@ -74,18 +71,18 @@ def fit(rows: list[Row], rounds: int = 8) -> dict[str, float]:
     from scipy.optimize import linprog
 
     # Without latencies, so that exchanges are linear in the rate; what they add is of the rest.
-    hardware, error = HardwareModel.published(node_latency_s=0, network_latency_s=0), 0.0
+    cluster, error = Cluster.published(node_latency_s=0, network_latency_s=0), 0.0
     published = np.array([row.published_s for row in rows])
     for _ in range(rounds):
         # Each fitted term without its constant, and what is not fitted.
-        now = [mean_terms(row.plans, HardwareModel.published(**constants(hardware))) for row in rows]
-        bare = [mean_terms(row.plans, hardware) for row in rows]
+        now = [mean_terms(row.plans, Cluster.published(**constants(cluster))) for row in rows]
+        bare = [mean_terms(row.plans, cluster) for row in rows]
         columns = np.array(
             [
                 [
-                    (b["token_s"] + b["attention_s"]) * hardware.flops_per_s,
-                    b["exchange_s"] * hardware.node_bytes_per_s,
-                    b["host_s"] / hardware.host_s_per_piece,
+                    (b["token_s"] + b["attention_s"]) * cluster.flops_per_s,
+                    b["exchange_s"] * cluster.node_bytes_per_s,
+                    b["host_s"] / cluster.host_s_per_piece,
                     1.0,
                 ]
                 for b in bare
@@ -106,15 +103,15 @@ def fit(rows: list[Row], rounds: int = 8) -> dict[str, float]:
         )
         rate, per_byte, per_piece, fixed = done.x[:4] / scale
         error = done.x[4]
-        hardware = HardwareModel(
+        cluster = Cluster.published(
             flops_per_s=1 / rate, node_bytes_per_s=1 / per_byte, host_s_per_piece=per_piece, fixed_s=fixed,
             node_latency_s=0, network_latency_s=0,
         )  # fmt: skip
-    return constants(hardware) | {"largest relative error": float(error)}
+    return constants(cluster) | {"largest relative error": float(error)}
 
 
-def constants(hardware: HardwareModel) -> dict[str, float]:
-    return {n: getattr(hardware, n) for n in ("flops_per_s", "node_bytes_per_s", "host_s_per_piece", "fixed_s")}
+def constants(cluster: Cluster) -> dict[str, float]:
+    return {n: getattr(cluster, n) for n in ("flops_per_s", "node_bytes_per_s", "host_s_per_piece", "fixed_s")}
 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
@@ -123,7 +120,7 @@ def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def constants_table() -> str:
-    published = constants(HardwareModel.published())
+    published = constants(Cluster.published())
     flops, rate = published["flops_per_s"] / 1e12, published["node_bytes_per_s"] / 1e9
     shown = (
         ("compute", f"{flops:.0f} TFLOP/s", "sustained by a rank over whole blocks, attention's FLOPs times gamma"),
@@ -141,7 +138,7 @@ def constants_table() -> str:
 def published_table(rows: list[Row]) -> str:
     def cells() -> Iterator[tuple[str, ...]]:
         for row in rows:
-            t = mean_terms(row.plans, HardwareModel.published())
+            t = mean_terms(row.plans, Cluster.published())
             error = t["total_s"] / row.published_s - 1
             parts = (
                 t["token_s"] + t["attention_s"],
@@ -186,7 +183,7 @@ def own_table() -> str:
                 choices += [(t, "balanced") for t in ("g8n4", "g8/4/2/1n4")]
             for topology, solver in choices:
                 plans = plans_of(mix, topology, solver, num_steps=10)
-                t = mean_terms(plans, HardwareModel(overlaps_attention=True))
+                t = mean_terms(plans, Cluster())
                 moved = statistics.fmean(p.attention_tokens_moved / p.num_tokens for p in plans)
                 parts = (t["token_s"] + t["attention_s"], t["exchange_s"], t["route_s"], t["fsdp_s"], t["fixed_s"])
                 name = "none" if topology == "none" else f"{topology}, {solver}"
@@ -209,7 +206,7 @@ def own_table() -> str:
         "FSDP",
         "fixed",
         "ideal compute",
-        "tokens crossing",
+        "tokens exchanged",
     )
     return table(header, cells())
 

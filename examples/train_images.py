@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.data import DataLoader
 
-from knapformer import BalancedLoader, ClusterModel, SequenceBalancer
+from knapformer import BalancedLoader, Cluster, SequenceBalancer
 
-# What the planner weighs the cost of sharing a sequence by, where ranks are processes on the CPU of one machine.
-CPU_CLUSTER = ClusterModel(flops_per_s=1e10, node_bytes_per_s=1e9, bytes_per_number=4)
+# Of ranks that are processes on one CPU. Without a latency: it would outweigh sequences as short as the smallest here.
+CPU_CLUSTER = Cluster("cpu", flops_per_s=1e10, node_latency_s=0)
 
 
 def parse_arguments() -> argparse.Namespace:

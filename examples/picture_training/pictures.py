@@ -43,10 +43,7 @@ _INSIDE_PACKAGES = {
         "retina.jpg": "retina of an eye",
         "rocket.jpg": "rocket at night",
     },
-    "sklearn/datasets/images": {
-        "china.jpg": "temple in china",
-        "flower.jpg": "red flower",
-    },
+    "sklearn/datasets/images": {"china.jpg": "temple in china", "flower.jpg": "red flower"},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from knapformer.models.patches import grid_positions
-from knapformer.sampling import SampleRequest, sample
+from knapformer.models.sampling import SampleRequest, sample
 from PIL import Image
 
 from picture_training.pictures import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from knapformer.losses import reported, sample_mean
+from knapformer.losses import global_mean, sample_mean
 from knapformer.models import FluxBatch, FluxConfig, FluxTransformer, shard_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -115,7 +115,7 @@ class TrainingRun(Stateful):
         with torch.no_grad():
             self._average(list(_local(self.ema)), list(_local(self.model)), self.num_steps_done)
         self.num_steps_done += 1
-        return reported(loss).item(), norm.full_tensor().item()  # type: ignore[attr-defined]
+        return global_mean(loss).item(), norm.full_tensor().item()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint. The data needs none: a step's samples follow from its number."""

@@ -92,10 +92,29 @@ Effort effort_from(py::handle object) {
   return {.moves = *moves};
 }
 
-ClusterModel cluster_from(py::handle object) {
+Cluster cluster_from(py::handle object) {
   if (object.is_none()) return {};
-  if (!py::isinstance<ClusterModel>(object)) throw_argument("cluster", shown(object), "a ClusterModel, or None");
-  return object.cast<ClusterModel>();
+  if (const std::optional<std::string> name = as_text(object)) return Cluster::named(*name);
+  if (!py::isinstance<Cluster>(object)) throw_argument("cluster", shown(object), "a Cluster, a name of one, or None");
+  return object.cast<Cluster>();
+}
+
+TrainedModel model_from(py::handle object) {
+  if (object.is_none()) return {};
+  if (!py::isinstance<TrainedModel>(object)) throw_argument("model", shown(object), "a TrainedModel, or None");
+  return object.cast<TrainedModel>();
+}
+
+PlanInput settings_from(py::handle gamma, py::handle num_heads, py::handle max_tokens_per_rank, py::handle rank_speed,
+                        py::handle cluster, py::handle model) {
+  PlanInput input{.workload = {.gamma = number_from(gamma, "gamma")},
+                  .cluster = cluster_from(cluster),
+                  .model = model_from(model),
+                  .rank_speed = numbers_from(rank_speed, "rank_speed"),
+                  .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
+  if (const int64_t heads = integer_from(num_heads, "num_heads", std::numeric_limits<int32_t>::max()); heads != 0)
+    input.model.num_heads = static_cast<int32_t>(heads);
+  return input;
 }
 
 void for_each_item(py::handle list, std::string_view argument, std::string_view expected,

@@ -1,11 +1,13 @@
 // Arguments as Python has them.
 //
 // They are converted here rather than by pybind11's casters, so that a wrong type is an error like any other: one line
-// that names the argument, what came and what was expected; and one that a balancer can tell to other ranks.
+// that names the argument, what came and what was expected; and one that a balancer can tell to other ranks. Stubs are
+// made from the signatures, so parameters that take any object say what they are good for: Given.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -14,11 +16,34 @@
 #include <string_view>
 #include <vector>
 
-#include "knapformer/core/cluster.h"
-#include "knapformer/core/error.h"
-#include "knapformer/core/planner.h"
+#include "knapformer/core/model/cluster.h"
+#include "knapformer/core/model/trained_model.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
+
+template <size_t N>
+struct Annotation {
+  consteval Annotation(const char (&literal)[N]) { std::ranges::copy(literal, text); }  // NOLINT: implicit
+  char text[N];
+};
+
+/// Any object, with the type that it has in the function's signature.
+template <Annotation kType>
+class Given : public pybind11::object {
+ public:
+  using pybind11::object::object;
+  static bool check_(pybind11::handle) { return true; }
+};
+
+using GivenText = Given<"str">;
+using GivenInteger = Given<"typing.SupportsIndex">;
+using GivenNumber = Given<"typing.SupportsFloat | typing.SupportsIndex">;
+using GivenNumbers = Given<"collections.abc.Iterable[typing.SupportsFloat | typing.SupportsIndex]">;
+using GivenEffort = Given<"int | str">;
+using GivenCluster = Given<"knapformer._core.Cluster | str | None">;
+using GivenModel = Given<"knapformer._core.TrainedModel | None">;
 
 /// What came, on one line: its repr, or its type where that is long.
 std::string shown(pybind11::handle object);
@@ -37,8 +62,14 @@ double number_from(pybind11::handle object, std::string_view argument);
 std::string text_from(pybind11::handle object, std::string_view argument);
 /// A name, or a number of moves.
 Effort effort_from(pybind11::handle object);
+/// A Cluster or a name of one; None stands for the default.
+Cluster cluster_from(pybind11::handle object);
 /// None stands for the default.
-ClusterModel cluster_from(pybind11::handle object);
+TrainedModel model_from(pybind11::handle object);
+
+/// What the plans of a run share, as `plan`, `rank_topologies` and the balancer take it. num_heads: 0 for the model's.
+PlanInput settings_from(pybind11::handle gamma, pybind11::handle num_heads, pybind11::handle max_tokens_per_rank,
+                        pybind11::handle rank_speed, pybind11::handle cluster, pybind11::handle model);
 
 /// Visits what an iterable has; text is none here.
 void for_each_item(pybind11::handle list, std::string_view argument, std::string_view expected,
@@ -65,3 +96,8 @@ inline std::vector<double> numbers_from(pybind11::handle list, std::string_view 
 std::vector<std::vector<int64_t>> lengths_per_rank_from(pybind11::handle lists, std::string_view argument);
 
 }  // namespace knapformer
+
+template <knapformer::Annotation kType>
+struct pybind11::detail::handle_type_name<knapformer::Given<kType>> {
+  static constexpr auto name = const_name(kType.text);
+};

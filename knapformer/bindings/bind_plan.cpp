@@ -1,10 +1,14 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/error.h"
-#include "knapformer/core/plan.h"
-#include "knapformer/core/plan_json.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
@@ -19,8 +23,7 @@ std::vector<T> to_list(std::span<const T> values) {
 std::vector<std::vector<int64_t>> chunk_lens(const Plan& plan) {
   std::vector<std::vector<int64_t>> lens(static_cast<size_t>(plan.num_ranks()));
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r)))
-      lens[static_cast<size_t>(r)].push_back(plan.chunk(index).num_tokens);
+    for (const int32_t index : plan.chunks_on(Rank(r))) lens[r].push_back(plan.chunk(index).num_tokens);
   }
   return lens;
 }
@@ -28,19 +31,48 @@ std::vector<std::vector<int64_t>> chunk_lens(const Plan& plan) {
 std::vector<std::vector<int32_t>> sequences_on(const Plan& plan) {
   std::vector<std::vector<int32_t>> ids(static_cast<size_t>(plan.num_ranks()));
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r)))
-      ids[static_cast<size_t>(r)].push_back(plan.chunk(index).sequence.value);
+    for (const int32_t index : plan.chunks_on(Rank(r))) ids[r].push_back(plan.chunk(index).sequence.value);
   }
   return ids;
 }
 
-py::list chunks(const Plan& plan) {
-  py::list out(plan.chunks().size());
+py::typing::List<py::typing::Tuple<int, int, int, int>> chunks(const Plan& plan) {
+  py::typing::List<py::typing::Tuple<int, int, int, int>> out(plan.chunks().size());
   for (size_t i = 0; i < plan.chunks().size(); ++i) {
     const Chunk& c = plan.chunks()[i];
     out[i] = py::make_tuple(c.sequence.value, c.rank.value, c.first_token, c.num_tokens);
   }
   return out;
+}
+
+std::vector<double> sequence_works(const Plan& plan) {
+  std::vector<double> works;
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) works.push_back(plan.input().work(SequenceId(s)));
+  return works;
+}
+
+Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model) {
+  PlanInput input = plan.input();
+  if (!cluster.is_none()) input.cluster = cluster_from(cluster);
+  if (!model.is_none()) input.model = model_from(model);
+  std::vector<int64_t> chunk_lens;
+  for (const Chunk& chunk : plan.chunks()) chunk_lens.push_back(chunk.num_tokens);
+  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()},
+              std::move(chunk_lens));
+}
+
+std::vector<double> chunk_works(const Plan& plan) {
+  const PlanInput& input = plan.input();
+  const AttentionShares shares = input.attention_shares();
+  std::vector<double> works;
+  works.reserve(plan.chunks().size());
+  for (const Chunk& chunk : plan.chunks()) {
+    const Placement& place = plan.placement(chunk.sequence);
+    const int32_t index = chunk.rank.value - place.first_rank.value;
+    works.push_back(input.workload.token_work(chunk.num_tokens, input.d_model) +
+                    shares.part(input.attention_work(chunk.sequence), place.degree, index));
+  }
+  return works;
 }
 
 template <class Field>
@@ -119,27 +151,44 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("tokens_moved", &Plan::tokens_moved, "Tokens held by another rank than their home.")
       .def_property_readonly("attention_tokens_moved", &Plan::attention_tokens_moved,
                              "Tokens that cross ranks in each all-to-all of an attention.")
-      .def_property_readonly("predicted_time", &Plan::predicted_time_s, "Predicted seconds of one block, forward.")
-      .def_property_readonly("lower_bound", &Plan::lower_bound_s,
-                             "No plan of these sequences and this topology takes fewer seconds.")
-      .def_property_readonly("gap", &Plan::gap,
-                             "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
-          "ideal_time", [](const Plan& p) { return predict_block_time(p).ideal_s; },
-          "Seconds of one block, forward, with the work spread evenly and no exchange.")
+          "predicted_time", [](const Plan& p) { return predict_step(p).total_s(); },
+          "Predicted seconds of a step: total_s of predict_step.")
+      .def_property_readonly(
+          "lower_bound", [](const Plan& p) { return lower_bound_s(p.input()); },
+          "No plan of these sequences and this topology takes fewer seconds.")
+      .def_property_readonly(
+          "gap", [](const Plan& p) { return prediction_of(p).gap(); },
+          "predicted_time / lower_bound - 1: how far from the best this plan may be.")
+      .def_property_readonly(
+          "ideal_time",
+          [](const Plan& p) {
+            const StepTime step = predict_step(p);
+            return step.ideal_s + step.fixed_s;
+          },
+          "Seconds of a step with the work spread evenly, no exchange, and what is fixed.")
       .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
       .def_property_readonly(
           "cluster", [](const Plan& p) { return p.input().cluster; }, "What times are predicted with.")
       .def_property_readonly(
+          "model", [](const Plan& p) { return p.input().model; }, "What a step runs.")
+      .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(),
+           "The same decision on another cluster, or for another model: None leaves the plan's own.")
+      .def_property_readonly("sequence_works", &sequence_works, "Per sequence, FLOPs of one block forward.")
+      .def_property_readonly("chunk_works", &chunk_works,
+                             "Of each of chunks, FLOPs of one block forward that are done on its rank.")
+      .def_property_readonly(
           "attention_pairs", [](const Plan& p) { return p.input().attention_pairs; },
           "Of each sequence the (query, key) pairs that its mask leaves. Empty: full attention everywhere.")
       .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
-      .def("to_json", &plan_to_json, "As text, to be read by from_json.")
+      .def(
+          "to_json", [](const Plan& p) { return plan_to_json(p, prediction_of(p)); },
+          "As text, to be read by from_json.")
       .def_static(
           "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text is none, or the plan is not valid.")
       .def(py::self == py::self)
-      .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p)); },
+      .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p, {})); },
                       [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
       .def("__repr__", &describe);
 }

@@ -2,16 +2,21 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/error.h"
-#include "knapformer/core/heads.h"
-#include "knapformer/core/mask.h"
-#include "knapformer/core/planner.h"
-#include "knapformer/core/topology_choice.h"
+#include "knapformer/core/model/mask.h"
+#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
 
 namespace {
+
+using GivenLengths = Given<"collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]">;
+using GivenBatches =
+    Given<"collections.abc.Iterable[collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]]">;
+using GivenMasks = Given<"str | collections.abc.Iterable[collections.abc.Iterable[str]]">;
 
 /// How many (query, key/value) heads each rank of a group computes.
 std::vector<std::pair<size_t, size_t>> head_shares(int64_t num_heads, int64_t num_kv_heads, int32_t degree) {
@@ -52,86 +57,69 @@ std::vector<int64_t> pairs_from(const py::object& masks, const SequenceLengths& 
   return pairs;
 }
 
-int32_t num_heads_from(const py::object& num_heads) {
-  return static_cast<int32_t>(integer_from(num_heads, "num_heads", std::numeric_limits<int32_t>::max()));
-}
-
 }  // namespace
 
 void bind_planner(py::module_& m) {
   m.def(
       "plan",
-      [](const py::object& seq_lens_per_rank, const py::object& topology, const py::object& d_model,
-         const py::object& gamma, const py::object& solver, const py::object& mask_factor, const py::object& effort,
-         const py::object& masks, const py::object& max_tokens_per_rank, const py::object& rank_speed,
-         const py::object& cluster, const py::object& num_heads) {
-        PlanInput input{
-            .seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank")),
-            .topology = {},
-            .d_model = integer_from(d_model, "d_model"),
-            .workload = {.gamma = number_from(gamma, "gamma"), .mask_factor = number_from(mask_factor, "mask_factor")},
-            .cluster = cluster_from(cluster),
-            .rank_speed = numbers_from(rank_speed, "rank_speed"),
-            .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
+      [](const GivenLengths& seq_lens_per_rank, const GivenText& topology, const GivenInteger& d_model,
+         const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
+         const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
+         const GivenInteger& num_heads, const GivenModel& model) {
+        PlanInput input = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
+        input.d_model = integer_from(d_model, "d_model");
+        input.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank"));
         input.attention_pairs = pairs_from(masks, input.seq_lens);
         const std::string solver_name = text_from(solver, "solver");
         const Effort moves = effort_from(effort);
-        const int32_t heads = num_heads_from(num_heads);
         std::string chosen = text_from(topology, "topology");
         const py::gil_scoped_release release;
         if (chosen == "auto") {
-          chosen = rank_topologies({&input, 1}, {.num_heads = heads, .solver = solver_name}).front().topology;
+          chosen = rank_topologies({&input, 1}, solver_name).front().topology;
         }
         input.topology = Topology::parse(chosen, input.seq_lens.num_ranks());
-        check_heads(input.topology, heads);
         return make_plan(std::move(input), solver_name, moves);
       },
-      py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = 1.0,
-      py::arg("solver") = "balanced", py::arg("mask_factor") = 1.0, py::arg("effort") = "default",
-      py::arg("masks") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
-      py::arg("cluster") = py::none(), py::arg("num_heads") = 0,
+      py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma,
+      py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
+      py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(), py::arg("cluster") = py::none(),
+      py::arg("num_heads") = 0, py::arg("model") = py::none(),
       "Plans the sequences of all ranks, without process groups.\n\n"
       "seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the "
       "best of\n"
       "rank_topologies for these lengths. d_model: width, in features.\n"
-      "solver: 'balanced' or 'greedy' (flat topologies only). effort (balanced): 'low', 'default', 'high', or a number "
-      "of moves; the\n"
-      "plan depends on it and not on the machine. masks: the mask of all sequences, or of each, in lists like the "
-      "lengths'\n"
-      "(see attention_pairs). max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. "
-      "rank_speed: per rank,\n"
-      "relative; none where all are equal. cluster: what times are predicted with; None: the default. num_heads: only "
-      "bags whose\n"
-      "ranks divide them: 'auto' chooses among those, another topology is refused; 0 for any (the balancer shares "
-      "heads "
-      "unevenly\n"
-      "too, which predicted times do not see).\n\n"
+      "solver: one of solver_names(). effort ('balanced'): 'low', 'default', 'high', or a number of moves; the plan "
+      "depends on it\n"
+      "and not on the machine. masks: the mask of all sequences, or of each, in lists like the lengths' (see "
+      "attention_pairs).\n"
+      "max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. rank_speed: per rank, "
+      "relative; "
+      "none where\n"
+      "all are equal. cluster: a Cluster, or the name of one; None: the default. model: a TrainedModel; None: the "
+      "default.\n"
+      "num_heads: in place of model's; where a group's ranks do not divide them, some have more attention to "
+      "compute.\n\n"
       "Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
-      .def_readonly("topology", &TopologyOption::topology)
-      .def_readonly("predicted_time", &TopologyOption::predicted_time_s,
-                    "Seconds of one block, forward; mean over the batches.")
+      .def_readonly("topology", &TopologyOption::topology, "Its text.")
+      .def_readonly("predicted_time", &TopologyOption::predicted_time_s, "Seconds of a step; mean over the batches.")
       .def_readonly("efficiency_loss", &TopologyOption::efficiency_loss, "Predicted over ideal time.")
-      .def_readonly("crossing", &TopologyOption::crossing, "Share of the tokens that cross ranks in attention.")
-      .def_readonly("max_tokens_over_mean", &TopologyOption::max_tokens_over_mean)
-      .def_readonly("reason", &TopologyOption::reason)
+      .def_readonly("exchanged_fraction", &TopologyOption::exchanged_fraction,
+                    "Of the tokens, in each all-to-all of an attention.")
+      .def_readonly("max_tokens_over_mean", &TopologyOption::max_tokens_over_mean,
+                    "Of the fullest rank, over the mean of all ranks.")
+      .def_readonly("reason", &TopologyOption::reason, "What its time goes to, or why it is not kept.")
       .def("__repr__", [](const TopologyOption& o) {
         return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", reason='", o.reason,
                     "')");
       });
   m.def(
       "rank_topologies",
-      [](const py::object& batches, const py::object& d_model, const py::object& gamma, const py::object& num_heads,
-         const py::object& mask, const py::object& max_tokens_per_rank, const py::object& rank_speed,
-         const py::object& cluster) {
-        const PlanInput common{.seq_lens = {},
-                               .topology = {},
-                               .d_model = integer_from(d_model, "d_model"),
-                               .workload = {.gamma = number_from(gamma, "gamma")},
-                               .cluster = cluster_from(cluster),
-                               .rank_speed = numbers_from(rank_speed, "rank_speed"),
-                               .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
-        const int32_t heads = num_heads_from(num_heads);
+      [](const GivenBatches& batches, const GivenInteger& d_model, const GivenNumber& gamma,
+         const GivenInteger& num_heads, const GivenText& mask, const GivenInteger& max_tokens_per_rank,
+         const GivenNumbers& rank_speed, const GivenCluster& cluster, const GivenModel& model) {
+        PlanInput common = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
+        common.d_model = integer_from(d_model, "d_model");
         const py::str mask_name(text_from(mask, "mask"));
         std::vector<PlanInput> inputs;
         for_each_item(batches, "batches", "a list of batches: of each, for each rank a list of lengths",
@@ -142,25 +130,29 @@ void bind_planner(py::module_& m) {
                         input.attention_pairs = pairs_from(mask_name, input.seq_lens);
                       });
         const py::gil_scoped_release release;
-        return rank_topologies(inputs, {.num_heads = heads});
+        return rank_topologies(inputs, planners().front().name);
       },
-      py::arg("batches"), py::arg("d_model"), py::arg("gamma") = 1.0, py::arg("num_heads") = 0,
+      py::arg("batches"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma, py::arg("num_heads") = 0,
       py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
-      py::arg("cluster") = py::none(),
+      py::arg("cluster") = py::none(), py::arg("model") = py::none(),
       "Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time "
       "first, with\n"
-      "reasons: flat and nested bags of up to two of the cluster's nodes, planned by the balanced solver. num_heads: "
-      "only bags whose\n"
-      "ranks divide them; 0 for any. mask: of all sequences. The rest as in plan. Where max_tokens_per_rank cannot be "
-      "kept a topology\n"
-      "comes last, its predicted_time infinite.\n\n"
+      "reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Within a "
+      "thousandth of the\n"
+      "time the one that exchanges less comes first. mask: of all sequences. The rest as in plan. Where "
+      "max_tokens_per_rank cannot\n"
+      "be kept a topology comes last, its predicted_time infinite.\n\n"
       "Raises ArgumentError.");
   m.def("head_shares", &head_shares, py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("degree"),
         "For each of the `degree` ranks that share a sequence, how many query heads and how many key/value heads it "
         "computes.\n\n"
         "Raises ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.");
-  m.def("solver_names", [] {
-    std::vector<std::string> names(solver_names().begin(), solver_names().end());
-    return names;
-  });
+  m.def(
+      "solver_names",
+      [] {
+        std::vector<std::string> names;
+        for (const Planner& planner : planners()) names.emplace_back(planner.name);
+        return names;
+      },
+      "What `solver` may be, the default first.");
 }

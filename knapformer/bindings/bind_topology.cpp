@@ -3,18 +3,15 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/cluster.h"
-#include "knapformer/core/error.h"
-#include "knapformer/core/topology.h"
+#include "knapformer/core/model/topology.h"
+#include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
 
-namespace {
-
-void bind_bags(py::module_& m) {
+void bind_topology(py::module_& m) {
   py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
-      .def(py::init([](const py::object& text_form, const py::object& num_ranks) {
+      .def(py::init([](const GivenText& text_form, const Given<"typing.SupportsIndex | None">& num_ranks) {
              const std::string topology = text_from(text_form, "topology");
              return num_ranks.is_none() ? Topology::parse(topology)
                                         : Topology::parse(topology, integer_from(num_ranks, "num_ranks"));
@@ -48,43 +45,4 @@ void bind_bags(py::module_& m) {
       .def("__str__", &Topology::str)
       .def("__repr__",
            [](const Topology& t) { return text("Topology('", t.str(), "', num_ranks=", t.num_ranks(), ")"); });
-}
-
-void bind_cluster(py::module_& m) {
-  py::class_<ClusterModel>(m, "ClusterModel",
-                           "What the balanced solver predicts times with. See knapformer/core/cluster.h.")
-      .def(py::init([](double flops_per_s, double node_bytes_per_s, double network_bytes_per_s, double bytes_per_number,
-                       int32_t ranks_per_node) {
-             const ClusterModel model{.flops_per_s = flops_per_s,
-                                      .node_bytes_per_s = node_bytes_per_s,
-                                      .network_bytes_per_s = network_bytes_per_s,
-                                      .bytes_per_number = bytes_per_number,
-                                      .ranks_per_node = ranks_per_node};
-             model.validate();
-             return model;
-           }),
-           py::arg("flops_per_s") = ClusterModel{}.flops_per_s,
-           py::arg("node_bytes_per_s") = ClusterModel{}.node_bytes_per_s,
-           py::arg("network_bytes_per_s") = ClusterModel{}.network_bytes_per_s,
-           py::arg("bytes_per_number") = ClusterModel{}.bytes_per_number,
-           py::arg("ranks_per_node") = ClusterModel{}.ranks_per_node)
-      .def_readonly("flops_per_s", &ClusterModel::flops_per_s, "Sustained, by a rank of speed 1.")
-      .def_readonly("node_bytes_per_s", &ClusterModel::node_bytes_per_s, "A rank's bandwidth to ranks of its node.")
-      .def_readonly("network_bytes_per_s", &ClusterModel::network_bytes_per_s,
-                    "A rank's bandwidth to ranks of other nodes.")
-      .def_readonly("bytes_per_number", &ClusterModel::bytes_per_number)
-      .def_readonly("ranks_per_node", &ClusterModel::ranks_per_node)
-      .def(py::self == py::self)
-      .def("__repr__", [](const ClusterModel& c) {
-        return text("ClusterModel(flops_per_s=", c.flops_per_s, ", node_bytes_per_s=", c.node_bytes_per_s,
-                    ", network_bytes_per_s=", c.network_bytes_per_s, ", bytes_per_number=", c.bytes_per_number,
-                    ", ranks_per_node=", c.ranks_per_node, ")");
-      });
-}
-
-}  // namespace
-
-void bind_topology(py::module_& m) {
-  bind_bags(m);
-  bind_cluster(m);
 }

@@ -3,9 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
-void bind_workload(pybind11::module_& m);   // FLOPs, masks, the fit
-void bind_topology(pybind11::module_& m);   // bags and the cluster under them
-void bind_plan(pybind11::module_& m);       // the value
-void bind_planner(pybind11::module_& m);    // what makes it
-void bind_data_mix(pybind11::module_& m);   // seeded lengths
-void bind_step_time(pybind11::module_& m);  // the predicted step time
+void bind_workload(pybind11::module_& m);         // FLOPs, masks, the fit
+void bind_topology(pybind11::module_& m);         // bags of ranks
+void bind_cost_parameters(pybind11::module_& m);  // clusters and models
+void bind_plan(pybind11::module_& m);             // the value
+void bind_planner(pybind11::module_& m);          // what makes it
+void bind_data_mix(pybind11::module_& m);         // seeded lengths
+void bind_cost(pybind11::module_& m);             // the predicted step time

@@ -6,7 +6,7 @@
 #endif
 
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/error.h"
+#include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
@@ -43,8 +43,9 @@ PYBIND11_MODULE(_core, m) {
   bind_errors(m);
   bind_workload(m);
   bind_topology(m);
+  bind_cost_parameters(m);
   bind_plan(m);
   bind_planner(m);
   bind_data_mix(m);
-  bind_step_time(m);
+  bind_cost(m);
 }

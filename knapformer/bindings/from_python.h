@@ -8,9 +8,14 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/torch_bindings.h"
-#include "knapformer/core/mask.h"
+#include "knapformer/core/model/mask.h"
 
 namespace knapformer {
+
+using GivenTensor = Given<"torch.Tensor">;
+using GivenTensors = Given<"collections.abc.Sequence[torch.Tensor] | None">;
+using GivenLengths = Given<"collections.abc.Iterable[typing.SupportsIndex] | torch.Tensor">;
+using GivenMasks = Given<"collections.abc.Iterable[str] | None">;
 
 at::Tensor tensor_from(pybind11::handle object, std::string_view argument);
 

@@ -7,6 +7,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "knapformer/torch/balancer.h"
@@ -14,6 +15,5 @@
 using BalancerClass = pybind11::class_<knapformer::SequenceBalancer>;
 
 void bind_planning_ahead(pybind11::module_& m);
-void bind_planning(BalancerClass& balancer);   // lengths in, a plan out
+void bind_planning(BalancerClass& balancer);   // lengths in, a plan out; what a step took, and its metrics
 void bind_exchanges(BalancerClass& balancer);  // routing and attention
-void bind_feedback(BalancerClass& balancer);   // what a step took, and its metrics

@@ -1,19 +1,22 @@
 // knapformer._torch: the balancer for Python.
 #include "knapformer/bindings/from_python.h"
 #include "knapformer/bindings/torch_bindings.h"
-#include "knapformer/core/error.h"
+#include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
 
 namespace {
 
+using GivenEngine = Given<"str | None">;
+using GivenGroup = Given<"torch.distributed.distributed_c10d.ProcessGroup | None">;
+
 std::optional<ExchangeEngine> engine_from(const py::object& engine) {
   if (engine.is_none()) return std::nullopt;
   const std::optional<std::string> name = as_text(engine);
-  if (name == "runs") return ExchangeEngine::kRuns;
-  if (name == "index") return ExchangeEngine::kIndex;
-  throw_argument("engine", shown(engine), "'runs' or 'index', or None");
+  if (name == "cpu") return ExchangeEngine::kCpu;
+  if (name == "device") return ExchangeEngine::kDevice;
+  throw_argument("engine", shown(engine), "'cpu' or 'device', or None");
 }
 
 ProcessGroupPtr group_from(const py::object& group) {
@@ -35,10 +38,11 @@ void drop_without_gil(ProcessGroupPtr group) {
 
 BalancerClass bind_balancer(py::module_& m) {
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
-      .def(py::init([](const py::object& topology, const py::object& gamma, const py::object& mask_factor,
-                       const py::object& solver, const py::object& effort, const py::object& mask,
-                       const py::object& cluster, const py::object& rank_speed, const py::object& max_tokens_per_rank,
-                       const py::object& engine, const py::object& group, const MakeBagGroup& make_bag_group) {
+      .def(py::init([](const GivenText& topology, const GivenNumber& gamma, const GivenText& solver,
+                       const GivenEffort& effort, const GivenText& mask, const GivenCluster& cluster,
+                       const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
+                       const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
+                       const GivenGroup& group, const MakeBagGroup& make_bag_group) {
              struct Arguments {
                std::string topology;
                BalancerOptions options;
@@ -46,38 +50,32 @@ BalancerClass bind_balancer(py::module_& m) {
              const ProcessGroupPtr joined = group_from(group);
              Arguments arguments = convert_or_report(
                  [&] {
-                   return Arguments{
-                       .topology = text_from(topology, "topology"),
-                       .options = {.workload = {.gamma = number_from(gamma, "gamma"),
-                                                .mask_factor = number_from(mask_factor, "mask_factor")},
-                                   .solver = text_from(solver, "solver"),
-                                   .effort = effort_from(effort),
-                                   .mask = Mask::parse(text_from(mask, "mask")),
-                                   .cluster = cluster_from(cluster),
-                                   .rank_speed = numbers_from(rank_speed, "rank_speed"),
-                                   .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank"),
-                                   .engine = engine_from(engine)}};
+                   return Arguments{.topology = text_from(topology, "topology"),
+                                    .options = {.plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed,
+                                                                      cluster, model),
+                                                .solver = text_from(solver, "solver"),
+                                                .effort = effort_from(effort),
+                                                .mask = Mask::parse(text_from(mask, "mask")),
+                                                .engine = engine_from(engine)}};
                  },
                  [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
              const py::gil_scoped_release release;
              return std::make_unique<SequenceBalancer>(arguments.topology, std::move(arguments.options), joined,
                                                        make_bag_group);
            }),
-           py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("mask_factor"), py::arg("solver"),
-           py::arg("effort"), py::arg("mask"), py::arg("cluster"), py::arg("rank_speed"),
-           py::arg("max_tokens_per_rank"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
-           "Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several, counted "
-           "inside\n"
-           "`group`, and returns their group. engine: 'runs' (CPU tensors), 'index' (any device), None: what suits the "
-           "tensors.")
+           py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
+           py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
+           py::arg("model"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
+           R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several,
+counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (any device), None: what suits
+the tensors.)")
       .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),
-          "Tells the other ranks that this one failed and will not come to the calls they wait in: they raise "
-          "StateError with\n"
-          "this message. Not collective.")
+          R"(Tells the other ranks that this one failed and will not come to the calls they wait in: they raise
+StateError with this message. Not collective.)")
       .def_property_readonly("rank", &SequenceBalancer::rank, "Inside the balancer's group.")
-      .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks);
+      .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks, "Of the balancer's group.");
 }
 
 }  // namespace
@@ -90,9 +88,8 @@ PYBIND11_MODULE(_torch, m) {
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
   bind_exchanges(balancer);
-  bind_feedback(balancer);
-  Channel::set_drop_group(drop_without_gil);
-  m.def("release_groups", &Channel::release_groups, py::call_guard<py::gil_scoped_release>(),
+  CommGroup::set_drop_process_group(drop_without_gil);
+  m.def("release_groups", &CommGroup::release_process_groups, py::call_guard<py::gil_scoped_release>(),
         "Lets the groups of all balancers go, which can start no collective after it. For the end of the process.");
   m.def(
       "timeout_of", [](const ProcessGroupPtr& group) { return timeout_of(*group); }, py::arg("group"),

@@ -1,21 +1,51 @@
 #include "knapformer/torch/balancer.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "knapformer/core/error.h"
-#include "knapformer/torch/balancer_step.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+at::Tensor lengths_tensor(std::span<const int64_t> lens) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
+  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
+  return tensor;
+}
+
+/// Checked before other ranks depend on them, so that the error names this rank's own mistake.
+GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks) {
+  const auto count = static_cast<int64_t>(seq_lens.size());
+  GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1))};
+  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
+  if (!masks.empty() && masks.size() != seq_lens.size()) {
+    throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
+  }
+  for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
+  return own;
+}
+
+DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
+  if (options.failure) return DataStatus::kFailed;
+  return options.ended ? DataStatus::kEnded : DataStatus::kActive;
+}
+
 /// Whether ranks exchange with nobody: all rows stay where they are.
 bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
 
-/// The values of a call's tensors without the call: views, not the tensors themselves, as an exchange gives.
+/// What a call returns where nothing moves: another tensor, as an exchange would give, of the same values.
 at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
 
 std::vector<at::Tensor> as_views(at::TensorList tensors) {
@@ -40,53 +70,67 @@ void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num
   }
 }
 
+/// Of the shortest text that reads back as the same number.
+std::string exact_text(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  KNAPFORMER_ASSERT(error == std::errc());
+  return {buffer, end};
+}
+
+template <class T>
+void add_setting(Fingerprint& fingerprint, const std::string& name, const T& value) {
+  if constexpr (IsRecord<T>) {
+    for_each_field<T>([&](const auto& f) { add_setting(fingerprint, name + "." + f.name, value.*f.member); });
+  } else if constexpr (std::is_same_v<T, StepMode>) {
+    fingerprint.add(name, step_mode_name(value));
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    fingerprint.add(name, exact_text(static_cast<double>(value)));
+  } else {  // a list of numbers
+    std::string numbers;
+    for (const double number : value) numbers += exact_text(number) + ' ';
+    fingerprint.add(name, numbers);
+  }
+}
+
 void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
   if (tensor.device() != as.device())
     throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
 }
 
-/// Of the tensor whose device the call's tables go to.
 void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
   if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
 }
 
 /// Keys of this library in a group's store.
 constexpr const char* kStorePrefix = "knapformer/";
-/// Of what ranks say to each other. Ranks of different versions do not work together.
+/// Changes with what ranks say to each other: ranks of different versions do not work together.
 constexpr int32_t kProtocolVersion = 1;
 
 /// What one balancer's ranks share in the group's store.
 struct SharedStore {
   std::string prefix;
-  std::shared_ptr<ErrorBoard> board;
+  std::shared_ptr<ErrorStore> errors;
 };
 
 SharedStore join_store(c10d::ProcessGroup& group) {
   const c10::intrusive_ptr<c10d::Store> store = group.getStore();
   if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
-  // A number of this balancer that its ranks share: each counts those that it made on this group, and making one is
+  // All ranks give this balancer the same number: each counts those that it made on this group, and making one is
   // collective.
   const int32_t rank = group.getRank();
   const std::string prefix = text(kStorePrefix, "number ", store->add(text(kStorePrefix, rank), 1));
   return {.prefix = prefix,
-          .board = std::make_shared<ErrorBoard>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank)};
+          .errors = std::make_shared<ErrorStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank)};
 }
 
 /// The same on all ranks where the group has a name, as groups made by torch.distributed have.
-std::string channel_name(const c10d::ProcessGroup& group) {
+std::string comm_group_name(const c10d::ProcessGroup& group) {
   try {
     return text(kStorePrefix, group.getGroupName());
   } catch (const std::exception&) {
     return text(kStorePrefix, "group");
   }
-}
-
-/// All digits, so that unequal numbers differ.
-std::string exact_text(double value) {
-  char buffer[32];
-  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-  KNAPFORMER_ASSERT(error == std::errc());
-  return {buffer, end};
 }
 
 std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
@@ -98,80 +142,84 @@ std::string route_label(size_t num_features, size_t num_sequence_features) {
   return label + ")";
 }
 
-/// What there is a row for, in errors.
+/// Of a rank, why its data failed.
+constexpr const char* kFailureNote = "failure";
+
+/// What a tensor has rows for, in messages.
 constexpr const char* kOwnToken = "token of this rank's sequences";
 constexpr const char* kOwnSequence = "sequence of this rank";
 constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
-/// What ranks must agree on, or they would plan differently.
-void add_options(Statement& statement, const BalancerOptions& options) {
-  statement.add("gamma", exact_text(options.workload.gamma));
-  statement.add("mask_factor", exact_text(options.workload.mask_factor));
-  statement.add("solver", options.solver);
-  statement.add("effort", std::to_string(options.effort.moves));
-  statement.add("mask", options.mask.str());
-  const ClusterModel& cluster = options.cluster;
-  std::string figures = std::to_string(cluster.ranks_per_node);
-  for (const double figure :
-       {cluster.flops_per_s, cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.bytes_per_number}) {
-    figures += ' ' + exact_text(figure);
-  }
-  statement.add("cluster", figures);
-  std::string speeds;
-  for (const double speed : options.rank_speed) speeds += exact_text(speed) + ' ';
-  statement.add("rank_speed", speeds);
-  statement.add("max_tokens_per_rank", std::to_string(options.max_tokens_per_rank));
-}
-
 }  // namespace
+
+struct SequenceBalancer::Step {
+  int64_t number = 0;  // no other step of this process has it
+  Plan plan;
+  RouteTables route;
+  AttentionTables attention;
+  at::Tensor seq_lens = {}, chunk_lens = {};
+  std::vector<at::Tensor> attn_lens = {};  // of each attention level
+  double planning_s = 0;                   // what it took to make all this
+  HeadCounts heads = {};                   // of the last pre_attn
+
+  std::optional<at::Device> device = {};  // of the tables; none before the first exchange
+  std::vector<PackedTable> tables = {};
+  /// In tables. From the last on, one for each attention level of several ranks.
+  static constexpr size_t kTokenTable = 0, kSequenceTable = 1, kFirstLevelTable = 2;
+};
 
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group)
     : options_(std::move(options)) {
   const auto parse = [&](int32_t num_ranks) {
     topology_ = Topology::parse(topology, num_ranks);
-    check_options();
-    feedback_ = StepFeedback(options_.workload.gamma, options_.rank_speed, topology_.num_ranks());
+    Fingerprint fingerprint = options_fingerprint();
+    feedback_ = StepFeedback(options_.plan.workload.gamma, options_.plan.rank_speed, topology_.num_ranks());
+    return fingerprint;
   };
   if (!group || group->getSize() == 1) {
-    parse(1);
+    static_cast<void>(parse(1));
     return;
   }
   rank_ = Rank(group->getRank());
-  const auto [prefix, board] = join_store(*group);
-  lookout_ = std::make_shared<Lookout>(board);
-  all_ = Channel::make(channel_name(*group), group, prefix + "/all", lookout_);
-  lookout_->board()->guard([&, &prefix = prefix] {
-    parse(group->getSize());
-    Statement statement("SequenceBalancer");
-    statement.add("version", std::to_string(kProtocolVersion));
-    statement.add("topology", topology_.str());
-    add_options(statement, options_);
-    all_->agreement().agree(statement);
+  const auto [prefix, errors] = join_store(*group);
+  watchdog_ = std::make_shared<Watchdog>(errors);
+  all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
+  errors->guard([&, &prefix = prefix] {
+    all_->fingerprints().agree(parse(group->getSize()));
     gatherer_ = std::make_shared<LengthGatherer>(all_);
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
-    all_->agreement().agree(Statement("SequenceBalancer, with the groups of all bags"));
+    all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
   });
 }
 
 void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
   if (!group || group->getSize() == 1) return;
   try {
-    join_store(*group).board->post(error);
+    join_store(*group).errors->post(error);
   } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
   }
 }
 
 SequenceBalancer::~SequenceBalancer() = default;
 
-void SequenceBalancer::check_options() {
+Fingerprint SequenceBalancer::options_fingerprint() const {
   const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology_.num_ranks()));
-  // A plan checks its input.
+  // Making a plan checks its input.
   static_cast<void>(plan_with(options_, topology_, {.lengths = SequenceLengths::from_lists(none)}, 1));
+  Fingerprint fingerprint("SequenceBalancer");
+  fingerprint.add("version", std::to_string(kProtocolVersion));
+  fingerprint.add("topology", topology_.str());
+  PlanInput::for_each_setting(options_.plan,
+                              [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
+  fingerprint.add("solver", options_.solver);
+  fingerprint.add("effort", std::to_string(options_.effort.moves));
+  fingerprint.add("mask", options_.mask.str());
+  return fingerprint;
 }
 
-std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
-                                                    const MakeBagGroup& make_bag_group) {
+std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                                      const MakeBagGroup& make_bag_group) {
   const BagId id = topology_.bag_of(rank_);
   const Bag& bag = topology_.bag(id);
   if (bag.num_ranks == 1) return nullptr;
@@ -189,11 +237,11 @@ std::shared_ptr<Channel> SequenceBalancer::join_bag(const ProcessGroupPtr& group
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return Channel::make(channel_name(*bag_group), bag_group, store_prefix, lookout_, bag.first_rank.value);
+  return CommGroup::make(comm_group_name(*bag_group), bag_group, store_prefix, watchdog_, bag.first_rank.value);
 }
 
 void SequenceBalancer::report(const std::exception& error) noexcept {
-  if (lookout_) lookout_->board()->post(error);
+  if (watchdog_) watchdog_->errors().post(error);
 }
 
 SequenceBalancer::Step& SequenceBalancer::step() {
@@ -208,23 +256,235 @@ const Plan& SequenceBalancer::plan() const {
 
 const at::Tensor& SequenceBalancer::seq_lens() { return step().seq_lens; }
 
-const std::vector<TableTensors>& SequenceBalancer::tables_on(at::Device device) {
+const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
   Step& s = step();
   if (s.device != device) {
-    const ExchangeEngine engine =
-        options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kRuns : ExchangeEngine::kIndex);
-    std::vector<TableSpec> specs = {{.table = s.route.tokens, .head_group = {}},
-                                    {.table = s.route.sequences, .head_group = {}}};
+    std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
     for (const AttentionLevel& level : s.attention.levels) {
-      if (level.degree == 1) continue;
-      specs.push_back(
-          {.table = level.pre_attn,
-           .head_group = {.first_peer = level.pre_attn.this_peer - level.index_in_group, .degree = level.degree}});
+      if (level.degree > 1) tables.push_back(&level.pre_attn);
     }
-    s.tables = make_table_tensors(specs, engine, device, s.number);
+    const ExchangeEngine engine =
+        options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice);
+    s.tables = pack_tables(tables, engine, device);
     s.device = device;
   }
   return s.tables;
+}
+
+Ulysses SequenceBalancer::ulysses_on(at::Device device) {
+  Ulysses ulysses{.tables = step().attention, .seq_lens = step().attn_lens, .shared_tables = {}, .group = {}};
+  if (bag_) {
+    ulysses.shared_tables = std::span(tables_on(device)).subspan(Step::kFirstLevelTable);
+    ulysses.group = bag_->name();
+  }
+  return ulysses;
+}
+
+void SequenceBalancer::watch_backward(const at::Tensor& output) {
+  if (!output.requires_grad() || output.is_leaf()) return;  // a leaf is the kernel's own, and not of this step alone
+  output.register_hook(
+      [state = step_in_backward_, number = step().number](const at::Tensor&) -> void { *state = number; });
+}
+
+void SequenceBalancer::check_recomputation(std::string_view call) {
+  if (torch::autograd::get_current_graph_task_id() < 0) return;
+  const int64_t number = *step_in_backward_;
+  if (number == 0 || number == step().number) return;
+  throw StateError(text(call,
+                        ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
+                        "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
+}
+
+Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model) {
+  PlanInput input = options.plan;
+  input.seq_lens = std::move(gathered.lengths);
+  input.attention_pairs = std::move(gathered.attention_pairs);
+  input.topology = topology;
+  input.d_model = d_model;
+  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
+    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
+  }
+  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
+    int64_t& pairs = input.attention_pairs[s];
+    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
+  }
+  return make_plan(std::move(input), options.solver, options.effort);
+}
+
+BalancerOptions SequenceBalancer::learned_options() const {
+  BalancerOptions options = options_;
+  options.plan.workload.gamma = feedback_.observer().gamma();
+  options.plan.rank_speed = feedback_.observer().rank_speed();
+  return options;
+}
+
+void SequenceBalancer::begin_step(std::string_view call) {
+  if (all_) {
+    all_->fingerprints().agree(Fingerprint(call));
+    all_->fingerprints().begin_step();
+  }
+  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+  before_step_ = traffic();
+}
+
+SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, int64_t d_model,
+                                                     const Topology& topology, const BalancerOptions& options,
+                                                     Rank rank) {
+  const auto begin = Clock::now();
+  RECORD_USER_SCOPE("knapformer::make_plan");
+  Planned planned{
+      .step = {}, .refused = {}, .statuses = std::move(gathered.statuses), .observed = std::move(gathered.observed)};
+  try {
+    Plan plan = plan_with(options, topology, std::move(gathered), d_model);
+    static std::atomic<int64_t> num_made = 0;
+    RouteTables route = make_route_tables(plan, rank);
+    AttentionTables attention = make_attention_tables(plan, rank);
+    planned.step = std::make_shared<Step>(Step{
+        .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+  } catch (const ArgumentError& error) {
+    planned.refused = error;
+    return planned;
+  }
+  Step& step = *planned.step;
+  step.seq_lens = lengths_tensor(step.plan.seq_lens().lens(rank));
+  step.chunk_lens = lengths_tensor(step.route.chunk_lens);
+  for (const AttentionLevel& level : step.attention.levels) step.attn_lens.push_back(lengths_tensor(level.seq_lens));
+  step.planning_s = seconds_since(begin);
+  return planned;
+}
+
+const Plan& SequenceBalancer::take_up(Planned planned) {
+  step_ = std::move(planned.step);
+  *step_in_backward_ = 0;
+  const bool drifted_now = feedback_.add(planned.observed);
+  if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
+  // On all ranks alike: there is nothing to tell, and nothing is in flight.
+  if (planned.refused) throw ArgumentError(*planned.refused);
+  feedback_.begin_plan(step_->plan);
+  return step_->plan;
+}
+
+const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
+                                           std::span<const Mask> masks) {
+  return take_up(collective([&] {
+    RECORD_USER_SCOPE("knapformer::plan_routing");
+    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks);
+    lengths.observed = {feedback_.take()};
+    const BalancerOptions options = learned_options();
+    begin_step("plan_routing");
+    if (all_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
+    return plan_for(std::move(lengths), d_model, topology_, options, rank_);
+  }));
+}
+
+std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
+                                                                                  int64_t d_model,
+                                                                                  const AheadOptions& options) {
+  return collective([&] {
+    RECORD_USER_SCOPE("knapformer::start_planning");
+    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks);
+    own.statuses = {status_of(options)};
+    own.observed = {feedback_.take()};
+    auto ahead = std::make_shared<PlanningAhead>();
+    ahead->d_model_ = d_model;
+    ahead->options_ = learned_options();
+    if (all_) {
+      if (options.failure) all_->errors().leave_note(kFailureNote, *options.failure);
+      all_->fingerprints().agree(Fingerprint("start_planning"));
+      ahead->gather_ = gatherer_->start(own, d_model);
+    }
+    // The thread has copies of what it needs, so that it may outlive this balancer.
+    auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
+                 planning = ahead->options_, rank = rank_](const std::stop_token& stop) -> Planned {
+      std::optional<GatheredLengths> lengths = gather ? gatherer->wait(*gather, stop) : own;
+      if (!lengths) return {};
+      return plan_for(*std::move(lengths), d_model, topology, planning, rank);
+    };
+    std::packaged_task<Planned(const std::stop_token&)> task(std::move(plan));
+    ahead->planned_ = task.get_future().share();
+    ahead->thread_ = std::jthread([task = std::move(task)](const std::stop_token& stop) mutable { task(stop); });
+    return ahead;
+  });
+}
+
+const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
+  return take_up(collective([&] {
+    RECORD_USER_SCOPE("knapformer::finish_planning");
+    begin_step("finish_planning");
+    const auto begin = Clock::now();
+    if (watchdog_) {
+      watchdog_->wait("finish_planning", [&](std::chrono::milliseconds patience) {
+        return ahead.planned_.wait_for(patience) == std::future_status::ready;
+      });
+    }
+    Planned planned = ahead.planned_.get();
+    waited_for_planning_s_ += seconds_since(begin);
+    if (!planned.step && !planned.refused) {  // lengths did not fit, on all ranks alike
+      planned = plan_for(gatherer_->finish(*ahead.gather_), ahead.d_model_, topology_, ahead.options_, rank_);
+      std::promise<Planned> again;
+      again.set_value(planned);
+      ahead.planned_ = again.get_future().share();
+    }
+    for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
+      if (planned.statuses[rank] != DataStatus::kFailed) continue;
+      const std::string reason =
+          all_ ? all_->errors().note_of(static_cast<int32_t>(rank), kFailureNote).value_or("") : "its data failed";
+      throw StateError(text("rank ", rank, ": ", reason));
+    }
+    ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
+    // What ranks observed is heard once, also where a plan is taken up again.
+    if (std::exchange(ahead.heard_, true)) planned.observed.clear();
+    return planned;
+  }));
+}
+
+bool SequenceBalancer::PlanningAhead::ready() const {
+  return planned_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+int32_t SequenceBalancer::PlanningAhead::num_ended() const {
+  if (!num_ended_) throw StateError("finish_planning: has not been called, expected before num_ended");
+  return *num_ended_;
+}
+
+void SequenceBalancer::observe(double seconds) {
+  static_cast<void>(step());  // throws where there is no plan to have observed
+  feedback_.observe(seconds);
+}
+
+SequenceBalancer::Traffic SequenceBalancer::traffic() const {
+  Traffic sum{.bytes_sent = 0, .num_collectives = 0, .waited_s = waited_for_planning_s_};
+  for (const CommGroup* group : {all_.get(), bag_ == all_ ? nullptr : bag_.get()}) {
+    if (group == nullptr) continue;
+    const CommCounters& counters = group->counters();
+    sum.bytes_sent += counters.bytes_sent;
+    sum.num_collectives += counters.num_collectives;
+    sum.waited_s += static_cast<double>(counters.waited_ns) * 1e-9;
+  }
+  return sum;
+}
+
+StepMetrics SequenceBalancer::metrics() {
+  const Plan& p = step().plan;
+  const LoadBalance before = p.balance_before(), after = p.balance_after();
+  const Traffic now = traffic();
+  const LoadObserver& observer = feedback_.observer();
+  return {{"wir_before", before.wir()},
+          {"wir_after", after.wir()},
+          {"max_over_mean_before", before.max_over_mean()},
+          {"max_over_mean_after", after.max_over_mean()},
+          {"tokens_before", p.tokens_before()[rank_.index()]},
+          {"tokens_after", p.tokens_after()[rank_.index()]},
+          {"tokens_moved", p.tokens_moved()},
+          {"attention_tokens_moved", p.attention_tokens_moved()},
+          {"bytes_sent", now.bytes_sent - before_step_.bytes_sent},
+          {"num_collectives", now.num_collectives - before_step_.num_collectives},
+          {"planning_s", step_->planning_s},
+          {"waiting_s", now.waited_s - before_step_.waited_s},
+          {"gamma", p.input().workload.gamma},
+          {"rank_speed", p.input().speed_of(rank_)},
+          {"given_model_error", observer.given_error()},
+          {"learned_model_error", observer.learned_error()}};
 }
 
 SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::TensorList features,
@@ -249,17 +509,14 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
               .features = as_views(features),
               .sequence_features = as_views(sequence_features)};
     }
-    const std::vector<TableTensors>& tables = tables_on(x.device());
-    std::vector<RegionInput> regions(2);
-    regions[0] = {.table = tables[Step::kTokenTable],
-                  .tensors = {x},
-                  .roles = std::vector<HeadRole>(features.size() + 1, HeadRole::kNone)};
-    regions[0].tensors.insert(regions[0].tensors.end(), features.begin(), features.end());
-    regions[1] = {.table = tables[Step::kSequenceTable],
-                  .tensors = sequence_features.vec(),
-                  .roles = std::vector<HeadRole>(sequence_features.size(), HeadRole::kNone)};
-    std::vector<at::Tensor> moved =
-        exchange(regions, {}, *all_, route_label(features.size(), sequence_features.size()));
+    const std::vector<PackedTable>& tables = tables_on(x.device());
+    std::vector<at::Tensor> of_tokens = {x};
+    of_tokens.insert(of_tokens.end(), features.begin(), features.end());
+    ExchangeArguments arguments{.group = all_->name(), .label = route_label(features.size(), sequence_features.size())};
+    arguments.add(tables[Step::kTokenTable], of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
+    arguments.add(tables[Step::kSequenceTable], sequence_features.vec(),
+                  std::vector(sequence_features.size(), HeadRole::kNone));
+    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
     const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
     return {.chunk_lens = s.chunk_lens,
             .x = moved[0],
@@ -273,24 +530,15 @@ SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) 
     Step& s = step();
     check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
     check_has_memory(x, "x");
-    if (is_identity(s.route.tokens)) return {.seq_lens = s.seq_lens, .x = as_view(x)};
-    const std::vector<TableTensors>& tables = tables_on(x.device());
-    return {.seq_lens = s.seq_lens,
-            .x = exchange({{.table = tables[Step::kTokenTable].inverse(), .tensors = {x}, .roles = {HeadRole::kNone}}},
-                          {}, *all_, "reverse_route(x)")[0]};
+    Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
+    if (!is_identity(s.route.tokens)) {
+      ExchangeArguments arguments{.group = all_->name(), .label = "reverse_route(x)"};
+      arguments.add(tables_on(x.device())[Step::kTokenTable].inverse(), {x}, {HeadRole::kNone});
+      returned.x = exchange(std::move(arguments))[0];
+    }
+    watch_backward(returned.x);
+    return returned;
   });
-}
-
-void SequenceBalancer::check_recomputation(std::string_view call) {
-  if (torch::autograd::get_current_graph_task_id() < 0) return;
-  for (Channel* channel : {all_.get(), bag_.get()}) {
-    const int64_t plan = channel != nullptr ? channel->plan_in_backward().load() : 0;
-    if (plan == 0 || plan == step().number) continue;
-    throw StateError(
-        text(call,
-             ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
-             "it before the next plan_routing, or give blocks their AttentionTables (knapformer.traced)"));
-  }
 }
 
 void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -315,37 +563,14 @@ void SequenceBalancer::check_flat(std::string_view call) const {
 
 at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                        const Attend& attend) {
-  const at::Tensor attended = collective([&] {
-    Step& s = step();
+  const at::Tensor o = collective([&] {
     check_recomputation("attention");
     check_attention_inputs(q, k, v);
-    std::span<const TableTensors> shared_levels;
-    if (bag_) shared_levels = std::span(tables_on(q.device())).subspan(Step::kFirstLevelTable);
-    const BagAttention attention{.tables = s.attention,
-                                 .seq_lens = s.attn_lens,
-                                 .shared_levels = shared_levels,
-                                 .channel = bag_.get(),
-                                 .heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)}};
-    return attention.run(q, k, v, attend);
+    const at::Tensor attended = ulysses_on(q.device()).run(q, k, v, attend);
+    watch_backward(attended);
+    return attended;
   });
-  return repeated_whole(attended);  // out here: what ends a recomputation is no error to tell
-}
-
-std::vector<SequenceBalancer::AttentionExchange> SequenceBalancer::attention_exchanges(at::Device device) {
-  const Step& s = step();
-  std::vector<AttentionExchange> exchanges;
-  const bool none_shared = s.attention.levels[0].degree == 1 && !s.attention.any_shared;
-  size_t next_table = Step::kFirstLevelTable;
-  for (size_t i = 0; i < s.attention.levels.size(); ++i) {
-    const AttentionLevel& level = s.attention.levels[i];
-    const bool stays = level.degree == 1 || none_shared;
-    exchanges.push_back({.degree = level.degree,
-                         .index_in_group = level.index_in_group,
-                         .rows = at::empty({level.num_rows, 0}),
-                         .table = stays ? TableTensors() : tables_on(device)[next_table++],
-                         .seq_lens = s.attn_lens[i]});
-  }
-  return exchanges;
+  return recomputed_to_the_end(o);  // out here: what ends a recomputation is no error to tell
 }
 
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
@@ -355,16 +580,14 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
     check_flat("pre_attn");
     check_recomputation("pre_attn");
     check_attention_inputs(q, k, v);
-    const AttentionLevel& level = s.attention.levels[0];
     s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
-    if (level.degree == 1) return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
-    const std::vector<TableTensors>& tables = tables_on(q.device());
-    const std::vector<at::Tensor> moved =
-        exchange({{.table = tables[Step::kFirstLevelTable],
-                   .tensors = {q, k, v},
-                   .roles = {HeadRole::kQuery, HeadRole::kKeyValue, HeadRole::kKeyValue},
-                   .sharing = sharing_of(level)}},
-                 s.heads, *bag_, "pre_attn(q,k,v)");
+    if (s.attention.levels[0].degree == 1) {
+      return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
+    }
+    ExchangeArguments arguments = ulysses_on(q.device()).to_sequences(s.heads);
+    arguments.label = "pre_attn(q,k,v)";
+    arguments.tensors = {q, k, v};
+    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
     return {.seq_lens = s.attn_lens[0], .q = moved[0], .k = moved[1], .v = moved[2]};
   });
 }
@@ -379,19 +602,21 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
     check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
     check_has_memory(o, "o");
-    const int64_t num_heads = num_query_heads_of(level, s.heads);
+    const Ulysses ulysses = ulysses_on(o.device());
+    const int64_t num_heads = ulysses.num_query_heads(0, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
-    if (level.degree == 1) return {.chunk_lens = s.chunk_lens, .o = as_view(o)};
-    const std::vector<TableTensors>& tables = tables_on(o.device());
-    return {.chunk_lens = s.chunk_lens,
-            .o = exchange({{.table = tables[Step::kFirstLevelTable].inverse(),
-                            .tensors = {o},
-                            .roles = {HeadRole::kQuery},
-                            .sharing = sharing_of(level).inverse()}},
-                          s.heads, *bag_, "post_attn(o)")[0]};
+    AttentionOutput back{.chunk_lens = s.chunk_lens, .o = as_view(o)};
+    if (level.degree > 1) {
+      ExchangeArguments arguments = ulysses.to_rows(s.heads);
+      arguments.label = "post_attn(o)";
+      arguments.tensors = {o};
+      back.o = exchange(std::move(arguments))[0];
+    }
+    watch_backward(back.o);
+    return back;
   });
-  output.o = repeated_whole(output.o);
+  output.o = recomputed_to_the_end(output.o);
   return output;
 }
 

@@ -1,6 +1,6 @@
 // SequenceBalancer: plans a step, and moves its tensors.
 //
-//   SequenceBalancer balancer("g4/2/1n2", {.workload = {.gamma = 0.49}}, group, make_bag_group);
+//   SequenceBalancer balancer("g4/2/1n2", {.plan = {.workload = {.gamma = 0.49}}}, group, make_bag_group);
 //   balancer.plan_routing(seq_lens, d_model);
 //   auto step = balancer.route(x, {ids}, {conditioning});   // (tokens, ...) -> (tokens of this rank's chunks, ...)
 //     h = balancer.attention(q, k, v, attend);              // (chunk tokens, heads, head_dim), there and back
@@ -11,54 +11,60 @@
 //     auto a = balancer.pre_attn(q, k, v);                           // (tokens of whole sequences, heads / g, ...)
 //     h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;   // (chunk tokens, heads, ...)
 //
-// What plans or moves is collective: all ranks of the group (attention, pre_attn, post_attn: of the bag) call it, in
-// the same order, also ranks and bags without sequences. Gradients flow through all but plan_routing, so the backward
-// pass is collective as well. An error on one rank becomes an error on all, which then need a new balancer. A step
-// costs one collective to plan, one for each route and reverse_route, two an attention, none in bags of one; the
-// backward pass mirrors them.
+// Methods that plan or move tensors are collective. All ranks of the group call them in the same order, also ranks
+// without sequences; attention, pre_attn and post_attn are called by all ranks of a bag. Gradients flow through all but
+// plan_routing, so the backward pass is collective too. An error on one rank becomes an error on all, which then need a
+// new balancer.
+//
+// Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
+// one), and as many in the backward pass, planning aside.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
-#include "knapformer/core/error.h"
-#include "knapformer/core/exchange_table.h"
-#include "knapformer/core/mask.h"
-#include "knapformer/core/plan.h"
-#include "knapformer/core/planner.h"
-#include "knapformer/torch/bag_attention.h"
-#include "knapformer/torch/channel.h"
-#include "knapformer/torch/exchange.h"
-#include "knapformer/torch/learn_lengths.h"
-#include "knapformer/torch/step_feedback.h"
-#include "knapformer/torch/step_metrics.h"
+#include "knapformer/core/model/mask.h"
+#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/attention.h"
+#include "knapformer/torch/comm/comm_group.h"
+#include "knapformer/torch/comm/gather_lengths.h"
+#include "knapformer/torch/exchange/exchange.h"
+#include "knapformer/torch/feedback.h"
 
 namespace knapformer {
 
-/// How to plan: as in PlanInput and make_plan, the same on all ranks.
+/// How to plan, the same on all ranks.
 struct BalancerOptions {
-  WorkloadModel workload = {};
-  std::string solver = "balanced";
+  /// Without lengths, their pairs, topology and width: the balancer fills these in.
+  PlanInput plan = {};
+  /// As in make_plan.
+  std::string solver = std::string(planners().front().name);
   Effort effort = {};
   /// Of all sequences.
   Mask mask = {};
-  ClusterModel cluster = {};
-  std::vector<double> rank_speed = {};
-  int64_t max_tokens_per_rank = 0;
-  /// Unset: runs for CPU tensors, indices for others.
+  /// Unset: the CPU engine for CPU tensors, the device engine for others.
   std::optional<ExchangeEngine> engine = std::nullopt;
 };
 
+/// What a training loop may log of a step, by name. SequenceBalancer::metrics lists the names.
+using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
+
 /// The plan that these options make.
-Plan plan_with(const BalancerOptions& options, const Topology& topology, Learned learned, int64_t d_model);
+Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model);
 
 /// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
 /// ranks alone, and not for bags of one.
@@ -72,16 +78,16 @@ class SequenceBalancer {
   /// all ranks where they differ.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                    const MakeBagGroup& make_bag_group);
-  /// In place of making one over `group` (or null): tells the ranks that make theirs why this rank can not.
+  /// Instead of making one over `group` (or null): tells the ranks that make theirs why this rank cannot.
   static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   ~SequenceBalancer();
   SequenceBalancer(const SequenceBalancer&) = delete;
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;
 
-  /// Learns all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width of
-  /// the blocks, in features. What came before is forgotten; exchanges that already ran keep their backward.
-  /// masks: of each of them, where they differ from options.mask; or empty. Where these lengths cannot keep
-  /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans others as before.
+  /// Gathers all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width
+  /// of the blocks, in features. masks: of each sequence, where they differ from options.mask; or empty. The plan
+  /// before is forgotten; exchanges that ran under it keep their backward. Where these lengths cannot keep
+  /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
   const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
 
   /// A step that is planned while another one computes.
@@ -91,12 +97,12 @@ class SequenceBalancer {
     bool ended = false;                  // this rank's data has ended: see PlanningAhead::num_ended
     std::optional<std::string> failure;  // this rank's data has failed, and why: finish_planning throws on all ranks
   };
-  /// plan_routing in two halves. This one launches the gather of lengths and returns; the rest runs on a thread of its
-  /// own.
+  /// The first half of plan_routing: launches the gather of lengths and returns. The rest of planning runs on a thread
+  /// of its own.
   std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
                                                 const AheadOptions& options);
-  /// Waits for what is left of it, and makes it the plan that the calls after this one follow. All ranks finish what
-  /// they started, in any order that is the same on all; also again, after others.
+  /// The second half: waits for the rest of planning, and makes the plan the one in force. Plans that were started may
+  /// be finished in any order, and again after others, as long as all ranks do the same.
   const Plan& finish_planning(PlanningAhead& ahead);
 
   struct Routed {
@@ -113,7 +119,7 @@ class SequenceBalancer {
     at::Tensor seq_lens;  // int32 CPU: tokens of this rank's sequences
     at::Tensor x;         // (tokens of this rank, ...)
   };
-  /// x: (tokens of the chunks, ...). Undoes the order of route; any tensor of such rows may be sent home.
+  /// x: (tokens of the chunks, ...), in the order in which route gave them.
   Returned reverse_route(const at::Tensor& x);
 
   struct AttentionInputs {
@@ -121,8 +127,8 @@ class SequenceBalancer {
     at::Tensor q, k, v;   // (tokens of these, this rank's share of the heads, head_dim)
   };
   /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
-  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/heads.h). Flat topologies alone,
-  /// as post_attn: in a nested bag ranks hold other shares of the heads at every level.
+  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/plan/heads.h). For flat
+  /// topologies, as post_attn: in a nested bag a rank has another share of the heads at each level.
   AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
   struct AttentionOutput {
@@ -132,33 +138,33 @@ class SequenceBalancer {
   /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...).
   AttentionOutput post_attn(const at::Tensor& o);
 
-  /// From chunks to chunks, over flat and nested bags, with what is whole on this rank attended to while the rest
-  /// travels. q, k, v as in pre_attn; returns (chunk tokens, heads, ...). See bag_attention.h for `attend`.
+  /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
+  /// pre_attn; returns (chunk tokens, heads, ...).
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend);
 
-  /// What a level of attention takes to move its rows: for callers of the op themselves, in a traced graph.
-  struct AttentionExchange {
-    int32_t degree = 1;
-    int32_t index_in_group = 0;
-    at::Tensor rows;      // (rows of this rank at the level, 0)
-    TableTensors table;   // of these rows, to whole sequences; none where they stay
-    at::Tensor seq_lens;  // int32 CPU: tokens of the sequences that attention sees
-  };
-  /// Of each level of the step, ascending by degree. Not collective.
-  std::vector<AttentionExchange> attention_exchanges(at::Device device);
-  /// Of the op, of the channel of this rank's bag. Empty in a bag of one.
-  std::string bag_channel() const { return bag_ ? bag_->name() : ""; }
+  /// What composes attention in this step, for tensors on this device. For compiled blocks, which call the op
+  /// themselves. Valid until the next plan. Not collective.
+  Ulysses ulysses_on(at::Device device);
 
-  /// Tells the other ranks that this one failed outside of these methods (in attention, say) and will not come to the
+  /// Tells the other ranks that this one failed outside of these methods (in a kernel, say) and will not come to the
   /// calls that they wait in: they raise the error too. Not collective.
   void report(const std::exception& error) noexcept;
 
   /// Seconds that this rank was busy with the step of the last plan: its forward and backward passes without waiting
-  /// for other ranks. Tells the others with the next lengths, so that all refine gamma and the ranks' speeds alike
-  /// (core/load_observer.h); the plan after that one follows them. Not collective: a rank may skip steps. Throws
-  /// ArgumentError where seconds are not positive and finite.
+  /// for other ranks. They travel with the lengths of the next plan; all ranks learn the same gamma and speeds from
+  /// them (core/model/load_observer.h), which the plan after that one follows. Not collective: a rank may skip steps.
+  /// Throws ArgumentError where seconds are not positive and finite.
   void observe(double seconds);
   /// Of the step since the last plan, as far as it has come. Not collective.
+  ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/metrics.h)
+  ///   tokens_before, tokens_after           of this rank in the plan
+  ///   tokens_moved, attention_tokens_moved  of all ranks: by a route, by each exchange of an attention
+  ///   bytes_sent, num_collectives           of this rank since the plan
+  ///   planning_s                            of the plan and its tables; during an earlier step if planned ahead
+  ///   waiting_s                             the host's, for other ranks in this balancer's collectives [1]
+  ///   gamma, rank_speed                     what the plan was made with; the speed of this rank
+  ///   given_model_error, learned_model_error  of the workload model on what was observed (core/model/load_observer.h)
+  /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning alone.
   StepMetrics metrics();
 
   /// Of the last plan_routing. Throws StateError where there was none.
@@ -171,41 +177,58 @@ class SequenceBalancer {
   int32_t num_ranks() const { return topology_.num_ranks(); }
 
  private:
-  struct Step;  // what a plan_routing leaves for the calls after it
+  struct Step;  // what a plan leaves for the calls after it
+  struct Planned {
+    // One of the two; neither where lengths have to be gathered once more.
+    std::shared_ptr<Step> step;
+    std::optional<ArgumentError> refused;  // no plan can be made, on any rank
 
-  void check_options();
-  std::shared_ptr<Channel> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
-                                    const MakeBagGroup& make_bag_group);
-  void begin_step(std::string_view call);
-  /// step: null where no plan can be made.
-  void take_up(std::shared_ptr<Step> step, std::span<const ObservedStep> observed);
+    std::vector<DataStatus> statuses;  // of each rank
+    std::vector<ObservedStep> observed;
+  };
   /// Since the balancer was made.
   struct Traffic {
     int64_t bytes_sent = 0, num_collectives = 0;
     double waited_s = 0;
   };
-  Traffic traffic() const;
+
+  /// What ranks must agree on, or they would plan differently. Throws ArgumentError where an option is wrong.
+  Fingerprint options_fingerprint() const;
+  std::shared_ptr<CommGroup> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
+                                      const MakeBagGroup& make_bag_group);
+  /// The options with what was learned from steps in them.
+  BalancerOptions learned_options() const;
+  void begin_step(std::string_view call);
   /// The part of planning that needs no other rank. On any thread.
-  static std::shared_ptr<Step> make_step(Learned learned, int64_t d_model, const Topology& topology,
-                                         const BalancerOptions& options, Rank rank);
+  static Planned plan_for(GatheredLengths gathered, int64_t d_model, const Topology& topology,
+                          const BalancerOptions& options, Rank rank);
+  /// Makes it the plan in force. Throws where there is none.
+  const Plan& take_up(Planned planned);
+  Traffic traffic() const;
   Step& step();
-  /// What is computed again in a backward pass calls attention a second time, and the plan may be another by then.
+  const std::vector<PackedTable>& tables_on(at::Device device);
+  /// Notes in step_in_backward_ when a backward pass comes by `output`, which is of the present step.
+  void watch_backward(const at::Tensor& output);
+  /// Attention that is computed again in a backward pass (activation checkpointing) goes by the plan in force. Throws
+  /// where another plan's backward pass runs.
   void check_recomputation(std::string_view call);
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
   void check_flat(std::string_view call) const;
-  const std::vector<TableTensors>& tables_on(at::Device device);
-  /// Runs the body of a collective method: not after an error, and an error in it becomes the other ranks'.
+  /// Runs the body of a collective method. Throws after an earlier error; tells other ranks of an error in the body.
   template <class Body>
   decltype(auto) collective(Body body);
 
   BalancerOptions options_;
   Topology topology_;
   Rank rank_;
-  std::shared_ptr<Lookout> lookout_;  // null for one rank alone, as the next two
-  std::shared_ptr<Channel> all_;
+  std::shared_ptr<Watchdog> watchdog_;  // null for one rank alone, as the next two
+  std::shared_ptr<CommGroup> all_;
   std::shared_ptr<LengthGatherer> gatherer_;
-  std::shared_ptr<Channel> bag_;  // null in a bag of one
+  std::shared_ptr<CommGroup> bag_;  // null in a bag of one
   std::shared_ptr<Step> step_;
+  /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
+  /// this.
+  std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);
   StepFeedback feedback_;
   Traffic before_step_;
   double waited_for_planning_s_ = 0;
@@ -213,14 +236,13 @@ class SequenceBalancer {
 
 template <class Body>
 decltype(auto) SequenceBalancer::collective(Body body) {
-  if (!lookout_) return body();
-  ErrorBoard& board = *lookout_->board();
-  board.check_usable();
-  return board.guard(body);
+  if (!watchdog_) return body();
+  watchdog_->errors().check_usable();
+  return watchdog_->errors().guard(body);
 }
 
-/// Held by the caller; may be dropped unfinished, where all ranks do. Its end waits for its thread: soon, also where
-/// other ranks never come.
+/// Held by the caller, who may drop it unfinished if all ranks do. Its destructor waits for its thread, which ends soon
+/// even where other ranks never come.
 class SequenceBalancer::PlanningAhead {
  public:
   /// Whether finish_planning would find its thread done.
@@ -230,17 +252,6 @@ class SequenceBalancer::PlanningAhead {
 
  private:
   friend class SequenceBalancer;
-  struct Planned {
-    // One of the two; neither where lengths have to be gathered once more.
-    std::shared_ptr<Step> step;
-    std::optional<ArgumentError> refused;  // no plan can be made, on any rank
-
-    std::vector<DataStatus> statuses;  // one a rank
-    std::vector<ObservedStep> observed;
-  };
-  static Planned planned_from(Learned learned, int64_t d_model, const Topology& topology,
-                              const BalancerOptions& options, Rank rank);
-
   int64_t d_model_ = 0;
   BalancerOptions options_;  // refined by what was known at the start
   bool heard_ = false;

@@ -11,46 +11,56 @@ from typing import TYPE_CHECKING, Any
 
 from knapformer._core import (
     ArgumentError,
-    ClusterModel,
+    Cluster,
     DataMix,
     Plan,
+    RankTime,
     Sample,
     StateError,
+    StepTime,
     Topology,
     TopologyOption,
+    TrainedModel,
     WorkloadFit,
     WorkloadModel,
     attention_pairs,
     fit_workload,
     plan,
+    plan_home,
+    predict_step,
     rank_topologies,
     solver_names,
 )
-from knapformer.calibrate.calibration import Calibration
+from knapformer.calibration import Calibration
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
     from knapformer.loader import BalancedLoader
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
 __all__ = [
     "ArgumentError",
     "BalancedLoader",
     "Calibration",
-    "ClusterModel",
+    "Cluster",
     "DataMix",
     "Plan",
+    "RankTime",
     "Sample",
     "SequenceBalancer",
     "StateError",
+    "StepTime",
     "Topology",
     "TopologyOption",
+    "TrainedModel",
     "WorkloadFit",
     "WorkloadModel",
     "attention_pairs",
     "fit_workload",
     "plan",
+    "plan_home",
+    "predict_step",
     "rank_topologies",
     "solver_names",
 ]

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from knapformer import _torch
-from knapformer._core import ClusterModel
+from knapformer._core import DEFAULT_GAMMA, Cluster, TrainedModel
 
 # An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait
 # for it: the op has a side effect, on others.
@@ -41,10 +41,10 @@ class SequenceBalancer(_torch.SequenceBalancer):
     group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
         alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call
         into it in the same order.
-    mask_factor: share of the (query, key) pairs that the attention mask leaves: 1 full, 0.5 causal.
     solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies alone).
-    effort, cluster, rank_speed, max_tokens_per_rank: as in `knapformer.plan`. mask: of all sequences, as there. Lengths
-        that cannot keep the limit: planning them raises ArgumentError on every rank, and others are planned as before.
+    effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: of all sequences,
+        as there. Lengths that cannot keep the limit: planning them raises ArgumentError on every rank, and others are
+        planned as before.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums cost no wait for an
     accelerator, and what a varlen kernel needs on the device is one non-blocking copy a step.
@@ -57,16 +57,17 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def __init__(
         self,
         topology: str,
-        gamma: SupportsFloat = 1.0,
+        gamma: SupportsFloat = DEFAULT_GAMMA,
         group: dist.ProcessGroup | None = None,
         *,
-        mask_factor: float = 1.0,
         solver: str = "balanced",
         effort: int | str = "default",
         mask: str = "full",
-        cluster: ClusterModel | None = None,
+        cluster: Cluster | str | None = None,
         rank_speed: Sequence[float] = (),
         max_tokens_per_rank: int = 0,
+        num_heads: int = 0,
+        model: TrainedModel | None = None,
         engine: str | None = None,
     ) -> None:
         if group is None and dist.is_initialized():
@@ -74,16 +75,17 @@ class SequenceBalancer(_torch.SequenceBalancer):
         super().__init__(
             topology,
             gamma=gamma,
-            mask_factor=mask_factor,
             solver=solver,
             effort=effort,
             mask=mask,
             cluster=cluster,
             rank_speed=rank_speed,
             max_tokens_per_rank=max_tokens_per_rank,
+            num_heads=num_heads,
+            model=model,
             engine=engine,
             group=group,
-            make_bag_group=lambda ranks: _bag_group(group, ranks),
+            make_bag_group=lambda ranks: _bag_group(group, [int(rank) for rank in ranks]),
         )
 
 
@@ -130,6 +132,6 @@ def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.P
     return group
 
 
-# A group of which a channel holds the last reference has threads until then, and one that comes to need the interpreter
-# after its end aborts the process. Not with the balancer's own end: that may be part of the interpreter's.
+# A process group has threads until its last reference goes, which may be a balancer's. A thread that needs the
+# interpreter after its end aborts the process. So groups are let go here: the end of a balancer may be too late.
 atexit.register(_torch.release_groups)

@@ -6,7 +6,7 @@ of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean 
 
     loss = token_mean(per_token)          # per_token: (tokens,), after reverse_route
     loss.backward()
-    print(reported(loss))                 # the mean over all data
+    print(global_mean(loss))                 # the mean over all data
 
 The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank calls, in the
 same order, also a rank without data: its part of the loss is 0 and stays attached to the model. The all-reduce is
@@ -99,7 +99,7 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
     return int(_sum_over_ranks(count, group).item())
 
 
-def reported(
+def global_mean(
     loss: Tensor, group: dist.ProcessGroup | None = None, gradient_reduction: GradientReduction = "mean"
 ) -> Tensor:
     """What token_mean or sample_mean returned on each rank as the one mean over all data, detached, to look at.

@@ -6,9 +6,28 @@
 #include <string>
 #include <vector>
 
-#include "knapformer/core/plan.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/planner.h"
 
 namespace knapformer {
+
+inline Plan greedy(PlanInput input) { return make_plan(std::move(input), "greedy"); }
+inline Plan balanced(PlanInput input, Effort effort = {}) { return make_plan(std::move(input), "balanced", effort); }
+
+/// Predicted seconds.
+inline double step_s(const Plan& plan) { return predict_step(plan).total_s(); }
+/// Of a block, in the replica where it takes the longest.
+inline double max_block_s(const Plan& plan) {
+  double max_s = 0;
+  for (const ReplicaTime& replica : predict_step(plan).replicas) max_s = std::max(max_s, replica.block_s);
+  return max_s;
+}
+/// Of the blocks alone, over the work divided evenly.
+inline double block_loss(const Plan& plan) {
+  const StepTime time = predict_step(plan);
+  return time.ideal_s > 0 ? time.blocks_s() / time.ideal_s : 1;
+}
 
 class Cases {
  public:
@@ -25,8 +44,7 @@ class Cases {
     for (int64_t i = 0; i < terms; ++i) {
       const auto& pool = nested ? deep : flat;
       if (i > 0) text += '+';
-      text += 'g' + pool[static_cast<size_t>(integer(0, static_cast<int64_t>(pool.size()) - 1))] + 'n' +
-              std::to_string(integer(1, 3));
+      text += 'g' + pool[integer(0, static_cast<int64_t>(pool.size()) - 1)] + 'n' + std::to_string(integer(1, 3));
     }
     return text;
   }
@@ -47,7 +65,9 @@ class Cases {
     return {.seq_lens = lengths(topology.num_ranks(), max_len),
             .topology = topology,
             .d_model = integer(1, 64),
-            .workload = {}};
+            .workload = {},
+            .cluster = {.fixed_s = 0},  // with these lengths all else would be small beside it
+            .model = {.num_parameters = 0}};
   }
 
   /// Of each rank, 0.5 to 2.
@@ -67,8 +87,8 @@ class Cases {
       const BagId bag(replica * topology.num_bags_per_replica() +
                       static_cast<int32_t>(integer(0, topology.num_bags_per_replica() - 1)));
       const Bag& chosen = topology.bag(bag);
-      const auto& degrees = topology.shapes()[static_cast<size_t>(chosen.shape)].degrees;
-      const int32_t degree = degrees[static_cast<size_t>(integer(0, static_cast<int64_t>(degrees.size()) - 1))];
+      const auto& degrees = topology.shapes()[chosen.shape].degrees;
+      const int32_t degree = degrees[integer(0, static_cast<int64_t>(degrees.size()) - 1)];
       const auto group = static_cast<int32_t>(integer(0, chosen.num_ranks / degree - 1));
       placements.push_back(
           {.bag = bag, .first_rank = Rank(chosen.first_rank.value + group * degree), .degree = degree});

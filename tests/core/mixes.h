@@ -4,18 +4,33 @@
 #include <random>
 #include <vector>
 
-#include "knapformer/core/data_mix.h"
-#include "knapformer/core/plan.h"
+#include "knapformer/core/model/data_mix.h"
+#include "knapformer/core/plan/plan.h"
 
 namespace knapformer {
 
-/// The first step of a named mix over 32 ranks.
+/// A clock of round figures that sees one block's forward pass: 400 TFLOP/s, 200 GB/s inside a node and 25 between, no
+/// latency, nothing hidden.
+inline void use_block_clock(PlanInput& in) {
+  in.cluster = {.flops_per_s = 400e12,
+                .ranks_per_node = 8,
+                .node_bytes_per_s = 200e9,
+                .network_bytes_per_s = 25e9,
+                .node_latency_s = 0,
+                .network_latency_s = 0,
+                .fixed_s = 0,
+                .overlaps_attention = false};
+  in.model = {.num_parameters = 0, .mode = StepMode::kInference};
+}
+
+/// The first step of a named mix over 32 ranks, on the block clock.
 inline PlanInput mix_input(const char* mix, const char* topology, uint64_t seed, double gamma) {
   PlanInput in;
   in.seq_lens = SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(seed, 0, 32));
   in.topology = Topology::parse(topology, 32);
   in.d_model = 3072;
   in.workload.gamma = gamma;
+  use_block_clock(in);
   return in;
 }
 

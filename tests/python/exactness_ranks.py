@@ -14,23 +14,23 @@ from knapformer.losses import token_mean
 from knapformer.models import (
     NAMED_CONFIGS,
     FluxBatch,
+    FluxConfig,
     TransformerBatch,
     build_model,
     init_weights,
     set_checkpointing,
     shard_model,
 )
-from knapformer.models.config import FluxConfig
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from knapformer import ClusterModel, SequenceBalancer
+from knapformer import Cluster, SequenceBalancer
 
 GAMMA = 0.7
 # An exchange costs a few percent of a token's work at these widths: plans share short sequences, but not all of them.
-CLUSTER = ClusterModel(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
+CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
 
 Samples = list[tuple[int, int]]  # (text tokens, image tokens) of each
 Step = list[Samples]  # of each rank

@@ -9,15 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from knapformer.losses import count_over_ranks, reported, sample_mean, token_mean
-from knapformer.models import (
-    NAMED_CONFIGS,
-    Transformer,
-    TransformerBatch,
-    TransformerConfig,
-    init_weights,
-    shard_model,
-)
+from knapformer.losses import count_over_ranks, global_mean, sample_mean, token_mean
+from knapformer.models import NAMED_CONFIGS, Transformer, TransformerBatch, TransformerConfig, init_weights, shard_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,7 +23,7 @@ CONFIG = NAMED_CONFIGS["transformer-tiny"]
 assert isinstance(CONFIG, TransformerConfig)
 
 Step = tuple[tuple[int, ...], ...]  # lengths of the samples of each rank
-Outcome = list[tuple[float, dict[str, Tensor]]]  # of each step: reported loss, gradients
+Outcome = list[tuple[float, dict[str, Tensor]]]  # of each step: global mean of the loss, gradients
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ def on_ranks(case: Case, naive: bool = False) -> Outcome:
         else:
             loss = sample_mean(per_token, seq_lens, plan=plan, total=total, gradient_reduction=reduction)
         loss.backward()
-        outcome.append((reported(loss, gradient_reduction=reduction).item(), _reduced(model, case.wrapper)))
+        outcome.append((global_mean(loss, gradient_reduction=reduction).item(), _reduced(model, case.wrapper)))
     return outcome
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER, Step, batch_of
-from knapformer.traced import AttentionTables
+from knapformer.compile import AttentionTables
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint

@@ -29,10 +29,10 @@ FOUR_RANKS: dict[str, tuple[Step, ...]] = {
     "uneven": (
         [[(3, 9)], [], [(0, 30), (4, 4)], [(2, 50), (0, 1)]],  # one sample is shorter than a bag of four
         [[(2, 3), (0, 8)], [(6, 41)], [(0, 2)], []],
-    ),
+    )
 }
 EIGHT_RANKS: dict[str, tuple[Step, ...]] = {
-    "uneven": ([[(3, 9)], [], [(0, 90), (4, 4)], [(2, 30)], [(0, 7)] * 3, [(5, 44)], [(0, 20)], [(1, 16)]],),
+    "uneven": ([[(3, 9)], [], [(0, 90), (4, 4)], [(2, 30)], [(0, 7)] * 3, [(5, 44)], [(0, 20)], [(1, 16)]],)
 }
 MODELS = ("flux-tiny", "transformer-tiny")
 TOPOLOGIES = {

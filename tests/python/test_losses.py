@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from distributed.ranks import run_ranks
-from knapformer.losses import count_over_ranks, reported, sample_mean, token_mean
+from knapformer.losses import count_over_ranks, global_mean, sample_mean, token_mean
 from losses_ranks import Case, Outcome, Step, alone, run_accumulated, run_cases, run_misuse, run_naive
 from torch import Tensor
 
@@ -125,7 +125,7 @@ def test_one_process_without_torch_distributed() -> None:
     assert token_mean(per_token).item() == 3.0
     assert token_mean(per_token, total=6).item() == 1.5
     loss = sample_mean(per_token, [1, 2])
-    assert loss.item() == 2.5 and reported(loss).item() == 2.5
+    assert loss.item() == 2.5 and global_mean(loss).item() == 2.5
     assert torch.autograd.grad(loss, per_token)[0].tolist() == [0.5, 0.25, 0.25]
     assert token_mean(per_token, plan=knapformer.plan([[1, 2]], "g1n1", 8)).item() == 3.0
     assert count_over_ranks(7) == 7

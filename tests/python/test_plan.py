@@ -42,7 +42,7 @@ def test_greedy_makes_the_golden_plans(golden):
 lengths = st.lists(st.integers(1, 5000), max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_every_token_is_on_exactly_one_rank(data):
     topology = data.draw(st.sampled_from(["g1n4", "g2n2", "g4n1", "g1n2+g2n1", "g1n1", "g2n1"]))
@@ -118,7 +118,6 @@ def test_errors_name_the_argument(argument, change):
         ("d_model", {"d_model": 64.0}, "64.0"),
         ("gamma", {"gamma": "x"}, "'x'"),
         ("gamma", {"gamma": "0.5"}, "'0.5'"),
-        ("mask_factor", {"mask_factor": None}, "None"),
         ("solver", {"solver": None}, "None"),
         ("effort", {"effort": 1.5}, "1.5"),
         ("effort", {"effort": 2**63}, str(2**63)),
@@ -169,7 +168,7 @@ def test_options_reach_the_plan():
     assert held.max_tokens == 1153
     fast = kf.plan([[100] * 8] * 4, "g1n4", 64, rank_speed=[1, 1, 1, 5])
     assert fast.tokens_after[3] == 5 * fast.tokens_after[0]
-    slow_links = kf.ClusterModel(node_bytes_per_s=1e6, network_bytes_per_s=1e6)
+    slow_links = kf.Cluster(node_bytes_per_s=1e6, network_bytes_per_s=1e6)
     assert max(kf.plan([[300, 100], [200]], "g2/1n1", 64, cluster=slow_links).degree_of_sequence) == 1
     assert kf.plan(lengths, "g4/2/1n1", 64, effort="low").predicted_time >= plan.lower_bound
 
@@ -178,8 +177,11 @@ def test_auto_chooses_from_lengths_and_heads():
     assert str(kf.plan([[100], [100], [100], [100]], "auto", 3072).topology) == "g1n4"
     lengths = [[30000], [100], [100], [100]]
     assert len(kf.plan(lengths, "auto", 3072).topology.bags[0]) == 4
-    assert len(kf.plan(lengths, "auto", 3072, num_heads=6).topology.bags[0]) == 2
-    node_of_two = kf.ClusterModel(ranks_per_node=1)
+    # Six heads on four ranks: two of the ranks compute two heads each, a third of attention in place of a quarter.
+    even, uneven = (kf.plan(lengths, "g4n1", 3072, num_heads=heads) for heads in (8, 6))
+    attention_s = [max(r.forward.shared_attention_s for r in kf.predict_step(p).ranks) for p in (even, uneven)]
+    assert attention_s[1] == pytest.approx(attention_s[0] * (2 / 6) / (1 / 4))
+    node_of_two = kf.Cluster(ranks_per_node=1)
     assert all(
         len(kf.Topology(o.topology).bags[0]) <= 2 for o in kf.rank_topologies([lengths], 3072, cluster=node_of_two)
     )
@@ -237,18 +239,15 @@ def test_mixes_and_planner_reproduce_the_published_wir(mix):
 def test_what_would_leave_the_range_of_numbers_is_refused() -> None:
     with pytest.raises(kf.ArgumentError, match=r"gamma: got 1e\+308, expected a number from 0 to 1e\+30"):
         kf.plan([[8], [4]], "g2n1", 16, gamma=1e308)
-    for field in ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s", "bytes_per_number"):
+    for field in ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s"):
         with pytest.raises(kf.ArgumentError, match=f"{field}: got 1e-300, expected a number from 1e-30 to"):
-            kf.ClusterModel(**{field: 1e-300})
+            kf.Cluster(**{field: 1e-300})
 
 
-def test_heads_are_those_that_bags_divide() -> None:
-    for topology in ("g2n2", "g4/2/1n1", "auto"):
-        assert kf.plan([[8], [4], [], []], topology, 16, num_heads=4) == kf.plan([[8], [4], [], []], topology, 16)
+def test_heads_that_bags_do_not_divide_are_planned_and_priced() -> None:
+    for topology in ("g2n2", "g4/2/1n1", "g1n2+g2n1", "auto"):
+        given = kf.plan([[8], [4], [], []], topology, 16, num_heads=3)
+        assert given == kf.plan([[8], [4], [], []], topology, 16, model=kf.TrainedModel(num_heads=3))
+        assert given.model.num_heads == 3
         with pytest.raises(kf.ArgumentError, match="num_heads: got -1"):
             kf.plan([[8], [4], [], []], topology, 16, num_heads=-1)
-    with pytest.raises(
-        kf.ArgumentError, match="num_heads: got 3 for topology g1n2\\+g2n1, expected a multiple of the 2"
-    ):
-        kf.plan([[8], [4], [], []], "g1n2+g2n1", 16, num_heads=3)
-    assert kf.plan([[9], [4], [], []], "auto", 16, num_heads=3).topology.bags == [[0], [1], [2], [3]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ def test_the_balancer_changes_no_loss(compared: list[dict[str, Any]]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks to kill in /proc")
 def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
-    launcher = start(tmp_path, "--data", str(folder), *SMALL)
-    kill_after(launcher, tmp_path, 5, timeout_s=120)
-    assert launcher.returncode != 0
-    before = log_of(tmp_path)
-    assert 5 <= len(before) < NUM_STEPS
+    for _ in range(5):  # on a busy machine the kill may come when all is done
+        shutil.rmtree(tmp_path)
+        launcher = start(tmp_path, "--data", str(folder), *SMALL)
+        kill_after(launcher, tmp_path, 4, timeout_s=120)
+        if len(before := log_of(tmp_path)) < NUM_STEPS:
+            break
+    assert launcher.returncode != 0 and 4 <= len(before) < NUM_STEPS
+    saved = max(int(path.name[-6:]) for path in tmp_path.glob("step_" + "[0-9]" * 6))
     # What a kill in the middle of a checkpoint leaves is passed over.
     (tmp_path / "step_000099.partial").mkdir()
 
@@ -81,7 +85,8 @@ def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], 
         assert entry["balanced"]["loss"] == pytest.approx(uninterrupted["balanced"]["loss"], rel=1e-13)
     # From the checkpoint, not from the start: what was done before it has kept its line.
     seconds = [[entry["balanced"]["seconds"] for entry in log] for log in (before, after)]
-    assert seconds[0][:3] == seconds[1][:3] and seconds[0][3] != seconds[1][3]
+    assert saved >= 3 and seconds[0][:saved] == seconds[1][:saved]
+    assert all(a != b for a, b in zip(seconds[0][saved:], seconds[1][saved:], strict=False))
     with pytest.raises(SystemExit, match="which has checkpoints, expected another folder, or --resume"):
         checkpoints.check_none(tmp_path)
     with Image.open(tmp_path / "samples.png") as sheet:

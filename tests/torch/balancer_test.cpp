@@ -5,8 +5,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
 
@@ -71,7 +69,7 @@ std::vector<int64_t> to_list(const at::Tensor& lens) {
 struct Setup {
   std::string topology;
   int32_t num_ranks = 1;
-  ExchangeEngine engine = ExchangeEngine::kRuns;
+  ExchangeEngine engine = ExchangeEngine::kCpu;
   std::string solver = "greedy";
 };
 
@@ -79,7 +77,8 @@ void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.topology << 
 
 std::unique_ptr<SequenceBalancer> make_balancer(InProcessWorld& world, int32_t rank, const Setup& setup) {
   return std::make_unique<SequenceBalancer>(
-      setup.topology, BalancerOptions{.workload = {.gamma = 0.5}, .solver = setup.solver, .engine = setup.engine},
+      setup.topology,
+      BalancerOptions{.plan = {.workload = {.gamma = 0.5}}, .solver = setup.solver, .engine = setup.engine},
       world.all(rank), [&world, rank](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
 }
 
@@ -106,7 +105,7 @@ std::vector<Setup> setups() {
                                                                                         {"g8n1", 8},
                                                                                         {"g4n2", 8},
                                                                                         {"g3n1+g5n1", 8}}) {
-    for (const ExchangeEngine engine : {ExchangeEngine::kRuns, ExchangeEngine::kIndex}) {
+    for (const ExchangeEngine engine : {ExchangeEngine::kCpu, ExchangeEngine::kDevice}) {
       for (const char* solver : {"greedy", "balanced"}) all.push_back({topology, num_ranks, engine, solver});
     }
   }
@@ -115,7 +114,7 @@ std::vector<Setup> setups() {
 
 INSTANTIATE_TEST_SUITE_P(Topologies, Balancer, ::testing::ValuesIn(setups()), [](const auto& test) {
   std::string name = test.param.topology + "_on" + std::to_string(test.param.num_ranks) + "_" + test.param.solver +
-                     (test.param.engine == ExchangeEngine::kRuns ? "_runs" : "_index");
+                     (test.param.engine == ExchangeEngine::kCpu ? "_cpu" : "_device");
   std::replace(name.begin(), name.end(), '+', '_');
   return name;
 });
@@ -332,7 +331,7 @@ TEST(BalancerBackward, RunsOnRanksWhoseRowsNeedNoGradient) {
   // Rank 1 has no sequences, and builds its empty x without any history: its backward must run all the same.
   InProcessWorld world(2);
   world.run_all([&](int32_t rank) {
-    const auto balancer = make_balancer(world, rank, {"g2n1", 2, ExchangeEngine::kRuns, "greedy"});
+    const auto balancer = make_balancer(world, rank, {"g2n1", 2, ExchangeEngine::kCpu, "greedy"});
     for (int32_t step = 0; step < 3; ++step) {
       balancer->plan_routing(rank == 0 ? std::vector<int64_t>{5, 6} : std::vector<int64_t>{}, 8);
       const at::Tensor x = at::ones({rank == 0 ? 11 : 0, 4}).set_requires_grad(rank == 0);
@@ -353,7 +352,7 @@ TEST(BalancerBackward, SumsHalfTypesInFloat) {
   // 8 ranks share a sequence: the sum of 256 and seven times 1 is 256 in bfloat16, 263 -> 264 by way of float.
   InProcessWorld world(8);
   world.run_all([&](int32_t rank) {
-    for (const ExchangeEngine engine : {ExchangeEngine::kRuns, ExchangeEngine::kIndex}) {
+    for (const ExchangeEngine engine : {ExchangeEngine::kCpu, ExchangeEngine::kDevice}) {
       const auto balancer = make_balancer(world, rank, {"g8n1", 8, engine, "greedy"});
       balancer->plan_routing(rank == 3 ? std::vector<int64_t>{16} : std::vector<int64_t>{}, 8);
       const int64_t count = rank == 3 ? 1 : 0;
@@ -362,32 +361,6 @@ TEST(BalancerBackward, SumsHalfTypesInFloat) {
       (routed.sequence_features.at(0) * (rank == 0 ? 256 : 1)).sum().backward();
       EXPECT_TRUE(rank != 3 || side.grad()[0][1].item<double>() == 264.0);
     }
-  });
-}
-
-TEST(BalancerSteps, GrowTheLengthBufferTogether) {
-  InProcessWorld world(3);
-  world.run_all([&](int32_t rank) {
-    const auto balancer = make_balancer(world, rank, {"g3n1", 3, ExchangeEngine::kRuns, "greedy"});
-    const auto plan_for = [&](int64_t count_on_rank_1) {
-      std::vector<int64_t> lens(static_cast<size_t>(rank == 1 ? count_on_rank_1 : 2));
-      std::iota(lens.begin(), lens.end(), 1);
-      const Plan& plan = balancer->plan_routing(lens, 8);
-      EXPECT_EQ(plan.num_sequences(), count_on_rank_1 + 4);
-      EXPECT_EQ(std::vector<int64_t>(plan.seq_lens().lens(Rank(rank)).begin(), plan.seq_lens().lens(Rank(rank)).end()),
-                lens);
-    };
-    const auto& gathers = world.counts(rank).all_gather;
-    plan_for(64);
-    EXPECT_EQ(gathers, 1);
-    plan_for(65);  // one more than fits at first
-    EXPECT_EQ(gathers, 3);
-    plan_for(128);
-    EXPECT_EQ(gathers, 4);
-    plan_for(5000);
-    EXPECT_EQ(gathers, 6);
-    plan_for(0);
-    EXPECT_EQ(gathers, 7);
   });
 }
 

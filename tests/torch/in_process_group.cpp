@@ -7,7 +7,7 @@
 #include <numeric>
 #include <thread>
 
-#include "knapformer/core/error.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer::testing {
 namespace {

@@ -23,13 +23,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from knapformer import ArgumentError
-from knapformer.models.config import FluxConfig
-from knapformer.models.diffusers_state import carried_config, empty_model, projections
-from knapformer.models.flux import FluxTransformer
+from knapformer.models.diffusers_state import Weights, projections
+from knapformer.models.flux import FluxConfig, FluxTransformer
 from knapformer.models.state_layout import Rows, StateLayout
 
 FLUX_LAYOUTS = ("diffusers", "diffusers-fused", "original", "torchtitan")
@@ -75,49 +71,6 @@ def diffusers_flux_config(config: FluxConfig) -> dict[str, Any]:
     }
 
 
-def flux_from_diffusers(transformer: Any, dtype: torch.dtype | None = None) -> FluxTransformer:
-    """The packed model of a FluxTransformer2DModel, its projections fused or not, on that model's device.
-
-    dtype: of the parameters, by default the other model's. Nothing is shared between the two models.
-    """
-    state = transformer.state_dict()
-    like = state["x_embedder.weight"]
-    config = dataclasses.replace(flux_config(transformer.config), qkv_bias=_has_qkv_bias(state))
-    return flux_from_state(state, config, dtype or like.dtype, like.device)
-
-
-def flux_from_state(
-    state: Mapping[str, Tensor],
-    config: FluxConfig | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> FluxTransformer:
-    """The packed model of a state dict in any of the layouts.
-
-    config: of the packed model; may be left out for a SafetensorsFolder whose config.json is there. dtype: of the
-    parameters, by default the state's.
-    """
-    if config is None:
-        config = flux_config(carried_config(state))
-    name = "x_embedder.weight" if detect_flux_layout(state).startswith("diffusers") else "img_in.weight"
-    model = empty_model(FluxTransformer, config, dtype or state[name].dtype, device)
-    load_flux_state(model, state)
-    return model
-
-
-def load_flux_state(model: FluxTransformer, state: Mapping[str, Tensor]) -> None:
-    """Copies a state dict of any of the layouts into a model, plain or sharded over ranks (see StateLayout.load)."""
-    flux_layout(model.config, detect_flux_layout(state)).load(model, state)
-
-
-def flux_state(model: FluxTransformer, layout: str = "diffusers", keep: bool = True) -> dict[str, Tensor]:
-    """The model's weights as a state dict of a layout, on the CPU. Of a sharded model every rank calls it.
-
-    keep: whether this rank wants the result (see StateLayout.save).
-    """
-    return flux_layout(model.config, layout).save(model, keep)
-
-
 def detect_flux_layout(names: Iterable[str]) -> str:
     """Which of FLUX_LAYOUTS a state dict with these names is. Raises ArgumentError for none."""
     found = set(names)
@@ -128,13 +81,14 @@ def detect_flux_layout(names: Iterable[str]) -> str:
     raise ArgumentError("state_dict: got neither x_embedder.weight nor img_in.weight, expected FLUX weights")
 
 
-def flux_layout(config: FluxConfig, name: str) -> StateLayout:
-    """The table of one of FLUX_LAYOUTS for models of a configuration."""
-    if name not in FLUX_LAYOUTS:
-        raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(FLUX_LAYOUTS)}")
+def _table(config: FluxConfig, name: str) -> StateLayout:
     if name in ("diffusers", "diffusers-fused"):
         return _diffusers_layout(config, fused=name == "diffusers-fused")
     return _original_layout(config, "scale" if name == "original" else "weight")
+
+
+def _read_config(diffusers_config: Mapping[str, Any], names: Iterable[str]) -> FluxConfig:
+    return dataclasses.replace(flux_config(diffusers_config), qkv_bias=_has_qkv_bias(names))
 
 
 def _has_qkv_bias(names: Iterable[str]) -> bool:
@@ -230,3 +184,8 @@ def _embedders(config: FluxConfig) -> dict[str, str]:
     """Their names in diffusers and here, and in the original layout."""
     guidance = {"guidance_embedder": "guidance_in"} if config.guidance else {}
     return {"timestep_embedder": "time_in", **guidance, "text_embedder": "vector_in"}
+
+
+_FLUX = Weights(FluxTransformer, FLUX_LAYOUTS, detect_flux_layout, _table, _read_config)
+flux_layout, load_flux_state, flux_state = _FLUX.layout, _FLUX.load, _FLUX.state
+flux_from_diffusers, flux_from_state = _FLUX.from_diffusers, _FLUX.from_state

@@ -18,11 +18,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from knapformer import ArgumentError
-from knapformer.models.diffusers_state import carried_config, empty_model, projections
+from knapformer.models.diffusers_state import Weights, projections
 from knapformer.models.state_layout import Rows, StateLayout
 from knapformer.models.wan import WanConfig, WanTransformer
 
@@ -74,60 +71,12 @@ def diffusers_wan_config(config: WanConfig) -> dict[str, Any]:
     }
 
 
-def wan_from_diffusers(transformer: Any, dtype: torch.dtype | None = None) -> WanTransformer:
-    """The packed model of a WanTransformer3DModel, its projections fused or not, on that model's device.
-
-    dtype: of the parameters, by default that of the other model's patch embedding. Nothing is shared between the two.
-    """
-    state = transformer.state_dict()
-    like = state["patch_embedding.weight"]
-    return wan_from_state(state, wan_config(transformer.config), dtype or like.dtype, like.device)
-
-
-def wan_from_state(
-    state: Mapping[str, Tensor],
-    config: WanConfig | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> WanTransformer:
-    """The packed model of a state dict in either layout.
-
-    config: of the packed model; may be left out for a SafetensorsFolder whose config.json is there. dtype: of the
-    parameters, by default the state's.
-    """
-    if config is None:
-        config = wan_config(carried_config(state))
-    model = empty_model(WanTransformer, config, dtype or state["patch_embedding.weight"].dtype, device)
-    load_wan_state(model, state)
-    return model
-
-
-def load_wan_state(model: WanTransformer, state: Mapping[str, Tensor]) -> None:
-    """Copies a state dict of either layout into a model, plain or sharded over ranks (see StateLayout.load)."""
-    wan_layout(model.config, detect_wan_layout(state)).load(model, state)
-
-
-def wan_state(model: WanTransformer, layout: str = "diffusers", keep: bool = True) -> dict[str, Tensor]:
-    """The model's weights as a state dict of a layout, on the CPU. Of a sharded model every rank calls it.
-
-    keep: whether this rank wants the result (see StateLayout.save).
-    """
-    return wan_layout(model.config, layout).save(model, keep)
-
-
 def detect_wan_layout(names: Iterable[str]) -> str:
     """Which of WAN_LAYOUTS a state dict with these names is. Raises ArgumentError for none."""
     found = set(names)
     if "patch_embedding.weight" not in found or "condition_embedder.time_proj.weight" not in found:
         raise ArgumentError("state_dict: got no condition_embedder.time_proj.weight, expected Wan weights of diffusers")
     return "diffusers-fused" if any(name.endswith("attn1.to_qkv.weight") for name in found) else "diffusers"
-
-
-def wan_layout(config: WanConfig, name: str) -> StateLayout:
-    """The table of one of WAN_LAYOUTS for models of a configuration."""
-    if name not in WAN_LAYOUTS:
-        raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(WAN_LAYOUTS)}")
-    return _layout(config, fused=name == "diffusers-fused")
 
 
 def _layout(config: WanConfig, fused: bool) -> StateLayout:
@@ -161,3 +110,14 @@ def _layout(config: WanConfig, fused: bool) -> StateLayout:
     layout.same_linear("proj_out", config.out_channels * math.prod(config.patch_size))
     layout.same("scale_shift_table", 1)
     return layout
+
+
+_WAN = Weights(
+    WanTransformer,
+    WAN_LAYOUTS,
+    detect_wan_layout,
+    lambda config, name: _layout(config, fused=name == "diffusers-fused"),
+    lambda diffusers_config, _: wan_config(diffusers_config),
+)
+wan_layout, load_wan_state, wan_state = _WAN.layout, _WAN.load, _WAN.state
+wan_from_diffusers, wan_from_state = _WAN.from_diffusers, _WAN.from_state

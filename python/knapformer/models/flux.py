@@ -19,25 +19,28 @@ norm_out scale comes before shift.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knapformer.models.config import FluxConfig
-from knapformer.models.layers import (
-    Block,
-    Embedder,
-    FeedForward,
-    rotate,
-    rotations,
-    tanh_gelu,
-    timestep_embedding,
+from knapformer import Sample
+from knapformer.models.config import BaseConfig
+from knapformer.models.layers import Block, Embedder, FeedForward, rotate, rotations, tanh_gelu, timestep_embedding
+from knapformer.models.model import BlockInputs, Draw, PackedModel, Rows
+from knapformer.models.packing import (
+    TwoStreams,
+    check_num_lengths,
+    check_num_rows,
+    gated_add,
+    modulate,
+    positions,
+    segment_index,
 )
-from knapformer.models.packing import TwoStreams, check_num_lengths, check_num_rows, gated_add, modulate, segment_index
+from knapformer.models.patches import square_positions
 from knapformer.models.step import PackedStep
 
 if TYPE_CHECKING:
@@ -46,7 +49,43 @@ if TYPE_CHECKING:
 _EPS = 1e-6
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
+class FluxConfig(BaseConfig):
+    """A FLUX-shaped diffusion transformer. The defaults are the published one: 12 B parameters."""
+
+    kind: ClassVar[str] = "flux"
+    block_counts: ClassVar[dict[str, str]] = {"double": "num_double_blocks", "single": "num_single_blocks"}
+
+    num_double_blocks: int = 19
+    num_single_blocks: int = 38
+    d_model: int = 3072
+    num_heads: int = 24
+    mlp_ratio: float = 4.0
+    in_channels: int = 64  # a 2x2 patch of 16 latent channels
+    out_channels: int = 64
+    text_channels: int = 4096
+    pooled_channels: int = 768
+    time_channels: int = 256  # sines and cosines of the time step
+    rope_axes: tuple[int, ...] = (16, 56, 56)  # features of a head per axis: (frame, row, column)
+    rope_theta: float = 10000.0
+    guidance: bool = True
+    qkv_bias: bool = True  # in the double blocks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect(
+            sum(self.rope_axes) == self.head_dim and all(axis % 2 == 0 for axis in self.rope_axes),
+            "rope_axes",
+            f"even numbers that add up to d_model / num_heads = {self.head_dim}",
+        )
+        self._expect(self.time_channels % 2 == 0, "time_channels", "an even number")
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.d_model * self.mlp_ratio)
+
+
+@dataclasses.dataclass(frozen=True)
 class FluxBatch:
     """The samples of one rank, packed: text tokens of all samples one after another, image tokens likewise.
 
@@ -83,7 +122,7 @@ class FluxBatch:
         return [text + image for text, image in zip(self.text_lens, self.image_lens, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Layout:
     """Of the chunks on this rank, computed once a step. Not a tensor, so that FSDP leaves its precision alone."""
 
@@ -213,13 +252,33 @@ class FluxSingleBlock(Block):
         return gated_add(x, update, gate, layout.chunk_of_token)
 
 
-class FluxTransformer(nn.Module):
+def _named_configs() -> dict[str, BaseConfig]:
+    small: dict[str, Any] = {"text_channels": 64, "pooled_channels": 32, "time_channels": 32}
+    return {
+        "flux": FluxConfig(),
+        # An eighth of the width, with as many heads and blocks: what replaying plans of FLUX takes on a CPU.
+        "flux-narrow": FluxConfig(d_model=384, rope_axes=(4, 6, 6), **small),
+        # Width and depth for one core per rank: wide enough that matrix products dominate, as they do at full size.
+        "flux-demo": FluxConfig(
+            num_double_blocks=1, num_single_blocks=2, d_model=256, num_heads=4, rope_axes=(8, 28, 28), **small
+        ),
+        "flux-tiny": FluxConfig(
+            num_double_blocks=2, num_single_blocks=2, d_model=64, num_heads=4, in_channels=8, out_channels=8,
+            rope_axes=(4, 6, 6), text_channels=24, pooled_channels=12, time_channels=16,
+        ),
+    }  # fmt: skip
+
+
+class FluxTransformer(PackedModel):
     """FluxBatch -> (image tokens, out_channels), in the order of batch.image.
 
     With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
     parameter takes part in forward and backward on every rank.
     planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
     """
+
+    config_class = FluxConfig
+    named_configs: ClassVar[dict[str, BaseConfig]] = _named_configs()
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -276,3 +335,31 @@ class FluxTransformer(nn.Module):
             chunk_of_text=chunk_of_token.index_select(0, streams.text_rows),
             chunk_of_image=chunk_of_token.index_select(0, streams.image_rows),
         )
+
+    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
+        x = rows(sum(step.chunk_lens))
+        place, chunk = positions(step.chunk_lens, x.device), step.chunk_of_token(x)
+        is_text = place < torch.tensor([*text_lens, 0], device=x.device)[chunk]
+        layout = self._layout(step, place.unsqueeze(1).expand(-1, len(self.config.rope_axes)), is_text, x)
+        rest = (rows(len(step.chunk_lens)), layout)
+        if self.config.num_double_blocks == 0:
+            return (x,), rest
+        return (rows(layout.streams.text_rows.numel()), rows(layout.streams.image_rows.numel())), rest
+
+    @staticmethod
+    def random_batch(config: FluxConfig, samples: Sequence[Sample], draw: Draw) -> tuple[FluxBatch, Tensor]:
+        text_lens = [sample.text_tokens for sample in samples]
+        image_lens = [sample.visual_tokens for sample in samples]
+        # Times stay in float32: 1000 t in bfloat16 has steps of 4.
+        times = draw.uniform(2, len(samples))
+        batch = FluxBatch(
+            image=draw.normal(sum(image_lens), config.in_channels),
+            image_ids=square_positions(image_lens).to(draw.device, torch.int32),
+            image_lens=image_lens,
+            text=draw.normal(sum(text_lens), config.text_channels),
+            text_lens=text_lens,
+            pooled=draw.normal(len(samples), config.pooled_channels),
+            timestep=times[0],
+            guidance=times[1] if config.guidance else None,
+        )
+        return batch, draw.normal(sum(image_lens), config.out_channels)

@@ -7,7 +7,6 @@ out because the generic one of an index is slower, adds up in the dtype of the g
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -49,11 +48,6 @@ def positions(lens: Lengths, device: torch.device | None = None) -> Tensor:
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     index = torch.arange(starts.numel()) - starts
     return index.to(device, non_blocking=True) if device is not None else index
-
-
-def equal_runs(lens: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours of one length as (number of sequences, length). Empty sequences are left out."""
-    return [(len(list(run)), length) for length, run in itertools.groupby(n for n in lens if n > 0)]
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from knapformer.models.config import FluxConfig, ModelConfig
-from knapformer.models.flux import FluxTransformer
 from knapformer.models.layers import Block
-from knapformer.models.transformer import Transformer
-from knapformer.models.wan import WanTransformer
+from knapformer.models.model import PackedModel
 
-Model = FluxTransformer | Transformer
-_AnyModel = TypeVar("_AnyModel", bound="FluxTransformer | Transformer | WanTransformer")
+_Model = TypeVar("_Model", bound=PackedModel)
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def build_model(config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
-    """With weights as torch draws them; on the device "meta" without any (see init_weights)."""
-    with torch.device(device):
-        model = FluxTransformer(config) if isinstance(config, FluxConfig) else Transformer(config)
-    return model.to(dtype)
 
 
 def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
@@ -41,7 +30,7 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
             module.keeps_exchanges = keep_exchanges
 
 
-def shard_model(model: _AnyModel, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _AnyModel:
+def shard_model(model: _Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _Model:
     """FSDP2 over the ranks of `mesh` (one dimension): each block a unit, the rest in the root.
 
     dtype: what is computed in, e.g. bfloat16; parameters keep theirs, and gradients are reduced in it. None computes in

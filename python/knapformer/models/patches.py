@@ -6,10 +6,13 @@ row, as the kernel of a convolution over patches holds them, and (frame, row, co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from knapformer.models.packing import positions, segment_index
 
 Grid = tuple[int, int, int]  # (frames, rows, columns), in patches
 
@@ -44,3 +47,12 @@ def unpatchify(patches: Tensor, grid: Grid, patch_size: Sequence[int]) -> Tensor
 def grid_positions(grid: Grid, device: torch.device | None = None) -> Tensor:
     """(patches, 3) int64: frame, row and column of each patch."""
     return torch.cartesian_prod(*(torch.arange(size, device=device) for size in grid)).reshape(-1, 3)
+
+
+def square_positions(num_tokens: Sequence[int]) -> Tensor:
+    """(tokens, 3) int64: of pictures of which only the number of patches is known, each as near to a square as that
+    number allows."""
+    widths = torch.tensor([max(1, math.isqrt(n)) for n in num_tokens], dtype=torch.int64)
+    width = widths[segment_index(num_tokens)]
+    place = positions(num_tokens)
+    return torch.stack([torch.zeros_like(place), place // width, place % width], 1)

@@ -24,8 +24,9 @@ class PackedStep:
     """Made once a forward pass, by every rank, also by one without sequences: with a balancer `enter` and `leave` are
     collectives, and so is every `attention` in a bag of several ranks.
 
-    seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. planned: the balancer
-    holds the plan of these sequences already, as it does in a loop over a BalancedLoader.
+    seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. mask: see
+    PackedAttention. planned: the balancer holds the plan of these sequences already, as in a loop over a
+    BalancedLoader.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class PackedStep:
         seq_lens: Sequence[int],
         d_model: int,
         balancer: SequenceBalancer | None = None,
-        causal: bool = False,
+        mask: str = "full",
         planned: bool = False,
     ) -> None:
         self._balancer = balancer
-        self._attend = PackedAttention(causal)
+        self._attend = PackedAttention(mask)
         self._seq_lens = list(seq_lens)
         self.chunk_lens = self._seq_lens
         if balancer is None:

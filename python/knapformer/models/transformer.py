@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
-from knapformer.models.config import TransformerConfig
+from knapformer import Sample
+from knapformer.models.config import BaseConfig
 from knapformer.models.layers import Block, FeedForward, rotate, rotations
+from knapformer.models.model import BlockInputs, Draw, PackedModel, Rows
 from knapformer.models.packing import positions
 from knapformer.models.step import PackedStep
 
@@ -17,7 +19,37 @@ if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(BaseConfig):
+    """A plain pre-norm transformer over packed sequences of feature rows.
+
+    One block computes 24 l d^2 + 4 l^2 d FLOPs on a sequence of l tokens at the defaults (mlp_ratio 4, as many
+    key/value heads as query heads): the workload model, exactly.
+    """
+
+    kind: ClassVar[str] = "transformer"
+
+    num_blocks: int = 12
+    d_model: int = 768
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    mlp_ratio: float = 4.0
+    in_channels: int = 64
+    out_channels: int = 64
+    rope_theta: float = 10000.0
+    mask: str = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect(self.head_dim % 2 == 0, "num_heads", "an even d_model / num_heads, for the rotation of pairs")
+        self._expect(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"a divisor of {self.num_heads} heads")
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.d_model * self.mlp_ratio)
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerBatch:
     """The sequences of one rank, packed. A rank without any has tensors of no rows."""
 
@@ -53,12 +85,21 @@ class TransformerBlock(Block):
         return out
 
 
-class Transformer(nn.Module):
+class Transformer(PackedModel):
     """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence.
 
     With a balancer a forward pass is collective: every rank of its group calls it, with the same balancer state.
     planned: it holds the plan of this batch already, as in a loop over a BalancedLoader.
     """
+
+    config_class = TransformerConfig
+    named_configs: ClassVar[dict[str, BaseConfig]] = {
+        "transformer": TransformerConfig(),
+        "transformer-demo": TransformerConfig(num_blocks=3, d_model=256, num_heads=4, num_kv_heads=4),
+        "transformer-tiny": TransformerConfig(
+            num_blocks=2, d_model=32, num_heads=4, num_kv_heads=2, in_channels=8, out_channels=6
+        ),
+    }
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -75,7 +116,7 @@ class Transformer(nn.Module):
         self, batch: TransformerBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False
     ) -> Tensor:
         x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
-        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.causal, planned)
+        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.mask, planned)
         x, (position_ids,), _ = step.enter(x, [positions(batch.seq_lens, x.device).unsqueeze(1)], [])
         x = self.run_blocks(step, x, position_ids)
         out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
@@ -87,3 +128,16 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, step, rotation)
         return x
+
+    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
+        x = rows(sum(step.chunk_lens))
+        place = positions(step.chunk_lens, x.device).unsqueeze(1)
+        return (x,), (step, rotations(place, (self.config.head_dim,), self.config.rope_theta, x.dtype))
+
+    @staticmethod
+    def random_batch(
+        config: TransformerConfig, samples: Sequence[Sample], draw: Draw
+    ) -> tuple[TransformerBatch, Tensor]:
+        seq_lens = [sample.num_tokens for sample in samples]
+        batch = TransformerBatch(draw.normal(sum(seq_lens), config.in_channels), seq_lens)
+        return batch, draw.normal(sum(seq_lens), config.out_channels)

@@ -111,7 +111,7 @@ def check_features_of_every_dtype(rank: int, world_size: int) -> None:
     dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16]
     dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
     lens = LENS[world_size]
-    for engine in ("runs", "index"):
+    for engine in ("cpu", "device"):
         balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
         plan = balancer.plan_routing(own(lens, rank), 8)
 
@@ -202,6 +202,29 @@ def check_attention_alone_is_computed_again(rank: int, world_size: int) -> None:
             assert all(torch.equal(gradients[0], again) for again in gradients[1:]), (topology, lens)
 
 
+def check_log_sum_exp_and_edits_in_place(rank: int, world_size: int) -> None:
+    """A kernel may return its log-sum-exp beside o; what comes back may be edited in place."""
+    lens = own(LENS[world_size], rank)
+    for topology in (f"g{world_size}n1", f"g{world_size}/1n1", f"g1n{world_size}"):
+        balancer = SequenceBalancer(topology)
+        balancer.plan_routing(lens, 8)
+        x = torch.randn(sum(lens), 8, requires_grad=True)
+        gradients = []
+        for with_lse in (False, True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, with_lse: bool = with_lse) -> Any:
+                o = causal_free_attention(q, k, v, seq_lens)
+                return (o, q.new_zeros(q.shape[:2])) if with_lse else o
+
+            _, h, _ = balancer.route(x)
+            o = balancer.attention(*(h.view(-1, 4, 2),) * 3, attend)
+            o += 1
+            _, y = balancer.reverse_route(o.flatten(1))
+            y *= 2
+            gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
+        assert torch.equal(*gradients), topology
+
+
 def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
     """Lengths that cannot keep the limit of tokens: an error on all ranks, and other lengths are planned as before."""
     balancer = SequenceBalancer(f"g{world_size}/1n1", max_tokens_per_rank=20)
@@ -231,7 +254,7 @@ def check_op_is_well_formed(rank: int, world_size: int) -> None:
                 calls.append(args)
             return func(*args, **(kwargs or {}))
 
-    for engine in ("runs", "index"):
+    for engine in ("cpu", "device"):
         balancer = SequenceBalancer(f"g{world_size}n1", engine=engine)
         balancer.plan_routing(own(LENS[world_size], rank), 8)
         calls.clear()
@@ -241,7 +264,7 @@ def check_op_is_well_formed(rank: int, world_size: int) -> None:
         assert len(calls) == 2
         for args in calls:
             tensors = [t.clone().requires_grad_() for t in args[0]]
-            with_gradients = (tensors, *args[1:8], [1] * len(tensors), args[9], args[10] + " with gradients")
+            with_gradients = (tensors, [1] * len(tensors), *args[2:6], args[6] + " with gradients")
             torch.library.opcheck(torch.ops.knapformer.exchange.default, with_gradients)
 
 
@@ -268,6 +291,7 @@ CHECKS: list[Check] = [
     check_lengths_of_every_kind,
     check_several_routes_a_plan,
     check_attention_alone_is_computed_again,
+    check_log_sum_exp_and_edits_in_place,
     check_a_refused_plan_is_not_the_end,
     check_op_is_well_formed,
     check_masks,
@@ -298,13 +322,38 @@ def test_a_rank_alone_needs_no_group() -> None:
     assert torch.equal(balancer.reverse_route(y)[1], x)
 
 
+def test_a_rank_alone_hears_of_a_recomputation_under_another_plan() -> None:
+    balancer = SequenceBalancer("g1n1")
+    total = torch.zeros(())
+    for lens in ([3, 4], [4, 3]):
+        balancer.plan_routing(lens, 8)
+        x = torch.randn(7, 8, requires_grad=True)
+
+        def block(x: Tensor) -> Tensor:
+            return balancer.attention(*(x.view(7, 4, 2),) * 3, causal_free_attention).flatten(1)
+
+        _, y, _ = balancer.route(x)
+        total = total + balancer.reverse_route(checkpoint(block, y, use_reentrant=False))[1].sum()
+    with pytest.raises(StateError, match="computed again in the backward pass of an earlier plan"):
+        total.backward()
+
+
+@pytest.mark.parametrize("attended", [(1,), (1, 2, 3), [torch.zeros(7, 4, 2)]])
+def test_what_a_kernel_may_return(attended: Any) -> None:
+    balancer = SequenceBalancer("g1n1")
+    balancer.plan_routing([3, 4], 8)
+    q = torch.randn(7, 4, 2)
+    with pytest.raises(ArgumentError, match="attend's result: got"):
+        balancer.attention(q, q, q, lambda *_: attended)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"topology": "g2n1"}, "topology: got"),
         ({"topology": "g1n1", "gamma": -1.0}, "gamma: got -1"),
         ({"topology": "g1n1", "solver": "magic"}, "solver: got 'magic'"),
-        ({"topology": "g1n1", "engine": "magic"}, "engine: got 'magic', expected 'runs' or 'index'"),
+        ({"topology": "g1n1", "engine": "magic"}, "engine: got 'magic', expected 'cpu' or 'device'"),
     ],
 )
 def test_bad_options_are_value_errors(arguments: dict[str, Any], words: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from knapformer.traced import AttentionTables
+from knapformer.compile import AttentionTables
 from ranks import run_ranks
 from torch import Tensor, nn
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, ClusterModel, SequenceBalancer, StateError
+from knapformer import ArgumentError, Cluster, SequenceBalancer, StateError, TrainedModel
 
 GROUP_TIMEOUT_S = 60
-SOON_S = 10
+SOON_S = 30  # far from both, so that a busy machine does not matter
 
 LENS = [[3, 4], [5]]
 TOKENS = [7, 5]
@@ -135,11 +135,7 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
     "no_tensor": (_with_ids(lambda b, r, ids: b.route(None, ids)), "x: got NoneType, expected a tensor", ArgumentError),
     "dtype": (_with_ids(lambda b, r, ids: b.route(_x(r, torch.float64), ids)), "route: x: got ", ArgumentError),
     "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on cpu", ArgumentError),
-    "device": (
-        _with_ids(lambda b, r, ids: b.route(_x(r).to("meta"), ids)),
-        "x: got a tensor on meta",
-        ArgumentError,
-    ),
+    "device": (_with_ids(lambda b, r, ids: b.route(_x(r).to("meta"), ids)), "x: got a tensor on meta", ArgumentError),
     "quantized": (
         _with_ids(lambda b, r, ids: b.route(torch.quantize_per_tensor(_x(r), 1.0, 0, torch.qint8), ids)),
         "x: got a quantized tensor",
@@ -246,10 +242,12 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(warm_steps: int) -> None:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "topology": ({"topology": "g1n2"}, "topology: got "),
     "gamma": ({"gamma": 0.5}, "gamma: got "),
-    "mask_factor": ({"mask_factor": 0.5}, "mask_factor: got "),
     "effort": ({"effort": "low"}, "effort: got "),
     "mask": ({"mask": "causal"}, "mask: got "),
-    "cluster": ({"cluster": ClusterModel(flops_per_s=1e12)}, "cluster: got "),
+    "cluster": ({"cluster": Cluster(flops_per_s=1e12)}, "cluster.flops_per_s: got "),
+    "cluster_name": ({"cluster": "cpu"}, "cluster.flops_per_s: got "),
+    "model": ({"model": TrainedModel(recomputes=False)}, "model.recomputes: got "),
+    "num_heads": ({"num_heads": 12}, "model.num_heads: got "),
     "rank_speed": ({"rank_speed": [1, 0.5]}, "rank_speed: got "),
     "max_tokens_per_rank": ({"max_tokens_per_rank": 9}, "max_tokens_per_rank: got "),
     "bad_rank_speed": ({"rank_speed": [1, 2, 3]}, "rank_speed: got 3 "),
@@ -261,9 +259,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "gamma_text": ({"gamma": "x"}, "gamma: got 'x', expected a number"),
     "solver_none": ({"solver": None}, "solver: got None, expected text"),
     "effort_fraction": ({"effort": 2.5}, "effort: got 2.5, expected 'low'"),
-    "engine": ({"engine": "zip"}, "engine: got 'zip', expected 'runs'"),
+    "engine": ({"engine": "zip"}, "engine: got 'zip', expected 'cpu'"),
     "mask_name": ({"mask": "zip"}, "mask: got 'zip'"),
-    "cluster_text": ({"cluster": "fast"}, "cluster: got 'fast', expected a ClusterModel"),
+    "cluster_text": ({"cluster": "fast"}, "cluster: got 'fast', expected one of 'h100'"),
+    "cluster_number": ({"cluster": 5}, "cluster: got 5, expected a Cluster"),
+    "model_text": ({"model": "flux"}, "model: got 'flux', expected a TrainedModel"),
+    "heads_fraction": ({"num_heads": 2.5}, "num_heads: got 2.5, expected an integer"),
+    "heads_negative": ({"num_heads": -1}, "num_heads: got -1"),
     "rank_speed_number": ({"rank_speed": 3}, "rank_speed: got 3, expected a list"),
     "limit_fraction": ({"max_tokens_per_rank": 9.5}, "max_tokens_per_rank: got 9.5, expected"),
 }
@@ -293,15 +295,14 @@ def _lose_a_rank(rank: int, world_size: int) -> tuple[str, str, float]:
     for _ in range(2):
         _step(balancer, rank)
     if rank == 1:
-        time.sleep(8)
-        return "", "", 0
+        return "", "", 0  # its process stays until the other is done
     return _error_of(lambda: _step(balancer, rank))
 
 
 def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
-    kind, message, seconds = run_ranks(_lose_a_rank, 2, group_timeout_s=3, timeout_s=60)[0]
+    kind, message, seconds = run_ranks(_lose_a_rank, 2, group_timeout_s=8, timeout_s=60)[0]
     assert kind == "StateError" and "plan_routing: the collective failed on rank 0" in message, message
-    assert 2 < seconds < 8
+    assert seconds > 7
 
 
 def _without_a_bags_group(rank: int, world_size: int) -> tuple[str, str, float]:

@@ -1,0 +1,211 @@
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include "knapformer/bindings/arguments.h"
+#include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/util/error.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+namespace {
+
+/// Of a record, by name.
+using Fields = py::KWArgs<Given<"float | bool | str">>;
+
+std::string to_python(StepMode mode) { return std::string(step_mode_name(mode)); }
+template <class T>
+T to_python(T value) {
+  return value;
+}
+
+void set_field(double& field, py::handle value, const char* name) { field = number_from(value, name); }
+void set_field(int32_t& field, py::handle value, const char* name) {
+  field = static_cast<int32_t>(integer_from(value, name, std::numeric_limits<int32_t>::max()));
+}
+void set_field(StepMode& field, py::handle value, const char* name) { field = parse_step_mode(text_from(value, name)); }
+void set_field(bool& field, py::handle value, const char* name) {
+  if (!PyBool_Check(value.ptr())) throw_argument(name, shown(value), "True or False");
+  field = value.is(py::handle(Py_True));
+}
+
+/// The record with the fields that `changes` names; every field is a keyword argument, and no other name is.
+template <class Record>
+Record changed(Record record, const Fields& changes) {
+  for (const auto& [name, value] : changes) {
+    const auto argument = py::cast<std::string>(name);
+    bool found = false;
+    for_each_field<Record>([&](const auto& f) {
+      if (argument != f.name) return;
+      set_field(record.*f.member, value, f.name);
+      found = true;
+    });
+    if (!found) throw_argument(argument, shown(value), "no such argument");
+  }
+  record.validate();
+  return record;
+}
+
+/// A record for Python: constant, and derived from its list of fields alone.
+template <class Record>
+py::class_<Record> bind_record(py::module_& m, const char* name, const std::string& doc) {
+  std::string all = doc + "\n\nFields, each a keyword argument:";
+  for_each_field<Record>([&](const auto& f) { all += text("\n    ", f.name, ": ", f.doc); });
+  py::class_<Record> record(m, name, all.c_str());
+  for_each_field<Record>([&](const auto& f) {
+    record.def_property_readonly(f.name, [member = f.member](const Record& r) { return to_python(r.*member); }, f.doc);
+  });
+  record
+      .def(
+          "replace", [](const Record& r, const Fields& changes) { return changed(r, changes); },
+          "The same with other values of some fields. Raises ArgumentError.")
+      .def(
+          "to_dict",
+          [](const Record& r) {
+            py::typing::Dict<py::str, py::object> fields;
+            for_each_field<Record>([&](const auto& f) { fields[f.name] = to_python(r.*f.member); });
+            return fields;
+          },
+          "The fields by name, as keyword arguments that make an equal one.")
+      .def(py::self == py::self)
+      .def("__repr__", [name](const Record& r) {
+        std::string fields;
+        for_each_field<Record>([&](const auto& f) {
+          fields +=
+              text(fields.empty() ? "" : ", ", f.name, "=", std::string(py::repr(py::cast(to_python(r.*f.member)))));
+        });
+        return text(name, "(", fields, ")");
+      });
+  return record;
+}
+
+py::typing::Dict<py::str, py::float_> terms_of(const StepTime& time) {
+  py::dict terms;
+  for_each_field<StepTerms>([&](const auto& f) { terms[f.name] = time.*f.member; });
+  return terms;
+}
+
+py::typing::Dict<py::str, py::str> term_labels() {
+  py::dict labels;
+  for_each_field<StepTerms>([&](const auto& f) { labels[f.name] = f.doc; });
+  return labels;
+}
+
+void bind_step_time(py::module_& m) {
+  py::class_<PassTime>(m, "PassTime",
+                       "One pass over one block on one rank, in seconds; fields follow one another in time (backward, "
+                       "from the last on).")
+      .def_readonly("token_s", &PassTime::token_s, "Per-token layers.")
+      .def_readonly("wait_before_s", &PassTime::wait_before_s, "For the group's longest per-token phase.")
+      .def_readonly("pre_attn_s", &PassTime::pre_attn_s, "All of it.")
+      .def_readonly("hidden_s", &PassTime::hidden_s, "Of pre_attn_s, behind whole_attention_s.")
+      .def_readonly("whole_attention_s", &PassTime::whole_attention_s, "On sequences that are whole on the rank.")
+      .def_readonly("shared_attention_s", &PassTime::shared_attention_s, "On sequences that others share.")
+      .def_readonly("post_attn_s", &PassTime::post_attn_s, "The exchange after attention.")
+      .def_readonly("wait_after_s", &PassTime::wait_after_s, "For the group's longest attention phase.");
+
+  py::class_<RankTime>(m, "RankTime", "A block on one rank: its passes.")
+      .def_property_readonly(
+          "group", [](const RankTime& t) { return t.group.value; }, "The first rank of its connected group.")
+      .def_readonly("forward", &RankTime::forward, "Recomputed alike.")
+      .def_readonly("backward", &RankTime::backward, "Zeros where there is none.");
+
+  py::class_<Traffic>(m, "Traffic", "Bytes, by where they go.")
+      .def_readonly("inside", &Traffic::inside, "To ranks of the same node.")
+      .def_readonly("between", &Traffic::between, "To ranks of other nodes.")
+      .def_property_readonly("total", &Traffic::total, "Both.");
+
+  py::class_<StepTime> step(m, "StepTime",
+                            "Predicted time of a step: the terms of its slowest replica and group, in seconds.");
+  for_each_field<StepTerms>([&](const auto& f) {
+    step.def_property_readonly(f.name, [member = f.member](const StepTime& t) { return t.*member; }, f.doc);
+  });
+  step.def_property_readonly("terms", &terms_of, "Seconds of each term, by name; they add up to total_s.")
+      .def_static("labels", &term_labels, "In words what each of terms is, in the same order.")
+      .def_property_readonly("blocks_s", &StepTime::blocks_s, "token_s, attention_s, exchange_s and host_s.")
+      .def_property_readonly("total_s", &StepTime::total_s, "All terms.")
+      .def_readonly("ideal_s", &StepTime::ideal_s, "The work divided evenly, and nothing else.")
+      .def_property_readonly("efficiency", &StepTime::efficiency, "ideal_s over total_s.")
+      .def_property_readonly("over_ideal", &StepTime::over_ideal, "total_s over (ideal_s + fixed_s).")
+      .def_property_readonly(
+          "slowest_group", [](const StepTime& t) { return t.slowest_group.value; }, "Its first rank.")
+      .def_readonly("route_bytes", &StepTime::route_bytes, "Of all ranks, in a step.")
+      .def_readonly("attention_bytes", &StepTime::attention_bytes, "Of all ranks, in a step.")
+      .def_readonly("ranks", &StepTime::ranks, "One block on each rank.")
+      .def("__repr__", [](const StepTime& t) {
+        std::string terms;
+        for_each_field<StepTerms>([&](const auto& f) { terms += text(", ", f.name, "=", t.*f.member); });
+        return text("StepTime(total_s=", t.total_s(), terms, ")");
+      });
+}
+
+}  // namespace
+
+void bind_cost_parameters(py::module_& m) {
+  bind_record<Cluster>(m, "Cluster",
+                       "What a rank computes and what its links carry: the cost model's parameters of the machine.\n\n"
+                       "Cluster() is Cluster('h100'); other names are in Cluster.names(). docs/cluster_model.md has "
+                       "their sources.")
+      .def(py::init([](const GivenText& name, const Fields& changes) {
+             return changed(Cluster::named(text_from(name, "cluster")), changes);
+           }),
+           py::arg("name") = "h100", "A named cluster with other values of some fields. Raises ArgumentError.")
+      .def_static(
+          "published", [](const Fields& changes) { return changed(Cluster::published(), changes); },
+          "The cluster and the implementation that the paper measured.")
+      .def_static(
+          "names", [] { return std::vector<std::string>(Cluster::names().begin(), Cluster::names().end()); },
+          "The clusters that have a name.");
+  bind_record<TrainedModel>(m, "TrainedModel",
+                            "What a step runs, as far as its cost depends on it. The default is the FLUX of the "
+                            "published table.")
+      .def_property_readonly(
+          "token_passes", [](const TrainedModel& of) { return of.passes().token(); },
+          "Passes over the per-token layers in a step, in units of the forward pass: 4 in training with recomputation.")
+      .def_property_readonly(
+          "attention_passes", [](const TrainedModel& of) { return of.passes().attention(); }, "The same, of attention.")
+      .def(py::init([](const Fields& changes) { return changed(TrainedModel{}, changes); }),
+           "The default with other values of some fields. Raises ArgumentError.");
+}
+
+void bind_cost(py::module_& m) {
+  bind_step_time(m);
+  m.def(
+      "predict_step",
+      [](const Plan& plan, const GivenCluster& cluster, const GivenModel& model,
+         const std::vector<std::tuple<double, double, double>>& measured) {
+        const Cluster on = cluster.is_none() ? plan.input().cluster : cluster_from(cluster);
+        const TrainedModel of = model.is_none() ? plan.input().model : model_from(model);
+        std::vector<RankCompute> ranks;
+        ranks.reserve(measured.size());
+        for (const auto& [token_s, whole_s, shared_s] : measured) ranks.push_back({token_s, whole_s, shared_s});
+        const py::gil_scoped_release release;
+        return predict_step(plan, on, of, ranks);
+      },
+      py::arg("plan"), py::arg("cluster") = py::none(), py::arg("model") = py::none(),
+      py::arg("measured") = std::vector<std::tuple<double, double, double>>(),
+      "Predicted time of a step under `plan`, by phase.\n\n"
+      "cluster, model: None for those that it was planned for. measured: per rank the seconds of one block's forward "
+      "pass in\n"
+      "the per-token layers, in attention on whole sequences, and in attention on shared ones, in place of the plan's "
+      "work over\n"
+      "cluster.flops_per_s. Raises ArgumentError.");
+  m.def(
+      "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
+      "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");
+  m.def(
+      "step_traffic",
+      [](const Plan& plan, int32_t ranks_per_block) {
+        TrafficMatrix matrix = step_traffic(plan, ranks_per_block);
+        return std::make_tuple(matrix.num_blocks, std::move(matrix.route), std::move(matrix.attention));
+      },
+      py::arg("plan"), py::arg("ranks_per_block") = 1,
+      "(number of blocks, route, attention): bytes that blocks of so many consecutive ranks send each other in a step, "
+      "as flat\n"
+      "lists, senders first. What ranks of one block send each other is on the diagonal; what stays on its rank is "
+      "nowhere.\n"
+      "Raises ArgumentError.");
+}

@@ -1,0 +1,306 @@
+#include "knapformer/core/cost/bounds.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "knapformer/core/cost/step_time.h"
+
+namespace knapformer {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// Inside nodes or between them.
+using Link = double Traffic::*;
+
+std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
+  const int32_t num_bags = topology.num_bags_per_replica();
+  return topology.bags().subspan(static_cast<size_t>(replica * num_bags), static_cast<size_t>(num_bags));
+}
+
+/// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.
+struct Offer {
+  double speed = 0;                                                            // summed
+  Traffic exchange_s_per_token = {.inside = kInfinity, .between = kInfinity};  // tokens of a chunk
+};
+
+/// By ascending degree.
+std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica) {
+  const AttentionShares shares = input.attention_shares();
+  std::vector<std::pair<int32_t, Offer>> offers;
+  for (const BagShape& shape : topology.shapes()) {
+    for (const int32_t degree : shape.degrees) {
+      if (std::ranges::find(offers, degree, &std::pair<int32_t, Offer>::first) == offers.end())
+        offers.push_back({degree, {}});
+    }
+  }
+  std::ranges::sort(offers, {}, &std::pair<int32_t, Offer>::first);
+  std::vector<Offer> out(offers.size());
+  for (size_t k = 0; k < offers.size(); ++k) {
+    const int32_t degree = offers[k].first;
+    Traffic min_sent = {.inside = kInfinity, .between = kInfinity};
+    for (const Bag& bag : bags_of(topology, replica)) {
+      if (!std::ranges::binary_search(topology.shapes()[bag.shape].degrees, degree)) continue;
+      for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
+        const Traffic sent = sent_range(input.cluster, shares, Rank(r), degree).min;
+        min_sent = {std::min(min_sent.inside, sent.inside), std::min(min_sent.between, sent.between)};
+        out[k].speed = std::max(out[k].speed, input.group_speed(Rank(r), degree).sum);
+      }
+    }
+    out[k].exchange_s_per_token = exchange_s_per_token(input, min_sent);
+  }
+  return out;
+}
+
+/// Of what is proven from sums that may round.
+constexpr double kRounding = 1 + 1e-9;
+
+/// Bags of one size.
+struct Shape {
+  double bag_speed = 0, total_speed = 0;  // of the fastest bag, and of all
+  double exchange_s_per_token = kInfinity;
+  double price = 1, wanted_s = 0;
+};
+
+/// Of each token on a rank of a flat bag: all that a rank sends divides alike over the links, and nothing hides it.
+double flat_exchange_s(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
+  const SentRange sent = sent_range(input.cluster, shares, bag.first_rank, bag.num_ranks);
+  const Traffic sent_s = exchange_s_per_token(input, sent.min);
+  return std::max(sent_s.inside, sent_s.between);
+}
+
+std::vector<Shape> shapes_of(const PlanInput& input, const Topology& topology, int32_t replica) {
+  std::vector<Shape> shapes(topology.shapes().size());
+  const AttentionShares shares = input.attention_shares();
+  for (const Bag& bag : bags_of(topology, replica)) {
+    Shape& shape = shapes[bag.shape];
+    const double speed = input.group_speed(bag.first_rank, bag.num_ranks).sum;
+    shape.bag_speed = std::max(shape.bag_speed, speed);
+    shape.total_speed += speed;
+    shape.exchange_s_per_token = std::min(shape.exchange_s_per_token, flat_exchange_s(input, shares, bag));
+  }
+  return shapes;
+}
+
+/// A sequence, in rank time weighted by speed, as in replica_lower_bound_s: exchange counts times the lowest speed.
+struct Item {
+  double work_s = 0;
+  double weighted_tokens = 0;  // times the lowest speed
+
+  double seconds_in(const Shape& shape) const { return work_s + weighted_tokens * shape.exchange_s_per_token; }
+};
+
+std::vector<Item> items_of(const PlanInput& input, const Topology& topology, int32_t replica) {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  const double slowest = input.group_speed(Rank(replica * num_ranks), num_ranks).slowest;
+  const auto [first, last] = input.sequences_of(replica);
+  const BlockRates rates(input);
+  std::vector<Item> items;
+  items.reserve(last.index() - first.index());
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const SequenceId id(s);
+    items.push_back(
+        {.work_s = rates.work_s(input, id), .weighted_tokens = static_cast<double>(input.seq_lens[id]) * slowest});
+  }
+  return items;
+}
+
+/// Whether the items fit into so many bags of one capacity: false is proven. Items above capacity - l share no bag with
+/// one of l or more, so all others of l or more have to fit into the other bags; for every l (as Martello and Toth's
+/// bound L2, 1990). O(n log n).
+bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) {
+  std::sort(items.begin(), items.end(), std::greater<>());
+  const auto count_above = [&](double value) {
+    return static_cast<size_t>(std::lower_bound(items.begin(), items.end(), value, std::greater<>()) - items.begin());
+  };
+  std::vector<double> sum_before(items.size() + 1, 0.0);
+  for (size_t i = 0; i < items.size(); ++i) sum_before[i + 1] = sum_before[i] + items[i];
+  const size_t num_above_half = count_above(capacity / 2);
+  if (num_above_half > num_bags) return false;
+  for (size_t i = num_above_half; i < items.size(); ++i) {
+    const size_t num_alone = count_above(capacity - items[i]);
+    if (sum_before[i + 1] - sum_before[num_alone] > static_cast<double>(num_bags - num_alone) * capacity) return false;
+  }
+  return true;
+}
+
+/// Let rank time have a price in the bags of each shape. Every sequence takes at least what is cheapest of the shapes
+/// that it fits, and together they take at most `time_s` of every rank. Where that does not add up, whatever the
+/// prices, there is no such plan: false. Prices that show it rise where more is wanted than there is.
+bool may_be_paid(std::span<const Item> items, std::vector<Shape> shapes, double time_s) {
+  constexpr int kMaxRounds = 8;
+  for (int round = 0; round < kMaxRounds; ++round) {
+    double cost = 0, worth = 0;
+    for (Shape& shape : shapes) {
+      worth += shape.price * shape.total_speed * time_s;
+      shape.wanted_s = 0;
+    }
+    for (const Item& item : items) {
+      Shape* best = nullptr;
+      double min_cost = 0, min_s = 0;
+      for (Shape& shape : shapes) {
+        const double shape_s = item.seconds_in(shape);
+        if (shape_s > time_s * shape.bag_speed * kRounding) continue;
+        if (best != nullptr && shape.price * shape_s >= min_cost) continue;
+        best = &shape;
+        min_cost = shape.price * shape_s;
+        min_s = shape_s;
+      }
+      if (best == nullptr) return false;
+      best->wanted_s += min_s;
+      cost += min_cost;
+    }
+    if (cost > worth * kRounding) return false;
+    for (Shape& shape : shapes)
+      shape.price *= 1 + (std::min(shape.wanted_s / (shape.total_speed * time_s), 2.0) - 1) / (4 + 4 * round);
+  }
+  return true;
+}
+
+/// With exchanges by one link alone; `shown`: the part of them that counts.
+double link_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
+                          std::span<const Offer> offers, Link link, double shown) {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  const auto [first, last] = input.sequences_of(replica);
+  // Exchange does not run faster on a faster rank. Rank time weighed by speed, as the sum below has it, counts it times
+  // the speed of the rank that spends it, which is at least the lowest.
+  const auto [total_speed, min_speed] = input.group_speed(Rank(replica * num_ranks), num_ranks);
+
+  // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed.
+  // As T descends it steps from offer to dearer offer, at thresholds that follow from the sequence alone.
+  const BlockRates rates(input);
+  const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
+    return rates.work_s(input, id) +
+           static_cast<double>(input.seq_lens[id]) * (offer.exchange_s_per_token.*link * shown * min_speed);
+  };
+  double cheapest_s = 0;  // of all sequences, each with its cheapest offer
+  double longest_s = 0;   // below this T some sequence fits nowhere
+  for (int32_t s = first.value; s < last.value; ++s) {
+    double cheapest = kInfinity, fits_from = cheapest;
+    for (const Offer& offer : offers) {
+      const double cost = cost_s(SequenceId(s), offer);
+      cheapest = std::min(cheapest, cost);
+      fits_from = std::min(fits_from, cost / offer.speed);
+    }
+    cheapest_s += cheapest;
+    longest_s = std::max(longest_s, fits_from);
+  }
+  double bound_s = std::max(longest_s, cheapest_s / total_speed);
+
+  // Steps above the bound so far raise it. Few sequences have any.
+  const Offer& cheapest = *std::min_element(offers.begin(), offers.end(), [link](const Offer& a, const Offer& b) {
+    return a.exchange_s_per_token.*link < b.exchange_s_per_token.*link;
+  });
+  struct Step {
+    double threshold_s;  // below this T the sequence costs `added_s` more
+    double added_s;
+  };
+  std::vector<Step> steps;
+  std::vector<std::pair<double, double>> options;  // threshold, cost
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const SequenceId id(s);
+    if (cost_s(id, cheapest) <= bound_s * cheapest.speed) continue;
+    options.clear();
+    for (const Offer& offer : offers) options.emplace_back(cost_s(id, offer) / offer.speed, cost_s(id, offer));
+    std::sort(options.begin(), options.end());
+    double cost = options[0].second;
+    for (size_t k = 1; k < options.size(); ++k) {
+      if (options[k].second >= cost) continue;
+      if (options[k].first > bound_s)
+        steps.push_back({.threshold_s = options[k].first, .added_s = cost - options[k].second});
+      cost = options[k].second;
+    }
+  }
+  // The smallest T with cost(T) <= T * total_speed; the cost only falls as T grows.
+  std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) { return a.threshold_s > b.threshold_s; });
+  double total_s = cheapest_s;
+  for (const Step& step : steps) {
+    if (bound_s >= step.threshold_s) break;
+    // Below this threshold the cost is higher: either T reaches the threshold, or it is at least what that cost gives.
+    total_s += step.added_s;
+    bound_s = std::max(bound_s, std::min(step.threshold_s, total_s / total_speed));
+  }
+  return bound_s;
+}
+
+/// Whether some rank may have attention behind which an exchange hides.
+bool may_hide(const Cluster& cluster, const Topology& topology) {
+  return cluster.overlaps_attention &&
+         std::ranges::any_of(topology.shapes(), [](const BagShape& shape) { return shape.degrees.front() == 1; });
+}
+
+/// The larger of the two links'.
+double bound_s(const PlanInput& input, const Topology& topology, int32_t replica, double shown) {
+  const auto [first, last] = input.sequences_of(replica);
+  if (first == last) return 0;
+  const std::vector<Offer> offers = offers_of(input, topology, replica);
+  const bool any_between =
+      std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; });
+  double bound = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside, shown);
+  if (any_between)
+    bound = std::max(bound, link_lower_bound_s(input, topology, replica, offers, &Traffic::between, shown));
+  return bound;
+}
+
+}  // namespace
+
+double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica) {
+  constexpr double kShown = kPostAttnTensors / (kPreAttnTensors + kPostAttnTensors);
+  return bound_s(input, topology, replica, may_hide(input.cluster, topology) ? kShown : 1);
+}
+
+double replica_estimate_s(const PlanInput& input, int32_t replica) {
+  return bound_s(input, input.topology, replica, /*shown=*/1);
+}
+
+double lower_bound_s(const PlanInput& input) {
+  double step_s = 0;
+  for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
+    const double block_s = replica_lower_bound_s(input, input.topology, replica);
+    step_s = std::max(step_s, replica_step_s(input, block_s, 0));
+  }
+  return step_s + input.cluster.fixed_s;
+}
+
+PlanPrediction prediction_of(const Plan& plan) {
+  return {.predicted_time_s = predict_step(plan).total_s(), .lower_bound_s = lower_bound_s(plan.input())};
+}
+
+bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s) {
+  if (replica_lower_bound_s(input, topology, replica) >= block_s) return false;
+  const std::vector<Item> items = items_of(input, topology, replica);
+  std::vector<Shape> shapes = shapes_of(input, topology, replica);
+  if (shapes.size() > 1) return may_be_paid(items, std::move(shapes), block_s);
+  const Shape& shape = shapes.front();
+  std::vector<double> seconds;
+  seconds.reserve(items.size());
+  for (const Item& item : items) seconds.push_back(item.seconds_in(shape));
+  return may_be_packed(std::move(seconds), bags_of(topology, replica).size(), block_s * shape.bag_speed * kRounding);
+}
+
+double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
+                          std::span<const Placement> placements) {
+  const auto bags = bags_of(topology, replica);
+  const AttentionShares shares = input.attention_shares();
+  const BlockRates rates(input);
+  const BagId first_bag = topology.bag_of(bags.front().first_rank);
+  const auto [first, last] = input.sequences_of(replica);
+  std::vector<double> work(bags.size()), tokens(bags.size());
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const auto bag = static_cast<size_t>(placements[s].bag.value - first_bag.value);
+    work[bag] += rates.work_s(input, SequenceId(s));
+    tokens[bag] += static_cast<double>(input.seq_lens[SequenceId(s)]);
+  }
+  double bound_s = 0;
+  for (size_t b = 0; b < bags.size(); ++b) {
+    const PlanInput::GroupSpeed speed = input.group_speed(bags[b].first_rank, bags[b].num_ranks);
+    const double exchange_s = tokens[b] * flat_exchange_s(input, shares, bags[b]);
+    bound_s = std::max(bound_s, (work[b] + exchange_s * speed.slowest) / speed.sum);
+  }
+  return bound_s;
+}
+
+}  // namespace knapformer

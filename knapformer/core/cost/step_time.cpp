@@ -1,0 +1,408 @@
+#include "knapformer/core/cost/step_time.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Tokens that exchange alike are counted before they are multiplied: so where all of a rank do, as in a flat bag, the
+/// sum does not depend on the order of sequences.
+class TrafficSum {
+ public:
+  void add(int64_t tokens, const Traffic& per_token) {
+    if (per_token.inside != per_token_.inside || per_token.between != per_token_.between) {
+      earlier_ = sum();
+      tokens_ = 0;
+      per_token_ = per_token;
+    }
+    tokens_ += tokens;
+  }
+  Traffic sum() const {
+    Traffic sum = earlier_;
+    return sum += per_token_ * static_cast<double>(tokens_);
+  }
+
+ private:
+  Traffic earlier_, per_token_;
+  int64_t tokens_ = 0;
+};
+
+/// One rank's load in one block.
+struct RankLoad {
+  int64_t tokens = 0;
+  double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, at its share of the heads
+  TrafficSum sent;                           // rows in one exchange of one tensor
+  double num_pieces = 0;
+  int64_t route_sent[2] = {}, route_received[2] = {};  // tokens: inside the node, between nodes
+};
+
+/// Groups of ranks that share sequences. Those of a planner are aligned and nest, but a plan read from a file is only
+/// trusted as far as it is checked: so ranks are joined by union-find, the lowest rank leading.
+class Groups {
+ public:
+  explicit Groups(int32_t num_ranks) : leader_(static_cast<size_t>(num_ranks)) {
+    std::iota(leader_.begin(), leader_.end(), 0);
+  }
+  int32_t find(int32_t rank) {
+    while (leader_[rank] != rank) rank = leader_[rank] = leader_[leader_[rank]];
+    return rank;
+  }
+  void join(int32_t a, int32_t b) {
+    const int32_t leaders[] = {find(a), find(b)};
+    leader_[std::max(leaders[0], leaders[1])] = std::min(leaders[0], leaders[1]);
+  }
+
+ private:
+  std::vector<int32_t> leader_;
+};
+
+struct PlanLoads {
+  std::vector<RankLoad> ranks;
+  Groups groups;
+  double total_tokens = 0, total_pairs = 0;
+};
+
+PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
+  const PlanInput& input = plan.input();
+  const AttentionShares shares(model.num_heads, model.num_kv_heads);
+  PlanLoads loads{.ranks = std::vector<RankLoad>(static_cast<size_t>(plan.num_ranks())),
+                  .groups = Groups(plan.num_ranks())};
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+    const SequenceId id(s);
+    const Placement& place = plan.placement(id);
+    const Rank home = plan.seq_lens().home_of(id);
+    const double pairs = input.pairs_of(id);
+    loads.total_tokens += static_cast<double>(plan.seq_lens()[id]);
+    loads.total_pairs += pairs;
+    for (const Chunk& chunk : plan.chunks(id)) {
+      RankLoad& load = loads.ranks[chunk.rank.index()];
+      load.tokens += chunk.num_tokens;
+      if (chunk.rank != home) {
+        const bool leaves = !cluster.same_node(chunk.rank, home);
+        loads.ranks[home.index()].route_sent[leaves] += chunk.num_tokens;
+        load.route_received[leaves] += chunk.num_tokens;
+      }
+      if (place.degree == 1) {
+        load.whole_pairs += pairs;
+        continue;
+      }
+      load.shared_pairs += shares.part(pairs, place.degree, chunk.rank.value - place.first_rank.value);
+      load.num_pieces += place.degree;
+      load.sent.add(chunk.num_tokens, sent_part(cluster, shares, chunk.rank, place.first_rank, place.degree));
+      loads.groups.join(chunk.rank.value, place.first_rank.value);
+    }
+  }
+  return loads;
+}
+
+/// What one block costs a group, over all passes.
+struct BlockCost {
+  double token_s = 0;
+  double attention_s = 0;
+  double exchange_s = 0;
+  double host_s = 0;
+  double seconds() const { return token_s + attention_s + exchange_s + host_s; }
+};
+
+/// Adds `times` passes over the ranks' blocks, and sets how long each rank waits in them.
+void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, BlockCost& cost) {
+  if (times == 0) return;
+  const PassTime* longest = &(ranks[0].*pass);
+  double token_s = 0;
+  const auto phase_s = [](const PassTime& t) { return t.attention_s() + t.exchange_s(); };
+  for (const RankTime& rank : ranks) {
+    const PassTime& t = rank.*pass;
+    token_s = std::max(token_s, t.token_s);
+    if (phase_s(t) > phase_s(*longest)) longest = &t;
+  }
+  cost.token_s += times * token_s;
+  cost.attention_s += times * longest->attention_s();
+  cost.exchange_s += times * longest->exchange_s();
+  const double longest_s = phase_s(*longest);
+  for (RankTime& rank : ranks) {
+    PassTime& t = rank.*pass;
+    t.wait_before_s = token_s - t.token_s;
+    t.wait_after_s = longest_s - phase_s(t);
+  }
+}
+
+double row_bytes(int64_t d_model, const TrainedModel& model) {
+  return static_cast<double>(d_model) * model.element_size;
+}
+
+/// Seconds of FSDP's communication that blocks of so many seconds do not hide, of all blocks. The next block's
+/// parameters are gathered while one computes, and the last one's gradients reduced; the first gather and the last
+/// reduction have nothing to hide behind. Gathers go around a ring, all-reduces over the copies along a tree. A frozen
+/// base has no gradients to reduce.
+double exposed_fsdp_s(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model, double block_s) {
+  const int32_t shards = std::min(model.shard_ranks, num_ranks);
+  const int32_t copies = (num_ranks + shards - 1) / shards;
+  const double block_bytes = model.num_parameters / model.num_blocks * model.element_size;
+
+  double gather_s = 0;
+  if (shards > 1) {
+    const int32_t nodes = (shards + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
+    const double inside_s = block_bytes * (shards - 1) / shards / cluster.node_bytes_per_s;
+    // A node's adapters together fetch what its ranks lack.
+    const int32_t adapters = std::min(shards, cluster.ranks_per_node);
+    const double between_s = block_bytes * (nodes - 1) / nodes / (adapters * cluster.network_bytes_per_s);
+    gather_s = std::max(inside_s, between_s) + (nodes - 1) * cluster.network_latency_s + cluster.node_latency_s;
+  }
+  double all_reduce_s = 0;
+  if (copies > 1) {
+    const double bandwidth =
+        num_ranks <= cluster.ranks_per_node ? cluster.node_bytes_per_s : cluster.network_bytes_per_s;
+    all_reduce_s = 2 * block_bytes / shards * (copies - 1) / copies / bandwidth +
+                   2 * std::ceil(std::log2(copies)) * cluster.network_latency_s;
+  }
+  const Passes passes = model.passes();
+  const double reduce_s = model.mode == StepMode::kTraining ? gather_s + all_reduce_s : 0;
+  const double forward_s = block_s / passes.token(), backward_s = block_s - forward_s;
+  const double exposed_backward_s = passes.backwards > 0 ? std::max(0.0, gather_s + reduce_s - backward_s) : 0;
+  return gather_s + reduce_s + (model.num_blocks - 1) * (std::max(0.0, gather_s - forward_s) + exposed_backward_s);
+}
+
+double step_s_of(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model, double block_s, double route_s) {
+  return model.num_blocks * block_s + exposed_fsdp_s(num_ranks, cluster, model, block_s) + route_s;
+}
+
+double route_s_of(std::span<const RankLoad> ranks, double token_bytes, const Cluster& cluster, double num_routes) {
+  double slowest_s = 0;
+  for (const RankLoad& rank : ranks) {
+    for (const int64_t* tokens : {rank.route_sent, rank.route_received}) {
+      const Traffic bytes = {static_cast<double>(tokens[0]) * token_bytes,
+                             static_cast<double>(tokens[1]) * token_bytes};
+      slowest_s = std::max(slowest_s, bytes.seconds(cluster));
+    }
+  }
+  return num_routes * slowest_s;
+}
+
+void check(std::span<const RankCompute> measured, int32_t num_ranks) {
+  if (!measured.empty() && std::ssize(measured) != num_ranks) {
+    throw_argument("measured", text(measured.size(), " ranks"), text("none, or each of the ", num_ranks, " ranks"));
+  }
+  for (const RankCompute& rank : measured) {
+    for (const double seconds : {rank.token_s, rank.whole_attention_s, rank.shared_attention_s}) {
+      check_range("measured", seconds, 0);
+    }
+  }
+}
+
+}  // namespace
+
+Traffic& Traffic::operator+=(const Traffic& other) {
+  inside += other.inside;
+  between += other.between;
+  return *this;
+}
+
+double Traffic::seconds(const Cluster& cluster) const {
+  const double inside_s = inside > 0 ? cluster.node_latency_s + inside / cluster.node_bytes_per_s : 0;
+  const double between_s = between > 0 ? cluster.network_latency_s + between / cluster.network_bytes_per_s : 0;
+  return std::max(inside_s, between_s);
+}
+
+Traffic sent_part(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank, int32_t degree) {
+  const int32_t node_first = cluster.node_of(rank) * cluster.ranks_per_node;
+  const int32_t first_inside = std::max(first_rank.value, node_first) - first_rank.value;
+  const int32_t last_inside =
+      std::min(first_rank.value + degree, node_first + cluster.ranks_per_node) - first_rank.value;
+  if (shares.is_even(degree)) {
+    return {.inside = (last_inside - first_inside - 1) / static_cast<double>(degree),
+            .between = (degree - last_inside + first_inside) / static_cast<double>(degree)};
+  }
+  Traffic part;
+  for (int32_t i = 0; i < degree; ++i) {
+    if (i == rank.value - first_rank.value) continue;
+    (i >= first_inside && i < last_inside ? part.inside : part.between) += shares.part(1, degree, i);
+  }
+  return part;
+}
+
+SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank first_rank, int32_t degree) {
+  SentRange range{.min = sent_part(cluster, shares, first_rank, first_rank, degree), .max = {}};
+  range.max = range.min;
+  if (shares.is_even(degree) && cluster.same_node(first_rank, Rank(first_rank.value + degree - 1))) return range;
+  for (int32_t i = 1; i < degree; ++i) {
+    const Traffic part = sent_part(cluster, shares, Rank(first_rank.value + i), first_rank, degree);
+    range.min = {std::min(range.min.inside, part.inside), std::min(range.min.between, part.between)};
+    range.max = {std::max(range.max.inside, part.inside), std::max(range.max.between, part.between)};
+  }
+  return range;
+}
+
+BlockRates::BlockRates(const PlanInput& input) {
+  const Passes passes = input.model.passes();
+  token_s = passes.token() * input.workload.token_work(1, input.d_model) / input.cluster.flops_per_s;
+  pair_s = passes.attention() * input.workload.attention_work_of_pairs(1, input.d_model) / input.cluster.flops_per_s;
+}
+
+Traffic exchange_s_per_token(const PlanInput& input, const Traffic& part) {
+  const double bytes =
+      row_bytes(input.d_model, input.model) * (kPreAttnTensors + kPostAttnTensors) * input.model.passes().exchanges();
+  return {.inside = part.inside * bytes / input.cluster.node_bytes_per_s,
+          .between = part.between * bytes / input.cluster.network_bytes_per_s};
+}
+
+double StepTime::total_s() const {
+  double sum = 0;
+  for_each_field<StepTerms>([&](const auto& f) { sum += this->*f.member; });
+  return sum;
+}
+
+StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured) {
+  return predict_step(plan, plan.input().cluster, plan.input().model, measured);
+}
+
+StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
+                      std::span<const RankCompute> measured) {
+  cluster.validate();
+  model.validate();
+  check(measured, plan.num_ranks());
+  const PlanInput& input = plan.input();
+  PlanLoads loads = loads_of(plan, cluster, model);
+  const Passes passes = model.passes();
+  const double bytes = row_bytes(input.d_model, model);
+  const auto token_work = [&](double tokens) { return tokens * input.workload.token_work(1, input.d_model); };
+  const auto attention_work = [&](double pairs) {
+    return input.workload.attention_work_of_pairs(pairs, input.d_model);
+  };
+
+  StepTime out;
+  out.fixed_s = cluster.fixed_s;
+  out.ranks.resize(loads.ranks.size());
+  double measured_s = 0;
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+    const RankLoad& load = loads.ranks[r];
+    const double rate = cluster.flops_per_s * input.speed_of(Rank(r));
+    const RankCompute compute = measured.empty()
+                                    ? RankCompute{.token_s = token_work(static_cast<double>(load.tokens)) / rate,
+                                                  .whole_attention_s = attention_work(load.whole_pairs) / rate,
+                                                  .shared_attention_s = attention_work(load.shared_pairs) / rate}
+                                    : measured[r];
+    measured_s += passes.token() * compute.token_s +
+                  passes.attention() * (compute.whole_attention_s + compute.shared_attention_s);
+    const Traffic sent = load.sent.sum() * bytes;  // by one tensor in one exchange
+    const auto pass = [&](double token_factor, double attention_factor) {
+      PassTime t{.token_s = token_factor * compute.token_s,
+                 .pre_attn_s = (sent * kPreAttnTensors).seconds(cluster),
+                 .whole_attention_s = attention_factor * compute.whole_attention_s,
+                 .shared_attention_s = attention_factor * compute.shared_attention_s,
+                 .post_attn_s = (sent * kPostAttnTensors).seconds(cluster)};
+      if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
+      return t;
+    };
+    out.ranks[r] = {.group = Rank(loads.groups.find(r)), .forward = pass(1, 1), .backward = {}};
+    if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
+    out.attention_bytes += sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
+    const double token_bytes = (bytes + model.side_bytes_per_token) * passes.routes;
+    out.route_bytes += Traffic{.inside = static_cast<double>(load.route_sent[0]) * token_bytes,
+                               .between = static_cast<double>(load.route_sent[1]) * token_bytes};
+  }
+
+  const int32_t num_ranks = plan.topology().num_ranks_per_replica();
+  double slowest_s = -1;
+  for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
+    const int32_t begin = replica * num_ranks, end = begin + num_ranks;
+    BlockCost slowest;
+    Rank slowest_group(begin);
+    for (int32_t first = begin, last = begin; first < end; first = last) {
+      for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
+      const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
+      BlockCost block;
+      add_pass(group, &RankTime::forward, passes.forwards, block);
+      add_pass(group, &RankTime::backward, passes.backwards, block);
+      for (int32_t r = first; r < last; ++r)
+        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads.ranks[r].num_pieces);
+      if (block.seconds() > slowest.seconds()) {
+        slowest = block;
+        slowest_group = Rank(first);
+      }
+    }
+    const double route_s = route_s_of(std::span(loads.ranks).subspan(begin, num_ranks),
+                                      bytes + model.side_bytes_per_token, cluster, passes.routes);
+    const double block_s = slowest.seconds();
+    const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
+    out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
+    if (step_s <= slowest_s) continue;
+    slowest_s = step_s;
+    out.slowest_group = slowest_group;
+    out.token_s = slowest.token_s * model.num_blocks;
+    out.attention_s = slowest.attention_s * model.num_blocks;
+    out.exchange_s = slowest.exchange_s * model.num_blocks;
+    out.host_s = slowest.host_s * model.num_blocks;
+    out.route_s = route_s;
+    out.fsdp_s = exposed_fsdp_s(plan.num_ranks(), cluster, model, block_s);
+  }
+  const double work =
+      passes.token() * token_work(loads.total_tokens) + passes.attention() * attention_work(loads.total_pairs);
+  out.ideal_s = model.num_blocks *
+                (measured.empty() ? work / input.total_speed() / cluster.flops_per_s : measured_s / plan.num_ranks());
+  return out;
+}
+
+double replica_step_s(const PlanInput& input, double block_s, double route_s) {
+  return step_s_of(input.topology.num_ranks(), input.cluster, input.model, block_s, route_s);
+}
+
+double block_budget_s(const PlanInput& input, double step_s) {
+  double low = 0, high = step_s / input.model.num_blocks;
+  if (replica_step_s(input, high, 0) <= step_s) return high;
+  constexpr int kBits = 60;
+  for (int i = 0; i < kBits; ++i) {
+    const double middle = low + (high - low) / 2;
+    (replica_step_s(input, middle, 0) <= step_s ? low : high) = middle;
+  }
+  return high;
+}
+
+Plan plan_home(const PlanInput& input) {
+  const int32_t num_ranks = input.seq_lens.num_ranks();
+  PlanInput alone = input;
+  alone.topology = Topology::parse(text("g1n", num_ranks));
+  std::vector<Placement> placements;
+  placements.reserve(input.seq_lens.lens().size());
+  for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
+    const Rank home = input.seq_lens.home_of(SequenceId(s));
+    placements.push_back({.bag = BagId(home.value), .first_rank = home, .degree = 1});
+  }
+  return Plan(std::move(alone), "home", std::move(placements));
+}
+
+TrafficMatrix step_traffic(const Plan& plan, int32_t ranks_per_block) {
+  if (ranks_per_block < 1) throw_argument("ranks_per_block", ranks_per_block, "at least 1");
+  const PlanInput& input = plan.input();
+  const TrainedModel& model = input.model;
+  const Passes passes = model.passes();
+  const AttentionShares shares = input.attention_shares();
+  const int32_t num_blocks = (plan.num_ranks() + ranks_per_block - 1) / ranks_per_block;
+  const auto num_cells = static_cast<size_t>(num_blocks) * static_cast<size_t>(num_blocks);
+  TrafficMatrix matrix{
+      .num_blocks = num_blocks, .route = std::vector<double>(num_cells), .attention = std::vector<double>(num_cells)};
+  const auto cell = [&](int32_t from, int32_t to) {
+    return static_cast<size_t>(from / ranks_per_block) * static_cast<size_t>(num_blocks) +
+           static_cast<size_t>(to / ranks_per_block);
+  };
+  const double bytes = row_bytes(input.d_model, model);
+  const double exchanged = (kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks * bytes;
+  for (const Chunk& chunk : plan.chunks()) {
+    const auto tokens = static_cast<double>(chunk.num_tokens);
+    const Rank home = plan.seq_lens().home_of(chunk.sequence);
+    if (chunk.rank != home)
+      matrix.route[cell(home.value, chunk.rank.value)] += tokens * (bytes + model.side_bytes_per_token) * passes.routes;
+    const Placement& place = plan.placement(chunk.sequence);
+    for (int32_t i = 0; i < place.degree; ++i) {
+      const int32_t peer = place.first_rank.value + i;
+      if (peer != chunk.rank.value)
+        matrix.attention[cell(chunk.rank.value, peer)] += tokens * exchanged * shares.part(1, place.degree, i);
+    }
+  }
+  return matrix;
+}
+
+}  // namespace knapformer

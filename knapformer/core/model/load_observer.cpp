@@ -1,0 +1,127 @@
+#include "knapformer/core/model/load_observer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace knapformer {
+namespace {
+
+/// FLOPs are counted in these, so that no sum of squares loses digits.
+constexpr double kFlopsUnit = 1e12;
+/// Alternations between the common fit and the ranks' speeds: more change nothing that could be measured.
+constexpr int kAlternations = 4;
+
+/// The k that minimises the sum of (k x - 1)^2, from the sums of x and x^2.
+double best_k(double sum, double sum_of_squares) { return sum_of_squares > 0 ? sum / sum_of_squares : 0; }
+
+}  // namespace
+
+void LoadObserver::Moments::fade() {
+  for (double* sum : {&count, &t, &a, &tt, &ta, &aa}) *sum *= kFade;
+}
+
+void LoadObserver::Moments::add(double t_over_s, double a_over_s) {
+  count += 1;
+  t += t_over_s;
+  a += a_over_s;
+  tt += t_over_s * t_over_s;
+  ta += t_over_s * a_over_s;
+  aa += a_over_s * a_over_s;
+}
+
+LoadObserver::Moments LoadObserver::Moments::at_reference(double speed) const {
+  const double square = speed * speed;
+  return {.count = count, .t = t / speed, .a = a / speed, .tt = tt / square, .ta = ta / square, .aa = aa / square};
+}
+
+LoadObserver::Moments& LoadObserver::Moments::operator+=(const Moments& other) {
+  count += other.count;
+  t += other.t;
+  a += other.a;
+  tt += other.tt;
+  ta += other.ta;
+  aa += other.aa;
+  return *this;
+}
+
+LoadObserver::LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
+    : given_gamma_(gamma),
+      given_speed_(std::move(rank_speed)),
+      ranks_(static_cast<size_t>(num_ranks)),
+      gamma_(gamma),
+      rank_speed_(given_speed_) {
+  if (given_speed_.empty()) given_speed_.assign(ranks_.size(), 1.0);
+}
+
+void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
+  if (measurements.empty()) return;
+  for (Moments& rank : ranks_) rank.fade();
+  for (const LoadMeasurement& m : measurements) {
+    if (m.token_work + m.attention_work <= 0) continue;  // an idle rank tells nothing
+    ranks_[m.rank].add(m.token_work / kFlopsUnit / m.seconds, m.attention_work / kFlopsUnit / m.seconds);
+    ++num_measurements_;
+  }
+  if (num_measurements_ >= kMinMeasurements) learn();
+}
+
+LoadObserver::Moments LoadObserver::total(std::span<const double> speed) const {
+  Moments sum;
+  for (size_t r = 0; r < ranks_.size(); ++r) sum += ranks_[r].at_reference(speed[r]);
+  return sum;
+}
+
+LoadObserver::Fit LoadObserver::fit(const Moments& m) const {
+  const auto with_gamma = [&](double gamma) {
+    return Fit{.k = best_k(m.t + gamma * m.a, m.tt + 2 * gamma * m.ta + gamma * gamma * m.aa), .gamma = gamma};
+  };
+  const double determinant = m.tt * m.aa - m.ta * m.ta;
+  if (determinant <= 1e-12 * m.tt * m.aa) return with_gamma(given_gamma_);  // the two kinds can not be told apart
+  const double k = (m.aa * m.t - m.ta * m.a) / determinant;
+  const double k_gamma = (m.tt * m.a - m.ta * m.t) / determinant;
+  if (!(k > 0)) return with_gamma(given_gamma_);
+  const double gamma = std::max(k_gamma / k, 0.0);
+  const double free = std::max(m.count - 2, 1.0);
+  const double error = error_of(m, {.k = k, .gamma = k_gamma / k});
+  const double noise = m.count * error * error / free;
+  // Of gamma = k_gamma / k, to first order.
+  const double variance = noise / determinant * (m.tt + 2 * gamma * m.ta + gamma * gamma * m.aa) / (k * k);
+  const double spread = kPriorSpread * given_gamma_;
+  const double prior = spread * spread;
+  if (prior <= 0) return with_gamma(given_gamma_);  // gamma 0: attention was said to cost nothing
+  return with_gamma((gamma * prior + given_gamma_ * variance) / (prior + variance));
+}
+
+double LoadObserver::error_of(const Moments& m, const Fit& f) {
+  const double first = f.k * (m.t + f.gamma * m.a);
+  const double second = f.k * f.k * (m.tt + 2 * f.gamma * m.ta + f.gamma * f.gamma * m.aa);
+  return m.count > 0 ? std::sqrt(std::max(second - 2 * first + m.count, 0.0) / m.count) : 0;
+}
+
+void LoadObserver::learn() {
+  const Moments as_given = total(given_speed_);
+  const double k = best_k(as_given.t + given_gamma_ * as_given.a,
+                          as_given.tt + 2 * given_gamma_ * as_given.ta + given_gamma_ * given_gamma_ * as_given.aa);
+  given_error_ = error_of(as_given, {.k = k, .gamma = given_gamma_});
+
+  std::vector<double> speed = given_speed_;
+  Fit learned;
+  for (int i = 0; i < kAlternations; ++i) {
+    learned = fit(total(speed));
+    double sum = 0;
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      const Moments& m = ranks_[r];
+      // Mean of expected over measured seconds at speed 1: what is measured is 1 / speed of it.
+      if (m.count > 0) speed[r] = learned.k * (m.t + learned.gamma * m.a) / m.count;
+      sum += speed[r];
+    }
+    for (double& s : speed) s *= static_cast<double>(speed.size()) / sum;
+  }
+  learned = fit(total(speed));
+  gamma_ = learned.gamma;
+  learned_error_ = error_of(total(speed), learned);
+  const bool equal = std::all_of(speed.begin(), speed.end(), [](double s) { return std::abs(s - 1) <= kEqualSpeed; });
+  rank_speed_ = equal ? std::vector<double>() : std::move(speed);
+}
+
+}  // namespace knapformer

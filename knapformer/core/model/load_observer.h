@@ -1,0 +1,84 @@
+// Learning from measured step times: gamma, and how fast each rank is.
+//
+// A rank that held T FLOPs of per-token work and A FLOPs of attention (at gamma = 1) is expected to be busy for
+//
+//   seconds = k / speed * (T + gamma A)
+//
+// with one k and gamma for all ranks and a speed for each, 1 on average. Every measurement is one equation. k and
+// gamma minimise the squared relative errors; older measurements fade. Balanced plans give every rank a like mix of the
+// two kinds of work, so that gamma may hardly show: it stays near the one that was given as far as the measurements
+// leave it open (a normal prior, and the variance of the least-squares estimate).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/model/workload.h"
+
+namespace knapformer {
+
+/// What one rank measured of one step.
+struct LoadMeasurement {
+  int32_t rank = 0;
+  double token_work = 0;      // FLOPs, as in workload.h
+  double attention_work = 0;  // FLOPs at gamma = 1
+  double seconds = 0;         // > 0
+};
+
+/// Deterministic: the same measurements in the same order give the same figures on every rank and machine.
+class LoadObserver {
+ public:
+  /// rank_speed: as given to the planner, relative; empty: all 1.
+  LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks);
+
+  /// The measurements of one step, of some ranks or all.
+  void add(std::span<const LoadMeasurement> measurements);
+
+  int64_t num_measurements() const { return num_measurements_; }
+  /// Those given, until there are kMinMeasurements.
+  double gamma() const { return gamma_; }
+  /// Per rank, 1 on average; empty where no rank is off by more than kEqualSpeed.
+  const std::vector<double>& rank_speed() const { return rank_speed_; }
+  /// Root mean square of the relative errors of the best k, with gamma and speeds as given, and as learned. 0 until
+  /// there are kMinMeasurements.
+  double given_error() const { return given_error_; }
+  double learned_error() const { return learned_error_; }
+  /// The workload model that was given misses what is measured by more than kDriftError.
+  bool drifted() const { return given_error_ > kDriftError; }
+
+  static constexpr int64_t kMinMeasurements = 16;
+  static constexpr double kFade = 0.98;        // a step
+  static constexpr double kPriorSpread = 0.5;  // of gamma, relative: one standard deviation
+  static constexpr double kEqualSpeed = 0.03;
+  static constexpr double kDriftError = 0.1;
+
+ private:
+  /// Of one rank: sums over its measurements of T/s, A/s and their products.
+  struct Moments {
+    double count = 0, t = 0, a = 0, tt = 0, ta = 0, aa = 0;
+    void fade();
+    void add(double t_over_s, double a_over_s);
+    /// Those of a rank `speed` times as fast at the reference speed.
+    Moments at_reference(double speed) const;
+    Moments& operator+=(const Moments& other);
+  };
+  struct Fit {
+    double k = 0, gamma = 0;
+  };
+
+  Moments total(std::span<const double> speed) const;
+  Fit fit(const Moments& moments) const;
+  static double error_of(const Moments& moments, const Fit& fit);
+  void learn();
+
+  double given_gamma_ = 1;
+  std::vector<double> given_speed_;
+  std::vector<Moments> ranks_;
+  int64_t num_measurements_ = 0;
+  double gamma_ = 1;
+  std::vector<double> rank_speed_;
+  double given_error_ = 0, learned_error_ = 0;
+};
+
+}  // namespace knapformer

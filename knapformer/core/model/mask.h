@@ -1,0 +1,46 @@
+// Attention masks: how many (query, key) pairs attention computes on a sequence, exactly.
+//
+//   full           every pair
+//   causal         keys up to the query
+//   prefix         the first `text_tokens` see each other; the rest is causal
+//   block causal   text, then frames of `frame_tokens`: a token sees its own block and every block before it
+//   window         keys from `left` before the query to `right` after it; a side below 0 is unlimited
+//   density        this share of all pairs, whichever they are: for kernels with masks of their own
+//
+// Text forms: "full", "causal", "prefix:77", "block_causal:77:1024" (text, frame), "window:512:0" (left, right),
+// "density:0.25".
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace knapformer {
+
+struct Mask {
+  enum class Kind { kFull, kCausal, kPrefix, kBlockCausal, kWindow, kDensity };
+
+  /// Every text form, for messages and help.
+  static constexpr const char* kForms =
+      "'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT' with counts of tokens (FRAME "
+      "at "
+      "least 1), or 'density:SHARE' with a share from 0 to 1";
+
+  Kind kind = Kind::kFull;
+  int64_t text_tokens = 0;   // prefix, block causal
+  int64_t frame_tokens = 1;  // block causal
+  int64_t left = -1;         // window
+  int64_t right = -1;
+  double density = 1;  // from 0 to 1
+
+  /// Throws ArgumentError (argument "mask") where the text is malformed.
+  static Mask parse(std::string_view text);
+  std::string str() const;
+
+  /// (query, key) pairs of a sequence. Text beyond the sequence's end counts up to the end.
+  int64_t pairs(int64_t seq_len) const;
+
+  bool operator==(const Mask&) const = default;
+};
+
+}  // namespace knapformer

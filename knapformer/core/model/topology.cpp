@@ -1,0 +1,183 @@
+#include "knapformer/core/model/topology.h"
+
+#include <algorithm>
+#include <set>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/core/util/text_reader.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int32_t kMaxRanks = 1 << 20;
+
+[[noreturn]] void throw_malformed(std::string_view topology, size_t position, std::string_view expected) {
+  throw_argument("topology", text("'", topology, "'"), text(expected, " at character ", position + 1));
+}
+
+BagShape parse_term(TextReader& reader, std::string_view text) {
+  BagShape shape;
+  reader.skip_spaces();
+  if (!reader.accept('g'))
+    throw_malformed(text, reader.position(), "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
+  do {
+    const size_t start = reader.position();
+    const auto degree = reader.integer(1, kMaxRanks);
+    if (!degree) throw_malformed(text, start, knapformer::text("a number of ranks from 1 to ", kMaxRanks));
+    if (!shape.degrees.empty() && (*degree >= shape.degrees.back() || shape.degrees.front() % *degree != 0 ||
+                                   shape.degrees.back() % *degree != 0)) {
+      throw_malformed(text, start,
+                      knapformer::text("degrees that fall and divide each other, so a divisor of ",
+                                       shape.degrees.back(), " below it"));
+    }
+    shape.degrees.push_back(*degree);
+  } while (reader.accept('/'));
+  std::reverse(shape.degrees.begin(), shape.degrees.end());
+  if (!reader.accept('n')) throw_malformed(text, reader.position(), "'n' and a number of bags");
+  const size_t start = reader.position();
+  const auto num_bags = reader.integer(1, kMaxRanks);
+  if (!num_bags) throw_malformed(text, start, knapformer::text("a number of bags from 1 to ", kMaxRanks));
+  shape.num_bags = *num_bags;
+  reader.skip_spaces();
+  return shape;
+}
+
+/// Neighbours of equal shape become one.
+std::vector<BagShape> joined(std::vector<BagShape> shapes) {
+  std::vector<BagShape> joined;
+  for (BagShape& shape : shapes) {
+    if (!joined.empty() && joined.back().degrees == shape.degrees) {
+      joined.back().num_bags += shape.num_bags;
+    } else {
+      joined.push_back(std::move(shape));
+    }
+  }
+  return joined;
+}
+
+/// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
+std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
+  std::stable_sort(shapes.begin(), shapes.end(), [](const BagShape& a, const BagShape& b) {
+    if (a.num_ranks_per_bag() != b.num_ranks_per_bag()) return a.num_ranks_per_bag() < b.num_ranks_per_bag();
+    if (a.degrees.size() != b.degrees.size()) return a.degrees.size() < b.degrees.size();
+    return a.degrees < b.degrees;
+  });
+  return joined(std::move(shapes));
+}
+
+}  // namespace
+
+Topology Topology::parse(std::string_view text) {
+  std::vector<BagShape> shapes;
+  TextReader reader(text);
+  do {
+    shapes.push_back(parse_term(reader, text));
+  } while (reader.accept('+'));
+  if (!reader.at_end()) throw_malformed(text, reader.position(), "'+' or the end");
+
+  Topology topology;
+  topology.shapes_ = canonical(std::move(shapes));
+  int64_t num_ranks = 0;
+  for (const BagShape& shape : topology.shapes_) num_ranks += int64_t{shape.num_ranks_per_bag()} * shape.num_bags;
+  if (num_ranks > kMaxRanks) {
+    throw_argument("topology", knapformer::text("'", text, "' with ", num_ranks, " ranks"),
+                   knapformer::text("at most ", kMaxRanks, " ranks"));
+  }
+  topology.num_ranks_per_replica_ = static_cast<int32_t>(num_ranks);
+  topology.repeat(1);
+  return topology;
+}
+
+Topology Topology::parse(std::string_view text, int64_t num_ranks) {
+  Topology topology = parse(text);
+  if (num_ranks < 1 || num_ranks > kMaxRanks || num_ranks % topology.num_ranks_per_replica_ != 0) {
+    throw_argument("topology",
+                   knapformer::text("'", text, "', which is ", topology.num_ranks_per_replica_, " ranks, for ",
+                                    num_ranks, num_ranks == 1 ? " rank" : " ranks"),
+                   "a topology whose ranks divide the ranks of the group");
+  }
+  topology.repeat(static_cast<int32_t>(num_ranks / topology.num_ranks_per_replica_));
+  return topology;
+}
+
+void Topology::repeat(int32_t num_replicas) {
+  num_replicas_ = num_replicas;
+  bags_.clear();
+  bag_of_rank_.clear();
+  int32_t rank = 0;
+  for (int32_t replica = 0; replica < num_replicas; ++replica) {
+    for (size_t s = 0; s < shapes_.size(); ++s) {
+      for (int32_t i = 0; i < shapes_[s].num_bags; ++i) {
+        const int32_t size = shapes_[s].num_ranks_per_bag();
+        bag_of_rank_.insert(bag_of_rank_.end(), static_cast<size_t>(size), BagId(bags_.size()));
+        bags_.push_back({.first_rank = Rank(rank), .num_ranks = size, .shape = static_cast<int32_t>(s)});
+        rank += size;
+      }
+    }
+  }
+}
+
+std::string Topology::str() const {
+  std::string out;
+  for (const BagShape& shape : shapes_) {
+    if (!out.empty()) out += '+';
+    out += 'g';
+    for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
+      if (degree != shape.degrees.rbegin()) out += '/';
+      out += std::to_string(*degree);
+    }
+    out += 'n' + std::to_string(shape.num_bags);
+  }
+  return out;
+}
+
+Topology Topology::flattened(std::span<const int32_t> degrees) const {
+  KNAPFORMER_ASSERT(degrees.size() == shapes_.size());
+  std::vector<BagShape> shapes;
+  for (size_t s = 0; s < shapes_.size(); ++s) {
+    shapes.push_back(
+        {.degrees = {degrees[s]}, .num_bags = shapes_[s].num_bags * shapes_[s].num_ranks_per_bag() / degrees[s]});
+  }
+  Topology flat;
+  flat.shapes_ = joined(std::move(shapes));
+  flat.num_ranks_per_replica_ = num_ranks_per_replica_;
+  flat.repeat(num_replicas_);
+  return flat;
+}
+
+std::vector<Topology> Topology::flat_topologies() const {
+  constexpr size_t kMaxChoices = 64;
+  std::vector<std::vector<int32_t>> choices = {{}};  // of a degree for each shape
+  for (const BagShape& shape : shapes_) {
+    std::vector<std::vector<int32_t>> longer;
+    for (const auto& choice : choices) {
+      for (const int32_t degree : shape.degrees) {
+        longer.push_back(choice);
+        longer.back().push_back(degree);
+      }
+    }
+    choices.swap(longer);
+    if (choices.size() > kMaxChoices) break;
+  }
+  if (choices.size() > kMaxChoices) {
+    std::set<int32_t> sizes;
+    for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
+    choices.clear();
+    for (const int32_t size : sizes) {
+      auto& choice = choices.emplace_back();
+      for (const BagShape& shape : shapes_) {
+        const auto above = std::upper_bound(shape.degrees.begin(), shape.degrees.end(), size);
+        choice.push_back(above == shape.degrees.begin() ? *above : *(above - 1));
+      }
+    }
+  }
+  std::vector<Topology> flats;
+  for (const auto& choice : choices) flats.push_back(flattened(choice));
+  return flats;
+}
+
+bool Topology::is_flat() const {
+  return std::all_of(shapes_.begin(), shapes_.end(), [](const BagShape& shape) { return shape.is_flat(); });
+}
+
+}  // namespace knapformer

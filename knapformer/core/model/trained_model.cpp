@@ -1,0 +1,37 @@
+#include "knapformer/core/model/trained_model.h"
+
+#include <array>
+
+namespace knapformer {
+namespace {
+
+constexpr std::array<std::string_view, 3> kModeNames = {"training", "lora", "inference"};  // by StepMode
+
+}  // namespace
+
+Passes TrainedModel::passes() const {
+  if (mode == StepMode::kInference) return {};
+  // A gradient with respect to the input costs a forward pass, one with respect to the parameters another.
+  return {.forwards = recomputes ? 2.0 : 1.0,
+          .token_backward = mode == StepMode::kLora ? 1.0 : 2.0,
+          .attention_backward = 2,
+          .backwards = 1,
+          .routes = 4};
+}
+
+void TrainedModel::validate() const {
+  check_fields(*this);
+  if (num_kv_heads > 0 && (num_heads == 0 || num_heads % num_kv_heads != 0))
+    throw_argument("num_kv_heads", num_kv_heads, text("a divisor of num_heads, ", num_heads));
+}
+
+StepMode parse_step_mode(std::string_view name) {
+  for (size_t i = 0; i < kModeNames.size(); ++i) {
+    if (kModeNames[i] == name) return static_cast<StepMode>(i);
+  }
+  throw_argument("mode", text("'", name, "'"), "'training', 'lora' or 'inference'");
+}
+
+std::string_view step_mode_name(StepMode mode) { return kModeNames[static_cast<size_t>(mode)]; }
+
+}  // namespace knapformer

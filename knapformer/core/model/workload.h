@@ -1,0 +1,59 @@
+// The workload model: FLOPs of one transformer block, and the correction gamma of its attention term.
+//
+//   w(l) = 24 l d^2 + gamma * 4 a d          [FLOPs, forward; matrix-product equivalents where gamma != 1]
+//
+// l tokens, width d, a the number of (query, key) pairs that attention computes: l^2 for full attention. This is
+// Eq. 1 and 2 of the KnapFormer paper. A sequence shared by g ranks costs the rank that holds n of its l tokens
+//
+//   w(n of l, g) = 24 n d^2 + gamma * 4 a d / g
+//
+// since per-token work follows the chunk and attention work the heads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "knapformer/core/model/mask.h"
+
+namespace knapformer {
+
+/// Attention's cost per FLOP over that of the matrix products, at which the published imbalance of a FLUX block on H100
+/// comes out; its authors report 0.385 to 0.49. The default everywhere; `knapformer calibrate` measures it.
+inline constexpr double kDefaultGamma = 0.41;
+
+struct WorkloadModel {
+  double gamma = kDefaultGamma;
+
+  /// Throws ArgumentError unless gamma is from 0 to kMaxMagnitude.
+  void validate() const;
+
+  /// 24 n d^2, in FLOPs.
+  double token_work(int64_t num_tokens, int64_t d_model) const {
+    return 24.0 * static_cast<double>(num_tokens) * (static_cast<double>(d_model) * static_cast<double>(d_model));
+  }
+  /// gamma * 4 a d of a whole sequence whose mask leaves `pairs` (query, key) pairs, in FLOPs.
+  double attention_work_of_pairs(double pairs, int64_t d_model) const {
+    return gamma * 4.0 * pairs * static_cast<double>(d_model);
+  }
+  /// Of a whole sequence, in FLOPs.
+  double work(int64_t seq_len, int64_t d_model, const Mask& mask = {}) const {
+    return token_work(seq_len, d_model) + attention_work_of_pairs(static_cast<double>(mask.pairs(seq_len)), d_model);
+  }
+
+  bool operator==(const WorkloadModel&) const = default;
+};
+
+struct WorkloadFit {
+  double seconds_per_flop = 0;  // k in t = k (24 l d^2 + gamma 4 l^2 d)
+  double gamma = 0;
+  double relative_rms_error = 0;                // of the fit, over the measured latencies
+  double relative_rms_error_without_gamma = 0;  // of the best fit with gamma = 1
+};
+
+/// Least squares for k and gamma over measured latencies (seconds) of one block at these lengths (tokens), with this
+/// mask. Throws ArgumentError where there are fewer than two distinct lengths, the sizes differ, or a latency is not a
+/// positive finite number; StateError where the best k is not positive (the data contradict the model).
+WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model,
+                         const Mask& mask = {});
+
+}  // namespace knapformer

@@ -1,0 +1,167 @@
+#include "knapformer/core/plan/exchange_table.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+struct PeerRun {
+  int32_t peer = 0;
+  RowRun run;
+};
+
+/// Runs in wire order within each peer -> an end: sorted by peer (stable), adjacent rows joined, empty runs dropped.
+ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRun> peer_runs) {
+  const auto peers = static_cast<size_t>(num_peers);
+  ExchangeEnd end{.num_rows = num_rows,
+                  .runs = {},
+                  .run_offsets = std::vector<int32_t>(peers + 1, 0),
+                  .peer_rows = std::vector<int64_t>(peers, 0)};
+  std::vector<int32_t> cursor(peers + 1, 0);
+  for (const PeerRun& r : peer_runs) ++cursor[static_cast<size_t>(r.peer) + 1];
+  std::partial_sum(cursor.begin(), cursor.end(), cursor.begin());
+  const std::vector<int32_t> starts = cursor;
+  std::vector<RowRun> sorted(peer_runs.size());
+  for (const PeerRun& r : peer_runs) sorted[cursor[r.peer]++] = r.run;
+
+  end.runs.reserve(sorted.size());
+  for (size_t peer = 0; peer < peers; ++peer) {
+    const size_t first_run = end.runs.size();
+    for (auto i = static_cast<size_t>(starts[peer]); i < static_cast<size_t>(starts[peer + 1]); ++i) {
+      const RowRun& run = sorted[i];
+      if (run.num_rows == 0) continue;
+      end.peer_rows[peer] += run.num_rows;
+      if (end.runs.size() > first_run && end.runs.back().first_row + end.runs.back().num_rows == run.first_row) {
+        end.runs.back().num_rows += run.num_rows;
+      } else {
+        end.runs.push_back(run);
+      }
+    }
+    end.run_offsets[peer + 1] = static_cast<int32_t>(end.runs.size());
+  }
+  return end;
+}
+
+AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t degree, std::span<const int32_t> chunks,
+                          int64_t first_row) {
+  const int32_t index_in_bag = rank.value - bag.first_rank.value;
+  const int32_t first_peer = index_in_bag / degree * degree;  // of this rank's group, counted inside the bag
+  AttentionLevel level;
+  level.degree = degree;
+  level.index_in_group = index_in_bag - first_peer;
+  level.first_row = first_row;
+  std::vector<PeerRun> received;
+  int64_t num_attention_rows = 0;
+  for (const int32_t index : chunks) {
+    const SequenceId id = plan.chunk(index).sequence;
+    level.num_rows += plan.chunk(index).num_tokens;
+    level.seq_lens.push_back(plan.seq_lens()[id]);
+    if (degree > 1) {
+      for (const Chunk& chunk : plan.chunks(id)) {
+        received.push_back(
+            {.peer = chunk.rank.value - bag.first_rank.value,
+             .run = {.first_row = num_attention_rows + chunk.first_token, .num_rows = chunk.num_tokens}});
+      }
+    }
+    num_attention_rows += plan.seq_lens()[id];
+  }
+  if (degree == 1) return level;
+  std::vector<PeerRun> sent;
+  for (int32_t i = 0; i < degree; ++i) {
+    sent.push_back({.peer = first_peer + i, .run = {.first_row = 0, .num_rows = level.num_rows}});
+  }
+  level.pre_attn = {.this_peer = index_in_bag,
+                    .num_peers = bag.num_ranks,
+                    .send = make_end(level.num_rows, bag.num_ranks, sent),
+                    .recv = make_end(num_attention_rows, bag.num_ranks, received)};
+  level.pre_attn.send.heads_shared = true;
+  return level;
+}
+
+}  // namespace
+
+std::span<const RowRun> ExchangeEnd::runs_of(int32_t peer) const {
+  const auto p = static_cast<size_t>(peer);
+  return std::span(runs).subspan(static_cast<size_t>(run_offsets[p]),
+                                 static_cast<size_t>(run_offsets[p + 1] - run_offsets[p]));
+}
+
+ExchangeTable ExchangeTable::inverse() const {
+  return {.this_peer = this_peer, .num_peers = num_peers, .send = recv, .recv = send};
+}
+
+RouteTables make_route_tables(const Plan& plan, Rank rank) {
+  const SequenceLengths& lens = plan.seq_lens();
+  RouteTables tables;
+  tables.tokens.this_peer = tables.sequences.this_peer = rank.value;
+  tables.tokens.num_peers = tables.sequences.num_peers = plan.num_ranks();
+
+  // What leaves: the chunks of this rank's sequences, in sequence order.
+  std::vector<PeerRun> tokens, sequences;
+  const SequenceId first = lens.first_of(rank), last = lens.last_of(rank);
+  int64_t row = 0;
+  bool shared = false;
+  for (int32_t s = first.value; s < last.value; ++s) {
+    for (const Chunk& chunk : plan.chunks(SequenceId(s))) {
+      tokens.push_back({.peer = chunk.rank.value, .run = {.first_row = row, .num_rows = chunk.num_tokens}});
+      sequences.push_back({.peer = chunk.rank.value, .run = {.first_row = s - first.value, .num_rows = 1}});
+      row += chunk.num_tokens;
+    }
+    shared = shared || plan.placement(SequenceId(s)).degree > 1;
+  }
+  tables.tokens.send = make_end(row, plan.num_ranks(), tokens);
+  tables.sequences.send = make_end(last.value - first.value, plan.num_ranks(), sequences);
+  tables.sequences.send.rows_repeat = shared;
+
+  // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
+  // the order of chunk indices, and so by home rank.
+  struct Held {
+    int32_t chunk = 0;
+    int64_t first_row = 0;
+    int64_t position = 0;
+  };
+  std::vector<Held> held;
+  row = 0;
+  for (const int32_t index : plan.chunks_on(rank)) {
+    held.push_back({.chunk = index, .first_row = row, .position = static_cast<int64_t>(held.size())});
+    tables.chunk_lens.push_back(plan.chunk(index).num_tokens);
+    row += plan.chunk(index).num_tokens;
+  }
+  std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.chunk < b.chunk; });
+  tokens.clear();
+  sequences.clear();
+  for (const Held& h : held) {
+    const Chunk& chunk = plan.chunk(h.chunk);
+    const int32_t home = lens.home_of(chunk.sequence).value;
+    tokens.push_back({.peer = home, .run = {.first_row = h.first_row, .num_rows = chunk.num_tokens}});
+    sequences.push_back({.peer = home, .run = {.first_row = h.position, .num_rows = 1}});
+  }
+  tables.tokens.recv = make_end(row, plan.num_ranks(), tokens);
+  tables.sequences.recv = make_end(static_cast<int64_t>(held.size()), plan.num_ranks(), sequences);
+  return tables;
+}
+
+AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
+  AttentionTables tables{.bag = plan.topology().bag_of(rank), .levels = {}, .any_shared = false};
+  const Bag& bag = plan.topology().bag(tables.bag);
+  const std::span<const int32_t> chunks = plan.chunks_on(rank);  // by degree
+  size_t next = 0;
+  int64_t first_row = 0;
+  for (const int32_t degree : plan.topology().shapes()[bag.shape].degrees) {
+    const size_t begin = next;
+    while (next < chunks.size() && plan.degree_of(plan.chunk(chunks[next])) == degree) ++next;
+    tables.levels.push_back(make_level(plan, bag, rank, degree, chunks.subspan(begin, next - begin), first_row));
+    first_row += tables.levels.back().num_rows;
+  }
+  KNAPFORMER_ASSERT(next == chunks.size());
+  for (int32_t i = 0; i < bag.num_ranks; ++i) {
+    const std::span<const int32_t> held = plan.chunks_on(Rank(bag.first_rank.value + i));
+    if (!held.empty() && plan.degree_of(plan.chunk(held.back())) > 1) tables.any_shared = true;
+  }
+  return tables;
+}
+
+}  // namespace knapformer

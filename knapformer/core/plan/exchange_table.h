@@ -1,0 +1,99 @@
+// Exchange tables: who sends which rows where.
+//
+// Everything that moves is an Exchange: take rows of this rank's tensor in an order known from the plan, one all-to-all
+// with known splits, put what arrives in an order known from the plan. An ExchangeTable is one rank's part of that,
+// built once a step by torch-free code. Its inverse swaps the two ends: it runs the exchange backward, and it is the
+// gradient.
+//
+//         send                       wire                         recv
+//   rows  0 1 2 3 4 5      to peer 0: 0 1          from peer 0: 3 4        rows  0 1 2 3 4
+//         `-' `---' |      to peer 1: 2 3 4        from peer 1: 0 1 2            `---' `-'
+//         p0   p1   p0              (peer 0: 5)                                   p1   p0
+//
+// On the wire the rows for one peer are in sequence order, at both ends. What a rank sends to itself is in the table
+// like the rest; it need not enter the all-to-all.
+//
+// Two kinds of ends. A *whole* end meets every peer with all columns (heads) of its rows. A *shared* end meets peer p
+// with p's share of the heads only, and the same rows meet every peer of the group: Ulysses. In pre_attn the sending
+// end is shared and the receiving one whole; post_attn is its inverse.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/plan/plan.h"
+
+namespace knapformer {
+
+/// Consecutive rows of a tensor, which are also consecutive on the wire.
+struct RowRun {
+  int64_t first_row = 0;
+  int64_t num_rows = 0;
+
+  bool operator==(const RowRun&) const = default;
+};
+
+struct ExchangeEnd {
+  /// Rows of the tensor at this end.
+  int64_t num_rows = 0;
+  /// In wire order: by peer, then by sequence. Never empty runs; adjacent ones are joined.
+  std::vector<RowRun> runs;
+  /// num_peers + 1, into runs.
+  std::vector<int32_t> run_offsets;
+  /// Rows per peer: the all-to-all's splits.
+  std::vector<int64_t> peer_rows;
+  /// This end meets each peer with that peer's share of the heads (see above).
+  bool heads_shared = false;
+  /// Some row meets several peers with the same columns: where this end receives (a backward), rows add up.
+  bool rows_repeat = false;
+
+  std::span<const RowRun> runs_of(int32_t peer) const;
+  bool operator==(const ExchangeEnd&) const = default;
+};
+
+struct ExchangeTable {
+  int32_t this_peer = 0;  // this rank, counted inside the group
+  int32_t num_peers = 1;
+  ExchangeEnd send;
+  ExchangeEnd recv;
+
+  ExchangeTable inverse() const;
+  bool operator==(const ExchangeTable&) const = default;
+};
+
+/// Peers are all ranks of the plan's group.
+struct RouteTables {
+  /// Rows: tokens of this rank's sequences -> tokens of the chunks it holds. reverse_route is the inverse.
+  ExchangeTable tokens;
+  /// Rows: one per sequence of this rank -> one per chunk that it holds. A row goes to every rank that holds a chunk of
+  /// the sequence, so its gradient is a sum.
+  ExchangeTable sequences;
+  std::vector<int64_t> chunk_lens;  // tokens of the chunks that this rank holds, in row order
+};
+
+/// One degree of sharing in this rank's bag.
+struct AttentionLevel {
+  int32_t degree = 1;
+  int32_t index_in_group = 0;  // which share of the heads this rank computes
+  int64_t first_row = 0;       // this level's rows on this rank are consecutive
+  int64_t num_rows = 0;
+  std::vector<int64_t> seq_lens;  // whole sequences, in the order in which attention sees them
+  /// Rows of this level's chunks here -> rows of its whole sequences. Peers are the ranks of the bag. Rows are counted
+  /// from first_row. Degree 1 needs no exchange and its table is empty.
+  ExchangeTable pre_attn;
+};
+
+struct AttentionTables {
+  BagId bag;
+  /// Ascending by degree. Every degree that the bag allows, also those without sequences: all ranks of a bag have the
+  /// same levels.
+  std::vector<AttentionLevel> levels;
+  /// Some rank of the bag holds part of a sequence: known to all of them.
+  bool any_shared = false;
+};
+
+RouteTables make_route_tables(const Plan& plan, Rank rank);
+AttentionTables make_attention_tables(const Plan& plan, Rank rank);
+
+}  // namespace knapformer

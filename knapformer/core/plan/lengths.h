@@ -1,0 +1,41 @@
+// Lengths: the tokens of every rank's sequences, which is all that a planner learns of the data.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/util/ids.h"
+
+namespace knapformer {
+
+/// The lengths (tokens, each at least 1) of the sequences of all ranks: flat, those of rank 0 first.
+class SequenceLengths {
+ public:
+  SequenceLengths() = default;
+  /// `counts[r]` sequences live on rank r. Throws ArgumentError (argument "seq_lens") for a length below 1 or above
+  /// kMaxSequenceTokens, or counts that do not add up.
+  SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts);
+  static SequenceLengths from_lists(const std::vector<std::vector<int64_t>>& per_rank);
+
+  static constexpr int64_t kMaxSequenceTokens = int64_t{1} << 31;
+
+  int32_t num_ranks() const { return static_cast<int32_t>(offsets_.size()) - 1; }
+  int32_t num_sequences() const { return static_cast<int32_t>(lens_.size()); }
+  int64_t operator[](SequenceId id) const { return lens_[id.index()]; }
+  std::span<const int64_t> lens() const { return lens_; }
+  std::span<const int64_t> lens(Rank home) const;
+  /// Ids of the sequences of `home`: [first, last).
+  SequenceId first_of(Rank home) const { return SequenceId(offsets_[home.index()]); }
+  SequenceId last_of(Rank home) const { return SequenceId(offsets_[home.index() + 1]); }
+  Rank home_of(SequenceId id) const { return homes_[id.index()]; }
+
+  bool operator==(const SequenceLengths&) const = default;
+
+ private:
+  std::vector<int64_t> lens_;
+  std::vector<int32_t> offsets_ = {0};  // num_ranks + 1, into lens_
+  std::vector<Rank> homes_;
+};
+
+}  // namespace knapformer

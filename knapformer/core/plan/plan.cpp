@@ -1,0 +1,246 @@
+#include "knapformer/core/plan/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+
+void PlanInput::validate() const {
+  if (seq_lens.num_ranks() != topology.num_ranks()) {
+    throw_argument("seq_lens", text("lengths for ", seq_lens.num_ranks(), " ranks"),
+                   text("one list for each of the ", topology.num_ranks(), " ranks of topology ", topology.str()));
+  }
+  constexpr int64_t kMaxWidth = 1 << 24;
+  if (d_model < 1 || d_model > kMaxWidth) throw_argument("d_model", d_model, text("a width of 1 to ", kMaxWidth));
+  workload.validate();
+  cluster.validate();
+  model.validate();
+  if (!attention_pairs.empty() && attention_pairs.size() != static_cast<size_t>(seq_lens.num_sequences())) {
+    throw_argument("attention_pairs", text(attention_pairs.size(), " counts"),
+                   text("none, or one for each of the ", seq_lens.num_sequences(), " sequences"));
+  }
+  for (size_t s = 0; s < attention_pairs.size(); ++s) {
+    const int64_t length = seq_lens[SequenceId(s)];
+    if (attention_pairs[s] < 0 || attention_pairs[s] > length * length) {
+      throw_argument("attention_pairs", text(attention_pairs[s], " for sequence ", s),
+                     text("0 to ", length, "^2 pairs"));
+    }
+  }
+  if (!rank_speed.empty() && rank_speed.size() != static_cast<size_t>(seq_lens.num_ranks())) {
+    throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
+                   text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
+  }
+  // Far beyond any machine, near enough that no time or level overflows.
+  constexpr double kMaxSpeed = 1e18, kMaxRatio = 1e6;
+  double slowest = kMaxSpeed, fastest = 0;
+  for (size_t r = 0; r < rank_speed.size(); ++r) {
+    if (!(rank_speed[r] >= 1 / kMaxSpeed && rank_speed[r] <= kMaxSpeed)) {
+      throw_argument("rank_speed", text(rank_speed[r], " for rank ", r),
+                     text("a positive finite number, from ", 1 / kMaxSpeed, " to ", kMaxSpeed));
+    }
+    slowest = std::min(slowest, rank_speed[r]);
+    fastest = std::max(fastest, rank_speed[r]);
+  }
+  if (fastest > slowest * kMaxRatio) {
+    throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
+                   text("the fastest at most ", kMaxRatio, " times the slowest"));
+  }
+  if (max_tokens_per_rank < 0)
+    throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
+}
+
+PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) const {
+  GroupSpeed speed{.sum = 0, .slowest = speed_of(first)};
+  for (int32_t r = first.value; r < first.value + num_ranks; ++r) {
+    speed.sum += speed_of(Rank(r));
+    speed.slowest = std::min(speed.slowest, speed_of(Rank(r)));
+  }
+  return speed;
+}
+
+std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
+}
+
+double PlanInput::total_speed() const {
+  return rank_speed.empty() ? seq_lens.num_ranks() : std::accumulate(rank_speed.begin(), rank_speed.end(), 0.0);
+}
+
+Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placements)
+    : input_(std::move(input)), solver_(std::move(solver)), placements_(std::move(placements)) {
+  size_t num_chunks = 0;
+  for (const Placement& p : placements_) num_chunks += static_cast<size_t>(p.degree);
+  std::vector<int64_t> chunk_lens(num_chunks);
+  // The next rank of each bag, counted from its first, to hold one token more. A multiple of a degree is where a group
+  // begins, so within the group the rotation goes on where the last sequence left it.
+  std::vector<int64_t> next_extra(topology().bags().size(), 0);
+  size_t next = 0;
+  for (size_t s = 0; s < placements_.size(); ++s) {
+    const int64_t degree = placements_[s].degree;
+    const int64_t length = seq_lens()[SequenceId(s)];
+    const int64_t share = length / degree, extra = length % degree;
+    int64_t& start = next_extra[placements_[s].bag.index()];
+    for (int64_t i = 0; i < degree; ++i) {
+      const int64_t turn = (i + degree - start % degree) % degree;
+      chunk_lens[next++] = share + (turn < extra ? 1 : 0);
+    }
+    start += extra;
+  }
+  lay_out(chunk_lens);
+}
+
+Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placements, std::vector<int64_t> chunk_lens)
+    : input_(std::move(input)), solver_(std::move(solver)), placements_(std::move(placements)) {
+  lay_out(chunk_lens);
+}
+
+void Plan::lay_out(std::span<const int64_t> chunk_lens) {
+  const auto num_ranks = static_cast<size_t>(this->num_ranks());
+  KNAPFORMER_ASSERT(placements_.size() == static_cast<size_t>(num_sequences()));
+  chunks_.resize(chunk_lens.size());
+  chunk_offsets_.resize(placements_.size() + 1, 0);
+  workload_before_.assign(num_ranks, 0.0);
+  workload_after_.assign(num_ranks, 0.0);
+  tokens_before_.assign(num_ranks, 0);
+  tokens_after_.assign(num_ranks, 0);
+  rank_chunk_offsets_.assign(num_ranks + 1, 0);
+
+  // Sums of whole numbers, so that work does not depend on the order of sequences.
+  std::vector<double> pairs_before(num_ranks), pairs_after(num_ranks);
+  const AttentionShares shares = input_.attention_shares();
+  const auto work_of = [&](int64_t tokens, double pairs) {
+    return input_.workload.token_work(tokens, input_.d_model) +
+           input_.workload.attention_work_of_pairs(pairs, input_.d_model);
+  };
+  size_t next = 0;
+  for (size_t s = 0; s < placements_.size(); ++s) {
+    const SequenceId id(s);
+    const Placement& place = placements_[s];
+    const Rank home = seq_lens().home_of(id);
+    const int64_t length = seq_lens()[id];
+    const double pairs = input_.pairs_of(id);
+    pairs_before[home.index()] += pairs;
+    tokens_before_[home.index()] += length;
+    num_tokens_ += length;
+    int64_t first_token = 0;
+    for (int32_t i = 0; i < place.degree; ++i) {
+      const Rank rank(place.first_rank.value + i);
+      const int64_t tokens = chunk_lens[next];
+      chunks_[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
+      first_token += tokens;
+      pairs_after[rank.index()] += shares.part(pairs, place.degree, i);
+      tokens_after_[rank.index()] += tokens;
+      if (rank != home) tokens_moved_ += tokens;
+      ++rank_chunk_offsets_[rank.index() + 1];
+    }
+    attention_tokens_moved_ += static_cast<double>(length) * (place.degree - 1) / place.degree;
+    chunk_offsets_[s + 1] = static_cast<int32_t>(next);
+  }
+  KNAPFORMER_ASSERT(next == chunk_lens.size());
+  for (size_t r = 0; r < num_ranks; ++r) {
+    workload_before_[r] = work_of(tokens_before_[r], pairs_before[r]);
+    workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
+  }
+
+  // Counting sort by rank keeps sequence order; within a rank of a nested bag, a stable sort by degree follows.
+  std::partial_sum(rank_chunk_offsets_.begin(), rank_chunk_offsets_.end(), rank_chunk_offsets_.begin());
+  rank_chunks_.resize(chunks_.size());
+  std::vector<int32_t> cursor(rank_chunk_offsets_.begin(), rank_chunk_offsets_.end() - 1);
+  for (size_t c = 0; c < chunks_.size(); ++c) {
+    rank_chunks_[cursor[chunks_[c].rank.index()]++] = static_cast<int32_t>(c);
+  }
+  if (!topology().is_flat()) {
+    for (size_t r = 0; r < num_ranks; ++r) {
+      std::stable_sort(rank_chunks_.begin() + rank_chunk_offsets_[r], rank_chunks_.begin() + rank_chunk_offsets_[r + 1],
+                       [&](int32_t a, int32_t b) { return degree_of(chunk(a)) < degree_of(chunk(b)); });
+    }
+  }
+}
+
+std::span<const Chunk> Plan::chunks(SequenceId id) const {
+  const auto first = static_cast<size_t>(chunk_offsets_[id.index()]);
+  return std::span(chunks_).subspan(first, static_cast<size_t>(chunk_offsets_[id.index() + 1]) - first);
+}
+
+std::span<const int32_t> Plan::chunks_on(Rank rank) const {
+  const auto first = static_cast<size_t>(rank_chunk_offsets_[rank.index()]);
+  return std::span(rank_chunks_).subspan(first, static_cast<size_t>(rank_chunk_offsets_[rank.index() + 1]) - first);
+}
+
+int64_t Plan::max_tokens() const {
+  return tokens_after_.empty() ? 0 : *std::max_element(tokens_after_.begin(), tokens_after_.end());
+}
+
+void Plan::validate() const {
+  input_.validate();
+  if (placements_.size() != static_cast<size_t>(num_sequences())) {
+    throw StateError(text("plan: ", placements_.size(), " placements for ", num_sequences(), " sequences"));
+  }
+  std::vector<int64_t> tokens(static_cast<size_t>(num_ranks()), 0);
+  for (int32_t s = 0; s < num_sequences(); ++s) {
+    const SequenceId id(s);
+    const Placement& place = placement(id);
+    if (place.bag.value < 0 || place.bag.index() >= topology().bags().size()) {
+      throw StateError(
+          text("plan: sequence ", s, " is in bag ", place.bag.value, ", expected one of ", topology().bags().size()));
+    }
+    const Bag& bag = topology().bag(place.bag);
+    const auto& degrees = topology().shapes()[bag.shape].degrees;
+    const int32_t offset = place.first_rank.value - bag.first_rank.value;
+    if (std::find(degrees.begin(), degrees.end(), place.degree) == degrees.end() || offset < 0 ||
+        offset + place.degree > bag.num_ranks || offset % place.degree != 0) {
+      throw StateError(text("plan: sequence ", s, " is shared by ", place.degree, " ranks from rank ",
+                            place.first_rank.value, ", expected an aligned group of bag ", place.bag.value,
+                            " of topology ", topology().str()));
+    }
+    const int32_t replica = place.bag.value / topology().num_bags_per_replica();
+    if (seq_lens().home_of(id).value / topology().num_ranks_per_replica() != replica) {
+      throw StateError(text("plan: sequence ", s, " leaves its replica"));
+    }
+    int64_t next_token = 0;
+    int32_t next_rank = place.first_rank.value;
+    for (const Chunk& chunk : chunks(id)) {
+      if (chunk.sequence != id || chunk.rank.value != next_rank++ || chunk.first_token != next_token ||
+          chunk.num_tokens < 0) {
+        throw StateError(
+            text("plan: the chunks of sequence ", s, " do not follow each other over the ranks of its group"));
+      }
+      next_token += chunk.num_tokens;
+      tokens[chunk.rank.index()] += chunk.num_tokens;
+    }
+    if (next_token != seq_lens()[id] || next_rank != place.first_rank.value + place.degree) {
+      throw StateError(
+          text("plan: the chunks of sequence ", s, " hold ", next_token, " tokens, expected ", seq_lens()[id]));
+    }
+  }
+  size_t num_held = 0;
+  for (int32_t r = 0; r < num_ranks(); ++r) {
+    int64_t held = 0;
+    const Chunk* last = nullptr;
+    for (const int32_t index : chunks_on(Rank(r))) {
+      const Chunk& c = chunk(index);
+      const bool in_order = last == nullptr || degree_of(*last) < degree_of(c) ||
+                            (degree_of(*last) == degree_of(c) && last->sequence < c.sequence);
+      if (c.rank != Rank(r) || !in_order) throw StateError(text("plan: the chunks of rank ", r, " are out of order"));
+      held += c.num_tokens;
+      last = &c;
+      ++num_held;
+    }
+    if (held != tokens[r] || held != tokens_after_[r]) {
+      throw StateError(text("plan: rank ", r, " lists ", held, " tokens, expected ", tokens[r]));
+    }
+  }
+  if (num_held != chunks_.size())
+    throw StateError(text("plan: ", num_held, " of ", chunks_.size(), " chunks are on a rank"));
+}
+
+bool Plan::operator==(const Plan& other) const {
+  return input_ == other.input_ && solver_ == other.solver_ && placements_ == other.placements_ &&
+         chunks_ == other.chunks_;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,166 @@
+// Plan: which ranks hold which tokens of every sequence. A value: made once by a planner, constant after that.
+//
+// Where the tokens lie. A sequence is shared by a group of `degree` consecutive ranks of one bag, in contiguous chunks,
+// one for each rank of the group in rank order (a chunk is empty only where the sequence has fewer tokens than ranks).
+// A rank lays out its chunks by (degree, sequence id): so the sequences of one degree are contiguous rows, and in a
+// flat bag the order is sequence order. Text, tables and attention all follow this one order.
+//
+//   sequence 7, 10 tokens, degree 4, group at rank 8:   rank 8 [0,3)  rank 9 [3,6)  rank 10 [6,8)  rank 11 [8,10)
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "knapformer/core/model/cluster.h"
+#include "knapformer/core/model/topology.h"
+#include "knapformer/core/model/trained_model.h"
+#include "knapformer/core/model/workload.h"
+#include "knapformer/core/plan/heads.h"
+#include "knapformer/core/plan/lengths.h"
+#include "knapformer/core/plan/load_balance.h"
+#include "knapformer/core/util/ids.h"
+
+namespace knapformer {
+
+/// Part of a sequence on one rank.
+struct Chunk {
+  SequenceId sequence;
+  Rank rank;
+  int64_t first_token = 0;
+  int64_t num_tokens = 0;
+
+  bool operator==(const Chunk&) const = default;
+};
+
+/// Where one sequence goes: to `degree` consecutive ranks of `bag`, from `first_rank` on.
+struct Placement {
+  BagId bag;
+  Rank first_rank;
+  int32_t degree = 1;
+
+  bool operator==(const Placement&) const = default;
+};
+
+struct PlanInput {
+  SequenceLengths seq_lens = {};
+  Topology topology = {};
+  int64_t d_model = 0;  // width, in features
+  WorkloadModel workload = {};
+  /// (query, key) pairs that the mask of each sequence leaves, from 0 to l^2 (Mask::pairs). Empty: full attention.
+  std::vector<int64_t> attention_pairs = {};
+  Cluster cluster = {};
+  TrainedModel model = {};
+  /// Per rank, relative to cluster.flops_per_s: 1e-18 to 1e18, the fastest at most 1e6 times the slowest. Empty: all 1.
+  std::vector<double> rank_speed = {};
+  /// No rank may hold more tokens. 0: no limit.
+  int64_t max_tokens_per_rank = 0;
+
+  /// gamma 4 a d of a whole sequence, in FLOPs.
+  double attention_work(SequenceId id) const { return workload.attention_work_of_pairs(pairs_of(id), d_model); }
+  /// (query, key) pairs that its mask leaves.
+  double pairs_of(SequenceId id) const {
+    const auto l = static_cast<double>(seq_lens[id]);
+    return attention_pairs.empty() ? l * l : static_cast<double>(attention_pairs[id.index()]);
+  }
+  /// Of a whole sequence, in FLOPs.
+  double work(SequenceId id) const { return workload.token_work(seq_lens[id], d_model) + attention_work(id); }
+  double speed_of(Rank rank) const { return rank_speed.empty() ? 1.0 : rank_speed[rank.index()]; }
+  /// Of consecutive ranks.
+  struct GroupSpeed {
+    double sum = 0, slowest = 0;
+  };
+  GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
+  double total_speed() const;
+  AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
+  /// The sequences at home in a replica: [first, last).
+  std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
+
+  /// visit(name, value) for all that is not of a step's data: what ranks must share to plan alike, and what a plan file
+  /// holds. Values are numbers, vectors of them, and records (util/record.h). A new member does not compile before it
+  /// is named here.
+  template <class Self, class Visit>
+  static void for_each_setting(Self& self, Visit visit) {
+    auto& [lengths, bags, width, workload_model, pairs, machine, trained, speed, limit] = self;
+    visit("d_model", width);
+    visit("gamma", workload_model.gamma);
+    visit("cluster", machine);
+    visit("model", trained);
+    visit("rank_speed", speed);
+    visit("max_tokens_per_rank", limit);
+  }
+
+  /// Throws ArgumentError, naming the argument.
+  void validate() const;
+  bool operator==(const PlanInput&) const = default;
+};
+
+class Plan {
+ public:
+  /// Chunks as even as possible: lengths differ by at most one token. Which ranks of a group hold one token more
+  /// rotates from sequence to sequence within a bag, so that no rank collects them.
+  Plan(PlanInput input, std::string solver, std::vector<Placement> placements);
+  /// Chunks of given lengths: `chunk_lens` holds `degree` of them for each sequence, in sequence order.
+  Plan(PlanInput input, std::string solver, std::vector<Placement> placements, std::vector<int64_t> chunk_lens);
+
+  const PlanInput& input() const { return input_; }
+  const SequenceLengths& seq_lens() const { return input_.seq_lens; }
+  const Topology& topology() const { return input_.topology; }
+  const std::string& solver() const { return solver_; }
+  int32_t num_ranks() const { return input_.seq_lens.num_ranks(); }
+  int32_t num_sequences() const { return input_.seq_lens.num_sequences(); }
+
+  std::span<const Placement> placements() const { return placements_; }
+  const Placement& placement(SequenceId id) const { return placements_[id.index()]; }
+  /// The chunks of a sequence, in token order, which is rank order.
+  std::span<const Chunk> chunks(SequenceId id) const;
+  /// All chunks, in sequence order.
+  std::span<const Chunk> chunks() const { return chunks_; }
+  /// The chunks that a rank holds, as indices into chunks(), in the order of its rows.
+  std::span<const int32_t> chunks_on(Rank rank) const;
+  const Chunk& chunk(int32_t index) const { return chunks_[index]; }
+  int32_t degree_of(const Chunk& chunk) const { return placement(chunk.sequence).degree; }
+
+  /// Per rank, without and with the plan: FLOPs of one block, forward, as in workload.h.
+  std::span<const double> workload_before() const { return workload_before_; }
+  std::span<const double> workload_after() const { return workload_after_; }
+  std::span<const int64_t> tokens_before() const { return tokens_before_; }
+  std::span<const int64_t> tokens_after() const { return tokens_after_; }
+
+  LoadBalance balance_before() const { return LoadBalance::of(workload_before_); }
+  LoadBalance balance_after() const { return LoadBalance::of(workload_after_); }
+  int64_t num_tokens() const { return num_tokens_; }
+  /// Tokens that are held by another rank than their home: what one route sends.
+  int64_t tokens_moved() const { return tokens_moved_; }
+  /// Tokens that cross ranks in each of the two all-to-alls of one attention: (g-1)/g of each sequence shared by g.
+  double attention_tokens_moved() const { return attention_tokens_moved_; }
+
+  /// Tokens of the fullest rank.
+  int64_t max_tokens() const;
+
+  /// Checks every promise above from the parts alone: each token of each sequence on exactly one rank, groups aligned
+  /// and inside their bag and replica, order, sums. Throws StateError with the first one that is broken.
+  void validate() const;
+
+  bool operator==(const Plan&) const;
+
+ private:
+  void lay_out(std::span<const int64_t> chunk_lens);
+
+  PlanInput input_;
+  std::string solver_;
+  std::vector<Placement> placements_;
+  std::vector<Chunk> chunks_;
+  std::vector<int32_t> chunk_offsets_;       // num_sequences + 1, into chunks_
+  std::vector<int32_t> rank_chunks_;         // indices into chunks_, by rank
+  std::vector<int32_t> rank_chunk_offsets_;  // num_ranks + 1, into rank_chunks_
+  std::vector<double> workload_before_, workload_after_;
+  std::vector<int64_t> tokens_before_, tokens_after_;
+  int64_t num_tokens_ = 0;
+  int64_t tokens_moved_ = 0;
+  double attention_tokens_moved_ = 0;
+};
+
+}  // namespace knapformer

@@ -1,0 +1,257 @@
+#include "knapformer/core/planners/balanced/anneal.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "knapformer/core/util/random.h"
+
+namespace knapformer {
+namespace {
+
+/// The highest of the bags' times, kept up to date: a binary tree of maxima.
+class SlowestBag {
+ public:
+  explicit SlowestBag(const PlacementTrees& trees)
+      : trees_(trees), num_leaves_(std::bit_ceil(static_cast<size_t>(trees.num_bags()))) {
+    best_.resize(2 * num_leaves_, 0);
+    for (size_t i = 0; i < num_leaves_; ++i) {
+      best_[num_leaves_ + i] = static_cast<int32_t>(std::min(i, static_cast<size_t>(trees.num_bags() - 1)));
+    }
+    for (size_t i = num_leaves_ - 1; i > 0; --i) update(i);
+  }
+
+  int32_t bag() const { return best_[1]; }
+  double time() const { return trees_.bag_time(bag()); }
+  void refresh(int32_t bag) {
+    for (size_t i = (num_leaves_ + static_cast<size_t>(bag)) / 2; i > 0; i /= 2) update(i);
+  }
+
+ private:
+  void update(size_t i) {
+    const int32_t a = best_[2 * i], b = best_[2 * i + 1];
+    best_[i] = trees_.bag_time(b) > trees_.bag_time(a) ? b : a;
+  }
+
+  const PlacementTrees& trees_;
+  size_t num_leaves_;
+  std::vector<int32_t> best_;
+};
+
+/// Which degrees an item may take: as indices into trees.degrees().
+struct DegreeRange {
+  int8_t first = 0;
+  int8_t last = 0;
+};
+
+class Search {
+ public:
+  Search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options)
+      : trees_(trees), node_(node_of_item), options_(options), random_(options.key), slowest_(trees) {
+    const auto items = trees.items();
+    items_of_bag_.resize(static_cast<size_t>(trees.num_bags()));
+    position_.resize(items.size());
+    for (size_t i = 0; i < items.size(); ++i) insert(static_cast<int32_t>(i), bag_of(static_cast<int32_t>(i)));
+    find_ranges();
+  }
+
+  double run() {
+    double best = slowest_.time();
+    double temperature = options_.first_temperature;
+    // Cooling by a constant factor every so many moves; the factor by repeated square roots would need libm, so it is
+    // linear in pieces: the temperature halves over equal numbers of moves.
+    int32_t halvings = 0;
+    for (double t = options_.first_temperature; t > options_.last_temperature; t /= 2) ++halvings;
+    const int64_t moves_per_halving = options_.num_moves / std::max(halvings, 1) + 1;
+    for (int64_t move = 0; move < options_.num_moves; ++move) {
+      if (move > 0 && move % moves_per_halving == 0) temperature /= 2;
+      if (!step(temperature)) continue;
+      if (slowest_.time() < best) {
+        best = slowest_.time();
+        journal_.clear();
+        best_.clear();
+        if (best <= options_.good_enough) break;
+      } else if (journal_.size() > 2 * node_.size()) {  // longer than the placement itself
+        if (best_.empty()) best_ = placement_before_journal();
+        journal_.clear();
+      }
+    }
+    go_back_to(best_.empty() ? placement_before_journal() : best_);
+    return best;
+  }
+
+ private:
+  std::vector<int32_t> placement_before_journal() const {
+    std::vector<int32_t> placement = node_;
+    for (size_t i = journal_.size(); i-- > 0;) placement[journal_[i].first] = journal_[i].second;
+    return placement;
+  }
+
+  void go_back_to(const std::vector<int32_t>& placement) {
+    for (size_t i = 0; i < node_.size(); ++i) {
+      if (node_[i] == placement[i]) continue;
+      trees_.remove(trees_.items()[i], node_[i]);
+      trees_.update_path(node_[i]);
+      trees_.add(trees_.items()[i], placement[i]);
+      trees_.update_path(placement[i]);
+      node_[i] = placement[i];
+    }
+  }
+
+  int32_t bag_of(int32_t item) const { return trees_.node(node_[item]).bag; }
+
+  void insert(int32_t item, int32_t bag) {
+    auto& list = items_of_bag_[bag];
+    position_[item] = static_cast<int32_t>(list.size());
+    list.push_back(item);
+  }
+  void erase(int32_t item, int32_t bag) {
+    auto& list = items_of_bag_[bag];
+    const int32_t last = list.back(), position = position_[item];
+    list[position] = last;
+    position_[last] = position;
+    list.pop_back();
+  }
+
+  /// From the smallest degree with which the item can be shared within the present time, up to the first one that makes
+  /// its share small: beyond that, sharing only costs. A limit of tokens may need any degree.
+  void find_ranges() {
+    constexpr double kSmallShare = 0.1;
+    const auto items = trees_.items();
+    const auto degrees = trees_.degrees();
+    std::vector<int32_t> fastest(degrees.size(), -1);
+    for (int32_t v = 0; v < trees_.num_nodes(); ++v) {
+      const auto k = static_cast<size_t>(std::lower_bound(degrees.begin(), degrees.end(), trees_.node(v).degree) -
+                                         degrees.begin());
+      if (fastest[k] < 0 || trees_.node(v).load_per_token < trees_.node(fastest[k]).load_per_token) fastest[k] = v;
+    }
+    const double limit = slowest_.time();
+    const bool is_limited = std::isfinite(trees_.node(0).token_capacity);
+    ranges_.resize(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+      size_t first = 0;
+      while (first + 1 < degrees.size() && trees_.cost(items[i], fastest[first]) > limit) ++first;
+      size_t last = first;
+      while (last + 1 < degrees.size() && (is_limited || trees_.cost(items[i], fastest[last]) > kSmallShare)) ++last;
+      ranges_[i] = {.first = static_cast<int8_t>(first), .last = static_cast<int8_t>(last)};
+    }
+  }
+
+  bool allows(int32_t item, int32_t degree) const {
+    const DegreeRange range = ranges_[item];
+    const auto degrees = trees_.degrees();
+    return degree >= degrees[range.first] && degree <= degrees[range.last];
+  }
+
+  int32_t random_node(int32_t item, int32_t bag) {
+    const DegreeRange range = ranges_[item];
+    const int32_t k = range.first + random_.below(range.last - range.first + 1);
+    const auto [first, last] = trees_.nodes_of(bag, trees_.degrees()[k]);
+    return first == last ? -1 : first + random_.below(last - first);
+  }
+
+  /// A bag with little to do: the best of a few.
+  int32_t random_target_bag(int32_t from) {
+    if (trees_.num_bags() == 1 || random_.below(4) == 0) return from;
+    int32_t bag = random_.below(trees_.num_bags());
+    if (trees_.num_bags() > 8) {
+      const int32_t other = random_.below(trees_.num_bags());
+      if (energy_of(other) < energy_of(bag)) bag = other;
+    }
+    return bag;
+  }
+  double energy_of(int32_t bag) const { return trees_.state(trees_.root(bag)).energy; }
+
+  int32_t random_item() {
+    if (random_.below(2) == 0) {
+      int32_t bag = slowest_.bag();
+      if (trees_.num_bags() > 8 && random_.below(4) != 0) {  // and other slow ones
+        bag = random_.below(trees_.num_bags());
+        for (int32_t i = 0; i < 3; ++i) {
+          const int32_t other = random_.below(trees_.num_bags());
+          if (trees_.bag_time(other) > trees_.bag_time(bag)) bag = other;
+        }
+      }
+      const auto& list = items_of_bag_[bag];
+      if (!list.empty()) return list[random_.below(static_cast<int32_t>(list.size()))];
+    }
+    return random_.below(static_cast<int32_t>(node_.size()));
+  }
+
+  /// Proposes one change; whether it was kept.
+  bool step(double temperature) {
+    const int32_t a = random_item();
+    const int32_t from = node_[a], from_bag = bag_of(a);
+    const int32_t to_bag = random_target_bag(from_bag);
+    int32_t to = -1, b = -1;
+    if (random_.below(2) == 0) {
+      to = random_node(a, to_bag);
+      if (to < 0 || to == from) return false;
+    } else {
+      const auto& list = items_of_bag_[to_bag];
+      if (list.empty()) return false;
+      b = list[random_.below(static_cast<int32_t>(list.size()))];
+      to = node_[b];
+      if (to == from || !allows(a, trees_.node(to).degree) || !allows(b, trees_.node(from).degree)) return false;
+    }
+    const auto items = trees_.items();
+    const TreeItem& item_a = items[a];
+    const bool one_bag = from_bag == to_bag;
+    const double before = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag));
+    trees_.save(from, saved_from_);
+    trees_.save(to, saved_to_);
+    trees_.remove(item_a, from);
+    trees_.add(item_a, to);
+    if (b >= 0) {
+      trees_.remove(items[b], to);
+      trees_.add(items[b], from);
+    }
+    trees_.update_path(from);
+    trees_.update_path(to);
+    const double rise = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag)) - before;
+    if (rise > 0 && rise >= temperature * random_.exponential()) {
+      trees_.restore(from, saved_from_);
+      trees_.restore(to, saved_to_);
+      return false;
+    }
+    journal_.push_back({a, from});
+    node_[a] = to;
+    if (b >= 0) {
+      journal_.push_back({b, to});
+      node_[b] = from;
+    }
+    if (!one_bag) {
+      erase(a, from_bag);
+      insert(a, to_bag);
+      if (b >= 0) {
+        erase(b, to_bag);
+        insert(b, from_bag);
+      }
+    }
+    slowest_.refresh(from_bag);
+    slowest_.refresh(to_bag);
+    return true;
+  }
+
+  PlacementTrees& trees_;
+  std::vector<int32_t>& node_;
+  SearchOptions options_;
+  Random random_;
+  SlowestBag slowest_;
+  std::vector<std::vector<int32_t>> items_of_bag_;
+  std::vector<int32_t> position_;  // of an item in its bag's list
+  std::vector<DegreeRange> ranges_;
+  /// (item, the node it left) since the best placement, or since the journal was dropped for a copy of that.
+  std::vector<std::pair<int32_t, int32_t>> journal_;
+  std::vector<int32_t> best_;  // that copy, or empty
+  PlacementTrees::SavedPath saved_from_, saved_to_;
+};
+
+}  // namespace
+
+double improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options) {
+  if (node_of_item.empty() || options.num_moves <= 0) return trees.slowest();
+  return Search(trees, node_of_item, options).run();
+}
+
+}  // namespace knapformer

@@ -1,0 +1,31 @@
+// The improving half of the balanced solver: annealing over moves, swaps and changes of degree.
+//
+// A step proposes to move a sequence to another group (of any degree that makes sense for its size, in its bag or
+// another one) or to swap two sequences, and keeps the change where the energy of the bags involved falls, or, the
+// warmer the likelier, where it rises. The placement with the lowest time of the slowest group is what remains.
+//
+// Steps are counted, not timed, and random numbers are counter-based with a key from the input: the result is the same
+// on every machine.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "knapformer/core/planners/balanced/placement_tree.h"
+
+namespace knapformer {
+
+struct SearchOptions {
+  int64_t num_moves = 0;
+  uint64_t key = 0;
+  /// Stop where the slowest group takes no longer: it cannot be improved by what matters.
+  double good_enough = 0;
+  /// In units of energy, at the first and the last step.
+  double first_temperature = 1;
+  double last_temperature = 0.05;
+};
+
+/// Improves `node_of_item`, whose items are in the trees. Returns the time of the slowest group.
+double improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options);
+
+}  // namespace knapformer

@@ -1,0 +1,141 @@
+#include "knapformer/core/planners/balanced/construct.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+
+Construction::Construction(PlacementTrees& trees) : trees_(trees) {
+  constexpr double kOneSpeed = 1.05;
+  const auto load = [&](int32_t v) { return trees.node(v).load_per_token; };
+  std::vector<int32_t> nodes;
+  for (const int32_t degree : trees.degrees()) {
+    first_queue_.push_back(queues_.size());
+    nodes.clear();
+    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+      const auto [first, last] = trees.nodes_of(bag, degree);
+      for (int32_t v = first; v < last; ++v) nodes.push_back(v);
+    }
+    std::stable_sort(nodes.begin(), nodes.end(), [&](int32_t a, int32_t b) { return load(a) < load(b); });
+    for (auto first = nodes.begin(), last = first; first != nodes.end(); first = last) {
+      const double min_load = load(*first);
+      last = std::find_if(first, nodes.end(), [&](int32_t v) { return load(v) > kOneSpeed * min_load; });
+      std::sort(first, last);
+      queues_.push_back({.nodes = {first, last}, .occupancy = WinnerTree(static_cast<size_t>(last - first))});
+    }
+  }
+  first_queue_.push_back(queues_.size());
+}
+
+void Construction::refresh_bag_of(int32_t v) {
+  const int32_t bag = trees_.node(v).bag;
+  if (!is_stale_[bag]) return;
+  is_stale_[bag] = 0;
+  trees_.update_bag(bag);
+}
+
+bool Construction::place_alone(const TreeItem& item, int32_t v, double target) {
+  const PlacementTrees::Node& n = trees_.node(v);
+  if (n.num_children > 0 || n.parent < 0) return false;
+  for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent) {
+    if (trees_.state(x).num_sequences > 0) return false;
+  }
+  if (trees_.group_time(v) + trees_.cost(item, v) > target || trees_.state(v).tokens + item.tokens > n.token_capacity)
+    return false;
+  trees_.add(item, v);
+  trees_.update_node(v);
+  is_stale_[n.bag] = 1;
+  return true;
+}
+
+double Construction::occupancy(int32_t v) const {
+  const double load = trees_.load(v);
+  const PlacementTrees::Node& n = trees_.node(v);
+  if (!std::isfinite(n.token_capacity)) return load;
+  double tokens = trees_.state(v).subtree_tokens;
+  for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent)
+    tokens += trees_.state(x).tokens * n.degree / trees_.node(x).degree;
+  return std::max(load, target_ * tokens / n.token_capacity);
+}
+
+int32_t Construction::freest(Queue& queue) {
+  while (true) {
+    const int32_t v = queue.nodes[queue.occupancy.winner()];
+    if (trees_.node(v).num_children > 0) refresh_bag_of(v);
+    const double now = occupancy(v);
+    if (now <= queue.occupancy.min()) return v;
+    queue.occupancy.set_min(now);
+    if (queue.nodes[queue.occupancy.winner()] == v) return v;
+  }
+}
+
+int32_t Construction::freest_for(const TreeItem& item, size_t k) {
+  const size_t first = first_queue_[k], last = first_queue_[k + 1];
+  int32_t best = freest(queues_[first]);
+  if (last - first == 1) return best;
+  double min_load = occupancy(best) + trees_.cost(item, best);
+  for (size_t q = first + 1; q < last; ++q) {
+    const int32_t v = freest(queues_[q]);
+    const double now = occupancy(v) + trees_.cost(item, v);
+    if (now < min_load) {
+      min_load = now;
+      best = v;
+    }
+  }
+  return best;
+}
+
+double Construction::place_all(double target, std::vector<int32_t>& node_of_item) {
+  target_ = target;
+  trees_.clear();
+  for (Queue& queue : queues_) queue.occupancy = WinnerTree(queue.nodes.size());
+  is_stale_.assign(static_cast<size_t>(trees_.num_bags()), 0);
+  const auto items = trees_.items();
+  node_of_item.resize(items.size());
+  PlacementTrees::SavedPath saved;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const TreeItem& item = items[i];
+    int32_t best = -1;
+    double best_time = std::numeric_limits<double>::infinity();
+    bool placed = false;
+    const size_t num_degrees = trees_.degrees().size();
+    for (size_t k = 0; k < num_degrees && !placed; ++k) {
+      const int32_t v = freest_for(item, k);
+      const bool last = k + 1 == num_degrees;
+      if (trees_.cost(item, v) > target && !(last && best < 0)) continue;
+      if (place_alone(item, v, target)) {
+        node_of_item[i] = v;
+        placed = true;
+        break;
+      }
+      refresh_bag_of(v);
+      trees_.save(v, saved);
+      trees_.add(item, v);
+      trees_.update_path(v);
+      const double time = trees_.group_time(v);
+      if (time <= target) {
+        node_of_item[i] = v;
+        placed = true;
+        break;
+      }
+      trees_.restore(v, saved);
+      if (time < best_time) {
+        best_time = time;
+        best = v;
+      }
+    }
+    if (placed) continue;
+    KNAPFORMER_ASSERT(best >= 0);
+    refresh_bag_of(best);
+    trees_.add(item, best);
+    trees_.update_path(best);
+    node_of_item[i] = best;
+  }
+  trees_.update_all();
+  return trees_.slowest();
+}
+
+}  // namespace knapformer

@@ -1,0 +1,177 @@
+#include "knapformer/core/planners/balanced/placement_tree.h"
+
+#include <algorithm>
+
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/greedy/sequence_order.h"
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+
+PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective) : objective_(objective) {
+  const Topology& topology = input.topology;
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  const auto [first, last] = input.sequences_of(replica);
+
+  const BlockRates rates(input);
+  double total_s = 0;
+  for (int32_t s = first.value; s < last.value; ++s) total_s += rates.work_s(input, SequenceId(s));
+  const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
+  unit_s_ = total_s > 0 ? total_s / total_speed : 1;
+
+  const std::vector<SequenceId> order = by_descending_work(input, replica);
+  items_.reserve(order.size());
+  for (const SequenceId id : order) {
+    items_.push_back({.id = id,
+                      .tokens = static_cast<double>(input.seq_lens[id]),
+                      .attention = input.pairs_of(id) * rates.pair_s / unit_s_});
+  }
+  const Passes passes = input.model.passes();
+  if (input.cluster.overlaps_attention) {
+    overlap_ = {.pre_attn = kPreAttnTensors / (kPreAttnTensors + kPostAttnTensors),
+                .forward_attention = passes.forwards / passes.attention(),
+                .backward_attention = passes.attention_backward / passes.attention(),
+                .forward_exchange = passes.forwards / passes.exchanges(),
+                .backward_exchange = passes.backwards / passes.exchanges()};
+  }
+
+  for (const BagShape& shape : topology.shapes()) {
+    auto& levels = levels_.emplace_back();
+    int32_t offset = 0;
+    for (auto degree = shape.degrees.rbegin(); degree != shape.degrees.rend(); ++degree) {
+      const int32_t count = shape.num_ranks_per_bag() / *degree;
+      levels.push_back({.degree = *degree, .offset = offset, .count = count});
+      offset += count;
+      degrees_.push_back(*degree);
+    }
+    std::reverse(levels.begin(), levels.end());
+  }
+  std::sort(degrees_.begin(), degrees_.end());
+  degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
+
+  first_bag_ = replica * topology.num_bags_per_replica();
+  for (int32_t b = 0; b < topology.num_bags_per_replica(); ++b) add_bag(input, topology.bag(BagId(first_bag_ + b)), b);
+  states_.resize(nodes_.size());
+  update_all();
+}
+
+void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
+  const auto root = static_cast<int32_t>(nodes_.size());
+  roots_.push_back(root);
+  shape_of_bag_.push_back(bag.shape);
+  const auto& levels = levels_[bag.shape];
+  const double time_per_token = BlockRates(input).token_s / unit_s_;
+  const AttentionShares shares = input.attention_shares();
+  const double num_exchanges = 2 * input.model.passes().exchanges();  // before and after attention
+  KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
+  for (size_t k = levels.size(); k-- > 0;) {  // from the root down
+    const Level& level = levels[k];
+    for (int32_t i = 0; i < level.count; ++i) {
+      Node n;
+      n.degree = level.degree;
+      n.bag = index;
+      n.first_rank = bag.first_rank.value + i * level.degree;
+      if (k + 1 < levels.size()) n.parent = root + levels[k + 1].offset + i / (levels[k + 1].degree / level.degree);
+      if (k > 0) {
+        n.num_children = level.degree / levels[k - 1].degree;
+        n.first_child = root + levels[k - 1].offset + i * n.num_children;
+      } else {
+        n.first_child = root;  // never read
+      }
+      const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
+      n.time_per_token = time_per_token / speed.sum;
+      n.attention_share = shares.max(n.degree) / speed.slowest;
+      const Traffic sent = sent_range(input.cluster, shares, Rank(n.first_rank), n.degree).max;
+      const Traffic sent_s = exchange_s_per_token(input, sent);
+      n.exchange_per_token = std::max(sent_s.inside, sent_s.between) / unit_s_;
+      n.latency = num_exchanges / unit_s_ *
+                  std::max(sent.inside > 0 ? input.cluster.node_latency_s : 0,
+                           sent.between > 0 ? input.cluster.network_latency_s : 0);
+      n.load_per_token = n.time_per_token + n.exchange_per_token / n.degree;
+      if (n.parent >= 0) {
+        const Node& parent = nodes_[n.parent];
+        std::copy(std::begin(parent.above_exchange), std::end(parent.above_exchange), std::begin(n.above_exchange));
+        n.above_exchange[parent.depth] = parent.exchange_per_token;
+        n.depth = std::min(parent.depth + 1, kMaxAbove - 1);
+      }
+      nodes_.push_back(n);
+    }
+  }
+}
+
+std::pair<int32_t, int32_t> PlacementTrees::nodes_of(int32_t bag, int32_t degree) const {
+  for (const Level& level : levels_[shape_of_bag_[bag]]) {
+    if (level.degree == degree) return {root(bag) + level.offset, root(bag) + level.offset + level.count};
+  }
+  return {0, 0};
+}
+
+void PlacementTrees::set_token_limit(int64_t max_tokens_per_rank) {
+  for (Node& n : nodes_) n.token_capacity = static_cast<double>(max_tokens_per_rank) * n.degree;
+  update_all();
+}
+
+double PlacementTrees::slowest() const {
+  double time = 0;
+  for (const int32_t root : roots_) time = std::max(time, state(root).time);
+  return time;
+}
+
+bool PlacementTrees::keeps_limit() const {
+  for (int32_t v = 0; v < num_nodes(); ++v) {
+    if (state(v).subtree_tokens > node(v).token_capacity) return false;
+  }
+  return true;
+}
+
+double PlacementTrees::slowest_with_exchange() const {
+  double time = 0;
+  for (int32_t bag = 0; bag < num_bags(); ++bag) time = std::max(time, time_with_exchange(bag));
+  return time;
+}
+
+void PlacementTrees::clear() {
+  for (State& state : states_) state = {};
+  update_all();
+}
+
+void PlacementTrees::update_all() {
+  for (int32_t v = num_nodes() - 1; v >= 0; --v) update(v);  // children come after their parent
+}
+
+void PlacementTrees::update_bag(int32_t bag) {
+  const auto b = static_cast<size_t>(bag);
+  const int32_t end = b + 1 < roots_.size() ? roots_[b + 1] : num_nodes();
+  for (int32_t v = end - 1; v >= roots_[b]; --v) update(v);
+}
+
+double PlacementTrees::group_time(int32_t v) const {
+  int32_t top = v;
+  for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) {
+    if (state(x).num_sequences > 0) top = x;
+  }
+  const State& group = state(top);
+  if (objective_ == Objective::kFlat) return group.max_token_time + group.max_attention;
+  return group.max_token_time + attention_phase(group.max_attention, group.max_shared_attention, group.max_exchange) +
+         node(top).latency;
+}
+
+void PlacementTrees::set_reference(double floor, double reference) {
+  floor_ = floor;
+  inverse_range_ = 1 / (reference - floor);
+  update_all();
+}
+
+Placement PlacementTrees::placement(int32_t v) const {
+  const Node& n = node(v);
+  return {.bag = BagId(first_bag_ + n.bag), .first_rank = Rank(n.first_rank), .degree = n.degree};
+}
+
+int32_t PlacementTrees::node_of(const Placement& place) const {
+  const int32_t bag = place.bag.value - first_bag_;
+  const auto [first, last] = nodes_of(bag, place.degree);
+  KNAPFORMER_ASSERT(first < last);
+  return first + (place.first_rank.value - node(root(bag)).first_rank) / place.degree;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,306 @@
+// Placement trees: the state that the balanced planner works on. Every bag of a replica is a tree of groups, with the
+// time that each connected group of ranks takes, kept up to date as sequences come and go.
+//
+//   g8/4/2/1:                 [       8       ]            a node for every aligned group that may share a sequence;
+//                             [   4   ][  4   ]            a sequence sits at the node of the group that shares it
+//                             [ 2 ][ 2 ][ 2 ][ 2 ]
+//                             [1][1][1][1][1][1][1][1]
+//
+// Note on time. Where a node holds a sequence, all ranks below it are connected; so a connected group is a node with
+// sequences and none above it that has any. Its ranks wait for the longest per-token phase and the longest attention
+// phase (cost/step_time.h). Shared sequences may be cut unevenly. So the per-token phase can be brought down to
+//
+//   max over nodes v of the group of    (tokens at v and below) * seconds per token / (speed of v's ranks)
+//
+// and no further: the tokens at v and below must lie on v's ranks; that the maximum is reached is Hall's condition for
+// sets that nest. Attention follows the heads: a rank has the sum of the largest shares of the nodes above it, which is
+// what the first rank of each group really has.
+//
+// Note on exchange. It follows the chunks, and so the cut. The sequences of a node fill up its ranks to one level: the
+// subtrees below it, each level in itself where it is connected, get the difference. A rank in a subtree u with T_u
+// tokens a rank has of a node above it, of T_v tokens a rank, an exchange of x_v (T_v - T_u). So a node needs of what
+// is below it the maximum of (exchange - x T_u), for the x of each node above: a few numbers, kept in `above`.
+//
+// Note on overlap. A rank's attention phase is  shared + post_attn + max(pre_attn, whole)  where attention on whole
+// sequences hides pre_attn. With the maxima over the group's ranks of each, post_attn + max(whole + shared, shared +
+// pre_attn) is at least that.
+//
+// All of this is at least what cost/step_time.h predicts, and equal where the ranks of a group have their longest
+// phases together: a plan that is good by it is good however phases overlap.
+//
+// A node's time follows from its children's and its own in a few operations, and a change of one node moves only the
+// nodes above it. Times are of a block, all passes, in units of the replica's ideal time: 1 is perfect balance without
+// exchange.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/plan/plan.h"
+
+namespace knapformer {
+
+/// What the solver balances.
+enum class Objective {
+  kTime,  // predicted time of the slowest group
+  kFlat,  // flat bags only: see FlatGoal
+};
+
+/// A sequence as the solver sees it.
+struct TreeItem {
+  SequenceId id;
+  double tokens = 0;
+  double attention = 0;  // whole, in time units at speed 1
+};
+
+class PlacementTrees {
+ public:
+  /// Nodes above a node that are told apart by their exchange; deeper bags reuse the last place.
+  static constexpr int32_t kMaxAbove = 5;
+
+  struct Node {
+    // Constant, but for a limit of tokens.
+    int32_t degree = 1;
+    int32_t parent = -1;
+    int32_t first_child = -1;
+    int32_t num_children = 0;
+    int32_t bag = 0;                // within the replica
+    int32_t first_rank = 0;         // of the whole group
+    double time_per_token = 0;      // of the per-token phase, when spread over the node's ranks
+    double attention_share = 1;     // the largest of a rank, over the speed of the slowest
+    double exchange_per_token = 0;  // of a chunk, on the rank that holds it
+    double load_per_token = 0;      // of both, on each rank, per token of a sequence cut evenly
+    double latency = 0;             // of the exchanges of a group
+    double token_capacity = std::numeric_limits<double>::infinity();  // see set_token_limit
+    int32_t depth = 0;                                                // 0 at the root
+    double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
+  };
+
+  /// What changes. Small, so that saving and restoring a path is cheap.
+  struct State {
+    double tokens = 0;     // of sequences at this node
+    double attention = 0;  // on each rank, of sequences at this node
+    double subtree_tokens = 0;
+    double max_token_time = 0;
+    double max_attention = 0;         // over ranks, from this node down
+    double max_shared_attention = 0;  // of it, on shared sequences
+    double max_exchange = 0;
+    double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
+    double time = 0;               // of the slowest connected group
+    double energy = 0;             // see set_reference
+    int32_t num_sequences = 0;
+  };
+
+  /// The replica's bags. `unit_s` is the time unit, in seconds.
+  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective);
+
+  double unit_s() const { return unit_s_; }
+  int32_t num_bags() const { return static_cast<int32_t>(roots_.size()); }
+  int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
+  /// Descending by work, ties by id.
+  std::span<const TreeItem> items() const { return items_; }
+  /// All degrees of the replica, ascending.
+  std::span<const int32_t> degrees() const { return degrees_; }
+  const Node& node(int32_t v) const { return nodes_[v]; }
+  const State& state(int32_t v) const { return states_[v]; }
+  int32_t root(int32_t bag) const { return roots_[bag]; }
+  /// Nodes of a bag with this degree: [first, last). Empty where the bag does not allow it.
+  std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
+  double bag_time(int32_t bag) const { return state(root(bag)).time; }
+  double slowest() const;
+  /// No limit until one is set.
+  void set_token_limit(int64_t max_tokens_per_rank);
+  /// Whether the tokens of every group fit it.
+  bool keeps_limit() const;
+
+  /// Time that the item adds to each rank of the node, cut evenly.
+  double cost(const TreeItem& item, int32_t v) const {
+    const Node& n = node(v);
+    return item.tokens * n.load_per_token + item.attention * n.attention_share;
+  }
+
+  void clear();
+  void add(const TreeItem& item, int32_t v) { change(item, v, 1.0); }
+  void remove(const TreeItem& item, int32_t v) { change(item, v, -1.0); }
+  /// Brings v and the nodes above it up to date.
+  void update_path(int32_t v) {
+    for (; v >= 0; v = node(v).parent) update(v);
+  }
+  void update_node(int32_t v) { update(v); }
+  void update_bag(int32_t bag);
+  void update_all();
+  /// Time of the connected group that v is in; where none holds a sequence, as if v did.
+  double group_time(int32_t v) const;
+  /// The load of v's fullest rank, as if all were cut evenly: what tells ranks of one connected group apart.
+  double load(int32_t v) const {
+    double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
+    for (int32_t x = node(v).parent; x >= 0; x = node(x).parent)
+      load += state(x).tokens * node(x).load_per_token + state(x).attention;
+    return load;
+  }
+
+  /// Energy: the sum over ranks of ((time of its group - floor) / (reference - floor))^16, nothing below the floor. Its
+  /// gradient pulls at the slowest groups most, the more so the closer the floor is to the reference.
+  void set_reference(double floor, double reference);
+  /// Objective::kFlat: what is to be evened out, a bag's work or its time, exchange included; beyond a limit it counts
+  /// as if it were out of all proportion.
+  struct FlatGoal {
+    bool of_time = false;
+    double max_work = std::numeric_limits<double>::infinity();
+    double max_time = std::numeric_limits<double>::infinity();
+  };
+  void set_flat_goal(const FlatGoal& goal) {
+    flat_goal_ = goal;
+    update_all();
+  }
+  /// A bag's time with its exchange, for either objective; and the maximum over bags.
+  double time_with_exchange(int32_t bag) const {
+    const State& s = state(root(bag));
+    return s.max_token_time + s.max_attention + s.max_exchange + node(root(bag)).latency;
+  }
+  double slowest_with_exchange() const;
+
+  /// The nodes from v to its root, saved and put back.
+  static constexpr int32_t kMaxDepth = 24;
+  struct SavedPath {
+    State states[kMaxDepth];
+  };
+  void save(int32_t v, SavedPath& out) const {
+    int32_t i = 0;
+    for (; v >= 0; v = node(v).parent) out.states[i++] = state(v);
+  }
+  void restore(int32_t v, const SavedPath& saved) {
+    int32_t i = 0;
+    for (; v >= 0; v = node(v).parent) states_[v] = saved.states[i++];
+  }
+
+  Placement placement(int32_t v) const;
+  /// The node of a placement.
+  int32_t node_of(const Placement& place) const;
+
+ private:
+  void add_bag(const PlanInput& input, const Bag& bag, int32_t index);
+  /// Of a connected group: its attention and exchange, what hides taken off.
+  double attention_phase(double attention, double shared_attention, double exchange) const;
+  void update(int32_t v);
+  void change(const TreeItem& item, int32_t v, double sign);
+
+  Objective objective_;
+  double unit_s_ = 1;
+  double floor_ = 0;
+  double inverse_range_ = 1;
+  FlatGoal flat_goal_;
+  /// Of the passes of a block: how its attention and its exchange divide over them. See attention_phase.
+  struct Overlap {
+    double pre_attn = 0;  // of the exchange; 0 where nothing hides
+    double forward_attention = 0, backward_attention = 0;
+    double forward_exchange = 0, backward_exchange = 0;
+  };
+  Overlap overlap_;
+  int32_t first_bag_ = 0;
+  std::vector<Node> nodes_;
+  std::vector<State> states_;
+  std::vector<int32_t> roots_;
+  std::vector<int32_t> shape_of_bag_;
+  /// Per shape and degree of the shape (ascending): the offset of its first node from the root.
+  struct Level {
+    int32_t degree, offset, count;
+  };
+  std::vector<std::vector<Level>> levels_;
+  std::vector<int32_t> degrees_;
+  std::vector<TreeItem> items_;
+};
+
+inline void PlacementTrees::change(const TreeItem& item, int32_t v, double sign) {
+  State& state = states_[v];
+  state.num_sequences += sign > 0 ? 1 : -1;
+  state.tokens += sign * item.tokens;  // integers: exact
+  state.attention += sign * item.attention * node(v).attention_share;
+  if (state.num_sequences == 0) state.attention = 0;  // leave no rounding behind
+}
+
+inline double PlacementTrees::attention_phase(double attention, double shared_attention, double exchange) const {
+  if (overlap_.pre_attn == 0) return attention + exchange;
+  const auto pass = [&](double part_of_attention, double part_of_exchange) {
+    return std::max(attention * part_of_attention,
+                    shared_attention * part_of_attention + exchange * overlap_.pre_attn * part_of_exchange);
+  };
+  return exchange * (1 - overlap_.pre_attn) + pass(overlap_.forward_attention, overlap_.forward_exchange) +
+         pass(overlap_.backward_attention, overlap_.backward_exchange);
+}
+
+inline void PlacementTrees::update(int32_t v) {
+  const Node& n = node(v);
+  State& state = states_[v];
+  const bool shared = state.num_sequences > 0;
+  const auto depth = static_cast<size_t>(n.depth);
+  const State* const children = states_.data() + n.first_child;
+  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0;
+  for (int32_t i = 0; i < n.num_children; ++i) {
+    const State& child = children[i];
+    tokens += child.subtree_tokens;
+    token_time = std::max(token_time, child.max_token_time);
+    attention = std::max(attention, child.max_attention);
+    shared_attention = std::max(shared_attention, child.max_shared_attention);
+  }
+  const double tokens_per_rank = tokens / n.degree;
+  state.subtree_tokens = tokens;
+  token_time = std::max(token_time, tokens * n.time_per_token);
+  // Beyond the capacity a plan is of no use: worse than any within it, and a little the worse the further beyond (if it
+  // were much, no search would climb from one such plan over a worse one to a good one).
+  constexpr double kOverfullTime = 10;
+  if (tokens > n.token_capacity) token_time += kOverfullTime + tokens / n.token_capacity;
+  state.max_token_time = token_time;
+
+  attention += state.attention;
+  if (n.degree > 1) shared_attention += state.attention;
+  state.max_attention = attention;
+  state.max_shared_attention = shared_attention;
+
+  const double filled = n.exchange_per_token * tokens_per_rank;
+  double exchange = 0;
+  if (n.num_children == 0) {
+    exchange = filled;
+  } else {
+    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].max_exchange);
+    if (shared) {
+      for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
+    }
+  }
+  state.max_exchange = exchange;
+
+  if (shared || n.num_children == 0) {
+    for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
+    double time = token_time + attention_phase(attention, shared_attention, exchange) + (shared ? n.latency : 0);
+    if (objective_ == Objective::kFlat) {
+      constexpr double kPenalty = 1000;
+      const double work = token_time + attention;
+      const double excess = std::max(0.0, work - flat_goal_.max_work) + std::max(0.0, time - flat_goal_.max_time);
+      time = (flat_goal_.of_time ? time : work) + kPenalty * excess;
+    }
+    double x = std::max(0.0, time - floor_) * inverse_range_;
+    x *= x;
+    x *= x;
+    x *= x;
+    state.time = time;
+    state.energy = n.degree * (x * x);
+    return;
+  }
+  for (size_t k = 0; k < depth; ++k) {
+    double above = children[0].above[k];
+    for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
+    state.above[k] = above;
+  }
+  double time = 0, energy = 0;
+  for (int32_t i = 0; i < n.num_children; ++i) {
+    time = std::max(time, children[i].time);
+    energy += children[i].energy;
+  }
+  state.time = time;
+  state.energy = energy;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,223 @@
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Levels are times: how many tokens the bag's fastest rank handles, in finer steps where speeds differ. kHighest keeps
+/// them far from overflow, at the price of coarser steps where there are very many tokens.
+constexpr double kLevelsPerToken = 1024, kHighestLevel = 0x1p60;
+
+class BagChunks {
+ public:
+  BagChunks(const PlanInput& input, std::span<const Placement> placements, std::span<const int64_t> chunk_offsets,
+            std::span<int64_t> chunk_lens)
+      : input_(input), placements_(placements), chunk_offsets_(chunk_offsets), chunk_lens_(chunk_lens) {}
+
+  /// `ids`: the bag's sequences, in any order that is the same everywhere.
+  void cut(const Bag& bag, std::span<const int32_t> degrees, std::span<const int32_t> ids) {
+    first_rank_ = bag.first_rank.value;
+    const auto num_ranks = static_cast<size_t>(bag.num_ranks);
+    tokens_.assign(num_ranks, 0);
+    limits_.assign(num_ranks, 0);
+    group_tokens_.assign(degrees.size(), std::vector<int64_t>());
+    members_.assign(degrees.size(), std::vector<std::vector<int32_t>>());
+    for (size_t k = 0; k < degrees.size(); ++k) {
+      group_tokens_[k].assign(num_ranks / static_cast<size_t>(degrees[k]), 0);
+      members_[k].resize(group_tokens_[k].size());
+    }
+    for (const int32_t id : ids) {
+      const Placement& place = placements_[id];
+      const auto k = static_cast<size_t>(std::find(degrees.begin(), degrees.end(), place.degree) - degrees.begin());
+      const auto group = static_cast<size_t>((place.first_rank.value - first_rank_) / place.degree);
+      members_[k][group].push_back(id);
+      group_tokens_[k][group] += input_.seq_lens[SequenceId(id)];
+    }
+    set_levels(bag);
+    set_limits(degrees);
+    // Small groups first: what a group needs of its ranks' room does not depend on how smaller ones inside it filled
+    // theirs, and larger ones take what is left.
+    for (size_t k = 0; k < degrees.size(); ++k) {
+      for (size_t group = 0; group < members_[k].size(); ++group) {
+        if (!members_[k][group].empty())
+          fill(degrees[k], static_cast<int32_t>(group), group_tokens_[k][group], members_[k][group]);
+      }
+    }
+  }
+
+ private:
+  void set_levels(const Bag& bag) {
+    bag_tokens_ = 0;
+    for (const auto& groups : group_tokens_) bag_tokens_ += std::accumulate(groups.begin(), groups.end(), int64_t{0});
+    speeds_.clear();
+    for (int32_t i = 0; i < bag.num_ranks; ++i) speeds_.push_back(input_.speed_of(Rank(first_rank_ + i)));
+    const double fastest = *std::max_element(speeds_.begin(), speeds_.end());
+    for (double& speed : speeds_) speed /= fastest;
+    const double slowest = *std::min_element(speeds_.begin(), speeds_.end());
+    levels_per_token_ =
+        slowest == 1 ? 1 : std::min(kLevelsPerToken, kHighestLevel * slowest / (static_cast<double>(bag_tokens_) + 1));
+  }
+
+  /// Tokens that the rank handles by this level, at most those of the bag.
+  int64_t tokens_at(int64_t level, size_t rank) const {
+    const double tokens = static_cast<double>(level) / levels_per_token_ * speeds_[rank];
+    return tokens < static_cast<double>(bag_tokens_) ? static_cast<int64_t>(tokens) : bag_tokens_;
+  }
+  int64_t room_at(int64_t level, size_t rank) const {
+    const int64_t tokens = tokens_at(level, rank);
+    return input_.max_tokens_per_rank > 0 ? std::min(tokens, input_.max_tokens_per_rank) : tokens;
+  }
+
+  /// The most tokens that each rank may hold: the lowest level at which every group's tokens fit the ranks of the
+  /// group.
+  void set_limits(std::span<const int32_t> degrees) {
+    // Tokens at each group and below.
+    std::vector<std::vector<int64_t>> below = group_tokens_;
+    for (size_t k = 1; k < degrees.size(); ++k) {
+      const auto ratio = static_cast<size_t>(degrees[k] / degrees[k - 1]);
+      for (size_t group = 0; group < below[k - 1].size(); ++group) below[k][group / ratio] += below[k - 1][group];
+    }
+    // Connected groups: the largest with members; ranks in none are on their own, and hold only what is whole there.
+    for (size_t r = 0; r < limits_.size();) {
+      size_t top = 0;
+      for (size_t k = 0; k < degrees.size(); ++k) {
+        if (!members_[k][r / static_cast<size_t>(degrees[k])].empty()) top = k;
+      }
+      const auto size = static_cast<size_t>(degrees[top]);
+      const auto fits = [&](int64_t level) {
+        for (size_t k = 0; k <= top; ++k) {
+          const auto degree = static_cast<size_t>(degrees[k]);
+          for (size_t group = r / degree; group < (r + size) / degree; ++group) {
+            int64_t room = 0;
+            // No further than needed, so that no sum overflows.
+            for (size_t i = group * degree; i < (group + 1) * degree && room < below[k][group]; ++i)
+              room += room_at(level, i);
+            if (room < below[k][group]) return false;
+          }
+        }
+        return true;
+      };
+      const double slowest = *std::min_element(&speeds_[r], &speeds_[r] + size);
+      int64_t low = -1;  // does not fit
+      auto high =
+          static_cast<int64_t>(std::ceil(static_cast<double>(below[top][r / size] + 1) / slowest * levels_per_token_));
+      if (fits(high)) {
+        while (high - low > 1) {
+          const int64_t middle = low + (high - low) / 2;
+          (fits(middle) ? high : low) = middle;
+        }
+        for (size_t i = r; i < r + size; ++i) limits_[i] = room_at(high, i);
+      } else {  // the limit of tokens cannot be kept: the caller will say so
+        std::fill_n(limits_.begin() + static_cast<std::ptrdiff_t>(r), size, bag_tokens_);
+      }
+      r += size;
+    }
+  }
+
+  /// Spreads the sequences of one group over its ranks: the emptiest first, within the limits.
+  void fill(int32_t degree, int32_t group, int64_t tokens, std::span<const int32_t> ids) {
+    const auto first = static_cast<size_t>(group) * static_cast<size_t>(degree);
+    const auto size = static_cast<size_t>(degree);
+    if (size == 1) {
+      tokens_[first] += tokens;
+      for (const int32_t id : ids) chunk_lens_[chunk_offsets_[id]] = input_.seq_lens[SequenceId(id)];
+      return;
+    }
+    const auto share_at = [&](int64_t level, size_t i) {
+      return std::max<int64_t>(0, std::min(tokens_at(level, i), limits_[i]) - tokens_[i]);
+    };
+    const auto sum_at = [&](int64_t level) {
+      int64_t sum = 0;
+      for (size_t i = first; i < first + size && sum < tokens; ++i) sum += share_at(level, i);
+      return sum;
+    };
+    int64_t low = 0, high = 1;
+    while (sum_at(high) < tokens) high *= 2;
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (sum_at(middle) >= tokens ? high : low) = middle;
+    }
+    shares_.assign(size, 0);
+    int64_t excess = -tokens;
+    for (size_t i = 0; i < size; ++i) excess += shares_[i] = share_at(high, first + i);
+    for (size_t i = size; i-- > 0 && excess > 0;) {
+      const int64_t back = std::min(excess, shares_[i] - share_at(high - 1, first + i));
+      shares_[i] -= back;
+      excess -= back;
+    }
+    KNAPFORMER_ASSERT(excess == 0);
+    for (size_t i = 0; i < size; ++i) tokens_[first + i] += shares_[i];
+    // Each sequence gets of every rank's share its part; rounding goes round the ranks.
+    int64_t left = tokens;
+    size_t turn = 0;
+    for (const int32_t id : ids) {
+      const int64_t length = input_.seq_lens[SequenceId(id)];
+      int64_t* lens = &chunk_lens_[chunk_offsets_[id]];
+      int64_t given = 0;
+      for (size_t i = 0; i < size; ++i) {
+        const double part = static_cast<double>(length) * static_cast<double>(shares_[i]) / static_cast<double>(left);
+        lens[i] = std::min({static_cast<int64_t>(std::floor(part)), shares_[i], length - given});
+        given += lens[i];
+      }
+      for (; given < length; turn = (turn + 1) % size) {
+        if (lens[turn] < shares_[turn]) {
+          ++lens[turn];
+          ++given;
+        }
+      }
+      for (size_t i = 0; i < size; ++i) shares_[i] -= lens[i];
+      left -= length;
+    }
+  }
+
+  const PlanInput& input_;
+  std::span<const Placement> placements_;
+  std::span<const int64_t> chunk_offsets_;
+  std::span<int64_t> chunk_lens_;
+  int32_t first_rank_ = 0;
+  int64_t bag_tokens_ = 0;
+  std::vector<double> speeds_;  // of each rank of the bag, the fastest 1
+  double levels_per_token_ = 1;
+  std::vector<int64_t> tokens_;  // of each rank of the bag, so far
+  std::vector<int64_t> limits_;
+  std::vector<std::vector<int64_t>> group_tokens_;          // by degree, then group
+  std::vector<std::vector<std::vector<int32_t>>> members_;  // sequences, by degree, then group
+  std::vector<int64_t> shares_;
+};
+
+}  // namespace
+
+std::vector<int64_t> uneven_chunk_lens(const PlanInput& input, std::span<const Placement> placements) {
+  std::vector<int64_t> chunk_offsets(placements.size() + 1, 0);
+  std::vector<int32_t> bag_offsets(input.topology.bags().size() + 1, 0);
+  for (size_t s = 0; s < placements.size(); ++s) {
+    chunk_offsets[s + 1] = chunk_offsets[s] + placements[s].degree;
+    ++bag_offsets[placements[s].bag.index() + 1];
+  }
+  for (size_t b = 1; b < bag_offsets.size(); ++b) bag_offsets[b] += bag_offsets[b - 1];
+  std::vector<int32_t> ids(placements.size()), cursor(bag_offsets.begin(), bag_offsets.end() - 1);
+  for (size_t s = 0; s < placements.size(); ++s) {
+    ids[cursor[placements[s].bag.index()]++] = static_cast<int32_t>(s);
+  }
+  std::vector<int64_t> chunk_lens(static_cast<size_t>(chunk_offsets.back()), 0);
+  BagChunks cutter(input, placements, chunk_offsets, chunk_lens);
+  for (size_t b = 0; b < input.topology.bags().size(); ++b) {
+    const Bag& bag = input.topology.bag(BagId(b));
+    const auto first = static_cast<size_t>(bag_offsets[b]), last = static_cast<size_t>(bag_offsets[b + 1]);
+    const auto in_bag = std::span(ids).subspan(first, last - first);
+    const auto is_whole = [&](int32_t id) { return placements[id].degree == 1; };
+    if (std::all_of(in_bag.begin(), in_bag.end(), is_whole)) {
+      for (const int32_t id : in_bag) chunk_lens[chunk_offsets[id]] = input.seq_lens[SequenceId(id)];
+      continue;
+    }
+    cutter.cut(bag, input.topology.shapes()[bag.shape].degrees, in_bag);
+  }
+  return chunk_lens;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,18 @@
+// Uneven chunks: the last lever of a planner. Work per token follows the chunk and attention work the heads, so the
+// chunks of shared sequences can even out what else the ranks of a group hold.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/plan/plan.h"
+
+namespace knapformer {
+
+/// Chunk lengths for these placements, `degree` for each sequence, in sequence order: such that within every connected
+/// group of ranks the longest per-token phase is as short as whole tokens allow, and no rank is above the limit of
+/// tokens if any cut of these placements keeps it.
+std::vector<int64_t> uneven_chunk_lens(const PlanInput& input, std::span<const Placement> placements);
+
+}  // namespace knapformer

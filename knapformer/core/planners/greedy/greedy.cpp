@@ -1,0 +1,84 @@
+#include "knapformer/core/planners/greedy/greedy.h"
+
+#include <algorithm>
+#include <span>
+
+#include "knapformer/core/planners/greedy/sequence_order.h"
+#include "knapformer/core/util/winner_tree.h"
+
+namespace knapformer {
+namespace {
+
+/// Bags of one size that follow each other in a replica, with the same capacity.
+struct BagQueue {
+  int32_t num_ranks = 0;
+  int32_t first_bag = 0;
+  double capacity = 0;
+  WinnerTree occupancy;  // by bag
+
+  BagId least_occupied() const { return BagId(first_bag + occupancy.winner()); }
+};
+
+/// The queues of one replica, small bags first.
+std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, double target_per_rank) {
+  std::vector<BagQueue> queues;
+  int32_t first = replica * topology.num_bags_per_replica();
+  for (const BagShape& shape : topology.shapes()) {
+    queues.push_back({.num_ranks = shape.num_ranks_per_bag(),
+                      .first_bag = first,
+                      .capacity = shape.num_ranks_per_bag() * target_per_rank,
+                      .occupancy = WinnerTree(static_cast<size_t>(shape.num_bags))});
+    first += shape.num_bags;
+  }
+  std::stable_sort(queues.begin(), queues.end(),
+                   [](const BagQueue& a, const BagQueue& b) { return a.num_ranks < b.num_ranks; });
+  return queues;
+}
+
+void assign_replica(const PlanInput& input, const Topology& topology, int32_t replica,
+                    std::span<Placement> placements) {
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  const auto [first, last] = input.sequences_of(replica);
+  // In TFLOP, as the authors' code counts: so sums round alike, and near-ties of occupancy fall the same way.
+  const auto work_of = [&](SequenceId id) { return input.work(id) / 1e12; };
+  double total_work = 0;
+  for (int32_t s = first.value; s < last.value; ++s) total_work += work_of(SequenceId(s));
+
+  std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
+  // Bags of one size are in several queues where a flattened topology has other bags between them.
+  const auto first_largest = std::find_if(
+      queues.begin(), queues.end(), [&](const BagQueue& queue) { return queue.num_ranks == queues.back().num_ranks; });
+  for (const SequenceId id : by_descending_work(input, replica)) {
+    const double work = work_of(id);
+    const int64_t length = input.seq_lens[id];
+    BagQueue* best = nullptr;
+    for (BagQueue& queue : queues) {
+      const bool candidate = queue.capacity >= work && length >= queue.num_ranks;
+      if (candidate && (best == nullptr || queue.occupancy.min() < best->occupancy.min())) best = &queue;
+    }
+    if (best == nullptr) {
+      best = &*std::min_element(first_largest, queues.end(), [](const BagQueue& a, const BagQueue& b) {
+        return a.occupancy.min() < b.occupancy.min();
+      });
+    }
+    const BagId bag = best->least_occupied();
+    placements[id.index()] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks};
+    best->occupancy.set_min(best->occupancy.min() + work / best->capacity);
+  }
+}
+
+}  // namespace
+
+std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology) {
+  std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));
+  for (int32_t replica = 0; replica < topology.num_replicas(); ++replica)
+    assign_replica(input, topology, replica, placements);
+  return placements;
+}
+
+Plan plan_greedy(PlanInput input) {
+  std::vector<Placement> placements = greedy_placements(input, input.topology);
+  return Plan(std::move(input), "greedy", std::move(placements));
+}
+
+}  // namespace knapformer

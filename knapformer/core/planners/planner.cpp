@@ -1,0 +1,76 @@
+#include "knapformer/core/planners/planner.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "knapformer/core/planners/balanced/solver.h"
+#include "knapformer/core/planners/greedy/greedy.h"
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr std::array<Planner, 2> kPlanners = {{
+    {.name = "balanced", .plan = plan_balanced, .plans_nested_bags = true},
+    {.name = "greedy", .plan = [](PlanInput input, Effort) { return plan_greedy(std::move(input)); }},
+}};
+
+/// Throws where a rank holds more than the input allows.
+void check_token_limit(const Plan& plan) {
+  const int64_t limit = plan.input().max_tokens_per_rank;
+  if (limit == 0 || plan.max_tokens() <= limit) return;
+  const Topology& topology = plan.topology();
+  const int32_t num_ranks = topology.num_ranks_per_replica();
+  int64_t max_replica = 0;  // tokens
+  for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
+    const auto tokens = plan.tokens_after().subspan(static_cast<size_t>(replica * num_ranks));
+    max_replica = std::max(max_replica, std::accumulate(tokens.begin(), tokens.begin() + num_ranks, int64_t{0}));
+  }
+  const auto lens = plan.seq_lens().lens();
+  const int64_t longest = *std::max_element(lens.begin(), lens.end());
+  const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
+  const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
+  const int64_t of_replica = share(max_replica, num_ranks), of_longest = share(longest, sharing);
+  if (std::max(of_replica, of_longest) <= limit) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text(plan.max_tokens(), ", ", plan.max_tokens() - limit, " more: the minimum that solver '",
+                        plan.solver(), "' found with topology ", topology.str(),
+                        "; with more effort, or in bags of more ranks, less may be possible"));
+  }
+  if (of_replica >= of_longest) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text("at least ", of_replica, ": a replica of ", num_ranks, " ranks has ", max_replica, " tokens, ",
+                        max_replica - limit * num_ranks, " more than it may hold"));
+  }
+  throw_argument(
+      "max_tokens_per_rank", limit,
+      text("at least ", of_longest, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
+           sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));
+}
+
+}  // namespace
+
+std::span<const Planner> planners() { return kPlanners; }
+
+const Planner& planner_named(std::string_view name) {
+  const auto found = std::ranges::find(kPlanners, name, &Planner::name);
+  if (found != kPlanners.end()) return *found;
+  std::string expected;
+  for (const Planner& planner : kPlanners) expected += text(expected.empty() ? "'" : " or '", planner.name, "'");
+  throw_argument("solver", text("'", name, "'"), expected);
+}
+
+Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
+  const Planner& planner = planner_named(solver);
+  input.validate();
+  if (effort.moves < Effort::kHigh) throw_argument("effort", effort.moves, "a number of moves of at least 0");
+  if (!planner.plans_nested_bags && !input.topology.is_flat()) {
+    throw_argument("solver", text("'", solver, "' for topology ", input.topology.str()), "flat bags, such as g8n4");
+  }
+  Plan plan = planner.plan(std::move(input), effort);
+  check_token_limit(plan);
+  return plan;
+}
+
+}  // namespace knapformer

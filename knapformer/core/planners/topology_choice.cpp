@@ -1,0 +1,134 @@
+#include "knapformer/core/planners/topology_choice.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Of the fastest: smaller differences decide nothing.
+constexpr double kEqualTime = 1e-3;
+
+struct Candidate {
+  std::string text;
+  int32_t bag_ranks = 1;
+  bool nested = false;
+};
+
+std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, bool may_nest) {
+  std::vector<Candidate> out;
+  for (int32_t size = 1; size <= std::min(2 * static_cast<int64_t>(node), int64_t{num_ranks}); ++size) {
+    const bool tiles_nodes = node % size == 0 || size % node == 0;
+    if (num_ranks % size != 0 || !tiles_nodes) continue;
+    out.push_back({.text = text('g', size, 'n', num_ranks / size), .bag_ranks = size});
+    if (size == 1 || !may_nest) continue;
+    // All the way down to 1, by the smallest prime each time: the most degrees that divide each other.
+    std::string nested = text('g', size);
+    for (int32_t degree = size; degree > 1;) {
+      int32_t prime = 2;
+      while (degree % prime != 0) ++prime;
+      degree /= prime;
+      nested += text('/', degree);
+    }
+    out.push_back({.text = nested + text('n', num_ranks / size), .bag_ranks = size, .nested = true});
+  }
+  return out;
+}
+
+std::string percent(double share) { return text(std::round(share * 1000) / 10, " %"); }
+
+std::string reason_for(const Candidate& candidate, const TopologyOption& option, double exchange, double fsdp,
+                       double ideal_s, double longest_s) {
+  const double share = longest_s / candidate.bag_ranks / ideal_s;
+  if (share > 1.02) {
+    return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10,
+                " times a rank's share of the work, and at most ", candidate.bag_ranks,
+                candidate.bag_ranks == 1 ? " rank" : " ranks", " can hold it");
+  }
+  const double idle = std::max(0.0, option.efficiency_loss - 1 - exchange - fsdp);
+  return text(percent(exchange), " of the ideal time goes to exchanges",
+              option.exchanged_fraction == 0 ? " (nothing is shared)" : "", ", ", percent(idle), " to waiting");
+}
+
+}  // namespace
+
+std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, std::string_view solver) {
+  if (batches.empty()) throw_argument("batches", "none", "at least one batch of lengths");
+  const int32_t num_ranks = batches.front().seq_lens.num_ranks();
+  if (num_ranks < 1) throw_argument("batches", "no ranks", "lengths for at least one rank");
+  const bool may_nest = planner_named(solver).plans_nested_bags;
+  const Cluster& cluster = batches.front().cluster;
+  cluster.validate();
+  for (const PlanInput& batch : batches) {
+    if (batch.seq_lens.num_ranks() != num_ranks) {
+      throw_argument("batches", text("lengths for ", batch.seq_lens.num_ranks(), " ranks beside ", num_ranks),
+                     "batches for one number of ranks");
+    }
+    if (batch.cluster != cluster) throw_argument("batches", "several clusters", "one for all");
+  }
+
+  std::vector<std::pair<TopologyOption, Candidate>> ranked;
+  for (const Candidate& candidate : candidates(num_ranks, cluster.ranks_per_node, may_nest)) {
+    TopologyOption option{.topology = candidate.text};
+    double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
+    const double weight = 1.0 / static_cast<double>(batches.size());
+    for (const PlanInput& batch : batches) {
+      PlanInput input = batch;
+      input.topology = Topology::parse(candidate.text, num_ranks);
+      input.validate();
+      try {
+        const Plan plan = make_plan(std::move(input), solver);
+        const StepTime time = predict_step(plan);
+        option.predicted_time_s += weight * time.total_s();
+        option.efficiency_loss += weight * time.over_ideal();
+        const double ideal_step_s = time.ideal_s + time.fixed_s;
+        if (ideal_step_s > 0) {
+          exchange += weight * (time.exchange_s + time.route_s) / ideal_step_s;
+          fsdp += weight * time.fsdp_s / ideal_step_s;
+        }
+        if (plan.num_tokens() > 0) {
+          option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
+          option.max_tokens_over_mean +=
+              weight * static_cast<double>(plan.max_tokens()) * num_ranks / static_cast<double>(plan.num_tokens());
+        }
+        ideal_s = std::max(ideal_s, time.ideal_s);
+        const BlockRates rates(plan.input());
+        for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+          longest_s = std::max(longest_s, plan.input().model.num_blocks * rates.work_s(plan.input(), SequenceId(s)));
+        }
+      } catch (const ArgumentError& error) {
+        const std::string_view refusal = error.what();
+        if (!refusal.starts_with("max_tokens_per_rank:")) throw;
+        constexpr double kNever = std::numeric_limits<double>::infinity();
+        option = {.topology = candidate.text,
+                  .predicted_time_s = kNever,
+                  .efficiency_loss = kNever,
+                  .reason = std::string(refusal)};
+        break;
+      }
+    }
+    if (option.reason.empty()) option.reason = reason_for(candidate, option, exchange, fsdp, ideal_s, longest_s);
+    ranked.emplace_back(std::move(option), candidate);
+  }
+  double best_s = std::numeric_limits<double>::infinity();
+  for (const auto& [option, candidate] : ranked) best_s = std::min(best_s, option.predicted_time_s);
+  const auto order = [&](const std::pair<TopologyOption, Candidate>& ranked_option) {
+    const auto& [option, candidate] = ranked_option;
+    // Of those that cannot keep a limit of tokens first the one that comes closest: large bags share the most.
+    const int32_t sign = std::isinf(option.predicted_time_s) ? -1 : 1;
+    const double time = sign < 0 ? option.predicted_time_s : std::round(option.predicted_time_s / best_s / kEqualTime);
+    return std::tuple(time, option.exchanged_fraction, sign * candidate.bag_ranks, sign * candidate.nested);
+  };
+  std::ranges::stable_sort(ranked, {}, order);
+  std::vector<TopologyOption> out;
+  for (auto& [option, candidate] : ranked) out.push_back(std::move(option));
+  return out;
+}
+
+}  // namespace knapformer

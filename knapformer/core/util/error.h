@@ -1,0 +1,57 @@
+// One family of errors. They are for the user's mistakes; our own bugs are asserts (KNAPFORMER_ASSERT).
+//
+// ArgumentError: an argument is wrong. Names it, what came, and what was expected. Python sees a ValueError.
+// StateError: a call came out of order, or ranks disagree. Python sees a RuntimeError.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace knapformer {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class ArgumentError : public Error {
+ public:
+  using Error::Error;
+};
+
+class StateError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// The parts written one after another, as `std::cout << a << b` would.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  out.precision(12);
+  (out << ... << parts);
+  return std::move(out).str();
+}
+
+/// "gamma: got -1, expected a finite number >= 0".
+template <class Got>
+[[noreturn]] void throw_argument(std::string_view argument, const Got& got, std::string_view expected) {
+  throw ArgumentError(text(argument, ": got ", got, ", expected ", expected));
+}
+
+/// Factors, rates and seconds that users give are at most this, and rates at least its inverse. With lengths and widths
+/// in their own bounds no work or time made of them, nor a sum over all ranks, then leaves the range of a double.
+inline constexpr double kMaxMagnitude = 1e30;
+
+/// Throws ArgumentError unless `value` is a number from `min` to `max`.
+void check_range(std::string_view argument, double value, double min, double max = kMaxMagnitude);
+
+[[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
+
+}  // namespace knapformer
+
+/// Always on: a plan that is wrong costs far more than the comparison.
+#define KNAPFORMER_ASSERT(condition) \
+  ((condition) ? static_cast<void>(0) : ::knapformer::assertion_failed(#condition, __FILE__, __LINE__))

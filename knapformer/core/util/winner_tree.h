@@ -1,0 +1,51 @@
+// The minimum of many keys while one after another changes: for planners, which put each sequence where there is the
+// least so far.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace knapformer {
+
+/// A tournament: a node above each pair holds the lesser, of equal keys the one of lower index. A change is played out
+/// along one path, whose opponents are known from the start: nothing is guessed, as a heap's way down is.
+class WinnerTree {
+ public:
+  /// `count` keys of 0, at least one.
+  explicit WinnerTree(size_t count) : width_(std::bit_ceil(count)), nodes_(2 * width_) {
+    for (size_t i = 0; i < width_; ++i) {
+      nodes_[width_ + i] = {.key = i < count ? 0 : std::numeric_limits<double>::infinity(),
+                            .index = static_cast<int32_t>(i)};
+    }
+    for (size_t i = width_ - 1; i > 0; --i) nodes_[i] = nodes_[2 * i + (nodes_[2 * i + 1].key < nodes_[2 * i].key)];
+  }
+
+  int32_t winner() const { return nodes_[1].index; }
+  double min() const { return nodes_[1].key; }
+
+  void set_min(double key) {
+    Node best{.key = key, .index = winner()};
+    size_t i = width_ + static_cast<size_t>(best.index);
+    nodes_[i] = best;
+    for (; i > 1; i /= 2) {
+      const Node& other = nodes_[i ^ 1];
+      const bool loses = (other.key < best.key) | ((other.key == best.key) & ((i & 1) != 0));
+      best.key = loses ? other.key : best.key;
+      best.index = loses ? other.index : best.index;
+      nodes_[i / 2] = best;
+    }
+  }
+
+ private:
+  struct Node {
+    double key = 0;
+    int32_t index = 0;
+  };
+  size_t width_;
+  std::vector<Node> nodes_;  // the children of i are 2 i and 2 i + 1; keys are the last `width_`
+};
+
+}  // namespace knapformer

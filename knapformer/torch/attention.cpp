@@ -1,0 +1,170 @@
+#include "knapformer/torch/attention.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/split_with_sizes.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+class SaveSomething : public torch::autograd::Function<SaveSomething> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o) {
+    context->save_for_backward({at::empty({0})});
+    return o.view(o.sizes());
+  }
+
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext*, const std::vector<at::Tensor>& gradients) {
+    return gradients;
+  }
+};
+
+}  // namespace
+
+at::Tensor recomputed_to_the_end(const at::Tensor& o) {
+  const bool checkpointed = at::GradMode::is_enabled() && o.requires_grad() && at::SavedTensorDefaultHooks::get_hooks();
+  return checkpointed ? SaveSomething::apply(o) : o;
+}
+
+bool Ulysses::travels(size_t level) const {
+  const bool any_whole = tables.levels[0].degree == 1;
+  return tables.levels[level].degree > 1 && (tables.any_shared || !any_whole);
+}
+
+int64_t Ulysses::num_query_heads(size_t level, HeadCounts heads) const {
+  const AttentionLevel& l = tables.levels[level];
+  const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, l.degree);
+  return static_cast<int64_t>(partition.query.of(l.index_in_group).size());
+}
+
+ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
+                                       HeadCounts heads) const {
+  ExchangeArguments arguments{.heads = heads, .group = group, .label = "attention("};
+  size_t next_table = 0;
+  for (size_t level = 0; level < tables.levels.size(); ++level) {
+    if (!travels(level)) continue;
+    const int32_t degree = tables.levels[level].degree;
+    SegmentArguments& segment = arguments.segments.emplace_back();
+    segment.table = shared_tables[next_table++];
+    segment.sharing = {
+        .shared_end = HeadSharing::kSend, .degree = degree, .index_in_group = tables.levels[level].index_in_group};
+    for (const auto& [name, role] : tensors) {  // "attention(q/2,k/2,v/2,q/4,...)"
+      segment.roles.push_back(role);
+      if (arguments.label.back() != '(') arguments.label += ',';
+      arguments.label.append(name).append("/").append(std::to_string(degree));
+    }
+  }
+  arguments.label += ')';
+  return arguments;
+}
+
+ExchangeArguments Ulysses::to_sequences(HeadCounts heads) const {
+  return exchange_of({{"q", HeadRole::kQuery}, {"k", HeadRole::kKeyValue}, {"v", HeadRole::kKeyValue}}, heads);
+}
+
+ExchangeArguments Ulysses::to_rows(HeadCounts heads) const {
+  ExchangeArguments arguments = exchange_of({{"o", HeadRole::kQuery}}, heads);
+  for (SegmentArguments& segment : arguments.segments) {
+    segment.table = segment.table.inverse();
+    segment.sharing = segment.sharing.inverse();
+  }
+  return arguments;
+}
+
+at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const {
+  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], seq_lens[level]).o;
+  const int64_t num_heads = num_query_heads(level, heads);
+  if (!o.defined() || o.dim() < 2 || o.size(0) != qkv[0].size(0) || o.size(1) != num_heads) {
+    throw_argument("attend", o.defined() ? text("a result of shape ", o.sizes()) : std::string("no tensor"),
+                   text("(", qkv[0].size(0), " tokens, ", num_heads, " heads, ...), as q has"));
+  }
+  if (o.device() != qkv[0].device()) {
+    throw_argument("attend", text("a result on ", o.device()), text(qkv[0].device(), ", where q is"));
+  }
+  return o;
+}
+
+std::vector<Ulysses::Inputs> Ulysses::split_by_level(const at::Tensor& q, const at::Tensor& k,
+                                                     const at::Tensor& v) const {
+  if (tables.levels.size() == 1) return {{q, k, v}};
+  std::vector<int64_t> rows;
+  for (const AttentionLevel& level : tables.levels) rows.push_back(level.num_rows);
+  std::vector<Inputs> inputs(tables.levels.size());
+  for (const at::Tensor& tensor : {q, k, v}) {
+    const std::vector<at::Tensor> of_level = at::split_with_sizes(tensor, rows);
+    for (size_t level = 0; level < inputs.size(); ++level) inputs[level].push_back(of_level[level]);
+  }
+  return inputs;
+}
+
+at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const {
+  const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
+  const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
+  if (first_shared == 1 && !tables.any_shared) return attend_level(0, {q, k, v}, heads, attend);
+
+  const auto has_tokens = [&](size_t level) { return !tables.levels[level].seq_lens.empty(); };
+  std::vector<Inputs> inputs = split_by_level(q, k, v);
+  std::vector<at::Tensor> outputs(inputs.size());
+  ExchangeArguments there = to_sequences(heads);
+  for (size_t level = first_shared; level < inputs.size(); ++level) {
+    there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
+  }
+  std::vector<at::Tensor> moved;
+  if (first_shared == 1 && has_tokens(0)) {  // what is whole here attends while the rest travels
+    const at::Tensor started = start_exchange(std::move(there));
+    outputs[0] = attend_level(0, inputs[0], heads, attend);
+    moved = finish_exchange(started);
+  } else {
+    moved = exchange(std::move(there));
+  }
+  for (size_t level = first_shared; level < inputs.size(); ++level) {
+    const auto first = moved.begin() + static_cast<std::ptrdiff_t>(3 * (level - first_shared));
+    inputs[level] = {first, first + 3};
+    if (has_tokens(level)) outputs[level] = attend_level(level, inputs[level], heads, attend);
+  }
+  fill_outputs_without_tokens(inputs, outputs, heads, attend);
+
+  ExchangeArguments back = to_rows(heads);
+  back.tensors.assign(outputs.begin() + static_cast<std::ptrdiff_t>(first_shared), outputs.end());
+  std::vector<at::Tensor> returned = exchange(std::move(back));
+  if (first_shared == 1) returned.insert(returned.begin(), outputs[0]);
+  return returned.size() == 1 ? returned[0] : at::cat(returned);
+}
+
+/// Levels without tokens here give an output of no rows, of the shape that the others have.
+void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
+                                          HeadCounts heads, const Attend& attend) const {
+  const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
+  const auto defined = [](const at::Tensor& o) { return o.defined(); };
+  const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
+  const bool any_shared_here = std::any_of(shared, outputs.end(), defined);
+  auto like = std::find_if(outputs.begin(), outputs.end(), defined);
+  if (like == outputs.end()) {
+    like = shared;
+    *like = attend_level(first_shared, inputs[first_shared], heads, attend);
+  }
+  for (size_t level = 0; level < outputs.size(); ++level) {
+    if (outputs[level].defined()) continue;
+    std::vector<int64_t> shape = like->sizes().vec();
+    shape[0] = 0;
+    shape[1] = num_query_heads(level, heads);
+    outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
+  }
+  if (any_shared_here) return;
+  // What attention gave on tensors without rows need not depend on them. What came by an exchange must, or this rank
+  // would be missing in the exchange of its gradients.
+  for (size_t level = first_shared; level < inputs.size(); ++level) {
+    for (const at::Tensor& input : inputs[level]) {
+      if (input.requires_grad()) *shared = *shared + input.sum().to(shared->scalar_type());
+    }
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,81 @@
+// Attention over the ranks of a bag, composed of exchanges and the user's kernel. Ulysses: each rank that shares a
+// sequence sees all of its tokens and a share of the heads.
+//
+//   rows of this rank   | whole here (degree 1) | shared by 2 | shared by 4 |   all heads
+//                             |                      `------------'
+//                             |                     one all-to-all, in flight while what is whole here attends
+//                           attend                        |
+//                             |                   attend      attend            whole sequences, heads / 2, heads / 4
+//                             |                      `------------'
+//                             |                     one all-to-all
+//   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
+//
+// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. It takes the same: a
+// step's AttentionTables, the packed tables, the bag's group and the kernel, which may give its log-sum-exp to combine
+// partial results by; and it offers the same: run() for SequenceBalancer::attention, and for compiled blocks the
+// ExchangeArguments of what it moves. SequenceBalancer::ulysses_on is where one is chosen.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/torch/exchange/exchange.h"
+
+namespace knapformer {
+
+/// What an attention kernel gives.
+struct Attended {
+  at::Tensor o;            // (tokens, heads, ...)
+  at::Tensor log_sum_exp;  // (tokens, heads) of the scores, or none. Ulysses needs and reads none.
+
+  Attended(at::Tensor output, at::Tensor lse = {}) : o(std::move(output)), log_sum_exp(std::move(lse)) {}  // NOLINT
+};
+
+/// The kernel, over packed sequences. q: (tokens, heads, head_dim); k, v: (tokens, kv heads, ...); seq_lens: int32 CPU.
+using Attend =
+    std::function<Attended(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens)>;
+
+/// A step's attention on one rank.
+struct Ulysses {
+  const AttentionTables& tables;
+  std::span<const at::Tensor> seq_lens;        // of each level: int32 CPU
+  std::span<const PackedTable> shared_tables;  // of each level of several ranks
+  std::string group;                           // of the bag; empty where no level has several ranks
+
+  /// q: (rows of this rank, heads, head_dim); k, v: (rows, kv heads, ...). Returns (rows, heads, ...). Collective over
+  /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
+  /// once for each level that has tokens here; on a rank without any, once without tokens.
+  at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
+
+  /// The two exchanges of run, without tensors: level by level q, k, v of this rank's rows -> of whole sequences, and
+  /// o back. No segments where nothing of the bag is shared.
+  ExchangeArguments to_sequences(HeadCounts heads) const;
+  ExchangeArguments to_rows(HeadCounts heads) const;
+
+  /// Whether rows of this level travel in this step.
+  bool travels(size_t level) const;
+  /// This rank's share of the query heads where sequences of this level are whole.
+  int64_t num_query_heads(size_t level, HeadCounts heads) const;
+
+ private:
+  using Inputs = std::vector<at::Tensor>;  // q, k, v of a level
+
+  ExchangeArguments exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
+                                HeadCounts heads) const;
+  at::Tensor attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const;
+  std::vector<Inputs> split_by_level(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+  void fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
+                                   HeadCounts heads, const Attend& attend) const;
+};
+
+/// `o`, and a recomputation of it (activation checkpointing) comes this far. Torch ends a recomputation by an exception
+/// once it has all that the forward pass saved. That would be inside `attend`, or, on a rank where `attend` saves
+/// nothing, before an exchange that its peers repeat.
+at::Tensor recomputed_to_the_end(const at::Tensor& o);
+
+}  // namespace knapformer

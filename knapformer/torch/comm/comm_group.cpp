@@ -1,0 +1,198 @@
+#include "knapformer/torch/comm/comm_group.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<CommGroup>, std::less<>> groups;
+  std::atomic<void (*)(ProcessGroupPtr)> drop_process_group{[](ProcessGroupPtr) {}};
+};
+
+Registry& registry() {
+  static auto* const instance = new Registry;  // never destroyed: comm groups may outlive static objects
+  return *instance;
+}
+
+// all_to_all_single and all_gather_single are the newer names; the older ones are deprecated where the newer ones
+// exist. Templates, so that only the branch that is there is compiled.
+template <class Group>
+WorkPtr all_to_all(Group& group, at::Tensor& recv, at::Tensor& send, std::vector<int64_t>& recv_splits,
+                   std::vector<int64_t>& send_splits) {
+  if constexpr (requires { group.all_to_all_single(recv, send, recv_splits, send_splits); }) {
+    return group.all_to_all_single(recv, send, recv_splits, send_splits);
+  } else {
+    return group.alltoall_base(recv, send, recv_splits, send_splits);
+  }
+}
+
+template <class Group>
+WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
+  if constexpr (requires { group.all_gather_single(gathered, own); }) {
+    return group.all_gather_single(gathered, own);
+  } else {
+    return group._allgather_base(gathered, own);
+  }
+}
+
+/// Counts its own life as waiting, where there is a counter.
+class WaitClock {
+ public:
+  explicit WaitClock(std::atomic<int64_t>* waited_ns) : waited_ns_(waited_ns) {}
+  ~WaitClock() {
+    if (waited_ns_ == nullptr) return;
+    const auto waited = std::chrono::steady_clock::now() - begin_;
+    *waited_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
+  }
+  WaitClock(const WaitClock&) = delete;
+  WaitClock& operator=(const WaitClock&) = delete;
+
+ private:
+  std::atomic<int64_t>* waited_ns_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(group.getDeviceTypes().at(0).type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;  // a backend that does not tell
+  }
+}
+
+CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
+                     std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
+    : name_(std::move(name)), process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
+  const RankInGroup place{
+      .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};
+  fingerprints_ = std::make_shared<CallFingerprints>(
+      c10::make_intrusive<c10d::PrefixStore>(store_prefix, process_group_->getStore()), place,
+      timeout_of(*process_group_), watchdog_);
+  watchdog_->watch(fingerprints_);
+}
+
+std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPtr group,
+                                           const std::string& store_prefix, std::shared_ptr<Watchdog> watchdog,
+                                           int32_t first_rank) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  std::string unique(name);
+  for (int32_t i = 1; r.groups.contains(unique); ++i) unique = text(name, "#", i);
+  const std::shared_ptr<CommGroup> made(
+      new CommGroup(unique, std::move(group), store_prefix, std::move(watchdog), first_rank));
+  r.groups.emplace(unique, made);
+  return made;
+}
+
+std::shared_ptr<CommGroup> CommGroup::find(std::string_view name) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  if (const auto it = r.groups.find(name); it != r.groups.end()) {
+    if (std::shared_ptr<CommGroup> group = it->second.lock()) return group;
+  }
+  throw StateError(text("group: got the name ", name, ", expected that of a balancer that still exists"));
+}
+
+void CommGroup::release_process_groups() {
+  Registry& r = registry();
+  std::vector<std::shared_ptr<CommGroup>> groups;  // dropped after the lock, which their end takes
+  {
+    const std::lock_guard lock(r.mutex);
+    for (const auto& [name, group] : r.groups) groups.push_back(group.lock());
+  }
+  for (const std::shared_ptr<CommGroup>& group : groups) {
+    if (!group) continue;
+    ProcessGroupPtr released;  // likewise: its threads may be what still uses the comm group
+    const std::lock_guard lock(group->mutex_);
+    released.swap(group->process_group_);
+  }
+}
+
+void CommGroup::set_drop_process_group(void (*drop)(ProcessGroupPtr group)) { registry().drop_process_group = drop; }
+
+CommGroup::~CommGroup() {
+  Registry& r = registry();
+  {
+    const std::lock_guard lock(r.mutex);
+    r.groups.erase(name_);
+  }
+  r.drop_process_group.load()(std::move(process_group_));
+}
+
+ProcessGroupPtr CommGroup::process_group() const {
+  const std::lock_guard lock(mutex_);
+  if (!process_group_) throw StateError("group: let go as the process ends, expected no more collectives");
+  return process_group_;
+}
+
+at::Device CommGroup::control_device() const {
+  const std::vector<at::Device> devices = process_group()->getDeviceTypes();
+  if (devices.empty()) throw StateError("group: got one without a backend, expected a group that can communicate");
+  const bool has_cpu = std::any_of(devices.begin(), devices.end(), [](const at::Device& d) { return d.is_cpu(); });
+  return has_cpu ? at::Device(at::kCPU) : devices.front();
+}
+
+WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
+                                    std::vector<int64_t> send_splits) {
+  WorkPtr work = all_to_all(*process_group(), recv, send, recv_splits, send_splits);
+  counters_.bytes_sent += send.numel();
+  counters_.num_collectives += 1;
+  return work;
+}
+
+WorkPtr CommGroup::start_all_gather(at::Tensor& gathered, at::Tensor& own) {
+  WorkPtr work = all_gather(*process_group(), gathered, own);
+  counters_.bytes_sent += static_cast<int64_t>(own.nbytes()) * (num_ranks() - 1);
+  counters_.num_collectives += 1;
+  return work;
+}
+
+void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,
+                     const std::stop_token& stop) {
+  RECORD_USER_SCOPE(text("knapformer::wait ", label));
+  const bool in_background = stop.stop_possible();  // no call waits
+  const WaitClock clock(in_background ? nullptr : &counters_.waited_ns);
+  const auto fail = [&](const std::exception& error) {
+    watchdog_->look();  // a rank that raised and left is the better reason
+    const std::string absent = watchdog_->absent_ranks(*fingerprints_);
+    throw StateError(text(label, ": the collective failed on rank ", fingerprints_->place().number(), ": ",
+                          error.what(), absent.empty() ? "" : "; not in this call: ", absent));
+  };
+  using Clock = std::chrono::steady_clock;
+  const auto poll = [&](std::chrono::milliseconds patience) {
+    if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
+    const Clock::time_point begin = Clock::now();
+    if (!device.is_cpu()) {
+      // A host wait of an accelerator's work can not be cut short on every backend: ask instead.
+      for (; on_host && !work.isCompleted(); std::this_thread::sleep_for(std::chrono::microseconds(20))) {
+        if (Clock::now() > begin + patience) return false;
+      }
+      patience = kNoTimeout;
+    }
+    try {
+      work.wait(patience);
+      return true;
+    } catch (const std::exception& error) {
+      // On a timeout it throws and the work goes on. Where that was none, or the work has failed, this is the end; work
+      // that was done just now is waited for once more, for what wait does at its end.
+      const bool timed_out = device.is_cpu() && Clock::now() - begin >= patience / 2;
+      if (work.isCompleted() ? work.exception() != nullptr || !device.is_cpu() : !timed_out) fail(error);
+    }
+    return false;
+  };
+  watchdog_->wait(label, poll, in_background);
+}
+
+}  // namespace knapformer

@@ -1,0 +1,86 @@
+// A comm group: a group of ranks as one balancer uses it, and all that the exchanges over it share.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stop_token>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "knapformer/torch/comm/fingerprint.h"
+#include "knapformer/torch/comm/watchdog.h"
+
+namespace knapformer {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// What a comm group has moved and waited for since it was made. Backward passes count from autograd's threads.
+struct CommCounters {
+  std::atomic<int64_t> bytes_sent = 0;
+  std::atomic<int64_t> num_collectives = 0;
+  std::atomic<int64_t> waited_ns = 0;  // by the host, on threads that had to
+};
+
+class CommGroup {
+ public:
+  /// The op knows it by a unique name, which begins with `name`. store_prefix: of keys that no other comm group over
+  /// this process group uses, the same on all ranks. first_rank: the number of the group's first rank in messages; the
+  /// others follow it. Thread-safe.
+  static std::shared_ptr<CommGroup> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
+                                         std::shared_ptr<Watchdog> watchdog, int32_t first_rank = 0);
+  /// Throws StateError where there is none of that name (any more).
+  static std::shared_ptr<CommGroup> find(std::string_view name);
+
+  /// Lets all process groups go, and waits for threads of those that nobody else holds: what a process does before it
+  /// ends. No collective can start after it.
+  static void release_process_groups();
+  /// What a comm group does with its process group at its end instead of just dropping it: the end of a process group
+  /// joins threads that may need a lock which this thread holds.
+  static void set_drop_process_group(void (*drop)(ProcessGroupPtr group));
+
+  ~CommGroup();
+  CommGroup(const CommGroup&) = delete;
+  CommGroup& operator=(const CommGroup&) = delete;
+
+  const std::string& name() const { return name_; }
+  /// Throws StateError after release_process_groups. Thread-safe.
+  ProcessGroupPtr process_group() const;
+  int32_t rank() const { return fingerprints_->place().rank; }
+  int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
+  CallFingerprints& fingerprints() { return *fingerprints_; }
+  const CommCounters& counters() const { return counters_; }
+  ErrorStore& errors() { return watchdog_->errors(); }
+  /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
+  at::Device control_device() const;
+
+  /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
+  WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
+                           std::vector<int64_t> send_splits);
+  /// Starts an all-gather of one-dimensional tensors of equal size.
+  WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own);
+  /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator its
+  /// stream waits, not the host: unless `on_host`, which waits for both. With a `stop` that is possible the wait is in
+  /// the background, and throws soon after `stop` asks for it.
+  void wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host = false,
+            const std::stop_token& stop = {});
+
+ private:
+  CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
+            std::shared_ptr<Watchdog> watchdog, int32_t first_rank);
+
+  std::string name_;
+  mutable std::mutex mutex_;
+  ProcessGroupPtr process_group_;
+  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<CallFingerprints> fingerprints_;
+  CommCounters counters_;
+};
+
+/// How long collectives of this group may take.
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group);
+
+}  // namespace knapformer

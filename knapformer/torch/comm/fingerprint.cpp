@@ -1,0 +1,196 @@
+#include "knapformer/torch/comm/fingerprint.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+// Of each announced call the store holds what the first rank said (its number, a space, the text), how many ranks have
+// come, and that all have.
+constexpr const char* kFields = "fields";
+constexpr const char* kGradients = "gradients";              // of the first rank with rows
+constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: counts where none has any
+constexpr const char *kCount = "count", *kDone = "done";
+constexpr const char* kLastAnnounced = "last_announced";  // of all calls
+
+std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
+
+struct Said {
+  int32_t rank = 0;
+  std::string text;
+};
+
+Said parse_said(const std::string& value) {
+  const size_t space = value.find(' ');
+  return {.rank = std::stoi(value.substr(0, space)), .text = value.substr(space + 1)};
+}
+
+/// What the first rank said under this key, which may be this one.
+Said say_first(c10d::Store& store, const std::string& key, int32_t rank, const std::string& value) {
+  const std::string own = text(rank, ' ', value);
+  const std::string first = store.compareSet(key, "", own);
+  return parse_said(first.empty() ? own : first);
+}
+
+std::string id_of(const Fingerprint& f) { return f.fields + f.gradients; }
+
+std::vector<std::string> names_of(const std::string& fields) {
+  std::vector<std::string> names;
+  for (size_t begin = 0; begin < fields.size(); begin = fields.find('\n', begin) + 1)
+    names.push_back(fields.substr(begin, fields.find('\t', begin) - begin));
+  return names;
+}
+
+std::string value_of(const std::string& name, const std::string& fields) {
+  const std::string lines = "\n" + fields, start = "\n" + name + "\t";
+  const size_t found = lines.find(start), begin = found + start.size();
+  return found == std::string::npos ? "none" : lines.substr(begin, lines.find('\n', begin) - begin);
+}
+
+/// With a line for each tensor's gradient; the last lines of `fields` are the tensors'.
+std::string with_gradients(std::string fields, const std::string& gradients) {
+  const std::vector<std::string> names = names_of(fields);
+  const size_t first_tensor = names.size() - gradients.size();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    fields += names[first_tensor + i] + ".requires_grad\t" + (gradients[i] == '1' ? "True" : "False") + "\n";
+  }
+  return fields;
+}
+
+}  // namespace
+
+CallFingerprints::CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place,
+                                   std::chrono::milliseconds timeout, std::shared_ptr<Watchdog> watchdog)
+    : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), watchdog_(std::move(watchdog)) {}
+
+const Fingerprint* CallFingerprints::predicted() const {
+  const size_t place = calls_.size() - num_last_step_;
+  if (place < num_last_step_) return &calls_[place];
+  const Fingerprint* before = made_ago(1);
+  const auto next = before == nullptr ? followed_by_.end() : followed_by_.find(id_of(*before));
+  return next == followed_by_.end() ? nullptr : &next->second;
+}
+
+const Fingerprint* CallFingerprints::made_ago(int64_t num_calls) const {
+  const auto ago = static_cast<size_t>(num_calls);
+  return ago <= calls_.size() ? &calls_[calls_.size() - ago] : nullptr;
+}
+
+Fingerprint CallFingerprints::resolve(const Fingerprint& own, bool follows) {
+  const Fingerprint* expected = predicted();
+  if (expected != nullptr && expected->fields == own.fields && (follows || expected->gradients == own.gradients)) {
+    return *expected;
+  }
+  Fingerprint agreed = own;
+  if (place_.num_ranks > 1) agreed.gradients = announce(own, follows);
+  return agreed;
+}
+
+void CallFingerprints::agree(const Fingerprint& own) {
+  const std::lock_guard lock(mutex_);
+  Fingerprint agreed = announced_ == own ? own : resolve(own, /*follows=*/false);
+  announced_.reset();
+  if (const Fingerprint* before = made_ago(1)) followed_by_[id_of(*before)] = agreed;
+  gradients_of_[agreed.fields] = agreed.gradients;
+  calls_.push_back(std::move(agreed));
+  num_calls_begun_ = ++num_calls_;
+}
+
+std::string CallFingerprints::gradients_of_others(const Fingerprint& own) {
+  const std::lock_guard lock(mutex_);
+  const Fingerprint* expected = predicted();
+  if (expected != nullptr && expected->fields == own.fields) return expected->gradients;
+  if (const auto before = gradients_of_.find(own.fields); before != gradients_of_.end()) return before->second;
+  announced_ = resolve(own, /*follows=*/true);
+  return announced_->gradients;
+}
+
+void CallFingerprints::begin_step() {
+  const std::lock_guard lock(mutex_);
+  if (calls_.size() == num_last_step_) return;
+  calls_.erase(calls_.begin(), calls_.begin() + static_cast<std::ptrdiff_t>(num_last_step_));
+  num_last_step_ = calls_.size();
+}
+
+std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
+  const int64_t call = num_calls_;
+  num_calls_begun_ = call + 1;
+  const Said first = say_first(*store_, key(call, kFields), place_.number(), own.fields);
+  if (first.text != own.fields) throw_mismatch(own.fields, first.rank, first.text);
+  Said gradients = say_first(*store_, key(call, follows ? kFollowed : kGradients), place_.number(), own.gradients);
+  if (!follows && gradients.text != own.gradients) {
+    throw_mismatch(with_gradients(own.fields, own.gradients), gradients.rank,
+                   with_gradients(own.fields, gradients.text));
+  }
+  store_->set(kLastAnnounced, std::to_string(call));
+  if (store_->add(key(call, kCount), 1) == place_.num_ranks) {
+    // All ranks are here, so all have read what was announced before.
+    for (const char* name : {kFields, kGradients, kFollowed, kCount, kDone}) {
+      if (last_announced_ >= 0) store_->deleteKey(key(last_announced_, name));
+    }
+    store_->set(key(call, kDone), "1");
+  } else {
+    await_all(call, value_of("call", own.fields));
+  }
+  last_announced_ = call;
+  const std::string by_rows = key(call, kGradients);
+  if (follows && store_->check({by_rows})) gradients = parse_said(store_->get_to_str(by_rows));
+  return gradients.text;
+}
+
+void CallFingerprints::await_all(int64_t call, const std::string& name) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point give_up = Clock::now() + timeout_;
+  std::chrono::microseconds pause(100);
+  watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
+    for (const auto look = Clock::now() + patience; Clock::now() < look; std::this_thread::sleep_for(pause)) {
+      if (store_->check({key(call, kDone)})) return true;
+      watchdog_->errors().check();
+      if (Clock::now() > give_up) {
+        const std::string absent = watchdog_->absent_ranks(*this);
+        throw StateError(text(name, ": rank ", place_.number(), " waited ",
+                              std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
+                              " s, the group's timeout, for ", absent.empty() ? "the other ranks" : absent,
+                              " to come to the same call"));
+      }
+      pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
+    }
+    return false;
+  });
+}
+
+void CallFingerprints::throw_mismatch(const std::string& own, int32_t other_rank, const std::string& other) const {
+  const std::string call = value_of("call", own);
+  for (const std::string& name : names_of(own + other)) {
+    const std::string got = value_of(name, own), expected = value_of(name, other);
+    if (got == expected) continue;
+    const std::string message =
+        text(name, ": got ", got, " on rank ", place_.number(), ", expected ", expected, ", as on rank ", other_rank);
+    if (name == "call") throw StateError(message);
+    throw ArgumentError(text(call, ": ", message));
+  }
+  throw StateError(text(call, ": rank ", other_rank, " announced it, and rank ", place_.number(), " did not"));
+}
+
+void CallFingerprints::check_announcements() {
+  if (place_.num_ranks == 1) return;
+  const std::lock_guard lock(mutex_);
+  if (!store_->check({kLastAnnounced})) return;
+  const int64_t call = std::stoll(store_->get_to_str(kLastAnnounced));
+  if (call <= last_announced_ || call >= num_calls_) return;
+  // Another rank announced a call that was as predicted here. Its keys stay: not all ranks came.
+  const Fingerprint* made = made_ago(num_calls_ - call);
+  const Fingerprint own = made != nullptr ? *made : Fingerprint("a call of an earlier step");
+  const Said said = parse_said(store_->get_to_str(key(call, kFields)));
+  if (said.text != own.fields || !store_->check({key(call, kGradients)})) {
+    throw_mismatch(own.fields, said.rank, said.text);
+  }
+  const Said gradients = parse_said(store_->get_to_str(key(call, kGradients)));
+  throw_mismatch(with_gradients(own.fields, own.gradients), gradients.rank, with_gradients(own.fields, gradients.text));
+}
+
+}  // namespace knapformer

@@ -1,0 +1,106 @@
+#include "knapformer/torch/comm/gather_lengths.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/select.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e34;  // "KNAPLEN4": changes with the layout
+
+enum HeaderField : size_t { kMagic, kWidth, kStatus, kObservedPlan, kObservedSeconds, kCount, kPairs, kHeaderSize };
+
+}  // namespace
+
+LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group) : group_(std::move(group)) {
+  device_ = group_->control_device();
+}
+
+LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_model) {
+  Pending pending;
+  pending.said_ = std::move(own);
+  pending.d_model_ = d_model;
+  launch(pending);
+  return pending;
+}
+
+void LengthGatherer::launch(Pending& pending) {
+  const auto& [lengths, pairs, statuses, observed] = pending.said_;
+  const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
+  const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
+  int64_t* out = host.mutable_data_ptr<int64_t>();
+  std::fill(out, out + size, 0);
+  out[kMagic] = kLengthsMagic;
+  out[kWidth] = pending.d_model_;
+  out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
+  const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
+  out[kObservedPlan] = step.plan;
+  out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
+  out[kCount] = lengths.num_sequences();
+  out[kPairs] = static_cast<int64_t>(pairs.size());
+  if (out[kCount] + out[kPairs] <= capacity_) {  // else all ranks see the counts, and gather once more
+    std::copy(pairs.begin(), pairs.end(), std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize));
+  }
+  pending.own_ = host.to(device_, /*non_blocking=*/true);
+  pending.gathered_ = at::empty({size * group_->num_ranks()}, options.device(device_));
+  pending.work_ = group_->start_all_gather(pending.gathered_, pending.own_);
+}
+
+std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, const std::stop_token& stop) const {
+  group_->wait(*pending.work_, device_, "plan_routing", /*on_host=*/true, stop);
+  const at::Tensor host = pending.gathered_.to(at::kCPU);  // from an accelerator: waits for it
+  const auto num_ranks = static_cast<size_t>(group_->num_ranks());
+  const std::span<const int64_t> gathered(host.const_data_ptr<int64_t>(), static_cast<size_t>(host.numel()));
+  const size_t stride = gathered.size() / num_ranks;
+  GatheredLengths result;
+  std::vector<int64_t> counts(num_ranks), lens;
+  bool any_pairs = false, fit = true;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const int64_t* sent = gathered.data() + rank * stride;
+    if (sent[kMagic] != kLengthsMagic) {
+      throw StateError(text("plan_routing: rank ", rank, " sent no lengths of this version, expected format ",
+                            kLengthsMagic, ", got ", sent[kMagic], ": all ranks need the same version of knapformer"));
+    }
+    if (sent[kWidth] != gathered[kWidth]) {
+      throw ArgumentError(
+          text("d_model: got ", sent[kWidth], " on rank ", rank, ", expected ", gathered[kWidth], ", as on rank 0"));
+    }
+    counts[rank] = sent[kCount];
+    fit = fit && static_cast<size_t>(counts[rank] + sent[kPairs]) <= stride - kHeaderSize;
+    if (!fit) continue;
+    any_pairs = any_pairs || sent[kPairs] > 0;
+    result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
+    result.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
+    lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
+  }
+  if (!fit) return std::nullopt;
+  result.lengths = SequenceLengths(std::move(lens), counts);
+  for (size_t rank = 0; any_pairs && rank < num_ranks; ++rank) {
+    const int64_t* sent = gathered.data() + rank * stride;
+    const int64_t* pairs = sent + kHeaderSize + counts[rank];
+    for (int64_t i = 0; i < counts[rank]; ++i) {
+      result.attention_pairs.push_back(sent[kPairs] > 0 ? pairs[i] : kDefaultPairs);
+    }
+  }
+  return result;
+}
+
+GatheredLengths LengthGatherer::finish(Pending pending) {
+  for (;;) {
+    if (std::optional<GatheredLengths> result = wait(pending)) return *std::move(result);
+    const at::Tensor gathered = pending.gathered_.to(at::kCPU).view({group_->num_ranks(), -1});
+    const int64_t max_needed = (gathered.select(1, kCount) + gathered.select(1, kPairs)).max().item<int64_t>();
+    capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(max_needed))));
+    launch(pending);
+  }
+}
+
+}  // namespace knapformer

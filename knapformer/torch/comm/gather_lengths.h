@@ -1,0 +1,81 @@
+// Gathering the lengths of all ranks' sequences: the only synchronisation of ranks that planning costs.
+//
+// One all-gather of a buffer of fixed capacity in the steady state,
+//
+//   | header: width, status, a measured step, numbers of sequences and pairs | lengths ... | pairs ... | unused | int64
+//
+// on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
+// has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/torch/comm/comm_group.h"
+
+namespace knapformer {
+
+/// In place of a number of pairs: that of the balancer's mask.
+constexpr int64_t kDefaultPairs = -1;
+
+/// What a rank has besides lengths to say: whether its data goes on.
+enum class DataStatus : int64_t { kActive, kEnded, kFailed };
+
+/// What a rank measured of an earlier step.
+struct ObservedStep {
+  int64_t plan = 0;  // its number, counted from 1 alike on all ranks; 0: nothing measured
+  double seconds = 0;
+};
+
+/// What ranks said: all of them, or one before it is gathered.
+struct GatheredLengths {
+  SequenceLengths lengths;
+  /// Of each sequence the (query, key) pairs that its mask leaves; kDefaultPairs where its rank said none. Empty where
+  /// no rank did.
+  std::vector<int64_t> attention_pairs = {};
+  std::vector<DataStatus> statuses = {};    // one a rank
+  std::vector<ObservedStep> observed = {};  // one a rank
+};
+
+class LengthGatherer {
+ public:
+  /// Of all ranks.
+  explicit LengthGatherer(std::shared_ptr<CommGroup> group);
+
+  /// A gather in flight: start it for the next step while this one computes.
+  class Pending {
+   public:
+    Pending() = default;
+
+   private:
+    friend class LengthGatherer;
+    GatheredLengths said_;  // by this rank
+    int64_t d_model_ = 0;
+    at::Tensor own_, gathered_;
+    WorkPtr work_;
+  };
+
+  /// Collective over the group, also for ranks without sequences. `own`: of this rank alone; d_model: width of the
+  /// blocks, on which ranks must agree.
+  Pending start(GatheredLengths own, int64_t d_model);
+  /// Waits; on any thread, as it starts nothing. Returns nothing where some rank's lengths did not fit. Throws on every
+  /// rank alike where ranks disagree, and on this one where `stop` asks for it.
+  std::optional<GatheredLengths> wait(const Pending& pending, const std::stop_token& stop = {}) const;
+  /// Waits, and gathers once more where lengths did not fit: collective then.
+  GatheredLengths finish(Pending pending);
+
+ private:
+  void launch(Pending& pending);
+
+  std::shared_ptr<CommGroup> group_;
+  at::Device device_ = at::kCPU;
+  int64_t capacity_ = 64;  // lengths and pairs; the same on all ranks, always
+};
+
+}  // namespace knapformer

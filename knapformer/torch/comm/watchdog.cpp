@@ -1,0 +1,106 @@
+#include "knapformer/torch/comm/watchdog.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr std::chrono::milliseconds kFirstLook{200}, kMaxPatience{1000};
+constexpr int32_t kMaxNamed = 8;  // ranks in a message
+constexpr const char* kPositionNote = "position";
+
+}  // namespace
+
+std::string call_name(std::string_view label) {
+  const size_t open = label.find('('), close = label.rfind(')');
+  if (open == std::string_view::npos || close == std::string_view::npos) return std::string(label);
+  return std::string(label.substr(0, open)).append(label.substr(close + 1));
+}
+
+std::shared_ptr<WatchedGroup> Watchdog::group(size_t i) const {
+  return i < groups_.size() ? groups_[i].lock() : nullptr;
+}
+
+Watchdog::Position Watchdog::position(const std::string& call) const {
+  Position position{.call = call};
+  for (size_t i = 0; i < kMaxGroups; ++i) {
+    if (const auto alive = group(i)) position.counts[i] = alive->num_calls_begun();
+  }
+  return position;
+}
+
+std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
+  const std::optional<std::string> note = errors_->note_of(rank, kPositionNote);
+  if (!note) return std::nullopt;
+  std::istringstream in(*note);
+  Position position;
+  in >> position.counts[0] >> position.counts[1] >> std::ws;
+  std::getline(in, position.call);
+  return position;
+}
+
+void Watchdog::show(const Position& position) {
+  errors_->leave_note(kPositionNote, text(position.counts[0], ' ', position.counts[1], ' ', position.call));
+}
+
+void Watchdog::look() const {
+  errors_->check();
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (const auto alive = group(i)) alive->check_announcements();
+  }
+}
+
+void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background) {
+  bool shown = false;
+  for (auto patience = kFirstLook; !poll(patience); patience = std::min(patience * 2, kMaxPatience)) {
+    look();
+    if (in_background) continue;
+    const Position here = position(call_name(label));
+    if (!std::exchange(shown, true)) show(here);
+    check_order(here);
+  }
+  if (!shown) return;
+  try {
+    show(position(""));
+  } catch (const std::exception&) {  // NOLINT: messages alone need what it shows
+  }
+}
+
+void Watchdog::check_order(const Position& own) const {
+  const std::shared_ptr<WatchedGroup> bag = group(1);
+  if (!bag) return;
+  for (int32_t i = 0; i < bag->place().num_ranks; ++i) {
+    const int32_t rank = bag->place().number_of(i);
+    const std::optional<Position> other = i == bag->place().rank ? std::nullopt : position_of(rank);
+    if (!other) continue;
+    const int64_t ahead_in_all = own.counts[0] - other->counts[0], ahead_in_bag = own.counts[1] - other->counts[1];
+    const bool crosswise = (ahead_in_all > 0 && ahead_in_bag < 0) || (ahead_in_all < 0 && ahead_in_bag > 0);
+    if (!crosswise) continue;
+    throw StateError(text("call: got ", own.call, " on rank ", bag->place().number(), ", expected ",
+                          other->call.empty() ? "another call" : other->call, ", as on rank ", rank,
+                          ": they would wait for each other"));
+  }
+}
+
+std::string Watchdog::absent_ranks(const WatchedGroup& of) const {
+  const size_t index = group(0).get() == &of ? 0 : 1;
+  std::string names;
+  int32_t num_absent = 0;
+  for (int32_t i = 0; i < of.place().num_ranks; ++i) {
+    const int32_t rank = of.place().number_of(i);
+    if (i == of.place().rank) continue;
+    const std::optional<Position> position = position_of(rank);
+    if (position && position->counts[index] >= of.num_calls_begun()) continue;
+    if (++num_absent > kMaxNamed) continue;
+    const bool waits = position && !position->call.empty();
+    names += text(num_absent == 1 ? "" : ", ", "rank ", rank, " (in ", waits ? position->call : "no call", ")");
+  }
+  if (num_absent > kMaxNamed) names += text(" and ", num_absent - kMaxNamed, " more");
+  return names;
+}
+
+}  // namespace knapformer

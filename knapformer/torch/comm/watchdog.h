@@ -1,0 +1,93 @@
+// The watchdog: what a rank that waits for others looks at.
+//
+// A rank that has waited for a moment looks for an error of another rank (error_store.h), for a call that others
+// announced and this rank took for another (fingerprint.h), and for calls in another order. A balancer has two groups,
+// its own and the bag's, so ranks may wait for each other crosswise. Each rank counts the calls that it has come to in
+// either group. Of two ranks of a bag that call in the same order, one is behind the other in no group. A rank that is
+// ahead in one group and behind in the other has called in another order. Counts that are out of date tell it too.
+//
+// None of this happens in a step without long waits.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "knapformer/torch/comm/error_store.h"
+
+namespace knapformer {
+
+/// This rank in a group whose ranks have consecutive numbers in a larger one, by which messages name them.
+struct RankInGroup {
+  int32_t rank = 0, num_ranks = 1;
+  int32_t first_number = 0;
+
+  int32_t number_of(int32_t other) const { return first_number + other; }
+  int32_t number() const { return number_of(rank); }
+};
+
+/// A group as the watchdog sees it.
+class WatchedGroup {
+ public:
+  explicit WatchedGroup(RankInGroup place) : place_(place) {}
+  virtual ~WatchedGroup() = default;
+
+  /// Throws where others announced a call that this rank took for another.
+  virtual void check_announcements() = 0;
+  const RankInGroup& place() const { return place_; }
+  /// Calls that this rank has come to, with the one that it is in.
+  int64_t num_calls_begun() const { return num_calls_begun_; }
+
+ protected:
+  RankInGroup place_;
+  std::atomic<int64_t> num_calls_begun_ = 0;
+};
+
+/// One per balancer.
+class Watchdog {
+ public:
+  explicit Watchdog(std::shared_ptr<ErrorStore> errors) : errors_(std::move(errors)) {}
+
+  /// First the balancer's group, then the bag's where that is another.
+  void watch(std::weak_ptr<WatchedGroup> group) { groups_.push_back(std::move(group)); }
+  ErrorStore& errors() const { return *errors_; }
+
+  /// Waits in `label` ("route(x)") until poll returns true, and looks each time it does not; throws what it sees. poll
+  /// gets the time that it may take itself: longer each time, up to a second. in_background: on a thread beside the one
+  /// that makes the calls, which knows nothing of their order.
+  using Poll = std::function<bool(std::chrono::milliseconds)>;
+  void wait(std::string_view label, const Poll& poll, bool in_background = false);
+  /// Throws what other ranks have posted and announced.
+  void look() const;
+  /// The ranks that have not come as far as this one: "rank 1 (in route), rank 3 (in no call)". For messages: it asks
+  /// the store for each rank.
+  std::string absent_ranks(const WatchedGroup& group) const;
+
+ private:
+  static constexpr size_t kMaxGroups = 2;
+  /// Where a rank is, as others see it in the store.
+  struct Position {
+    std::array<int64_t, kMaxGroups> counts = {};  // calls begun, by group
+    std::string call;                             // that the rank waits in; empty: in none
+  };
+  std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
+  Position position(const std::string& call) const;
+  std::optional<Position> position_of(int32_t rank) const;
+  void show(const Position& position);
+  void check_order(const Position& own) const;
+
+  std::shared_ptr<ErrorStore> errors_;
+  std::vector<std::weak_ptr<WatchedGroup>> groups_;
+};
+
+/// "route(x,ids)" -> "route", "route(x.grad) backward" -> "route backward".
+std::string call_name(std::string_view label);
+
+}  // namespace knapformer

@@ -1,0 +1,83 @@
+// The arguments of an exchange: one struct from the face to the resolved call, which autograd keeps for the backward.
+//
+// Tensors travel in *segments*: a segment is one exchange table and the tensors that travel by it. All segments of an
+// exchange share one all-to-all of bytes, so tensors of any dtype travel together and arrive bit for bit.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "knapformer/core/plan/heads.h"
+#include "knapformer/torch/comm/comm_group.h"
+#include "knapformer/torch/exchange/packed_table.h"
+
+namespace knapformer {
+
+/// Which heads of a tensor meet a peer at a shared end. A tensor with a role is (rows, heads, ...).
+enum class HeadRole : int64_t { kNone, kQuery, kKeyValue };
+
+/// Heads of the whole model; 0 where no tensor has a role.
+struct HeadCounts {
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+};
+
+/// How the ranks of a segment share heads. Not read from the tables, whose values a traced graph does not know.
+struct HeadSharing {
+  enum End : int64_t { kNeither, kSend, kRecv };  // which end meets each peer with that peer's share alone
+  End shared_end = kNeither;
+  int32_t degree = 1;
+  int32_t index_in_group = 0;
+
+  HeadSharing inverse() const;
+};
+
+struct SegmentArguments {
+  PackedTable table;
+  std::vector<HeadRole> roles;  // of each of its tensors
+  HeadSharing sharing;
+};
+
+struct ExchangeArguments {
+  std::vector<at::Tensor> tensors = {};  // segment by segment
+  std::vector<SegmentArguments> segments = {};
+  HeadCounts heads = {};
+  std::vector<int64_t> differentiable = {};  // of each tensor: 1 where its gradient travels. Empty: in no_grad mode
+  std::string group;                         // CommGroup::name
+  std::string label;                         // the call and its tensors, for messages: "route(x,features[0])"
+
+  /// A segment and its tensors. One without tensors is left out.
+  void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
+           HeadSharing sharing = {});
+  /// Decides which gradients travel: those of tensors that require one, here and now; on a rank without rows, those
+  /// that travel on the others. There it may be collective, when the call is a new one.
+  void decide_gradients();
+  bool any_differentiable() const;
+
+  /// The exchange of the gradients, with the ends swapped: of tensors whose gradient travels, and segments that have
+  /// any. `gradients`: one for each tensor of this exchange.
+  ExchangeArguments inverse(const std::vector<at::Tensor>& gradients) const;
+  /// What the inverse brought, by tensor of this exchange: undefined where no gradient travels.
+  std::vector<at::Tensor> gradients_from(const std::vector<at::Tensor>& moved) const;
+
+  /// Shapes of the outputs, from shapes of tensors alone: also for tensors without values.
+  std::vector<std::vector<c10::SymInt>> output_shapes() const;
+  /// What all ranks must agree on.
+  Fingerprint fingerprint() const;
+
+ private:
+  void follow_others();
+};
+
+/// Of the heads over the ranks that share them; empty where no tensor has a role.
+HeadPartition head_partition(HeadCounts heads, const HeadSharing& sharing);
+/// Null: all columns meet every peer.
+const HeadShares* shares_of(const HeadPartition& partition, HeadRole role);
+/// Heads that a tensor with these shares has on this rank at one end.
+int64_t num_heads_at(HeadSharing::End end, const HeadShares& shares, const HeadSharing& sharing);
+
+}  // namespace knapformer

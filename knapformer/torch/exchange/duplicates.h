@@ -1,0 +1,27 @@
+// Reduction of duplicates: a row or head that went to several peers gets a gradient from each, and they add up.
+//
+// Sums are taken in float32 for half types, in one fixed order (this rank's own, then by peer), so that a run gives the
+// same bits each time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "knapformer/torch/exchange/call.h"
+
+namespace knapformer {
+
+/// An accumulator of zeros for `output`.
+at::Tensor zeros_to_sum(const at::Tensor& output);
+
+/// Adds what arrived from `peer` for a slot. columns: (rows from the peer, its bytes of a row as integers of any
+/// width).
+void add_block(const at::Tensor& sum, const Segment& segment, const Slot& slot, int32_t peer,
+               const at::Tensor& columns);
+
+/// For whole ends, of all peers at once: row i of the result is the sum of the rows of `wire_rows` that
+/// scatter_index[i] names; an index one past the end adds nothing. Few launches, on any device.
+at::Tensor sum_rows(const at::Tensor& wire_rows, const at::Tensor& scatter_index);
+
+}  // namespace knapformer

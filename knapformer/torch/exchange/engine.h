@@ -1,0 +1,39 @@
+// Engines: how rows get into the buffers of an all-to-all, and out of them.
+//
+// Two of them, behind one small interface. Both make the same bytes, so ranks may mix them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "knapformer/torch/exchange/call.h"
+
+namespace knapformer {
+
+/// What the all-to-all sends and receives: uint8, one block a peer in peer order, none for this rank itself.
+struct WireBuffers {
+  at::Tensor send;
+  at::Tensor recv;
+};
+
+/// Serves one exchange: pack, then move_own while the bytes travel, then unpack when they are there.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual WireBuffers pack() = 0;
+  virtual void move_own() = 0;
+  /// Allocates the call's outputs, where move_own has not, and fills them.
+  virtual void unpack() = 0;
+};
+
+/// By memcpy of runs of rows, straight from the tables; CPU tensors. No index tensors and no temporaries; this rank's
+/// own rows go from input to output in one copy.
+std::unique_ptr<Engine> make_cpu_engine(ExchangeCall& call);
+
+/// By ATen's index operations, for any device: few launches, however many sequences there are and, at whole ends,
+/// however many peers.
+std::unique_ptr<Engine> make_device_engine(ExchangeCall& call);
+
+}  // namespace knapformer

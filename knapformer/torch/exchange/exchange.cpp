@@ -1,0 +1,306 @@
+#include "knapformer/torch/exchange/exchange.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/engine.h"
+
+namespace knapformer {
+
+using Tensors = std::vector<at::Tensor>;
+
+// The op's schema: ExchangeArguments <-> the dispatcher's arguments.
+
+OpSegments::OpSegments(const std::vector<SegmentArguments>& segments) {
+  for (const auto& [table, roles, sharing] : segments) {
+    tables.insert(tables.end(), {table.send.table, table.send.rows, table.send.index, table.recv.table, table.recv.rows,
+                                 table.recv.index});
+    layout.insert(layout.end(),
+                  {sharing.shared_end, sharing.degree, sharing.index_in_group, static_cast<int64_t>(roles.size())});
+    for (const HeadRole role : roles) layout.push_back(static_cast<int64_t>(role));
+  }
+}
+
+namespace {
+
+constexpr const char* kSchema =
+    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str group, str label)";
+
+template <class Result>
+using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::TensorList, at::IntArrayRef,
+                           std::string_view, std::string_view);
+
+[[noreturn]] void throw_schema(std::string_view label, std::string_view argument) {
+  throw ArgumentError(text(label, ": got ", argument, " that do not fit the tensors, expected those of one call"));
+}
+
+ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads,
+                                 at::TensorList tables, at::IntArrayRef layout, std::string_view group,
+                                 std::string_view label) {
+  constexpr size_t kTables = 6, kNumbers = 4;  // of a segment, beside its roles
+  if (heads.size() != 2) throw_schema(label, "heads");
+  if (!differentiable.empty() && differentiable.size() != tensors.size()) throw_schema(label, "differentiable");
+  ExchangeArguments arguments{.tensors = tensors.vec(),
+                              .heads = {.num_heads = heads[0], .num_kv_heads = heads[1]},
+                              .differentiable = differentiable.vec(),
+                              .group = std::string(group),
+                              .label = std::string(label)};
+  size_t num_tensors = 0;
+  for (size_t i = 0, t = 0; i < layout.size(); t += kTables) {
+    if (i + kNumbers > layout.size() || layout[i + 3] < 1 || t + kTables > tables.size()) throw_schema(label, "layout");
+    const int64_t* numbers = layout.data() + i;
+    const auto num_roles = static_cast<size_t>(numbers[3]);
+    if ((i += kNumbers + num_roles) > layout.size()) throw_schema(label, "layout");
+    SegmentArguments& segment = arguments.segments.emplace_back();
+    segment.table = {.send = {.table = tables[t], .rows = tables[t + 1], .index = tables[t + 2]},
+                     .recv = {.table = tables[t + 3], .rows = tables[t + 4], .index = tables[t + 5]}};
+    segment.sharing = {.shared_end = static_cast<HeadSharing::End>(numbers[0]),
+                       .degree = static_cast<int32_t>(numbers[1]),
+                       .index_in_group = static_cast<int32_t>(numbers[2])};
+    for (size_t r = 0; r < num_roles; ++r) {
+      segment.roles.push_back(static_cast<HeadRole>(numbers[kNumbers + r]));
+      if (segment.roles.back() != HeadRole::kNone && heads[0] < 1) throw_schema(label, "heads");
+    }
+    num_tensors += num_roles;
+  }
+  if (num_tensors != tensors.size() || tables.size() != kTables * arguments.segments.size()) {
+    throw_schema(label, "layout");
+  }
+  return arguments;
+}
+
+/// A function of the dispatcher's signature from one of ExchangeArguments.
+template <auto kCall>
+auto kernel(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads, at::TensorList tables,
+            at::IntArrayRef layout, std::string_view group, std::string_view label) {
+  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, group, label));
+}
+
+template <class Result>
+Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const ExchangeArguments& a) {
+  const OpSegments segments(a.segments);
+  const int64_t heads[] = {a.heads.num_heads, a.heads.num_kv_heads};
+  return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label);
+}
+
+Tensors call_exchange(const ExchangeArguments& arguments) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "").typed<OpSignature<Tensors>>();
+  return call_op<Tensors>(op, arguments);
+}
+
+at::Tensor call_start(const ExchangeArguments& arguments) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_start", "").typed<OpSignature<at::Tensor>>();
+  return call_op<at::Tensor>(op, arguments);
+}
+
+Tensors call_finish(const at::Tensor& started) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("knapformer::exchange_finish", "")
+                             .typed<Tensors(const at::Tensor&)>();
+  return op.call(started);
+}
+
+/// An exchange between its start and its finish.
+class InFlight {
+ public:
+  explicit InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
+    RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
+    group_->errors().guard([&] {
+      call_ = std::make_unique<ExchangeCall>(arguments);
+      group_->fingerprints().agree(arguments.fingerprint());
+      engine_ = call_->engine() == ExchangeEngine::kCpu ? make_cpu_engine(*call_) : make_device_engine(*call_);
+      WireBuffers wire = engine_->pack();
+      work_ = group_->start_all_to_all(wire.recv, wire.send, call_->received_bytes(), call_->sent_bytes());
+      engine_->move_own();
+    });
+    arguments.tensors.clear();
+    arguments_ = std::move(arguments);
+  }
+
+  Tensors finish() {
+    return group_->errors().guard([&] {
+      if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+      group_->wait(*work_, call_->device(), arguments_.label);
+      work_.reset();
+      engine_->unpack();
+      engine_.reset();
+      Tensors outputs = call_->outputs();
+      call_.reset();
+      return outputs;
+    });
+  }
+
+  /// Without its tensors.
+  const ExchangeArguments& arguments() const { return arguments_; }
+
+ private:
+  std::shared_ptr<CommGroup> group_;
+  ExchangeArguments arguments_;
+  std::unique_ptr<ExchangeCall> call_;
+  std::unique_ptr<Engine> engine_;
+  WorkPtr work_;
+};
+
+// What is in flight is a tensor to autograd: one without bytes, whose storage owns it. It is on the device of what
+// travels, so that autograd runs both halves of a backward in the order and on the stream of what is between them.
+
+void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
+
+InFlight& in_flight_of(const at::Tensor& started) {
+  auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_in_flight);
+  if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
+  return *in_flight;
+}
+
+Tensors exchange_kernel(ExchangeArguments arguments) { return InFlight(std::move(arguments)).finish(); }
+
+at::Tensor start_kernel(ExchangeArguments arguments) {
+  const at::Device device = arguments.tensors.at(0).device();
+  auto* in_flight = new InFlight(std::move(arguments));
+  at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+  started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_in_flight, device});
+  return started;
+}
+
+Tensors finish_kernel(const at::Tensor& started) { return in_flight_of(started).finish(); }
+
+Tensors exchange_meta(const ExchangeArguments& arguments) {
+  Tensors outputs;
+  for (const std::vector<c10::SymInt>& shape : arguments.output_shapes()) {
+    outputs.push_back(at::empty_symint(shape, arguments.tensors[outputs.size()].options()));
+  }
+  return outputs;
+}
+
+using torch::autograd::AutogradContext;
+
+/// Arguments that autograd keeps for the backward, and need not look into.
+struct KeptArguments : torch::CustomClassHolder {
+  explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept) { arguments.tensors.clear(); }
+  ExchangeArguments arguments;
+};
+
+void keep(AutogradContext& context, const ExchangeArguments& arguments) {
+  context.saved_data["arguments"] = c10::IValue::make_capsule(c10::make_intrusive<KeptArguments>(arguments));
+}
+
+const ExchangeArguments& kept(AutogradContext& context) {
+  // The context holds it for longer than this reference lives.
+  return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule()).arguments;
+}
+
+void mark_fixed(AutogradContext& context, const Tensors& outputs, const std::vector<int64_t>& differentiable) {
+  Tensors fixed;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (differentiable[i] == 0) fixed.push_back(outputs[i]);
+  }
+  context.mark_non_differentiable(fixed);
+}
+
+class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
+ public:
+  static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Tensors outputs = call_exchange(arguments);
+    mark_fixed(*context, outputs, arguments.differentiable);
+    keep(*context, arguments);
+    return outputs;
+  }
+
+  static Tensors backward(AutogradContext* context, const Tensors& gradients) {
+    const ExchangeArguments& arguments = kept(*context);
+    Tensors results = arguments.gradients_from(call_exchange(arguments.inverse(gradients)));
+    results.emplace_back();  // of the arguments
+    return results;
+  }
+};
+
+class StartFunction : public torch::autograd::Function<StartFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    keep(*context, arguments);
+    return call_start(arguments);
+  }
+
+  static Tensors backward(AutogradContext* context, const Tensors& started) {
+    Tensors results = kept(*context).gradients_from(call_finish(started[0]));
+    results.emplace_back();
+    return results;
+  }
+};
+
+class FinishFunction : public torch::autograd::Function<FinishFunction> {
+ public:
+  static Tensors forward(AutogradContext* context, const at::Tensor& started) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const ExchangeArguments& arguments = in_flight_of(started).arguments();
+    Tensors outputs = call_finish(started);
+    mark_fixed(*context, outputs, arguments.differentiable);
+    keep(*context, arguments);
+    return outputs;
+  }
+
+  static Tensors backward(AutogradContext* context, const Tensors& gradients) {
+    return {call_start(kept(*context).inverse(gradients))};
+  }
+};
+
+template <class Function, auto kBelow>
+auto differentiable_kernel(const ExchangeArguments& arguments) {
+  if (arguments.any_differentiable()) return Function::apply(at::TensorList(arguments.tensors), arguments);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return kBelow(arguments);
+}
+
+Tensors exchange_autograd(const ExchangeArguments& arguments) {
+  return differentiable_kernel<ExchangeFunction, call_exchange>(arguments);
+}
+
+at::Tensor start_autograd(const ExchangeArguments& arguments) {
+  return differentiable_kernel<StartFunction, call_start>(arguments);
+}
+
+Tensors finish_autograd(const at::Tensor& started) {
+  if (started.requires_grad()) return FinishFunction::apply(started);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_finish(started);
+}
+
+}  // namespace
+
+// Here, beside exchange(): whoever links exchange() gets the registration with it, also from a static library.
+TORCH_LIBRARY(knapformer, library) {
+  library.def(text("exchange", kSchema, " -> Tensor[]").c_str());
+  library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
+  library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
+  library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
+
+  library.def(text("exchange_start", kSchema, " -> Tensor").c_str());
+  library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
+  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
+
+  library.def("exchange_finish(Tensor started) -> Tensor[]");
+  library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
+  library.impl("exchange_finish", c10::DispatchKey::Autograd, TORCH_FN(finish_autograd));
+}
+
+Tensors exchange(ExchangeArguments arguments) {
+  arguments.decide_gradients();
+  return call_exchange(arguments);
+}
+
+at::Tensor start_exchange(ExchangeArguments arguments) {
+  arguments.decide_gradients();
+  return call_start(arguments);
+}
+
+Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }
+
+}  // namespace knapformer

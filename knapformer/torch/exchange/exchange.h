@@ -1,0 +1,51 @@
+// The ops that move everything: knapformer::exchange, and its two halves.
+//
+//   exchange(Tensor[] tensors,       rows in, segment by segment
+//            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
+//            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
+//            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
+//            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how many
+//            tensors
+//                                    it has, and the HeadRole of each
+//            str group,              CommGroup::name
+//            str label) -> Tensor[]  "route(x,features[0])": the call and its tensors, for messages
+//
+//   exchange_start(the same) -> Tensor      packs and launches; a tensor without bytes stands for what is in flight
+//   exchange_finish(Tensor started) -> Tensor[]                 waits and unpacks; once
+//
+// In C++ these arguments are one struct, ExchangeArguments.
+//
+// Collective over the group: all its ranks call it, in the same order relative to the group's other collectives, with
+// tensors that differ in their rows alone, and with the same `differentiable`. A rank without rows takes part like any
+// other, forward and backward. One all-to-all, forward and backward each.
+//
+// The backward of an exchange is the exchange with the ends swapped. Where a row or head went to several peers, its
+// gradients add up. The backward of a finish starts that exchange, and the backward of its start finishes it: what was
+// computed between the halves overlaps with the transport in the backward pass too.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "knapformer/torch/exchange/arguments.h"
+
+namespace knapformer {
+
+/// Decides which gradients travel, and calls the op.
+std::vector<at::Tensor> exchange(ExchangeArguments arguments);
+
+/// The same in two halves.
+at::Tensor start_exchange(ExchangeArguments arguments);
+std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
+
+/// `tables` and `layout` of the op, for callers of the op itself (a traced graph).
+struct OpSegments {
+  std::vector<at::Tensor> tables;
+  std::vector<int64_t> layout;
+
+  explicit OpSegments(const std::vector<SegmentArguments>& segments);
+};
+
+}  // namespace knapformer

@@ -1,0 +1,129 @@
+#include "knapformer/torch/exchange/packed_table.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kTableMagic = 0x4b4e415045583032;  // "KNAPEX02"
+
+// A run is read in place from the packed table.
+static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
+
+int64_t max_duplicates_of(const ExchangeEnd& end) {
+  if (!end.rows_repeat) return 1;
+  std::vector<int64_t> counts(static_cast<size_t>(end.num_rows), 0);
+  for (const RowRun& run : end.runs) {
+    for (int64_t i = 0; i < run.num_rows; ++i) ++counts[static_cast<size_t>(run.first_row + i)];
+  }
+  return counts.empty() ? 1 : std::max<int64_t>(1, *std::max_element(counts.begin(), counts.end()));
+}
+
+at::TensorOptions int64_cpu() { return at::TensorOptions().dtype(at::kLong).device(at::kCPU); }
+
+}  // namespace
+
+at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine) {
+  const auto peers = static_cast<size_t>(table.num_peers);
+  const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.size();
+  at::Tensor packed = at::empty({static_cast<int64_t>(size)}, int64_cpu());
+  int64_t* out = packed.mutable_data_ptr<int64_t>();
+  out[kMagic] = kTableMagic;
+  out[kNumRows] = end.num_rows;
+  out[kThisPeer] = table.this_peer;
+  out[kNumPeers] = table.num_peers;
+  out[kHeadsShared] = end.heads_shared;
+  out[kHasDuplicates] = end.rows_repeat;
+  out[kEngine] = static_cast<int64_t>(engine);
+  out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
+  out[kMaxDuplicates] = max_duplicates_of(end);
+  out += kNumFields;
+  out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
+  out = std::copy(end.run_offsets.begin(), end.run_offsets.end(), out);
+  if (!end.runs.empty()) std::memcpy(out, end.runs.data(), end.runs.size() * sizeof(RowRun));
+  return packed;
+}
+
+PackedEndView::PackedEndView(const PackedEnd& end) : index_(end.index) {
+  const at::Tensor& table = end.table;
+  if (!table.defined() || !table.is_cpu() || table.scalar_type() != at::kLong || table.dim() != 1 ||
+      !table.is_contiguous() || table.numel() < static_cast<int64_t>(kNumFields) ||
+      table.const_data_ptr<int64_t>()[kMagic] != kTableMagic) {
+    throw ArgumentError("exchange: got a table that was not made by pack_tables");
+  }
+  data_ = {table.const_data_ptr<int64_t>(), static_cast<size_t>(table.numel())};
+}
+
+std::span<const RowRun> PackedEndView::runs_of(int32_t peer) const {
+  const auto peers = static_cast<size_t>(num_peers()), p = static_cast<size_t>(peer);
+  const int64_t* offsets = data_.data() + kNumFields + peers;
+  const auto* runs = reinterpret_cast<const RowRun*>(offsets + peers + 1);
+  return {runs + offsets[p], static_cast<size_t>(offsets[p + 1] - offsets[p])};
+}
+
+void PackedEndView::append_index(const ExchangeEnd& end, std::vector<int64_t>& index) const {
+  const int64_t max_duplicates = field(kMaxDuplicates);
+  const size_t gather = index.size(), scatter = gather + static_cast<size_t>(num_wire_rows());
+  index.resize(scatter + static_cast<size_t>(num_rows() * max_duplicates), num_wire_rows());
+  std::vector<int64_t> num_places(static_cast<size_t>(max_duplicates > 1 ? num_rows() : 0), 0);
+
+  const int64_t own_rows = peer_rows(this_peer());
+  int64_t next = 0;  // of the others' rows
+  for (int32_t peer = 0; peer < num_peers(); ++peer) {
+    const bool own = peer == this_peer();
+    int64_t sent_at = own ? num_wire_rows() - own_rows : next;
+    int64_t received_at = own ? 0 : own_rows + next;
+    for (const RowRun& run : end.runs_of(peer)) {
+      for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row, ++sent_at, ++received_at) {
+        index[gather + static_cast<size_t>(sent_at)] = row;
+        const int64_t duplicate = max_duplicates > 1 ? num_places[static_cast<size_t>(row)]++ : 0;
+        index[scatter + static_cast<size_t>(row * max_duplicates + duplicate)] = received_at;
+      }
+    }
+    if (!own) next += peer_rows(peer);
+  }
+}
+
+at::Tensor PackedEndView::gather_index() const { return index_.narrow(0, 0, num_wire_rows()); }
+
+at::Tensor PackedEndView::scatter_index() const {
+  const int64_t max_duplicates = field(kMaxDuplicates);
+  return index_.narrow(0, num_wire_rows(), num_rows() * max_duplicates).view({num_rows(), max_duplicates});
+}
+
+std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
+                                     at::Device device) {
+  KNAPFORMER_ASSERT(engine == ExchangeEngine::kDevice || device.is_cpu());
+  std::vector<PackedTable> packed(tables.size());
+  std::vector<int64_t> index;
+  std::vector<std::pair<PackedEnd*, size_t>> ends;  // and where their index begins
+  for (size_t i = 0; i < tables.size(); ++i) {
+    for (const bool is_send : {true, false}) {
+      const ExchangeEnd& end = is_send ? tables[i]->send : tables[i]->recv;
+      PackedEnd& tensors = is_send ? packed[i].send : packed[i].recv;
+      tensors.table = PackedEndView::pack(end, *tables[i], engine);
+      tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
+      ends.emplace_back(&tensors, index.size());
+      // A shared end needs none: the same rows, in order, meet every peer.
+      if (engine == ExchangeEngine::kDevice && !end.heads_shared) {
+        PackedEndView(tensors).append_index(end, index);
+      }
+    }
+  }
+  at::Tensor host = at::empty({static_cast<int64_t>(index.size())}, int64_cpu().pinned_memory(!device.is_cpu()));
+  if (!index.empty()) std::memcpy(host.mutable_data_ptr<int64_t>(), index.data(), index.size() * sizeof(int64_t));
+  const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const size_t begin = ends[i].second, end = i + 1 < ends.size() ? ends[i + 1].second : index.size();
+    ends[i].first->index = on_device.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
+  }
+  return packed;
+}
+
+}  // namespace knapformer

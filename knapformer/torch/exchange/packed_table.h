@@ -1,0 +1,100 @@
+// Exchange tables as tensors: the form in which they are arguments of the op knapformer::exchange.
+//
+// They are tensors since they change every step while a compiled graph does not. Splits and runs of rows live in a
+// packed CPU tensor, which a graph only passes on. Row counts are the size of a tensor without bytes, so that no output
+// shape depends on data.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "knapformer/core/plan/exchange_table.h"
+
+namespace knapformer {
+
+/// What copies rows into the buffers of an all-to-all, and out of them.
+enum class ExchangeEngine {
+  kCpu,     // memcpy of runs of rows; CPU tensors only
+  kDevice,  // ATen's index operations with index tensors on the tensors' device; any device
+};
+
+/// One end of an exchange.
+struct PackedEnd {
+  at::Tensor table;  // int64 CPU; PackedEndView reads it
+  at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
+  at::Tensor index;  // int64 on the tensors' device: the gather index and the scatter index; empty for the CPU engine
+};
+
+struct PackedTable {
+  PackedEnd send;
+  PackedEnd recv;
+
+  PackedTable inverse() const { return {.send = recv, .recv = send}; }
+};
+
+/// Packs all tables of a step at once: their index tensors reach the device in one copy from pinned memory, which does
+/// not block the host.
+std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
+                                     at::Device device);
+
+/// The ranks that share heads: `degree` consecutive peers.
+struct HeadGroup {
+  int32_t first_peer = 0;
+  int32_t degree = 1;
+
+  bool holds(int32_t peer) const { return peer >= first_peer && peer < first_peer + degree; }
+};
+
+/// Reads PackedEnd::table in place, and must not outlive it.
+class PackedEndView {
+ public:
+  /// Throws where the end is not one that pack_tables made.
+  explicit PackedEndView(const PackedEnd& end);
+
+  int64_t num_rows() const { return field(kNumRows); }
+  int32_t this_peer() const { return static_cast<int32_t>(field(kThisPeer)); }
+  int32_t num_peers() const { return static_cast<int32_t>(field(kNumPeers)); }
+  bool heads_shared() const { return field(kHeadsShared) != 0; }
+  bool has_duplicates() const { return field(kHasDuplicates) != 0; }
+  ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
+  /// Rows on the wire, those to or from this rank itself included.
+  int64_t num_wire_rows() const { return field(kNumWireRows); }
+  int64_t peer_rows(int32_t peer) const { return data_[kNumFields + static_cast<size_t>(peer)]; }
+  /// In wire order.
+  std::span<const RowRun> runs_of(int32_t peer) const;
+
+  /// (num_wire_rows): the row of the tensor at each place of the sending wire, which has the rows for others by peer,
+  /// then the own ones.
+  at::Tensor gather_index() const;
+  /// (num_rows, max_duplicates): the places of each row on the receiving wire, which has the own rows, then those of
+  /// others by peer. num_wire_rows fills up where a row has fewer places.
+  at::Tensor scatter_index() const;
+
+ private:
+  friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device);
+  static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine);
+  /// Appends the gather index and the scatter index of an end.
+  void append_index(const ExchangeEnd& end, std::vector<int64_t>& index) const;
+
+  enum Field : size_t {
+    kMagic,
+    kNumRows,
+    kThisPeer,
+    kNumPeers,
+    kHeadsShared,
+    kHasDuplicates,
+    kEngine,
+    kNumWireRows,
+    kMaxDuplicates,  // the most places on the wire that one row has
+    kNumFields,      // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
+  };
+  int64_t field(Field f) const { return data_[f]; }
+
+  std::span<const int64_t> data_;
+  at::Tensor index_;
+};
+
+}  // namespace knapformer

@@ -1,0 +1,54 @@
+#include "knapformer/torch/feedback.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+
+void StepFeedback::begin_plan(const Plan& plan) {
+  ++num_plans_;
+  const double gamma = plan.input().workload.gamma;
+  Loads loads{.plan = num_plans_, .token_work = {}, .attention_work = {}};
+  for (size_t r = 0; r < plan.workload_after().size(); ++r) {
+    const double tokens = plan.input().workload.token_work(plan.tokens_after()[r], plan.input().d_model);
+    loads.token_work.push_back(tokens);
+    loads.attention_work.push_back(gamma > 0 ? (plan.workload_after()[r] - tokens) / gamma : 0.0);
+  }
+  recent_.push_back(std::move(loads));
+  if (recent_.size() > kPlansKept) recent_.pop_front();
+}
+
+void StepFeedback::observe(double seconds) {
+  if (!(seconds > 0) || !std::isfinite(seconds)) throw_argument("seconds", seconds, "a positive finite number");
+  own_ = {.plan = num_plans_, .seconds = seconds};
+}
+
+ObservedStep StepFeedback::take() { return std::exchange(own_, {}); }
+
+bool StepFeedback::add(std::span<const ObservedStep> observed) {
+  std::vector<LoadMeasurement> measured;
+  for (size_t r = 0; r < observed.size(); ++r) {
+    const auto loads =
+        std::find_if(recent_.begin(), recent_.end(), [&](const Loads& l) { return l.plan == observed[r].plan; });
+    if (loads == recent_.end()) continue;  // nothing to tell, or of too long ago
+    measured.push_back({.rank = static_cast<int32_t>(r),
+                        .token_work = loads->token_work[r],
+                        .attention_work = loads->attention_work[r],
+                        .seconds = observed[r].seconds});
+  }
+  observer_.add(measured);
+  return observer_.drifted() && !std::exchange(has_drifted_, true);
+}
+
+std::string StepFeedback::drift_message() const {
+  const auto percent = [](double error) { return std::lround(100 * error); };
+  return text("knapformer: the workload model that the balancer was given misses the observed step times by ",
+              percent(observer_.given_error()), "%; with gamma ", observer_.gamma(),
+              observer_.rank_speed().empty() ? "" : " and ranks of unequal speed", ", learned from them, by ",
+              percent(observer_.learned_error()), "%. Plans follow what was learned.");
+}
+
+}  // namespace knapformer

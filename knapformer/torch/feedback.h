@@ -1,0 +1,53 @@
+// Feedback of measured step times into later plans.
+//
+// What a rank measured of a step travels with the lengths of a later one. So all ranks get the same measurements at the
+// same plan, learn the same from them, and go on making the same plans.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "knapformer/core/model/load_observer.h"
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/torch/comm/gather_lengths.h"
+
+namespace knapformer {
+
+class StepFeedback {
+ public:
+  StepFeedback() = default;
+  StepFeedback(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
+      : observer_(gamma, std::move(rank_speed), num_ranks) {}
+
+  /// What is observed from now on is of this plan.
+  void begin_plan(const Plan& plan);
+  /// Throws ArgumentError where seconds are not positive and finite.
+  void observe(double seconds);
+  /// What this rank observed since the last call, for the other ranks.
+  ObservedStep take();
+  /// Learns from what all ranks observed, in rank order. True where that shows for the first time that the workload
+  /// model has drifted.
+  bool add(std::span<const ObservedStep> observed);
+  const LoadObserver& observer() const { return observer_; }
+  std::string drift_message() const;
+
+ private:
+  /// The loads of a plan, kept for measurements of it that are still to come.
+  struct Loads {
+    int64_t plan = 0;
+    std::vector<double> token_work, attention_work;  // per rank; attention at gamma = 1
+  };
+  static constexpr size_t kPlansKept = 8;
+
+  LoadObserver observer_{1.0, {}, 1};
+  std::deque<Loads> recent_;
+  int64_t num_plans_ = 0;
+  ObservedStep own_;
+  bool has_drifted_ = false;
+};
+
+}  // namespace knapformer

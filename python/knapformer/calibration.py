@@ -1,0 +1,144 @@
+"""Calibration: what was measured of a device, as a value and as a JSON file. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, attention_pairs
+from knapformer.json_file import read_json
+
+_FORMAT = "knapformer.calibration"
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s."""
+
+    num_ranks: int
+    latency_s: float
+    bytes_per_s: float
+    relative_rms_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of one device: t = k (24 l d^2 + gamma 4 a d), with a the pairs that the mask leaves, for all passes of a block.
+
+    May be given as `gamma` wherever one is expected: float(calibration) is its gamma.
+    """
+
+    gamma: float
+    seconds_per_flop: float  # k
+    d_model: int
+    recomputes: bool  # whether k holds a recomputation of the forward pass
+    relative_rms_error: float
+    relative_rms_error_without_gamma: float
+    noise: float  # between repeats: the median over lengths of their relative spread
+    mask: str = "full"  # that attention had
+    node: ExchangeCost | None = None  # between ranks of one node
+    network: ExchangeCost | None = None  # between nodes
+    warnings: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.gamma
+
+    @property
+    def flops_per_s(self) -> float:
+        """Sustained over whole blocks: the passes of a training step over k."""
+        return TrainedModel(recomputes=self.recomputes).token_passes / self.seconds_per_flop
+
+    def cluster_fields(self) -> dict[str, float]:
+        """What was measured of the fields of a Cluster."""
+        fields = {"flops_per_s": self.flops_per_s}
+        for name, cost in (("node", self.node), ("network", self.network)):
+            if cost is not None:
+                fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
+        return fields
+
+    def cluster(self, of: Cluster | None = None) -> Cluster:
+        """`of` (default: Cluster()) with what was measured here in its place."""
+        return (of or Cluster()).replace(**self.cluster_fields())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` reads; other keys may stand beside them."""
+        return {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_dict(fields: Any) -> Calibration:
+        """Raises ArgumentError, naming the field; keys that it does not know are passed over."""
+        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+            raise ArgumentError("calibration: expected what knapformer calibrate --json wrote")
+        if fields.get("version") != _VERSION:
+            raise ArgumentError(f"calibration: version: got {fields.get('version')!r}, expected {_VERSION}")
+        known = {field.name for field in dataclasses.fields(Calibration)}
+        given = {name: value for name, value in fields.items() if name in known}
+        _check_number("seconds_per_flop", given.get("seconds_per_flop"))
+        if not isinstance(given.get("mask"), str):
+            raise ArgumentError(f"calibration: mask: got {given.get('mask')!r}, expected a mask's text")
+        attention_pairs(given["mask"], 1)  # checks it
+        for name in ("gamma", "relative_rms_error", "relative_rms_error_without_gamma", "noise"):
+            _check_number(name, given.get(name), low=0.0)
+        if type(given.get("d_model")) is not int or given["d_model"] < 1:
+            raise ArgumentError(f"calibration: d_model: got {given.get('d_model')!r}, expected an integer >= 1")
+        if type(given.get("recomputes")) is not bool:
+            raise ArgumentError(f"calibration: recomputes: got {given.get('recomputes')!r}, expected true or false")
+        warnings = given.get("warnings", [])
+        if not isinstance(warnings, (list, tuple)) or not all(isinstance(text, str) for text in warnings):
+            raise ArgumentError(f"calibration: warnings: got {warnings!r}, expected a list of texts")
+        given["warnings"] = tuple(warnings)
+        for name in ("node", "network"):
+            given[name] = _exchange_of(name, given.get(name))
+        return Calibration(**given)
+
+    @staticmethod
+    def load(path: str | Path) -> Calibration:
+        """From a file of `knapformer calibrate --json`. Raises ArgumentError, OSError."""
+        fields = read_json(path, "calibration")
+        try:
+            return Calibration.from_dict(fields)
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from None
+
+
+def _check_number(name: str, value: Any, low: float | None = None) -> None:
+    """Above 0, or from `low` on."""
+    good = type(value) in (int, float) and math.isfinite(value) and (value > 0 if low is None else value >= low)
+    if not good:
+        expected = "> 0" if low is None else f">= {low:g}"
+        raise ArgumentError(f"calibration: {name}: got {value!r}, expected a finite number {expected}")
+
+
+def _exchange_of(name: str, fields: Any) -> ExchangeCost | None:
+    if fields is None:
+        return None
+    expected = {field.name for field in dataclasses.fields(ExchangeCost)}
+    if not isinstance(fields, dict) or set(fields) != expected:
+        raise ArgumentError(f"calibration: {name}: expected an object with {', '.join(sorted(expected))}")
+    _check_number(f"{name}: bytes_per_s", fields["bytes_per_s"])
+    for field in ("latency_s", "relative_rms_error", "num_ranks"):
+        _check_number(f"{name}: {field}", fields[field], 0)
+    return ExchangeCost(**fields)
+
+
+def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
+    """latency_s and bytes_per_s by least squares of relative errors: sizes span orders of magnitude.
+
+    num_bytes: sent by a rank in one all-to-all. Raises StateError where the times do not grow with the bytes.
+    """
+    # s = a + b n, each row divided by s: minimises sum (a / s + b n / s - 1)^2.
+    rows = [(1 / s, n / s) for n, s in zip(num_bytes, seconds, strict=True)]
+    uu, uv, vv = (math.fsum(terms) for terms in zip(*((u * u, u * v, v * v) for u, v in rows), strict=True))
+    ut, vt = (math.fsum(column) for column in zip(*rows, strict=True))
+    det = uu * vv - uv * uv
+    latency_s = max(0.0, (ut * vv - vt * uv) / det) if det > 0 else 0.0
+    seconds_per_byte = (vt - latency_s * uv) / vv
+    if not seconds_per_byte > 0:
+        raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
+    squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
+    return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))

@@ -1,0 +1,1 @@
+"""The command `knapformer`: its subcommands, and what they share."""

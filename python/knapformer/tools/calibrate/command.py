@@ -1,0 +1,63 @@
+"""`knapformer calibrate`: measures a model's blocks and the group's exchanges, and fits the workload model to them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from knapformer.tools.cli_args import MAX_RANKS, add_device, check_torch, counts, device_settings, integer
+from knapformer.tools.files import check_outputs
+from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
+from knapformer.tools.plots import check_plot
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "calibrate", help="measures blocks and exchanges here, and fits k and gamma", description=__doc__
+    )
+    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="tokens, such as 256,512,...,16384 (default: 7, by the model's width)"
+    )
+    parser.add_argument(
+        "--ranks", type=integer(1, MAX_RANKS), metavar="N",
+        help="local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=integer(1, 10**6), default=10, metavar="N", help="of each length (default 10)"
+    )
+    parser.add_argument("--warmup", type=integer(1, 10**6), default=2, metavar="N", help="before them (default 2)")
+    add_device(parser)
+    parser.add_argument("--json", metavar="FILE", help="writes what --calibration of other commands takes")
+    parser.add_argument("--picture", metavar="FILE", help="measured against predicted: .png, .svg or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_torch()
+    from knapformer.models.registry import load_config
+    from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths
+
+    num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
+    check_outputs({"--json": args.json, "--picture": args.picture})
+    check_plot(args.picture)
+    model = load_config(args.model)
+    lengths = default_lengths(model.d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
+    settings = CalibrationSettings(
+        model=model,
+        model_name=args.model,
+        lengths=tuple(lengths),
+        num_ranks=num_ranks,
+        num_rounds=args.repeats,
+        num_warmup_rounds=args.warmup,
+        **device_settings(args),
+        json_path=args.json,
+        plot_path=args.picture,
+    )
+    if num_ranks > 1:
+        run_on_ranks(args.argv, "knapformer.tools.calibrate.worker", settings)
+        return
+    from knapformer.tools.calibrate.worker import calibrate
+    from knapformer.tools.measure.device import use_device
+
+    calibrate(settings, use_device(args.device, args.threads))

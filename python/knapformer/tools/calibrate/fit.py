@@ -1,0 +1,78 @@
+"""From measured times to a calibration, and warnings where it should not be trusted. Needs no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from knapformer import StateError, WorkloadFit, fit_workload
+from knapformer.calibration import Calibration, ExchangeCost
+from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
+
+MIN_LENGTHS = 4  # two numbers are fitted
+MIN_SPAN = 8.0  # longest over shortest: attention's share has to change
+MAX_NOISE = 0.10  # median over the lengths of the relative spread between repeats
+MAX_ERROR = 0.10  # relative RMS of the fit
+MAX_EXCHANGE_ERROR = 0.25  # the same of an all-to-all's fit: a line over sizes of three orders of magnitude
+
+
+def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float) -> list[str]:
+    """Why a fit is poor, one sentence each; none where it is not."""
+    found = []
+    distinct = sorted(set(lengths))
+    if len(distinct) < MIN_LENGTHS:
+        found.append(f"{len(distinct)} lengths for two numbers, expected at least {MIN_LENGTHS}")
+    if distinct[-1] < MIN_SPAN * distinct[0]:
+        found.append(
+            f"lengths from {distinct[0]} to {distinct[-1]}, expected the longest {MIN_SPAN:g} times the shortest"
+        )
+    if noise > MAX_NOISE:
+        found.append(f"repeats spread by {noise:.1%} of their median, expected at most {MAX_NOISE:.0%}")
+    if fit.relative_rms_error > MAX_ERROR:
+        found.append(f"the fit is off by {fit.relative_rms_error:.1%} (RMS), expected at most {MAX_ERROR:.0%}")
+    if not plausible(fit.gamma):
+        found.append(f"gamma is {fit.gamma:.3g}, expected {GAMMA_RANGE[0]:g} to {GAMMA_RANGE[1]:g}")
+    return [f"poor fit: {why}" for why in found]
+
+
+def exchange_warnings(name: str, cost: ExchangeCost) -> list[str]:
+    """As `fit_warnings`, of the all-to-all of a kind of group ("node", "network")."""
+    if cost.relative_rms_error <= MAX_EXCHANGE_ERROR:
+        return []
+    return [
+        f"poor fit: the {name}'s all-to-all is off by {cost.relative_rms_error:.0%} (RMS) from latency and rate, "
+        f"expected at most {MAX_EXCHANGE_ERROR:.0%}"
+    ]
+
+
+def calibration_of(
+    lengths: Sequence[int],
+    latencies_s: Sequence[float],
+    spreads: Sequence[float],
+    d_model: int,
+    *,
+    recomputes: bool,
+    mask: str = "full",
+) -> Calibration:
+    """latencies_s: of one block over one sequence of each length; spreads: relative, between their repeats.
+
+    Raises ArgumentError for fewer than two distinct lengths, StateError where the best k or gamma is negative.
+    """
+    fit = fit_workload(lengths, latencies_s, d_model, mask)
+    if fit.gamma < 0:
+        raise StateError(
+            f"poor fit: the best gamma is {fit.gamma:.3g}, expected one >= 0: attention does not show in the times; "
+            "measure longer lengths, or on an idle machine"
+        )
+    noise = statistics.median(spreads)
+    return Calibration(
+        gamma=fit.gamma,
+        seconds_per_flop=fit.seconds_per_flop,
+        d_model=d_model,
+        recomputes=recomputes,
+        relative_rms_error=fit.relative_rms_error,
+        relative_rms_error_without_gamma=fit.relative_rms_error_without_gamma,
+        noise=noise,
+        mask=mask,
+        warnings=tuple(fit_warnings(lengths, fit, noise)),
+    )

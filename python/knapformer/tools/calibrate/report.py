@@ -1,0 +1,114 @@
+"""What a calibration shows: a table, sentences, a JSON file, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from knapformer import WorkloadModel
+from knapformer.calibration import Calibration
+from knapformer.tools.calibrate.settings import CalibrationSettings
+from knapformer.tools.files import terminal_or_wide, write_json
+
+if TYPE_CHECKING:
+    from knapformer.tools.measure.blocks import BlockTimes
+
+
+def write_report(
+    settings: CalibrationSettings, calibration: Calibration, times: BlockTimes, details: dict[str, Any]
+) -> None:
+    """Table and sentences on standard output; JSON and plot where asked for."""
+    write_json(settings.json_path, {**calibration.to_dict(), **details})
+    if settings.plot_path is not None:
+        draw(settings.plot_path, calibration, times, f"{settings.model_name}, {device_name(details)}")
+    console = terminal_or_wide()
+    ranks = f"{settings.num_ranks} ranks" if settings.num_ranks > 1 else "1 rank"
+    head = f"{settings.model_name} in {details['dtype']} on {device_name(details)}, {ranks}"
+    console.print(head, soft_wrap=True, highlight=False)
+    console.print(_table(calibration, times))
+    for sentence in sentences(calibration):
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+
+
+def device_name(details: dict[str, Any]) -> str:
+    return str(details["environment"]["accelerator"] or details["environment"]["processor"])
+
+
+def predicted_s(calibration: Calibration, length: int) -> float:
+    """Of one block's passes over a sequence."""
+    work = WorkloadModel(calibration.gamma).work(length, calibration.d_model, calibration.mask)
+    return calibration.seconds_per_flop * work
+
+
+def without_gamma(calibration: Calibration, times: BlockTimes) -> Calibration:
+    """The best fit with attention's FLOPs counted like all others: gamma 1."""
+    model = WorkloadModel(1.0)
+    work = [model.work(length, calibration.d_model, calibration.mask) for length in times.lengths]
+    k = sum(w * s for w, s in zip(work, times.per_block(), strict=True)) / sum(w * w for w in work)
+    return dataclasses.replace(calibration, gamma=1.0, seconds_per_flop=k)
+
+
+def _table(calibration: Calibration, times: BlockTimes) -> Table:
+    passes = "forward, recompute and backward" if calibration.recomputes else "forward and backward"
+    table = Table(caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds")
+    names = [f"{count} x {name}" for name, count in times.kinds]
+    for column in ("tokens", *names, "mean block", "spread", "predicted", "error"):
+        table.add_column(column, justify="right")
+    rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
+    for length, kinds, block_s, spread in rows:
+        expected_s = predicted_s(calibration, length)
+        table.add_row(
+            f"{length:,}",
+            *(f"{statistics.median(seconds) * 1e3:.3f}" for seconds in kinds),
+            f"{block_s * 1e3:.3f}",
+            f"{spread:.1%}",
+            f"{expected_s * 1e3:.3f}",
+            f"{expected_s / block_s - 1:+.1%}",
+        )
+    return table
+
+
+def sentences(calibration: Calibration) -> list[str]:
+    found = [
+        f"gamma {calibration.gamma:.3f}, k {calibration.seconds_per_flop:.3e} s per FLOP (forward), which is "
+        f"{calibration.flops_per_s / 1e12:.3g} TFLOP/s. The fit is off by {calibration.relative_rms_error:.1%} (RMS), "
+        f"without gamma by {calibration.relative_rms_error_without_gamma:.1%}."
+    ]
+    for name, cost in (("inside the node", calibration.node), ("between nodes", calibration.network)):
+        if cost is not None:
+            found.append(
+                f"All-to-all {name}, {cost.num_ranks} ranks: {cost.latency_s * 1e6:.3g} us and "
+                f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
+                f"{cost.relative_rms_error:.1%} (RMS)."
+            )
+    return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]
+
+
+def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> None:
+    """Measured against predicted, over the length; and how far off the predictions are."""
+    from knapformer.tools.plots import COLOURS, new_figure, save_figure, set_title
+
+    figure, (latency, error) = new_figure(2, 11, 4)
+    measured_s = times.per_block()
+    low, high = min(times.lengths), max(times.lengths)
+    curve = sorted({round(low * (high / low) ** (i / 100)) for i in range(101)})
+    fits = ((calibration, COLOURS[1]), (without_gamma(calibration, times), COLOURS[0]))
+    half_spreads = [s * spread / 2 for s, spread in zip(measured_s, times.spreads(), strict=True)]
+    for fit, colour in fits:
+        name = f"predicted, gamma {fit.gamma:.3g}"
+        latency.plot(curve, [predicted_s(fit, n) for n in curve], color=colour, label=name)
+        off = [100 * (predicted_s(fit, n) / s - 1) for n, s in zip(times.lengths, measured_s, strict=True)]
+        error.plot(times.lengths, off, "o-", color=colour, label=name)
+    latency.errorbar(
+        times.lengths, measured_s, half_spreads, fmt="o", color="black", capsize=3, label="measured: median and spread"
+    )
+    latency.set(xscale="log", yscale="log", xlabel="tokens of a sequence", title="one block's passes, s")
+    error.set(xscale="log", xlabel="tokens of a sequence", title="predicted over measured, %")
+    error.axhline(0, color="black", linewidth=0.8)
+    for axis in (latency, error):
+        axis.legend(frameon=False)
+    set_title(figure, title)
+    save_figure(figure, path)

@@ -1,0 +1,110 @@
+"""The command `knapformer`: its subcommands, each of which lives beside what it does, and how they end.
+
+Whatever is wrong with the input ends in one line on standard error and exit status 2, before any work is done. What
+goes wrong later ends in one line and status 1. `plan` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import knapformer
+from knapformer import ArgumentError, StateError
+from knapformer.tools import plan as plan_command
+from knapformer.tools import tune
+from knapformer.tools.calibrate import command as calibrate
+from knapformer.tools.files import OutputError
+from knapformer.tools.launch import speaks, started_here
+from knapformer.tools.predict import command as predict
+from knapformer.tools.replay import command as replay
+from knapformer.tools.report import command as report
+from knapformer.tools.simulate import command as simulate
+
+_COMMANDS = (plan_command, simulate, tune, calibrate, replay, predict, report)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Subcommands' parsers are of this class too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="knapformer", description="Load balancing for diffusion transformers.")
+    parser.add_argument("--version", action="version", version=f"knapformer {knapformer.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    if sys.stderr is None:  # closed; print would take standard output in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser().parse_args(given)
+    except SystemExit as asked:  # of argparse, for wrong arguments, --help and --version
+        return int(asked.code or 0)
+    if sys.stdout is None:
+        return _complain(args.command, "standard output: got a closed one, expected one that is open", 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    try:
+        _check_texts(args)
+        args.argv = given  # for ranks, which run the command again
+        args.run(args)
+        sys.stdout.flush()
+    except OutputError as error:
+        return _complain(args.command, f"{error.filename}: {error.strerror}", 1)
+    except OSError as error:
+        if error.filename is not None:  # of a file to read
+            return _complain(args.command, f"{error.filename}: {error.strerror}", 2)
+        try:
+            sys.stdout.flush()
+        except OSError:  # what was not printed is dropped: the interpreter would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
+            return 1
+        return _complain(args.command, error.strerror or error, 1)
+    except ArgumentError as error:
+        return _complain(args.command, error, 2)
+    except StateError as error:
+        return _complain(args.command, error, 1)
+    except KeyboardInterrupt:
+        return _complain(args.command, "interrupted", 130)
+    return 0
+
+
+def _check_texts(args: argparse.Namespace) -> None:
+    """None is empty, and only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
+    for name, given in vars(args).items():
+        option = "PLAN.json" if name == "plan" else "--" + name.replace("_", "-")
+        for text in given if isinstance(given, list) else [given]:
+            if text == "":
+                raise ArgumentError(f"{option}: got '', expected a text that is not empty")
+            if name in ("topology", "data", "mix", "mask") and text is not None and not text.isprintable():
+                raise ArgumentError(f"{option}: got {text!r}, expected printable UTF-8")
+
+
+def _complain(command: str, error: object, status: int) -> int:
+    # Ranks see the same input, and one of them says so. Those that were started here have somebody who speaks for them.
+    if speaks() or (status != 2 and not started_here()):
+        print(f"knapformer {command}: {_one_line(error)}", file=sys.stderr)
+    return status
+
+
+def _one_line(message: object) -> str:
+    """What came may be long: then the middle is left out, since what was expected stands at the end."""
+    line = " ".join(str(message).split())
+    return line if len(line) <= 800 else f"{line[:400]} ... {line[-400:]}"

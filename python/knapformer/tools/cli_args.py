@@ -1,0 +1,368 @@
+"""What commands take alike: numbers with bounds, the lengths to plan, the workload, what a plan must keep to, the
+cluster and the trained model, how blocks are run, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, TrainedModel, solver_names
+from knapformer._core import DEFAULT_GAMMA, MASK_FORMS, MAX_SEQUENCE_TOKENS
+from knapformer.installed_torch import torch_problem
+from knapformer.json_file import parse_json, read_json
+from knapformer.tools.launch import speaks
+
+if TYPE_CHECKING:
+    import torch
+
+    from knapformer.models.config import BaseConfig
+
+MAX_RANKS = 1 << 20
+Lengths = list[list[int]]  # for each rank those of its sequences, in tokens
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {low} to {high}")
+        return value
+
+    return parse
+
+
+def number(low: float, inclusive: bool = True) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (value > low or (inclusive and value == low))):
+            sign = ">=" if inclusive else ">"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number {sign} {low:g}")
+        return value
+
+    return parse
+
+
+def counts(text: str, argument: str, high: int) -> list[int]:
+    """'32,128,...,2048' is 32, 128, 512, 2048: dots go on by the ratio of the two before, up to the next count.
+
+    Raises ArgumentError, naming `argument`.
+    """
+    values: list[int] = []
+    dots = False
+    for item in (part.strip() for part in text.split(",")):
+        if item == "...":
+            if len(values) < 2 or dots or values[-1] <= values[-2] or values[-1] % values[-2]:
+                raise ArgumentError(
+                    f"{argument}: got {text!r}, expected dots only after two counts, the second a multiple of the first"
+                )
+            dots = True
+            continue
+        if not (item.isascii() and item.isdigit() and 1 <= int(item) <= high):
+            raise ArgumentError(f"{argument}: got {item!r}, expected counts from 1 to {high}, such as 32,128,...,2048")
+        last = int(item)
+        if dots:
+            ratio = values[-1] // values[-2]
+            while values[-1] * ratio < last:
+                values.append(values[-1] * ratio)
+            if last <= values[-1]:
+                raise ArgumentError(f"{argument}: got {text!r}, expected dots that go up to a higher count")
+            dots = False
+        values.append(last)
+    if dots:
+        raise ArgumentError(f"{argument}: got {text!r}, expected a count after the dots")
+    return values
+
+
+def effort(text: str) -> int | str:
+    return text if text in ("low", "default", "high") else integer(0, 2**62)(text)
+
+
+def speeds(text: str) -> list[float]:
+    return [number(0, inclusive=False)(speed) for speed in text.split(",")]
+
+
+def add_data(parser: argparse._ActionsContainer, required: bool) -> None:
+    parser.add_argument(
+        "--data",
+        metavar="CODES|MIX",
+        required=required,
+        help=f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}",
+    )
+
+
+def add_seed(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--seed", type=integer(0, 2**64 - 1), default=0, help="of the data (default 0)")
+
+
+def add_d_model(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--d-model", type=integer(1, 1 << 20), default=3072, metavar="D", help="width, in features (default 3072)"
+    )
+
+
+def add_draw(parser: argparse._ActionsContainer) -> None:
+    add_seed(parser)
+    parser.add_argument(
+        "--scale", type=number(0, inclusive=False), default=1.0, metavar="F", help="divides the resolutions (default 1)"
+    )
+    parser.add_argument(
+        "--max-text-tokens", type=integer(0, 1 << 20), default=392, metavar="N", help="per sample (default 392)"
+    )
+
+
+def add_lengths_file(source: argparse._ActionsContainer) -> None:
+    """What `read_lengths` reads."""
+    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """What `batches` reads."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    add_data(source, required=False)
+    add_lengths_file(source)
+    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help="with --data")
+    add_draw(parser)
+
+
+def add_solver(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """default: None for the planner's."""
+    names = solver_names()
+    parser.add_argument(
+        "--solver",
+        default=default or names[0],
+        choices=names,
+        help="default: the planner's" if default is None else f"default {default}",
+    )
+
+
+def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None:
+    """--gamma, or --calibration in its place; `gamma_and_calibration` reads them.
+
+    can_fit: --gamma takes 'fit' as well, which is then its default: None in args.gamma.
+    """
+    options = parser.add_mutually_exclusive_group()
+
+    def parse(text: str) -> float | None:
+        return None if can_fit and text == "fit" else number(0)(text)
+
+    options.add_argument(
+        "--gamma",
+        type=parse,
+        default=None if can_fit else DEFAULT_GAMMA,
+        help="attention's cost per FLOP"
+        + ("; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"),
+    )
+    options.add_argument(
+        "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
+    )
+
+
+def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
+    """What add_gamma took: gamma (None where it is to be fitted), and the calibration it came from.
+
+    Says on standard error what the calibration warns of. Raises ArgumentError, OSError.
+    """
+    if args.calibration is None:
+        return args.gamma, None
+    calibration = Calibration.load(args.calibration)
+    for warning in calibration.warnings if speaks() else ():
+        print(f"{args.calibration}: {warning}", file=sys.stderr)
+    return calibration.gamma, calibration
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `device_settings` reads them."""
+    parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
+    parser.add_argument(
+        "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
+    )
+
+
+def device_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of SimulationSettings and CalibrationSettings."""
+    return {
+        "dtype": args.dtype,
+        "device": args.device,
+        "checkpointing": not args.no_checkpoint,
+        "threads": args.threads,
+    }
+
+
+def add_results(parser: argparse.ArgumentParser, device: str) -> None:
+    """--peak-tflops, of the `device`, --json and --report: what measured steps come to, and where it goes."""
+    parser.add_argument("--peak-tflops", type=number(0, inclusive=False), metavar="F", help=f"of {device}; reports HFU")
+    parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
+    parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    add_gamma(parser)
+    add_d_model(parser)
+    parser.add_argument("--mask", default="full", metavar="M", help=f"of all sequences: {MASK_FORMS} (default full)")
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """What `limits` reads."""
+    parser.add_argument(
+        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
+    )
+    parser.add_argument("--rank-speed", type=speeds, default=[], metavar="F,F,...", help="per rank, relative")
+    add_model_options(parser)
+
+
+def limits(args: argparse.Namespace, calibration: Calibration | None = None) -> dict[str, Any]:
+    """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
+    cluster, model = cost_parameters(args, calibration)
+    return {
+        "max_tokens_per_rank": args.max_tokens_per_rank,
+        "rank_speed": args.rank_speed,
+        "cluster": cluster,
+        "model": model,
+    }
+
+
+def add_cluster_options(group: argparse._ActionsContainer) -> None:
+    names = ", ".join(Cluster.names())
+    group.add_argument(
+        "--cluster", metavar="NAME|FILE",
+        help=f"{names} (default {Cluster.names()[0]}), published (the paper's cluster and code), or a JSON file with "
+        "'cluster' and 'model'",
+    )  # fmt: skip
+    group.add_argument("--ranks-per-node", type=integer(1, MAX_RANKS), metavar="N", help="default 8")
+    group.add_argument(
+        "--shard-ranks", type=integer(1, MAX_RANKS), metavar="N", help="that FSDP shards over (default 32)"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the cluster and the model")
+    add_cluster_options(group)
+    group.add_argument("--blocks", type=integer(1, MAX_RANKS), metavar="N", help="transformer blocks (default 57)")
+    group.add_argument("--parameters", type=number(0), metavar="F", help="default 12e9")
+    group.add_argument("--heads", type=integer(1, MAX_RANKS), metavar="N", help="of attention (default: as if even)")
+    group.add_argument(
+        "--mode", choices=("training", "lora", "inference"), help="what a step computes (default training)"
+    )
+    group.add_argument("--no-checkpoint", action="store_true", help="activations are kept, not recomputed")
+
+
+def cost_parameters(
+    args: argparse.Namespace, calibration: Calibration | None = None, of: Plan | None = None
+) -> tuple[Cluster, TrainedModel]:
+    """The named cluster, or that of a plan; over it what was measured, over that what single options say.
+
+    Raises ArgumentError, OSError.
+    """
+    if args.cluster is None:
+        cluster, model = (Cluster(), TrainedModel()) if of is None else (of.cluster, of.model)
+    else:
+        cluster, model = read_cluster(args.cluster)
+    if calibration is not None:
+        cluster = calibration.cluster(of=cluster)
+    options = {
+        "shard_ranks": args.shard_ranks,
+        "num_blocks": getattr(args, "blocks", None),
+        "num_parameters": getattr(args, "parameters", None),
+        "num_heads": getattr(args, "heads", None),
+        "mode": getattr(args, "mode", None),
+        "recomputes": False if args.no_checkpoint else None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.ranks_per_node is not None:
+        cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
+    return cluster, model.replace(**given)
+
+
+def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:
+    """A named cluster, or {"cluster": {field: value}, "model": {field: value}} from a file."""
+    if name == "published":
+        return Cluster.published(), TrainedModel()
+    if name in Cluster.names():
+        return Cluster(name), TrainedModel()
+    if not Path(name).exists():
+        known = ", ".join([*Cluster.names(), "published"])
+        raise ArgumentError(f"--cluster: got {name!r}, expected {known}, or a JSON file that exists")
+    content = read_json(name, "--cluster")
+    if not isinstance(content, dict) or not set(content) <= {"cluster", "model"}:
+        raise ArgumentError(f"--cluster: {name}: expected an object with 'cluster' and 'model'")
+    parts = {part: content.get(part, {}) for part in ("cluster", "model")}
+    for part, fields in parts.items():
+        if not isinstance(fields, dict):
+            raise ArgumentError(f"--cluster: {name}: {part}: expected an object")
+    try:
+        return Cluster(**parts["cluster"]), TrainedModel(**parts["model"])
+    except ArgumentError as error:
+        raise ArgumentError(f"--cluster: {name}: {error}") from None
+
+
+def trained_model(
+    config: BaseConfig, dtype: torch.dtype, checkpointing: bool, of: TrainedModel | None = None
+) -> TrainedModel:
+    """`of` (default: TrainedModel()) with the fields of a model that is run here."""
+    return (of or TrainedModel()).replace(
+        num_blocks=config.depth, element_size=dtype.itemsize, recomputes=checkpointing,
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+    )  # fmt: skip
+
+
+def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:
+    """What --cluster would read."""
+    return {"cluster": cluster.to_dict(), "model": model.to_dict()}
+
+
+def batches(args: argparse.Namespace, steps: range, check: Callable[[int], object] | None = None) -> Iterator[Lengths]:
+    """The lengths of --lengths, or those that --data draws in each of the steps.
+
+    `check` sees the number of ranks before anything is drawn. Raises ArgumentError, OSError.
+    """
+    if args.lengths is not None:
+        yield read_lengths(args.lengths, args.ranks)
+        return
+    if args.ranks is None:
+        raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
+    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
+    mix.check_divides(args.ranks)
+    if check is not None:
+        check(args.ranks)
+    for step in steps:
+        yield mix.draw_lengths(args.seed, step, args.ranks)
+
+
+def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
+    """A JSON list of lists of integers from a file, or from standard input for '-'.
+
+    num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
+    """
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("--lengths: got '-', expected a standard input that is open")
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    lengths = parse_json(content, f"--lengths: {path}")
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(lens, list) for lens in lengths):
+        raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
+    for rank, lens in enumerate(lengths):
+        for length in lens:
+            if type(length) is not int or not 1 <= length <= MAX_SEQUENCE_TOKENS:
+                expected = f"an integer from 1 to {MAX_SEQUENCE_TOKENS}"
+                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected {expected}")
+    if num_ranks not in (None, len(lengths)):
+        raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(lengths)}, as --lengths has, or none")
+    return lengths
+
+
+def check_torch() -> None:
+    """Raises ArgumentError where this installation cannot run commands that move tensors."""
+    problem = torch_problem()
+    if problem is not None:
+        raise ArgumentError(problem)

@@ -1,0 +1,136 @@
+"""Where output goes: files, checked before the work starts and written whole or not at all; and the console."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from knapformer import ArgumentError
+
+
+class OutputError(OSError):
+    """A file could not be written: what it is, and at which path."""
+
+
+def check_outputs(paths: Mapping[str, str | None]) -> None:
+    """Of one command: the path of each file that it is to write, by option; None where none is asked for.
+
+    Raises ArgumentError, naming the option, where a file could not be written, or another one goes to the same place.
+    """
+    options: dict[str, str] = {}  # by the file that is written
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if (expected := _what_is_missing(path)) is not None:
+            raise ArgumentError(f"{option}: got {path!r}, expected {expected}")
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ArgumentError(f"{option}: got {path!r}, expected another file than {other} writes")
+
+
+def _what_is_missing(path: str) -> str | None:
+    """For a file to be written there."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = None
+    except OSError as error:
+        return f"the path of a file ({error.strerror})"
+    if not path or path.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
+        return "the path of a file"
+    # Root may write to what nobody may; whoever took the permission away meant it.
+    if mode is not None and not (os.access(path, os.W_OK) and mode & 0o222):
+        return "a file that may be written to"
+    if mode is not None and not stat.S_ISREG(mode):
+        return None
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        return "a file in a folder that exists"
+    return None if os.access(folder, os.W_OK) else "a file in a folder that may be written to"
+
+
+def write_json(path: str | None, value: Any) -> None:
+    """To a file, to standard output for '-', nowhere for None. Raises OutputError."""
+    if path is None:
+        return
+    text = json.dumps(value, indent=1, allow_nan=False)
+    if path == "-":
+        print(text)
+    else:
+        write_atomically(path, text + "\n")
+
+
+def write_atomically(path: str, content: str | bytes) -> None:
+    """Whoever looks at the file sees the old content or the new, never a part. Of a link the target is replaced.
+
+    What is no regular file (a device, a pipe), or is open as this process's standard output or error, is written into.
+    Raises OutputError.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        through = _descriptor_of(path)
+        if through is None:
+            _replace(os.path.realpath(path), data)
+        else:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what was printed before comes before
+            with os.fdopen(through, "wb") as file:
+                file.write(data)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror, path) from error
+
+
+def _descriptor_of(path: str) -> int | None:
+    """To write into; None where there is no file yet, or a regular one to replace."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return None
+    for standard in (1, 2):
+        # Not opened anew: that would begin at the start of a file that the output was redirected to.
+        with contextlib.suppress(OSError):  # it may be closed
+            if os.path.samestat(there, os.fstat(standard)):
+                return os.dup(standard)
+    return None if stat.S_ISREG(there.st_mode) else os.open(path, os.O_WRONLY)
+
+
+def _replace(target: str, data: bytes) -> None:
+    """target: not a link."""
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".knapformer.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, _mode_of(target))  # mkstemp makes a private file
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _mode_of(target: str) -> int:
+    """As open() would leave it."""
+    try:
+        return stat.S_IMODE(os.stat(target).st_mode)
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
+
+
+def terminal_or_wide() -> Console:
+    """Standard output: as wide as the terminal; into a file or pipe wide enough that no table is cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

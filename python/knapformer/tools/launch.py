@@ -1,0 +1,143 @@
+"""A command on ranks: those that torchrun has started, or local ones that torchrun's launcher starts here.
+
+A rank that is started here runs the command again, with the same arguments. Where one fails, it hands the reason to the
+launcher, and the command ends in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from knapformer import ArgumentError, StateError
+
+_RUN_ID = "knapformer"  # torchrun's name of a run: tells ranks that were started here
+_TRACEBACK = "KNAPFORMER_TRACEBACK"  # in the environment: failures print theirs
+
+
+def started_here() -> bool:
+    """Whether this process is a rank that run_on_ranks has started."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == _RUN_ID
+
+
+def speaks() -> bool:
+    """Whether this process is the one that tells what all ranks of a command find alike."""
+    return os.environ.get("RANK", "0") == "0" and not started_here()
+
+
+def started_ranks() -> int | None:
+    """How many ranks torchrun has started, where this process is one of them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"} <= os.environ.keys():
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def check_ranks(asked: int | None) -> int:
+    """How many ranks a command runs on: those asked for by --ranks, or those that torchrun has started.
+
+    Raises ArgumentError where there are neither, or they differ.
+    """
+    started = started_ranks()
+    num_ranks = asked if asked is not None else started
+    if num_ranks is None:
+        raise ArgumentError("--ranks: got none, expected the number of ranks to start")
+    if started is not None and num_ranks != started:
+        raise ArgumentError(f"--ranks: got {num_ranks}, expected {started}, as torchrun has started")
+    return num_ranks
+
+
+def check_device(name: str, num_local: int) -> bool:
+    """Whether this machine has a GPU for each of its ranks. Raises ArgumentError where name, "cuda", asks for them."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and num_gpus < num_local:
+        raise ArgumentError(f"device: got 'cuda', expected 'cpu': {num_gpus} GPUs for {num_local} ranks")
+    return num_gpus >= num_local
+
+
+def run_on_ranks(argv: Sequence[str], worker: str, settings: Any) -> None:
+    """Runs run_rank(settings) of the module `worker` on every rank; rank 0 reports. A rank's process ends in here.
+
+    argv: of the command. settings: with num_ranks, device and threads. Raises ArgumentError where this machine lacks
+    the devices, StateError, in one line, where a rank fails.
+    """
+    started = started_ranks()
+    num_local = settings.num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    check_device(settings.device, num_local)
+    if started is None:
+        _start_ranks(argv, num_local, settings.threads)
+        return
+    try:
+        importlib.import_module(worker).run_rank(settings)
+    except BaseException as error:
+        if os.environ.get(_TRACEBACK):
+            traceback.print_exception(error)
+        if not isinstance(error, KeyboardInterrupt):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+            if not started_here():
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(f"knapformer {argv[0]}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
+        _leave(1)
+    _leave(0)
+
+
+def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The launcher logs what ChildFailedError says again, with a traceback.
+    for name in ("elastic", "launcher"):
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    for name, value in {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    try:
+        with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_ranks,
+                run_id=_RUN_ID,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            )
+            elastic_launch(config, sys.executable)("-m", "knapformer", *argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        # What the rank recorded; one that was killed leaves the launcher's own words.
+        message: object = failure.message
+        reason = str(message["message"] if isinstance(message, dict) else message).strip()
+        if failure.exitcode > 0 and not isinstance(message, dict):
+            reason = f"exit status {failure.exitcode}"
+        raise StateError(f"rank {rank} failed: {reason.splitlines()[0]}") from None
+    except SignalException as error:  # the launcher has ended the ranks
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise StateError(f"ended by {error.sigval.name}") from None
+    except RendezvousError as error:
+        raise StateError(f"the ranks could not be started: {error}") from None
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends this rank without the interpreter's own end.
+
+    That would take the groups apart: with collectives in flight it could wait for ranks that wait for this one, and now
+    and then it aborts in a thread of theirs when all is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,133 @@
+"""A model's blocks of each kind, alone and ready to run, and their times over a range of lengths. Needs torch.
+
+One block of a kind stands for all: they are alike. A model of one block is built for each, so that a model whose
+blocks together would fill many devices fits one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer.models.config import BaseConfig
+from knapformer.models.model import PackedModel
+from knapformer.models.parallel import init_weights, set_checkpointing
+from knapformer.models.registry import build_model
+from knapformer.models.step import PackedStep
+from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
+
+# Short sequences are measured several at a time, packed, as they run.
+_TOKENS_PER_RUN = {"cpu": 1024, "cuda": 8192}
+_TEXT_SHARE = 0.1  # of a sequence's length: both halves of a double-stream block run, and neither decides the time
+
+
+def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
+    """Of a sequence of which only the length is known."""
+    num_tokens = int(_TEXT_SHARE * seq_len)
+    return num_tokens if config.text_limit is None else min(num_tokens, config.text_limit)
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    name: str
+    count: int  # how many of them the model has
+    model: PackedModel  # with one block, of this kind
+
+    def work(self, step: PackedStep, text_lens: Sequence[int]) -> Work:
+        """A forward (and recompute) and backward pass of the block over the chunks of `step`, ready to run.
+
+        text_lens: as in PackedModel.block_inputs.
+        """
+        weight = next(self.model.parameters())
+
+        def rows(count: int) -> Tensor:
+            shape = (count, self.model.config.d_model)
+            return torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True)
+
+        (block,) = (block for blocks in self.model.block_lists() for block in blocks)
+        streams, rest = self.model.block_inputs(step, text_lens, rows)
+        gradients = [torch.ones_like(stream) for stream in streams]
+        self.model.zero_grad(set_to_none=True)
+
+        def run() -> None:
+            outputs = block(*streams, *rest)
+            torch.autograd.backward(outputs if isinstance(outputs, tuple) else (outputs,), gradients)
+
+        return run
+
+
+def kinds_of(config: BaseConfig) -> list[tuple[str, int, Any]]:
+    """Name and number of a model's blocks of each kind, and the configuration with one of them alone."""
+    fields = config.block_counts.values()
+    kinds = [
+        (name, getattr(config, field), dataclasses.replace(config, **{other: int(other == field) for other in fields}))  # type: ignore[type-var]
+        for name, field in config.block_counts.items()
+    ]
+    return [kind for kind in kinds if kind[1] > 0]
+
+
+def build_kinds(config: BaseConfig, dtype: torch.dtype, device: torch.device, checkpointing: bool) -> list[BlockKind]:
+    kinds = []
+    for name, count, alone in kinds_of(config):
+        model = build_model(alone, dtype, device)
+        init_weights(model)
+        set_checkpointing(model, checkpointing)
+        kinds.append(BlockKind(name, count, model))
+    return kinds
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of forward, recompute and backward over one sequence, [kind][length][round]."""
+
+    kinds: list[tuple[str, int]]  # name, and how many blocks of it the model has
+    lengths: list[int]
+    seconds: list[list[list[float]]]
+
+    def per_block(self, of: Callable[[Sequence[float]], float] = statistics.median) -> list[float]:
+        """For each length the mean over the model's blocks, from `of` the rounds of each kind."""
+        num_blocks = sum(count for _, count in self.kinds)
+        return [
+            sum(count * of(times) for (_, count), times in zip(self.kinds, column, strict=True)) / num_blocks
+            for column in zip(*self.seconds, strict=True)
+        ]
+
+    def spreads(self) -> list[float]:
+        """For each length the relative spread of its rounds, of the kind where that is largest."""
+        return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]
+
+
+def time_blocks(
+    config: BaseConfig,
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    on_done: Callable[[], None] = lambda: None,
+) -> BlockTimes:
+    """on_done is called after each of kinds x lengths x rounds measurements."""
+    kinds = build_kinds(config, dtype, device, checkpointing)
+    counts = [max(1, _TOKENS_PER_RUN[device.type] // length) for length in lengths]
+    steps = [
+        PackedStep([n] * count, config.d_model, mask=config.mask) for n, count in zip(lengths, counts, strict=True)
+    ]
+
+    def prepared(kind: BlockKind, step: PackedStep) -> Callable[[], Work]:
+        return lambda: kind.work(step, [typical_text_tokens(config, n) for n in step.chunk_lens])
+
+    prepare = [prepared(kind, step) for kind in kinds for step in steps]
+    rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
+    per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]
+    return BlockTimes(
+        [(kind.name, kind.count) for kind in kinds],
+        list(lengths),
+        [per_sequence[i : i + len(counts)] for i in range(0, len(per_sequence), len(counts))],
+    )

@@ -1,0 +1,49 @@
+"""The device of a rank, and the group that it joins."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from knapformer.tools.launch import check_device
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1) -> torch.device:
+    """Of this rank among those of its machine; computing goes there from now on.
+
+    name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". Raises ArgumentError where CUDA lacks devices.
+    """
+    enough = check_device(name, num_local)
+    if name == "cuda" or (name == "auto" and enough):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(threads)
+    return torch.device("cpu")
+
+
+def default_dtype(device: torch.device) -> str:
+    """Of knapformer.models.parallel.DTYPES."""
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+@contextlib.contextmanager
+def joined_group(name: str, threads: int, num_ranks: int) -> Iterator[torch.device]:
+    """The world that torchrun's environment variables describe, joined; gives this rank's device."""
+    device = use_device(name, threads, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    if dist.get_world_size() != num_ranks:
+        raise RuntimeError(f"ranks: got {num_ranks}, expected {dist.get_world_size()}, as were started")
+    yield device
+    # Not after an error: taking groups apart waits for collectives in flight, which other ranks may never join.
+    gc.collect()  # what still holds a group lets go of it first
+    dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""What the balancer's exchanges cost inside a group. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from knapformer import SequenceBalancer
+from knapformer.tools.measure.timing import Work, measured_rounds
+
+# What a rank gets of a token: three heads of 128 numbers in bfloat16, as of FLUX in a bag of 8.
+_HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
+
+
+def time_exchanges(
+    sizes: Sequence[int],
+    device: torch.device,
+    num_rounds: int,
+    group: dist.ProcessGroup | None = None,
+    on_done: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Bytes that a rank sends in an all-to-all of the balancer, and the median seconds of it on the slowest rank.
+
+    Each is what attention exchanges in one bag of all ranks of `group`, packing included, as the cluster model counts
+    it. sizes: bytes of a rank's rows, each rounded to whole rows. Collective over `group`.
+    """
+    num_ranks = dist.get_world_size(group)
+    balancer = SequenceBalancer(f"g{num_ranks}n1", group=group, solver="greedy")  # even chunks
+    d_model = num_ranks * _HEADS_PER_RANK * _HEAD_DIM
+    row_bytes = d_model * _DTYPE.itemsize
+    tokens = [max(num_ranks, size // row_bytes) for size in sizes]
+
+    def prepared(num_tokens: int) -> Callable[[], Work]:
+        def prepare() -> Work:
+            balancer.plan_routing([num_tokens], d_model)
+            _, x, _ = balancer.route(torch.zeros(num_tokens, d_model, device=device, dtype=_DTYPE))
+            q = x.unflatten(1, (-1, _HEAD_DIM))
+            o = balancer.pre_attn(q, q, q)[1]
+            dist.barrier(group)
+            return lambda: balancer.post_attn(o)
+
+        return prepare
+
+    with torch.no_grad():
+        rounds = measured_rounds([prepared(n) for n in tokens], device, num_rounds, on_done=on_done)
+    slowest = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    sent = [n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]
+    return sent, slowest.median(1).values.tolist()
+
+
+def node_groups(num_local: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's group inside its node, and that of one rank of each node; None where it would be alone.
+
+    Collective over the world, whose nodes have `num_local` consecutive ranks each.
+    """
+    world = dist.get_world_size()
+    num_nodes = world // num_local
+    backend = dist.get_backend_config()
+    node = network = None
+    if num_local > 1:
+        ranks = [list(range(n * num_local, (n + 1) * num_local)) for n in range(num_nodes)]
+        node, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    if num_nodes > 1:
+        ranks = [list(range(i, world, num_local)) for i in range(num_local)]
+        network, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    return node, network

@@ -1,0 +1,33 @@
+"""What commands that measure make of their numbers alike. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+
+from knapformer import TrainedModel
+
+GAMMA_RANGE = (0.1, 10.0)
+
+
+def plausible(gamma: float) -> bool:
+    """Whether a fitted gamma may decide plans.
+
+    Attention's FLOPs cost some factor of those of matrix products, but not a hundred: what is far off was measured on a
+    disturbed machine.
+    """
+    return GAMMA_RANGE[0] <= gamma <= GAMMA_RANGE[1]
+
+
+def hardware_flops_utilization(
+    forward_flops: float, depth: int, latency_s: float, num_ranks: int, peak_tflops: float | None, checkpointing: bool
+) -> float | None:
+    """forward_flops: of one block on all ranks' tokens in a step. Between 0 and 1; None without a peak."""
+    if peak_tflops is None:
+        return None
+    passes = TrainedModel(recomputes=checkpointing).token_passes
+    return passes * forward_flops * depth / (latency_s * num_ranks * peak_tflops * 1e12)
+
+
+def number_or_none(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return None if math.isinf(value) else value

@@ -1,0 +1,1 @@
+"""`knapformer predict`: step times of a mix, or of given lengths, as the cluster grows."""

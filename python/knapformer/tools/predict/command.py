@@ -1,0 +1,133 @@
+"""`knapformer predict`: step times of a mix, or of given lengths, before booking the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from knapformer import ArgumentError, DataMix
+from knapformer.tools import cli_args
+from knapformer.tools.files import check_outputs, terminal_or_wide, write_atomically, write_json
+from knapformer.tools.plots import check_plot
+from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling
+from knapformer.tools.report import check_report, write_report
+from knapformer.tools.report.points import Point
+
+_FORMAT = "knapformer.prediction"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("predict", help="predicted step times as the cluster grows", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--mix", "--data", dest="mix", metavar="CODES|MIX", help="data codes, or a mix: " + ", ".join(DataMix.names())
+    )
+    cli_args.add_lengths_file(source)
+    parser.add_argument("--ranks", metavar="N,N,...", help="such as 32,128,...,16384; dots go on by the same factor")
+    parser.add_argument(
+        "--topology", required=True, action="append", metavar="T",
+        help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
+    )  # fmt: skip
+    cli_args.add_solver(parser)
+    cli_args.add_gamma(parser)
+    cli_args.add_d_model(parser)
+    parser.add_argument("--steps", type=cli_args.integer(1, 10**6), default=3, metavar="N", help="averaged (default 3)")
+    cli_args.add_seed(parser)
+    cli_args.add_model_options(parser)
+    parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
+    parser.add_argument("--picture", metavar="FILE", help="draws them: .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument(
+        "--report", metavar="FILE", help="one HTML file, with the first plan of the last topology in detail"
+    )
+    parser.add_argument("--timeline", metavar="FILE", help="that plan's predicted step as a trace for Perfetto")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    files = {"--timeline": args.timeline, "--picture": args.picture, "--report": args.report}
+    check_outputs({"--json": None if args.json == "-" else args.json, **files})
+    check_plot(args.picture)
+    check_report(args.report)
+    gamma, calibration = cli_args.gamma_and_calibration(args)
+    cluster, model = cli_args.cost_parameters(args, calibration)
+    workload, ranks = _workload(args, {"gamma": gamma, "cluster": cluster, "model": model})
+    points = predict_scaling(workload, ranks, args.topology)
+
+    result = {
+        "format": _FORMAT,
+        "version": 2,
+        "mix": None if workload.mix is None else str(workload.mix),
+        "d_model": workload.d_model,
+        "gamma": workload.gamma,
+        "solver": workload.solver,
+        "num_steps": workload.num_steps if workload.mix is not None else 1,
+        "seed": workload.seed,
+        **cli_args.settings_dict(cluster, model),
+        "points": [point.as_dict() for point in points],
+    }
+    write_json(args.json, result)
+    if args.picture is not None:
+        from knapformer.tools.predict.plot import draw_scaling
+
+        draw_scaling(args.picture, points, title=args.mix or args.lengths)
+    if args.report is not None or args.timeline is not None:
+        _write_details(args, workload, ranks, points)
+    if args.json != "-":
+        print_points(points)
+
+
+def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:
+    common = {"d_model": args.d_model, "solver": args.solver, **cost}
+    if args.lengths is not None:
+        lengths = cli_args.read_lengths(args.lengths)
+        if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:
+            raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(lengths)}, as --lengths has, or none")
+        return Workload(lengths=lengths, **common), [len(lengths)]
+    mix = DataMix.parse(args.mix)
+    ranks = [mix.num_ranks] if args.ranks is None else parse_ranks(args.ranks)
+    return Workload(mix=mix, seed=args.seed, num_steps=args.steps, **common), ranks
+
+
+def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int], points: list[Point]) -> None:
+    from knapformer.tools.predict.scaling import topology_for
+
+    num_ranks = ranks[0]
+    seq_lens = next(workload.seq_lens(num_ranks))
+    topology = topology_for(args.topology[-1], num_ranks)
+    plan = workload.plan(seq_lens, topology)
+    if args.report is not None:
+        write_report(args.report, plan, points=points)
+    if args.timeline is not None:
+        from knapformer.tools.report.timeline import predicted_timeline
+
+        write_atomically(args.timeline, json.dumps(predicted_timeline(plan)) + "\n")
+
+
+def print_points(points: list[Point]) -> None:
+    from rich.table import Table
+
+    columns = ("ranks", "topology", "step s", "compute", "exchange", "rest", "efficiency", "speed-up", "WIR", "M tok/s",
+               "plan ms", "route", "attention", "off node")  # fmt: skip
+    table = Table(caption="seconds; the last three columns: GB that a rank sends in a step", caption_justify="right")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "topology" else "right", no_wrap=True)
+    unbalanced_s = {point.num_ranks: point.total_s for point in points if point.topology == NO_BALANCER}
+    for point in {(point.num_ranks, point.topology): point for point in points}.values():
+        between_bytes = point.route_bytes_between_nodes + point.attention_bytes_between_nodes
+        rest_s = point.route_s + point.fsdp_s + point.host_s + point.fixed_s
+        sent_gb = (
+            num_bytes / point.num_ranks / 1e9 for num_bytes in (point.route_bytes, point.attention_bytes, between_bytes)
+        )
+        table.add_row(
+            f"{point.num_ranks:,}", point.topology, f"{point.total_s:.3f}", f"{point.token_s + point.attention_s:.3f}",
+            f"{point.exchange_s:.3f}", f"{rest_s:.3f}",
+            f"{point.efficiency:.1%}", f"{unbalanced_s[point.num_ranks] / point.total_s:.2f}", f"{point.wir:.2f}",
+            f"{point.tokens_per_s / 1e6:.3f}", f"{point.plan_s * 1e3:.3g}", *(f"{gb:.2f}" for gb in sent_gb),
+        )  # fmt: skip
+    console = terminal_or_wide()
+    console.print(table)
+    console.print(
+        "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all.",
+        highlight=False,
+    )

@@ -1,0 +1,246 @@
+"""`knapformer replay`: what a cluster would do, measured on one device.
+
+Every rank's share of every step is run for real, one after another: its chunks through the per-token layers, its heads
+of whole sequences through attention; forward, recompute, backward. Communication between ranks is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import knapformer
+from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan_home
+from knapformer.tools import cli_args
+from knapformer.tools.files import check_outputs, terminal_or_wide, write_json
+from knapformer.tools.report import check_report, write_report
+
+if TYPE_CHECKING:
+    from knapformer.models.config import BaseConfig
+    from knapformer.tools.replay.results import Variant
+
+_FORMAT = "knapformer.replay"
+_DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "replay", help="every rank's share of a plan, measured on one device", description=__doc__
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
+    cli_args.add_data(source, required=False)
+    cli_args.add_lengths_file(source)
+    parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
+    parser.add_argument(
+        "--ranks",
+        type=cli_args.integer(1, cli_args.MAX_RANKS),
+        metavar="N",
+        help="with --data (default: those of the mix)",
+    )
+    cli_args.add_solver(parser)
+    cli_args.add_gamma(parser)
+    cli_args.add_draw(parser)
+    parser.add_argument(
+        "--steps", type=cli_args.integer(1, 10**6), default=1, metavar="N", help="of --data (default 1)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=cli_args.integer(1, 10**6),
+        default=3,
+        metavar="N",
+        help="of each measurement; medians (default 3)",
+    )
+    parser.add_argument(
+        "--warmup", type=cli_args.integer(1, 10**6), default=1, metavar="N", help="before them (default 1)"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME|JSON",
+        help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
+    )  # fmt: skip
+    cli_args.add_device(parser)
+    cluster = parser.add_argument_group("the cluster that communication is modelled for")
+    cli_args.add_cluster_options(cluster)
+    cli_args.add_results(parser, device="the device")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is replayed: plans of each step, by name; the first leaves every sequence at home."""
+
+    plans: dict[str | None, list[Plan]]
+    text_tokens: list[list[int]]  # for each step of each sequence
+
+
+def run(args: argparse.Namespace) -> None:
+    cli_args.check_torch()
+    check_outputs({"--json": args.json, "--report": args.report})
+    check_report(args.report)
+    from knapformer.models.parallel import DTYPES
+    from knapformer.models.registry import config_to_dict, load_config
+    from knapformer.tools.measure.device import default_dtype, use_device
+    from knapformer.tools.measure.environment import environment
+
+    device = use_device(args.device, args.threads)
+    model_name = args.model or _DEFAULT_MODELS[device.type]
+    config = load_config(model_name)
+    gamma, calibration = cli_args.gamma_and_calibration(args)
+    cluster, model = cli_args.cost_parameters(args, calibration)
+    # What does not come from a plan is either measured here or not known.
+    cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
+    dtype = args.dtype or default_dtype(device)
+    model = cli_args.trained_model(config, DTYPES[dtype], not args.no_checkpoint, of=model)
+    work = _work(args, config, gamma, cluster, model)
+
+    from knapformer.tools.measure.progress import Progress
+    from knapformer.tools.replay.device import Replayer
+    from knapformer.tools.replay.results import Variant
+    from knapformer.tools.replay.shares import shares_of
+
+    replayer = Replayer(config, device, DTYPES[dtype], not args.no_checkpoint)
+    model = model.replace(num_parameters=replayer.num_parameters)
+    shares = [
+        share
+        for plans in work.plans.values()
+        for plan, text_tokens in zip(plans, work.text_tokens, strict=True)
+        for share in shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
+    ]
+    with Progress(replayer.num_measurements(shares) * (args.repeats + args.warmup)) as progress:
+        progress.describe("replaying")
+        measured, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
+    variants, done = [], 0
+    for name, plans in work.plans.items():
+        of_steps = []
+        for plan in plans:
+            of_steps.append(measured[done : done + plan.num_ranks])
+            done += plan.num_ranks
+        variants.append(Variant(name, plans, of_steps))
+    figures = [variant.figures(cluster, model, config.mask, args.peak_tflops) for variant in variants]
+    result = {
+        "format": _FORMAT,
+        "version": 1,
+        "model": config_to_dict(config),
+        "dtype": dtype,
+        "num_ranks": variants[0].plans[0].num_ranks,
+        "gamma": variants[0].plans[0].workload.gamma,
+        "peak_tflops": args.peak_tflops,
+        "noise": noise,
+        "cluster": cli_args.settings_dict(cluster, model),
+        "variants": figures,
+        "environment": environment(device),
+    }
+    write_json(args.json, result)
+    if args.report is not None:
+        _write_report(args.report, variants, figures, cluster, model)
+    print_results(model_name, result)
+
+
+def _work(args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel) -> _Work:
+    """Raises ArgumentError, OSError."""
+    if args.plan is not None:
+        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
+        if args.topology is not None:
+            raise ArgumentError("--topology: got one beside a plan, which has its own, expected none")
+        if plan.d_model != config.d_model:
+            raise ArgumentError(
+                f"{args.plan}: d_model: got {plan.d_model}, expected {config.d_model}, as the model has"
+            )
+        lens = [length for of in plan.seq_lens for length in of]
+        works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
+        if plan.sequence_works != works:
+            raise ArgumentError(f"{args.plan}: masks: got others, expected {config.mask!r} alone, as the model has")
+        plans: dict[str | None, list[Plan]] = {str(plan.topology): [plan]}
+        text_tokens = [_some_text(config, plan.seq_lens)]
+    else:
+        if args.topology is None:
+            raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
+        seq_lens, text_tokens = _drawn(args, config)
+        topologies = {str(Topology(text, len(seq_lens[0]))): text for text in args.topology}
+        plans = {
+            name: [
+                knapformer.plan(
+                    lens, text, config.d_model, gamma, args.solver, masks=config.mask, cluster=cluster, model=model
+                )
+                for lens in seq_lens
+            ]
+            for name, text in topologies.items()
+        }
+    one = next(iter(plans.values()))
+    if any(plan.num_tokens == 0 for plan in one):
+        raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
+    return _Work({None: [plan_home(plan) for plan in one], **plans}, text_tokens)
+
+
+def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Lengths of each step and rank, and for each step text tokens of each sequence."""
+    if args.lengths is not None:
+        lengths = cli_args.read_lengths(args.lengths, args.ranks)
+        return [lengths], [_some_text(config, lengths)]
+    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
+    num_ranks = mix.num_ranks if args.ranks is None else args.ranks
+    mix.check_divides(num_ranks)
+    samples = [[mix.draw(args.seed, step, rank) for rank in range(num_ranks)] for step in range(args.steps)]
+    seq_lens = [[[config.planned_tokens(sample) for sample in of] for of in ranks] for ranks in samples]
+    return seq_lens, [[sample.text_tokens for of in ranks for sample in of] for ranks in samples]
+
+
+def _some_text(config: BaseConfig, seq_lens: list[list[int]]) -> list[int]:
+    from knapformer.tools.measure.blocks import typical_text_tokens
+
+    return [typical_text_tokens(config, length) for lens in seq_lens for length in lens]
+
+
+def _write_report(
+    path: str, variants: list[Variant], figures: list[dict[str, Any]], cluster: Cluster, model: TrainedModel
+) -> None:
+    measured_s = {
+        variant.name or "no balancer": of["fbl_per_step_s"] for variant, of in zip(variants, figures, strict=True)
+    }
+    # Not predicted: the cluster's compute is not this device's.
+    plan = variants[-1].plans[0].on(cluster, model)
+    write_report(path, plan, measured_s=measured_s, predicts=False)
+
+
+def print_results(model_name: str, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds.")
+    table.add_column("balancer", no_wrap=True)
+    columns = ["WIR", "measured", "FBL", "compute", "exchange", "route", "FSDP", "TPS", "speed-up", "corr.", "spread"]
+    for column in columns + (["HFU"] if result["peak_tflops"] is not None else []):
+        table.add_column(column, justify="right", no_wrap=True)
+    baseline_s = result["variants"][0]["fbl_s"]
+    for row in result["variants"]:
+        cells = [
+            row["topology"] or "none",
+            _or_dash(row["wir"], ".2f", "inf"),
+            _or_dash(row["measured_wir"], ".2f", "inf"),
+            f"{row['fbl_s']:.3f}",
+            f"{row['token_s'] + row['attention_s']:.3f}",
+            *(f"{row[term]:.3f}" for term in ("exchange_s", "route_s", "fsdp_s")),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{baseline_s / row['fbl_s']:.2f}",
+            _or_dash(row["correlation"], ".3f", "-"),
+            f"{row['spread']:.1%}",
+        ]
+        table.add_row(*cells, *([f"{row['hfu']:.1%}"] if row["hfu"] is not None else []))
+    environment = result["environment"]
+    console = terminal_or_wide()
+    console.print(
+        f"{model_name} in {result['dtype']} on {environment['accelerator'] or environment['processor']}, shares of "
+        f"{result['num_ranks']:,} ranks, gamma {result['gamma']:.3g}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    console.print(table)
+    text = "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
+    if result["noise"] is not None:
+        text += f" Repeats of a measurement spread by {result['noise']:.1%}."
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _or_dash(value: float | None, style: str, otherwise: str) -> str:
+    return otherwise if value is None else format(value, style)

@@ -1,0 +1,140 @@
+"""Runs shares on a device and times them. Needs torch.
+
+A rank's block is run in two phases, since the ranks that share sequences meet between them: the per-token layers over
+its chunks (the whole block, with attention replaced by passing its queries on), and attention over whole sequences on
+the rank's heads. What lies between the phases on a cluster, the exchanges, is modelled and not run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from knapformer.models.attention import PackedAttention
+from knapformer.models.config import BaseConfig
+from knapformer.models.step import PackedStep
+from knapformer.tools.measure.blocks import BlockKind, build_kinds
+from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
+from knapformer.tools.replay.results import RankSeconds
+from knapformer.tools.replay.shares import AttentionShare, RankShare
+
+
+class _PassThrough(torch.autograd.Function):
+    """In attention's place: q -> o, and o's gradient to q, k and v, without a computation."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.num_kv_heads = k.shape[1]
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        of_kv = grad[:, : ctx.num_kv_heads]
+        return grad, of_kv, of_kv
+
+
+class _TokenLayers(PackedStep):
+    """A step whose blocks compute everything but attention."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cast(Tensor, _PassThrough.apply(q, k, v))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One measurement: of which share, what it counts towards, and how often the model has it."""
+
+    share: int
+    field: str  # of RankSeconds
+    times: int
+    prepare: Callable[[], Work]
+
+
+class Replayer:
+    """A model's blocks, one of each kind, on a device."""
+
+    def __init__(self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> None:
+        self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
+        self._kinds = build_kinds(config, dtype, device, checkpointing)
+        self._attend = PackedAttention(config.mask)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all blocks of the model."""
+        return sum(
+            kind.count * parameter.numel()
+            for kind in self._kinds
+            for blocks in kind.model.block_lists()
+            for parameter in blocks.parameters()
+        )
+
+    def num_measurements(self, shares: Sequence[RankShare]) -> int:
+        """In a round."""
+        return len(self._pieces_of(shares))
+
+    def _pieces_of(self, shares: Sequence[RankShare]) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        for index, share in enumerate(shares):
+            if share.chunk_lens:
+                step = _TokenLayers(share.chunk_lens, self._config.d_model)
+                for kind in self._kinds:
+                    pieces.append(_Piece(index, "token_s", kind.count, self._token_work(kind, step, share)))
+            for attention in share.attention:
+                field = "whole_attention_s" if attention.degree == 1 else "shared_attention_s"
+                pieces.append(_Piece(index, field, self._config.depth, self._attention_work(attention)))
+        return pieces
+
+    def run(
+        self,
+        shares: Sequence[RankShare],
+        num_rounds: int,
+        num_warmup_rounds: int = 1,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> tuple[list[RankSeconds], float | None]:
+        """Seconds of each share over all blocks of the model, forward, recompute and backward, medians of the rounds;
+        and the median spread between rounds, relative, where there are several.
+
+        on_done is called after each of num_measurements in a round.
+        """
+        pieces = self._pieces_of(shares)
+        rounds = measured_rounds(
+            [piece.prepare for piece in pieces], self._device, num_rounds, num_warmup_rounds, on_done
+        )
+        totals: list[dict[str, float]] = [{} for _ in shares]
+        for piece, times in zip(pieces, rounds, strict=True):
+            of = totals[piece.share]
+            of[piece.field] = of.get(piece.field, 0.0) + piece.times * statistics.median(times)
+        noise = statistics.median(map(relative_spread, rounds)) if rounds and num_rounds > 1 else None
+        return [RankSeconds(**total) for total in totals], noise
+
+    def _token_work(self, kind: BlockKind, step: PackedStep, share: RankShare) -> Callable[[], Work]:
+        return lambda: kind.work(step, share.text_lens)
+
+    def _attention_work(self, share: AttentionShare) -> Callable[[], Work]:
+        num_tokens = sum(share.seq_lens)
+
+        def rows(num_heads: int) -> Tensor:
+            shape = (num_tokens, num_heads, self._config.head_dim)
+            return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
+
+        def prepare() -> Work:
+            q, k, v = rows(share.num_heads), rows(share.num_kv_heads), rows(share.num_kv_heads)
+            gradient = torch.ones_like(q)
+
+            def run() -> None:
+                inputs = (q, k, v, share.seq_lens)
+                if self._checkpointing:
+                    o = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    o = self._attend(*inputs)
+                o.backward(gradient)
+
+            return run
+
+        return prepare

@@ -1,0 +1,86 @@
+"""`knapformer report`: a plan as one HTML file that opens offline, and as a timeline for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import knapformer
+from knapformer import ArgumentError, Calibration, DataMix, Plan
+from knapformer.tools import cli_args
+from knapformer.tools.files import check_outputs, write_atomically
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "report", help="a plan as an HTML file that opens offline, and as a timeline", description=__doc__
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
+    source.add_argument(
+        "--data", "--mix", dest="data", metavar="CODES|MIX", help="or a mix: " + ", ".join(DataMix.names())
+    )
+    cli_args.add_lengths_file(source)
+    source.add_argument("--traces", nargs="+", metavar="FILE", help="of real ranks, one each: merged into --timeline")
+    parser.add_argument("--topology", metavar="T", help="with --data or --lengths")
+    parser.add_argument(
+        "--ranks",
+        type=cli_args.integer(1, cli_args.MAX_RANKS),
+        metavar="N",
+        help="with --data (default: those of the mix)",
+    )
+    cli_args.add_solver(parser)
+    cli_args.add_gamma(parser)
+    cli_args.add_d_model(parser)
+    cli_args.add_seed(parser)
+    cli_args.add_model_options(parser)
+    parser.add_argument("--measured", metavar="FILE", help="step times to show: what simulate or replay --json wrote")
+    parser.add_argument("--output", metavar="FILE", help="the HTML file (default knapformer_report.html)")
+    parser.add_argument("--timeline", metavar="FILE", help="the predicted step as a trace for ui.perfetto.dev")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from knapformer.tools.report.page import check_report, measured_of, write_report
+    from knapformer.tools.report.timeline import merged, predicted_timeline
+
+    output = None if args.traces is not None else args.output or "knapformer_report.html"
+    check_outputs({"--timeline": args.timeline, "--output": output})
+    if output is None:
+        if args.timeline is None:
+            raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
+        write_atomically(args.timeline, json.dumps(merged(args.traces)) + "\n")
+        print(f"wrote {args.timeline}")
+        return
+    check_report(output)
+    gamma, calibration = cli_args.gamma_and_calibration(args)
+    measured = None if args.measured is None else measured_of(args.measured)
+    plan, plan_s = _plan(args, gamma, calibration)
+    write_report(output, plan, measured_s=measured)
+    print(f"wrote {output}")
+    if args.timeline is not None:
+        write_atomically(args.timeline, json.dumps(predicted_timeline(plan, plan_s)) + "\n")
+        print(f"wrote {args.timeline}")
+
+
+def _plan(args: argparse.Namespace, gamma: float, calibration: Calibration | None) -> tuple[Plan, float]:
+    """And the seconds that planning took; 0 where the plan is from a file."""
+    if args.plan is not None:
+        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
+        return plan.on(*cli_args.cost_parameters(args, calibration, of=plan)), 0.0
+    if args.topology is None:
+        raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
+    if args.lengths is not None:
+        seq_lens = cli_args.read_lengths(args.lengths, args.ranks)
+    else:
+        mix = DataMix.parse(args.data)
+        num_ranks = mix.num_ranks if args.ranks is None else args.ranks
+        mix.check_divides(num_ranks)
+        seq_lens = mix.draw_lengths(args.seed, 0, num_ranks)
+    cluster, model = cli_args.cost_parameters(args, calibration)
+    start = time.perf_counter()
+    plan = knapformer.plan(seq_lens, args.topology, args.d_model, gamma, args.solver, cluster=cluster, model=model)
+    return plan, time.perf_counter() - start

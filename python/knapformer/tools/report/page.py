@@ -1,0 +1,206 @@
+"""A plan as one HTML file that opens offline: everything, plotly too, is in it."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
+from knapformer.json_file import read_json
+from knapformer.tools.cli_args import settings_dict
+from knapformer.tools.files import write_atomically
+from knapformer.tools.report.points import Point
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+NO_BALANCER = "no balancer"  # of step times, measured and predicted
+_NEEDED = ("plotly", "numpy")
+
+
+def check_report(path: str | None) -> None:
+    """Raises ArgumentError where --report could not be drawn. None: none is asked for."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if path is not None and missing:
+        raise ArgumentError(
+            f"--report: needs {' and '.join(missing)}, which this environment lacks: pip install 'knapformer[report]'"
+        )
+
+
+def write_report(
+    path: str,
+    plan: Plan,
+    *,
+    measured_s: Mapping[str, Sequence[float]] | None = None,
+    points: Sequence[Point] = (),
+    title: str | None = None,
+    predicts: bool = True,
+) -> None:
+    """Writes the report of a plan to `path`, whole or not at all.
+
+    measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
+    points: predictions over the number of ranks. predicts: whether to show predicted step times; not where what was
+    measured ran on other hardware. Raises ArgumentError, OSError.
+    """
+    check_report(path)
+    from plotly.offline import get_plotlyjs
+
+    from knapformer.tools.report import charts
+    from knapformer.tools.report.placement import bars_of
+    from knapformer.tools.report.traffic import node_traffic_of, traffic_of
+
+    if plan.num_tokens == 0:
+        raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
+    measured_s = measured_s or {}
+    predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
+    shown = predicted if predicts else {}
+    bars = bars_of(plan)
+    traffic = traffic_of(plan)
+    by_node = node_traffic_of(plan)
+    sections: list[tuple[str, str, go.Figure, int]] = [
+        (
+            "Work per rank",
+            "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait.",
+            charts.work_per_rank(plan),
+            340,
+        ),
+        ("Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640),
+        (
+            "Who sends how much to whom",
+            f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
+            + ("" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."),
+            charts.heat_maps(traffic),
+            500,
+        ),
+        (
+            "What crosses nodes",
+            f"Bytes that the ranks of each node ({plan.cluster.ranks_per_node} ranks) send in a step.",
+            charts.node_traffic(*by_node),
+            320,
+        ),
+    ]
+    if shown or measured_s:
+        text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
+        text += "Measured: one point a step." if measured_s else ""
+        sections.append(
+            ("Step time", text, charts.step_times(shown, measured_s), 120 + 45 * (len(shown) + len(measured_s)))
+        )
+    if points:
+        sections.append(("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360))
+    step = predicted[str(plan.topology)]
+    figures = (
+        (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
+        (f"{_ratio(plan.wir_before)} → {_ratio(plan.wir_after)}", "highest over lowest work (WIR)"),
+        *_step_figures(shown, measured_s),
+        (f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}", "tokens of the fullest rank"),
+        (f"{plan.tokens_moved / plan.num_tokens:.1%}", "of the tokens change ranks"),
+        (_bytes(step.route_bytes.total + step.attention_bytes.total), "sent between ranks in a step"),
+        (_bytes(step.route_bytes.between + step.attention_bytes.between), "of that leaves a node"),
+    )
+    settings = {
+        "topology": plan.topology, "solver": plan.solver, "width": plan.d_model, "gamma": f"{plan.workload.gamma:g}",
+        **{field: value for part in settings_dict(plan.cluster, plan.model).values() for field, value in part.items()},
+    }  # fmt: skip
+    subtitle = (
+        f"{plan.num_ranks:,} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens; "
+        f"bags: {html.escape(str(plan.topology))}"
+        + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
+    )
+    title = title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}"
+    write_atomically(path, _page(title, subtitle, figures, sections, settings, get_plotlyjs()))
+
+
+def _step_figures(
+    predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]
+) -> Iterator[tuple[str, str]]:
+    """Seconds of a step without and with the plan, and how many times faster."""
+    if predicted:
+        yield from _faster("predicted", *(step.total_s for step in predicted.values()))
+    others = [name for name in measured_s if name != NO_BALANCER and measured_s[name]]
+    if others and measured_s.get(NO_BALANCER):
+        yield from _faster("measured", *(statistics.median(measured_s[name]) for name in (NO_BALANCER, others[-1])))
+
+
+def _faster(how: str, before_s: float, after_s: float) -> Iterator[tuple[str, str]]:
+    yield f"{before_s:.3g} → {after_s:.3g} s", f"{how} step"
+    yield f"{before_s / after_s:.2f} times", f"{how} speed-up"
+
+
+def _placement_text(unit: str, num_merged: int) -> str:
+    text = (
+        f"One bar for each {unit}, cut into the sequences that lie there; point at one for its length, home and chunk. "
+    )
+    if unit == "rank":
+        text += "Dotted lines: bags. "
+    if num_merged:
+        text += f"The shortest {num_merged:,} are drawn together, one piece for each {unit}. "
+    return text
+
+
+def _page(
+    title: str,
+    subtitle: str,
+    figures: Sequence[tuple[str, str]],
+    sections: Sequence[tuple[str, str, Any, int]],
+    settings: Mapping[str, Any],
+    plotly_js: str,
+) -> str:
+    blocks, charts = [], []
+    for index, (heading, text, figure, height) in enumerate(sections):
+        figure.update_layout(
+            template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
+            legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
+        )  # fmt: skip
+        if figure.layout.legend.y is None:
+            figure.update_layout(legend_y=1.02)
+        figure.update_xaxes(automargin=True)
+        figure.update_yaxes(automargin=True)
+        blocks.append(f'<section><h2>{heading}</h2><p>{text}</p><div id="chart{index}"></div></section>')
+        charts.append(f'"chart{index}": {figure.to_json()}')
+    parts = {
+        "@TITLE@": html.escape(title),
+        "@SUBTITLE@": subtitle,
+        "@FIGURES@": "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures),
+        "@SECTIONS@": "\n".join(blocks),
+        "@SETTINGS@": "".join(f"<tr><th>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in settings.items()),
+        "@CHARTS@": "{" + ",\n".join(charts).replace("</", "<\\/") + "}",
+        "@PLOTLY@": plotly_js.replace("</script", "<\\/script"),
+    }
+    page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
+    # Cut the template once, so that nothing that was put in is searched for places.
+    out = []
+    while page:
+        places = [(page.find(place), place) for place in parts if place in page]
+        if not places:
+            break
+        at, place = min(places)
+        out += [page[:at], parts[place]]
+        page = page[at + len(place) :]
+    return "".join([*out, page])
+
+
+def _ratio(value: float) -> str:
+    return "∞" if value == float("inf") else f"{value:.2f}"
+
+
+def _bytes(num_bytes: float) -> str:
+    for scale, prefix in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {prefix}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def measured_of(results: str) -> dict[str, list[float]]:
+    """Step times by variant from what simulate or replay --json wrote. Raises ArgumentError, OSError."""
+    content = read_json(results, "--measured")
+    try:
+        return {
+            str(variant["topology"] or NO_BALANCER): [float(s) for s in variant["fbl_per_step_s"]]
+            for variant in content["variants"]
+        }
+    except (KeyError, TypeError, ValueError):
+        raise ArgumentError(f"--measured: {results}: expected the results of knapformer simulate or replay") from None

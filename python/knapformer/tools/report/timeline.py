@@ -1,0 +1,211 @@
+"""Timelines in the trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+predicted_timeline(plan)                      a predicted step: what each rank does, sends and waits for
+profiled_steps(path)                          a real run: torch.profiler around the training loop of this rank
+merged(traces)                                several ranks' files in one, one process each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from knapformer import ArgumentError, Plan, predict_step
+from knapformer._core import PassTime
+from knapformer.json_file import read_json
+
+Event = dict[str, Any]
+_MAX_EVENTS = 200_000
+
+
+class _Lanes:
+    """Events of one rank on two lanes, computing and exchanging, written one after another."""
+
+    def __init__(self, events: list[Event], rank: int, node: int, start_s: float) -> None:
+        self._events = events
+        self._lanes = {"compute": 2 * rank, "exchange": 2 * rank + 1}
+        self._node = node
+        self.now_s = start_s
+
+    def add(self, name: str, seconds: float, lane: str = "compute", **details: Any) -> None:
+        self.at(self.now_s, name, seconds, lane, **details)
+        self.now_s += seconds
+
+    def at(self, start_s: float, name: str, seconds: float, lane: str, **details: Any) -> None:
+        if seconds > 0:
+            event: Event = {
+                "name": name, "ph": "X", "pid": self._node, "tid": self._lanes[lane],
+                "ts": start_s * 1e6, "dur": seconds * 1e6,
+            }  # fmt: skip
+            if details:
+                event["args"] = details
+            self._events.append(event)
+
+
+def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_EVENTS) -> dict[str, Any]:
+    """A step as predict_step has it. The blocks are alike; of many, the first are drawn and the others are one event.
+
+    Nodes are processes; each rank has a lane for computing and waiting and one for exchanging. The last event ends at
+    the predicted time. plan_s: how long the planner took; it works ahead, on the host, for the next step.
+    """
+    step, model, ranks_per_node = predict_step(plan), plan.model, plan.cluster.ranks_per_node
+    num_blocks = max(1, min(model.num_blocks, max_events // max(1, 20 * plan.num_ranks)))
+    others = range(num_blocks, model.num_blocks)
+    trains = model.mode != "inference"
+    route_s = step.route_s / (4 if trains else 2)
+    events: list[Event] = []
+    for rank in range(plan.num_ranks):
+        node = rank // ranks_per_node
+        if rank % ranks_per_node == 0:
+            events.append(_name("process_name", node, 0, f"node {node}"))
+        events.append(_name("thread_name", node, 2 * rank, f"rank {rank}"))
+        events.append(_name("thread_name", node, 2 * rank + 1, f"rank {rank} exchanges"))
+    if plan_s > 0:
+        host = -1
+        events.append(_name("process_name", host, 0, "host"))
+        plan_event = {"name": "plan the next step", "ph": "X", "pid": host, "tid": 0, "ts": 0, "dur": plan_s * 1e6}
+        events.append(plan_event)
+
+    for rank, time in enumerate(step.ranks):
+        lanes = _Lanes(events, rank, rank // ranks_per_node, 0.0)
+        forward_s = _seconds(time.forward)
+        lanes.add("route", route_s, "exchange", tokens=plan.tokens_after[rank])
+        for block in range(num_blocks):
+            _forward(lanes, time.forward, f"block {block}")
+        _others(lanes, forward_s, others, "forward")
+        lanes.add("reverse_route", route_s, "exchange")
+        if trains:
+            recomputes = model.recomputes
+            lanes.add("reverse_route backward", route_s, "exchange")
+            _others(lanes, _seconds(time.backward) + (forward_s if recomputes else 0.0), others, "backward")
+            for block in reversed(range(num_blocks)):
+                if recomputes:
+                    _forward(lanes, time.forward, f"block {block} recompute")
+                _backward(lanes, time.backward, f"block {block} backward")
+            lanes.add("route backward", route_s, "exchange")
+        lanes.add("copy pieces (host)", step.host_s if time.group == step.slowest_group else 0.0)
+        rest_s = step.fsdp_s + step.fixed_s
+        lanes.add("wait for the slowest ranks", step.total_s - rest_s - lanes.now_s)
+        lanes.add("FSDP, not hidden", step.fsdp_s, "exchange")
+        lanes.add("launches, embeddings, loss", step.fixed_s)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "predicted_step_s": step.total_s,
+            "topology": str(plan.topology),
+            "blocks_drawn": num_blocks,
+            "blocks": model.num_blocks,
+        },
+    }
+
+
+def _seconds(of: PassTime) -> float:
+    """The same on every rank of a group: the waits are in it."""
+    return (
+        of.token_s + of.wait_before_s + of.pre_attn_s - of.hidden_s
+        + of.whole_attention_s + of.shared_attention_s + of.post_attn_s + of.wait_after_s
+    )  # fmt: skip
+
+
+def _forward(lanes: _Lanes, of: PassTime, block: str) -> None:
+    lanes.add(f"{block}: per-token layers", of.token_s)
+    lanes.add("wait before attention", of.wait_before_s)
+    _overlapping(lanes, of, "pre_attn", "attention, whole sequences")
+    lanes.add("attention, shared sequences", of.shared_attention_s)
+    lanes.add("post_attn", of.post_attn_s, "exchange")
+    lanes.add("wait after attention", of.wait_after_s)
+
+
+def _backward(lanes: _Lanes, of: PassTime, block: str) -> None:
+    lanes.add("wait after attention", of.wait_after_s)
+    lanes.add("post_attn backward", of.post_attn_s, "exchange")
+    lanes.add(f"{block}: attention, shared sequences", of.shared_attention_s)
+    _overlapping(lanes, of, "pre_attn backward", f"{block}: attention, whole sequences")
+    lanes.add("wait before attention", of.wait_before_s)
+    lanes.add(f"{block}: per-token layers", of.token_s)
+
+
+def _overlapping(lanes: _Lanes, of: PassTime, exchange: str, attention: str) -> None:
+    start_s = lanes.now_s
+    lanes.at(start_s, exchange, of.pre_attn_s, "exchange")
+    lanes.at(start_s + (0.0 if of.hidden_s > 0 else of.pre_attn_s), attention, of.whole_attention_s, "compute")
+    lanes.now_s = start_s + of.pre_attn_s - of.hidden_s + of.whole_attention_s
+
+
+def _others(lanes: _Lanes, block_s: float, blocks: range, phase: str) -> None:
+    if blocks:
+        lanes.add(f"blocks {blocks.start} to {blocks.stop - 1} {phase}, alike", block_s * len(blocks))
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+@contextmanager
+def profiled_steps(path: str, rank: int) -> Iterator[Any]:
+    """Profiles what runs inside with torch.profiler and writes this rank's trace to `path`.
+
+    The balancer's plan, route and attention exchanges show as ranges of their own; the ranks' files can be merged with
+    `merged`, as the trace carries its rank. Yields the profiler. Raises OSError.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        profiler.add_metadata("knapformer_rank", str(rank))  # heard only while it runs
+        yield profiler
+    profiler.export_chrome_trace(path)
+
+
+def merged(paths: Sequence[str]) -> dict[str, Any]:
+    """Traces of several ranks in one: each file's processes are renumbered and named after its rank.
+
+    The files' clocks are taken as they are: on one machine they are the same. Raises ArgumentError, OSError.
+    """
+    events: list[Event] = []
+    for index, path in enumerate(paths):
+        trace = read_trace(path)
+        rank = _rank_of(trace, index)
+        processes: dict[Any, int] = {}
+        for event in trace["traceEvents"]:
+            process = processes.setdefault(event.get("pid"), rank * 1000 + len(processes))
+            if event.get("ph") == "M" and event.get("name") == "process_name":
+                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
+            event["pid"] = process
+            if "id" in event:  # flows of one rank must not end in another
+                event["id"] = f"{rank}.{event['id']}"
+            events.append(event)
+        for order, process in enumerate(processes.values()):
+            events.append(
+                {
+                    "name": "process_sort_index",
+                    "ph": "M",
+                    "pid": process,
+                    "tid": 0,
+                    "args": {"sort_index": rank * 1000 + order},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_trace(path: str) -> dict[str, Any]:
+    """Raises ArgumentError where the file holds no trace, OSError where it cannot be read."""
+    trace = read_json(path, "trace")
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ArgumentError(f"trace: {path}: expected an object with a list 'traceEvents' of events")
+    return dict(trace)
+
+
+def _rank_of(trace: dict[str, Any], index: int) -> int:
+    for holder in (trace, trace.get("distributedInfo", {})):
+        for key in ("knapformer_rank", "rank"):
+            value = holder.get(key) if isinstance(holder, dict) else None
+            if isinstance(value, (int, str)) and str(value).isdigit():
+                return int(value)
+    return index

@@ -1,0 +1,75 @@
+"""`knapformer simulate`: fake training steps on real ranks, without and with the balancer."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from knapformer import Cluster
+from knapformer.tools import cli_args
+from knapformer.tools.files import check_outputs
+from knapformer.tools.launch import check_ranks, run_on_ranks
+from knapformer.tools.report import check_report
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("simulate", help="fake training steps on real ranks, without and with the balancer")
+    cli_args.add_data(parser, required=True)
+    parser.add_argument("--topology", required=True, action="append", metavar="T", help="may be given several times")
+    parser.add_argument(
+        "--ranks", type=cli_args.integer(1, cli_args.MAX_RANKS), metavar="N", help="local ranks to start"
+    )
+    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
+    parser.add_argument("--steps", type=cli_args.integer(1, 10**9), default=10, metavar="N", help="timed (default 10)")
+    parser.add_argument(
+        "--repeats",
+        type=cli_args.integer(1, 10**6),
+        default=1,
+        metavar="N",
+        help="of each step, the best counts (default 1)",
+    )
+    parser.add_argument(
+        "--warmup", type=cli_args.integer(0, 10**9), default=2, metavar="N", help="before them (default 2)"
+    )
+    cli_args.add_solver(parser, default="balanced")
+    cli_args.add_gamma(parser, can_fit=True)
+    cli_args.add_draw(parser)
+    cli_args.add_device(parser)
+    parser.add_argument(
+        "--keep-exchanges", action="store_true", help="keeps what attention's exchanges brought: none is repeated"
+    )
+    cli_args.add_results(parser, device="a rank's device")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    cli_args.check_torch()
+    from knapformer.models.registry import load_config
+    from knapformer.tools.simulate.settings import SimulationSettings
+
+    num_ranks = check_ranks(args.ranks)
+    check_outputs({"--json": args.json, "--report": args.report})
+    check_report(args.report)
+    gamma, calibration = cli_args.gamma_and_calibration(args)
+    settings = SimulationSettings(
+        data=args.data,
+        topologies=tuple(args.topology),
+        num_ranks=num_ranks,
+        model=load_config(args.model),
+        model_name=args.model,
+        scale=args.scale,
+        max_text_tokens=args.max_text_tokens,
+        num_steps=args.steps,
+        num_warmup_steps=args.warmup,
+        num_repeats=args.repeats,
+        solver=args.solver,
+        gamma=gamma,
+        cluster=Cluster() if calibration is None else calibration.cluster(),
+        seed=args.seed,
+        keep_exchanges=args.keep_exchanges,
+        **cli_args.device_settings(args),
+        peak_tflops=args.peak_tflops,
+        json_path=args.json,
+        report_path=args.report,
+    )
+    run_on_ranks(args.argv, "knapformer.tools.simulate.worker", settings)

@@ -1,0 +1,94 @@
+"""What a simulation is asked to do: checked in full before any rank starts. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan
+from knapformer._core import DEFAULT_GAMMA
+from knapformer.models.config import BaseConfig
+from knapformer.models.registry import config_to_dict
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """Construction checks how fields go together, and raises ArgumentError, naming one."""
+
+    data: str  # data codes, or the name of a published mix
+    topologies: tuple[str, ...]  # each is measured beside "no balancer"
+    num_ranks: int
+    model: BaseConfig
+    model_name: str
+    scale: float = 1.0  # divides the resolutions
+    max_text_tokens: int = 392
+    num_steps: int = 10
+    num_warmup_steps: int = 2
+    num_repeats: int = 1  # of every timed step, of which the best counts: for machines that are not idle
+    gamma: float | None = None  # None: fitted to this machine before the run
+    cluster: Cluster = field(default_factory=Cluster)  # what the planner predicts times with
+    solver: str = "balanced"
+    seed: int = 0
+    dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
+    device: str = "auto"
+    checkpointing: bool = True
+    keep_exchanges: bool = False  # what attention's exchanges brought is kept: the recomputation repeats none
+    threads: int = 1  # per rank, on the CPU
+    peak_tflops: float | None = None  # of one rank's device; with it the results hold HFU
+    json_path: str | None = None
+    report_path: str | None = None  # an HTML file, with the last topology's plan of the first timed step
+
+    def __post_init__(self) -> None:
+        self.mix().check_divides(self.num_ranks)
+        if not self.topologies:
+            raise ArgumentError("topology: got none, expected at least one")
+        for i, topology in enumerate(self.topologies):
+            canonical = str(Topology(topology, self.num_ranks))
+            if canonical in (str(Topology(other)) for other in self.topologies[:i]):
+                raise ArgumentError(f"topology: got {topology!r} twice, expected each once")
+        if self.model.text_limit is not None and self.max_text_tokens > self.model.text_limit:
+            expected = f"at most {self.model.text_limit}, which the model takes"
+            raise ArgumentError(f"max_text_tokens: got {self.max_text_tokens}, expected {expected}")
+        if self.keep_exchanges and not self.checkpointing:
+            raise ArgumentError(
+                "keep_exchanges: got True, expected it with checkpointing, without which none is repeated"
+            )
+
+        # What only a plan can tell, such as a solver that does not know nested bags.
+        lengths = self.seq_lens(0)
+        for topology in self.topologies:
+            self.plan(lengths, topology, DEFAULT_GAMMA if self.gamma is None else self.gamma)
+
+    def mix(self) -> DataMix:
+        return DataMix.parse(self.data, resolution_scale=self.scale, max_text_tokens=self.max_text_tokens)
+
+    def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
+        """As the ranks' balancers plan."""
+        model = self.model
+        return plan(
+            seq_lens, topology, model.d_model, gamma, self.solver,
+            masks=model.mask, cluster=self.cluster, model=self.trained_model(),
+        )  # fmt: skip
+
+    def trained_model(self) -> TrainedModel:
+        """What the planner takes a step to be."""
+        model = self.model
+        return TrainedModel(
+            num_blocks=model.depth, num_parameters=0.0, recomputes=self.checkpointing, num_heads=model.num_heads
+        )
+
+    def seq_lens(self, step: int) -> list[list[int]]:
+        """Of each rank, what its balancer plans."""
+        mix, ranks = self.mix(), range(self.num_ranks)
+        return [[self.model.planned_tokens(sample) for sample in mix.draw(self.seed, step, rank)] for rank in ranks]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        shallow = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **shallow,
+            "topologies": list(self.topologies),
+            "model": config_to_dict(self.model),
+            "cluster": self.cluster.to_dict(),
+        }

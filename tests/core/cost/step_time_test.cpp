@@ -1,0 +1,409 @@
+#include "knapformer/core/cost/step_time.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kWidth = 64;
+
+/// Round numbers, so that a reader can check each expectation by hand: 1 GFLOP/s, 1 MB/s inside, 0.25 MB/s between, no
+/// latency, nothing fixed, nodes of 2.
+Cluster round_hardware() {
+  Cluster hw;
+  hw.overlaps_attention = false;
+  hw.flops_per_s = 1e9;
+  hw.ranks_per_node = 2;
+  hw.node_bytes_per_s = 1e6;
+  hw.network_bytes_per_s = 0.25e6;
+  hw.node_latency_s = hw.network_latency_s = hw.fixed_s = 0;
+  return hw;
+}
+
+TrainedModel small_model() {
+  TrainedModel model;
+  model.num_blocks = 3;
+  model.num_parameters = 0;
+  return model;
+}
+
+PlanInput input_of(const std::vector<std::vector<int64_t>>& lens, const char* topology, double gamma = 0.5) {
+  return {.seq_lens = SequenceLengths::from_lists(lens),
+          .topology = Topology::parse(topology, static_cast<int64_t>(lens.size())),
+          .d_model = kWidth,
+          .workload = {.gamma = gamma}};
+}
+
+double token_s(double tokens) { return 24 * tokens * kWidth * kWidth / 1e9; }
+double attention_s(double len) { return 0.5 * 4 * len * len * kWidth / 1e9; }
+
+TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
+  const Plan home = plan_home(input_of({{100, 50}, {300}, {}, {20}}, "g4n1"));
+  home.validate();
+  EXPECT_EQ(home.tokens_moved(), 0);
+  EXPECT_TRUE(std::ranges::equal(home.workload_after(), home.workload_before()));
+  const StepTime step = predict_step(home, round_hardware(), small_model());
+  // 3 blocks; forward, recompute and a backward of two forwards.
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(300));
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(300));
+  EXPECT_DOUBLE_EQ(step.total_s(), step.token_s + step.attention_s);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_EQ(step.route_bytes.total(), 0);
+  EXPECT_EQ(step.attention_bytes.total(), 0);
+  const double work_s = token_s(470) + attention_s(100) + attention_s(50) + attention_s(300) + attention_s(20);
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * work_s / 4);
+
+  TrainedModel no_recompute = small_model();
+  no_recompute.recomputes = false;
+  EXPECT_DOUBLE_EQ(predict_step(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
+}
+
+TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
+  const Plan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test",
+                  {{.bag = BagId(1), .first_rank = Rank(1), .degree = 2},
+                   {.bag = BagId(1), .first_rank = Rank(1), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}});
+  const StepTime modelled = predict_step(plan, round_hardware(), small_model());
+  // Ranks 1 and 2 wait for each other between the phases: 5 + 4, though neither computes longer than 6.
+  const std::vector<RankCompute> measured = {{3, 1, 0}, {5, 0, 1}, {2, 0, 4}};
+  const StepTime step = predict_step(plan, round_hardware(), small_model(), measured);
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * 5);
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * 4);
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * (4 + 6 + 6) / 3.0);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_DOUBLE_EQ(step.route_s, modelled.route_s);
+  EXPECT_EQ(step.attention_bytes.total(), modelled.attention_bytes.total());
+
+  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), std::span(measured).first(2)), ArgumentError);
+  const std::vector<RankCompute> negative = {{3, 1, 0}, {5, -1, 1}, {2, 0, 4}};
+  EXPECT_THROW(predict_step(plan, round_hardware(), small_model(), negative), ArgumentError);
+}
+
+TEST(StepTime, ASharedSequenceSpreadsItsWorkAndPaysForExchanges) {
+  // One sequence of 100 tokens over 4 ranks in nodes of 2: 25 tokens a rank, a quarter of the attention each.
+  const Plan plan(input_of({{100}, {}, {}, {}}, "g4n1"), "test",
+                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 4}});
+  const StepTime step = predict_step(plan, round_hardware(), small_model());
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(25));
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * attention_s(100) / 4);
+  // To each of 3 peers a quarter of the columns of 25 rows, 2 bytes each, q, k, v and o: one peer in the node, two
+  // beyond.
+  const double bytes_per_peer = 4 * 25 * (kWidth / 4.0) * 2;
+  EXPECT_DOUBLE_EQ(step.exchange_s, 3 * 3 * (2 * bytes_per_peer / 0.25e6));
+  EXPECT_DOUBLE_EQ(step.attention_bytes.total(), 3 * 3 * 4 * 3 * bytes_per_peer);
+  EXPECT_DOUBLE_EQ(step.attention_bytes.between, 3 * 3 * 4 * 2 * bytes_per_peer);
+  // Rank 0 sends 25 tokens to rank 1 and 50 out of its node; there and back, and the gradients of both.
+  EXPECT_DOUBLE_EQ(step.route_bytes.total(), 4 * 75 * kWidth * 2);
+  EXPECT_DOUBLE_EQ(step.route_bytes.between, 4 * 50 * kWidth * 2);
+  EXPECT_DOUBLE_EQ(step.route_s, 4 * 50 * kWidth * 2 / 0.25e6);
+}
+
+TEST(StepTime, AConnectedGroupTakesItsLongestPhases) {
+  // Rank 0 has many tokens, rank 1 much attention; they share a short sequence, so each waits for the other.
+  const auto plan_with = [](int32_t degree) {
+    return Plan(input_of({{4}, std::vector<int64_t>(10, 40), {300}, {}}, "g4/2/1n1"), "test", [&] {
+      std::vector<Placement> placements = {{.bag = BagId(0), .first_rank = Rank(0), .degree = degree}};
+      for (int i = 0; i < 10; ++i) placements.push_back({.bag = BagId(0), .first_rank = Rank(0), .degree = 1});
+      placements.push_back({.bag = BagId(0), .first_rank = Rank(1), .degree = 1});
+      return placements;
+    }());
+  };
+  Cluster hw = round_hardware();
+  hw.node_bytes_per_s = 1e15;  // exchanges as good as free
+  const StepTime apart = predict_step(plan_with(1), hw, small_model());
+  const StepTime together = predict_step(plan_with(2), hw, small_model());
+  EXPECT_NEAR(together.token_s, 3 * 4 * token_s(402), 1e-12);
+  EXPECT_NEAR(together.attention_s, 3 * 4 * (attention_s(300) + attention_s(4) / 2), 1e-12);
+  EXPECT_GT(together.token_s + together.attention_s, apart.token_s + apart.attention_s);
+  EXPECT_EQ(together.ranks[0].group, Rank(0));
+  EXPECT_EQ(together.ranks[1].group, Rank(0));
+  EXPECT_EQ(together.ranks[2].group, Rank(2));
+  EXPECT_EQ(apart.ranks[1].group, Rank(1));
+  EXPECT_DOUBLE_EQ(together.ranks[1].forward.wait_before_s, token_s(402) - token_s(302));
+  EXPECT_NEAR(together.ranks[0].forward.wait_after_s, attention_s(300) - 10 * attention_s(40), 1e-12);
+}
+
+TEST(StepTime, WhatIsWholeHidesWhatTravels) {
+  const Plan plan(
+      input_of({{64, 500}, {}}, "g2/1n1"), "test",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}});
+  Cluster hw = round_hardware();
+  const StepTime exposed = predict_step(plan, hw, small_model());
+  hw.overlaps_attention = true;
+  const StepTime hidden = predict_step(plan, hw, small_model());
+  const double pre_s = 3 * 32 * (kWidth / 2.0) * 2 / 1e6;
+  ASSERT_LT(pre_s, attention_s(500));
+  // In forward, recompute and backward.
+  EXPECT_NEAR(exposed.total_s() - hidden.total_s(), 3 * 3 * pre_s, 1e-12);
+  EXPECT_DOUBLE_EQ(hidden.ranks[0].forward.hidden_s, pre_s);
+  EXPECT_DOUBLE_EQ(hidden.ranks[0].backward.hidden_s, pre_s);
+  EXPECT_EQ(hidden.ranks[1].forward.hidden_s, 0);  // nothing is whole there
+}
+
+TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
+  Cluster hw = round_hardware();
+  TrainedModel model = small_model();
+  model.shard_ranks = 4;
+  const auto fsdp_s = [&](int64_t len, double num_parameters) {
+    model.num_parameters = num_parameters;
+    return predict_step(plan_home(input_of({{len}, {len}, {len}, {len}}, "g1n4")), hw, model).fsdp_s;
+  };
+  // A block's parameters: half of them lie in the other node, whose two adapters bring 0.5 MB/s. First gather, last
+  // reduction.
+  const double parameters = 3e4, block_bytes = 1e4 * 2;
+  const double gather_s = std::max(block_bytes * 3 / 4 / 1e6, block_bytes / 2 / 0.5e6);
+  EXPECT_DOUBLE_EQ(fsdp_s(10'000, parameters), 2 * gather_s);
+  // Nothing to hide behind: 3 gathers in forward, 3 in backward (one before any compute of its own), 3 reductions.
+  const double forward_s = token_s(1) + attention_s(1);
+  EXPECT_NEAR(fsdp_s(1, parameters), 2 * gather_s + 2 * ((gather_s - forward_s) + (2 * gather_s - 3 * forward_s)),
+              1e-12);
+  EXPECT_DOUBLE_EQ(fsdp_s(10'000, 0), 0);
+}
+
+TEST(StepTime, CopiesOfTheShardsReduceOnTop) {
+  TrainedModel model;
+  const PlanInput input = input_of(std::vector<std::vector<int64_t>>(64, {1000}), "g1n64");
+  const StepTime copies = predict_step(plan_home(input), Cluster{}, model);
+  model.shard_ranks = 64;
+  const StepTime whole = predict_step(plan_home(input), Cluster{}, model);
+  EXPECT_GT(copies.fsdp_s, 0);
+  EXPECT_NE(copies.fsdp_s, whole.fsdp_s);
+}
+
+TEST(StepTime, SlowerRanksTakeLonger) {
+  PlanInput input = input_of({{100}, {100}}, "g1n2");
+  input.rank_speed = {1, 0.5};
+  const StepTime step = predict_step(plan_home(input), round_hardware(), small_model());
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(100) / 0.5);
+  EXPECT_EQ(step.slowest_group, Rank(1));
+  EXPECT_DOUBLE_EQ(step.ideal_s, 3 * 4 * 2 * (token_s(100) + attention_s(100)) / 1.5);
+}
+
+TEST(StepTime, HostCostCountsPieces) {
+  Cluster hw = round_hardware();
+  hw.host_s_per_piece = 1;
+  const Plan plan(input_of({{100, 60, 7}, {}}, "g2/1n1"), "test",
+                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(0), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}});
+  EXPECT_DOUBLE_EQ(predict_step(plan, hw, small_model()).host_s, 3 * 4);  // blocks; two chunks in two pieces each
+}
+
+TEST(StepTime, TermsAddUpOnARealPlan) {
+  const StepTime step = predict_step(greedy(input_of({{100, 900}, {30}, {400}, {64}, {9}, {5}, {77}, {2000}}, "g4n2")),
+                                     Cluster::published(), TrainedModel{});
+  EXPECT_GT(step.efficiency(), 0);
+  EXPECT_LT(step.efficiency(), 1);
+  EXPECT_GE(step.total_s(), step.ideal_s);
+  double compute_s = 0;
+  for (const RankTime& t : step.ranks) compute_s += t.forward.token_s + t.forward.attention_s();
+  EXPECT_NEAR(compute_s / 8 * 4 * 57, step.ideal_s, 1e-9);
+}
+
+TEST(StepTime, RefusesParametersOutOfRange) {
+  const Plan plan = plan_home(input_of({{1}}, "g1n1"));
+  const auto refuses = [&](auto change, const std::string& name) {
+    Cluster hw;
+    TrainedModel model;
+    change(hw, model);
+    try {
+      predict_step(plan, hw, model);
+      ADD_FAILURE() << name << " was accepted";
+    } catch (const ArgumentError& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with(name + ": got ")) << error.what();
+    }
+  };
+  refuses([](Cluster& hw, TrainedModel&) { hw.flops_per_s = 0; }, "flops_per_s");
+  refuses([](Cluster& hw, TrainedModel&) { hw.flops_per_s = 1e-300; }, "flops_per_s");
+  refuses([](Cluster& hw, TrainedModel&) { hw.fixed_s = 1e300; }, "fixed_s");
+  refuses([](Cluster& hw, TrainedModel&) { hw.ranks_per_node = 0; }, "ranks_per_node");
+  refuses([](Cluster& hw, TrainedModel&) { hw.network_bytes_per_s = -1; }, "network_bytes_per_s");
+  refuses([](Cluster& hw, TrainedModel&) { hw.fixed_s = std::nan(""); }, "fixed_s");
+  refuses([](Cluster&, TrainedModel& model) { model.num_blocks = 0; }, "num_blocks");
+  refuses([](Cluster&, TrainedModel& model) { model.shard_ranks = 0; }, "shard_ranks");
+}
+
+/// Numbers small enough to work out by hand: width 1, 1 FLOP/s, one forward pass of one block: 24 s a token and 4 l^2 s
+/// of attention.
+PlanInput unit_input(const std::vector<std::vector<int64_t>>& lens, const char* topology) {
+  return {.seq_lens = SequenceLengths::from_lists(lens),
+          .topology = Topology::parse(topology, std::ssize(lens)),
+          .d_model = 1,
+          .workload = {.gamma = 1},
+          .cluster = {.flops_per_s = 1,
+                      .ranks_per_node = 2,
+                      .node_bytes_per_s = 2,
+                      .network_bytes_per_s = 0.5,
+                      .node_latency_s = 0,
+                      .network_latency_s = 0,
+                      .fixed_s = 0,
+                      .overlaps_attention = false},
+          .model = {.num_blocks = 1, .num_parameters = 0, .mode = StepMode::kInference}};
+}
+
+TEST(StepTime, RanksThatShareNothingDoNotWait) {
+  const Plan plan(
+      unit_input({{3}, {5}}, "g2/1n1"), "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}});
+  const StepTime step = predict_step(plan);
+  EXPECT_EQ(step.ranks[0].forward.wait_before_s, 0);
+  EXPECT_EQ(step.ranks[0].forward.wait_after_s, 0);
+  EXPECT_DOUBLE_EQ(step.blocks_s(), 24 * 5 + 4 * 25);
+  EXPECT_DOUBLE_EQ(step.ideal_s, (24 * 8 + 4 * 34) / 2.0);
+  EXPECT_DOUBLE_EQ(step.over_ideal(), step.blocks_s() / step.ideal_s);
+}
+
+TEST(StepTime, UnevenChunksShareAttentionEvenlyAndExchangeByTheirTokens) {
+  // Sequence 0 is cut 6 + 2 over both ranks, sequence 1 lies whole on rank 1.
+  const Plan plan(
+      unit_input({{8}, {5}}, "g2/1n1"), "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(1), .degree = 1}},
+      {6, 2, 5});
+  const StepTime step = predict_step(plan);
+  const double shared = 4 * 64 / 2.0, whole = 4 * 25;
+  // 4 numbers of 2 bytes a token, half of which leave, at 2 bytes/s: 2 s a token.
+  EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), 12);
+  EXPECT_DOUBLE_EQ(step.ranks[1].forward.exchange_s(), 4);
+  EXPECT_DOUBLE_EQ(step.blocks_s(), 24 * 7 + std::max(shared + 12, shared + whole + 4));
+}
+
+TEST(StepTime, GroupsAreConnectedThroughOthers) {
+  // 0-1 and 2-3 share by twos; one of all four connects them.
+  const Plan plan(unit_input({{4}, {4}, {4}, {9}}, "g4/2/1n1"), "any",
+                  {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(2), .degree = 2},
+                   {.bag = BagId(0), .first_rank = Rank(0), .degree = 4},
+                   {.bag = BagId(0), .first_rank = Rank(3), .degree = 1}});
+  for (const RankTime& rank : predict_step(plan).ranks) EXPECT_EQ(rank.group, Rank(0));
+}
+
+TEST(StepTime, SpeedShortensComputeAndNotTheExchange) {
+  PlanInput in = unit_input({{8}, {}}, "g2n1");
+  in.rank_speed = {2, 1};
+  const StepTime step = predict_step(Plan(in, "any", {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}}));
+  EXPECT_DOUBLE_EQ(step.ranks[0].forward.token_s, 24 * 4 / 2.0);
+  EXPECT_DOUBLE_EQ(step.ranks[0].forward.shared_attention_s, 4 * 64 / 2.0 / 2);
+  EXPECT_DOUBLE_EQ(step.ranks[0].forward.exchange_s(), step.ranks[1].forward.exchange_s());
+  EXPECT_DOUBLE_EQ(step.ideal_s, (24 * 8 + 4 * 64) / 3.0);
+}
+
+TEST(StepTime, SentPartsFollowNodesAndHeads) {
+  const Cluster cluster{.ranks_per_node = 2};
+  const auto expect_part = [&](int32_t num_heads, int32_t rank, int32_t first, int32_t degree, double inside,
+                               double between) {
+    const Traffic part = sent_part(cluster, AttentionShares(num_heads, 0), Rank(rank), Rank(first), degree);
+    EXPECT_DOUBLE_EQ(part.inside, inside);
+    EXPECT_DOUBLE_EQ(part.between, between);
+  };
+  expect_part(0, 0, 0, 1, 0, 0);
+  expect_part(0, 0, 0, 2, 0.5, 0);
+  expect_part(0, 1, 1, 2, 0, 0.5);  // ranks 1 and 2 are in two nodes
+  expect_part(0, 5, 4, 4, 0.25, 0.5);
+  // 3 heads over 2 ranks: 2 and 1, so the first sends a third and the second two thirds.
+  expect_part(3, 0, 0, 2, 1 / 3.0, 0);
+  expect_part(3, 1, 0, 2, 2 / 3.0, 0);
+}
+
+TEST(StepTime, ARankHasTheAttentionOfItsHeads) {
+  // 12 heads over 8 ranks: four have 2, four have 1.
+  PlanInput in = unit_input(std::vector<std::vector<int64_t>>(8, {80}), "g8n1");
+  std::vector<Placement> placements(8, {.bag = BagId(0), .first_rank = Rank(0), .degree = 8});
+  const double even_s = predict_step(Plan(in, "any", placements)).attention_s;
+  in.model.num_heads = 12;
+  const Plan plan(in, "any", placements);
+  const StepTime uneven = predict_step(plan);
+  EXPECT_NEAR(uneven.attention_s, even_s * 8 * 2 / 12, 1e-9);
+  EXPECT_NEAR(uneven.ranks[0].forward.shared_attention_s, 2 * uneven.ranks[7].forward.shared_attention_s, 1e-9);
+  EXPECT_DOUBLE_EQ(plan.workload_after()[0] - plan.workload_after()[7], 4.0 * 8 * 80 * 80 / 12);
+  in.model.num_kv_heads = 4;  // 8 ranks, 4 key/value heads: query heads divide on their own
+  EXPECT_DOUBLE_EQ(predict_step(Plan(in, "any", placements)).attention_s, uneven.attention_s);
+}
+
+TEST(StepTime, IsFiniteOnTheSlowestCluster) {
+  constexpr double kMin = 1 / kMaxMagnitude;
+  const Plan plan({.seq_lens = SequenceLengths::from_lists({{SequenceLengths::kMaxSequenceTokens}, {}}),
+                   .topology = Topology::parse("g2n1"),
+                   .d_model = 1 << 24,
+                   .workload = {.gamma = kMaxMagnitude},
+                   .cluster = {.flops_per_s = kMin, .node_bytes_per_s = kMin, .network_bytes_per_s = kMin},
+                   .model = {.num_blocks = 1 << 20, .num_parameters = kMaxMagnitude, .element_size = 16}},
+                  "any", {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}});
+  plan.input().validate();
+  EXPECT_TRUE(std::isfinite(step_s(plan)));
+  EXPECT_TRUE(std::isfinite(prediction_of(plan).gap()));
+}
+
+TEST(StepTime, AdaptersOnAFrozenBaseNeedNoGradientsOfIt) {
+  const Plan plan(
+      input_of({{100}, {40}}, "g2n1"), "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}});
+  TrainedModel model = small_model();
+  const StepTime full = predict_step(plan, round_hardware(), model);
+  model.mode = StepMode::kLora;
+  const StepTime lora = predict_step(plan, round_hardware(), model);
+  EXPECT_DOUBLE_EQ(lora.token_s, full.token_s * 3 / 4);
+  EXPECT_DOUBLE_EQ(lora.attention_s, full.attention_s);
+  EXPECT_DOUBLE_EQ(lora.exchange_s, full.exchange_s);
+  model.mode = StepMode::kInference;
+  const StepTime inference = predict_step(plan, round_hardware(), model);
+  EXPECT_DOUBLE_EQ(inference.token_s, full.token_s / 4);
+  EXPECT_DOUBLE_EQ(inference.exchange_s, full.exchange_s / 3);
+  EXPECT_DOUBLE_EQ(inference.route_s, full.route_s / 2);
+}
+
+TEST(StepTime, AStepTakesWhatItsSlowestReplicaTakes) {
+  const PlanInput in = input_of({{100}, {}, {300}, {}}, "g2n1");
+  const Plan plan(
+      in, "any",
+      {{.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {.bag = BagId(1), .first_rank = Rank(2), .degree = 2}});
+  const StepTime step = predict_step(plan, round_hardware(), small_model());
+  ASSERT_EQ(step.replicas.size(), 2u);
+  EXPECT_LT(step.replicas[0].step_s, step.replicas[1].step_s);
+  EXPECT_DOUBLE_EQ(step.total_s(), step.replicas[1].step_s);
+  EXPECT_DOUBLE_EQ(step.route_s, step.replicas[1].route_s);
+}
+
+TEST(StepTime, ABlockBudgetIsTheInverseOfAStep) {
+  PlanInput in = input_of({{100}, {40}}, "g2n1");
+  in.model.num_parameters = 1e9;
+  for (const double block_s : {1e-6, 1e-4, 1e-3, 1e-2, 1.0}) {
+    const double budget_s = block_budget_s(in, replica_step_s(in, block_s, 0));
+    EXPECT_GE(budget_s, block_s * (1 - 1e-12));
+    EXPECT_LE(replica_step_s(in, budget_s, 0), replica_step_s(in, block_s, 0) * (1 + 1e-9));
+  }
+}
+
+TEST(StepTime, TrafficBetweenBlocksAddsUpToTheStepsBytes) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, 500);
+    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
+    in.model.num_heads = seed % 3 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
+    const Plan plan = cases.any_plan(in);
+    const StepTime step = predict_step(plan);
+    const TrafficMatrix by_node = step_traffic(plan, in.cluster.ranks_per_node);
+    double route = 0, route_between = 0, attention = 0, attention_between = 0;
+    for (int32_t i = 0; i < by_node.num_blocks; ++i) {
+      for (int32_t j = 0; j < by_node.num_blocks; ++j) {
+        const size_t cell = static_cast<size_t>(i * by_node.num_blocks + j);
+        route += by_node.route[cell];
+        attention += by_node.attention[cell];
+        if (i != j) route_between += by_node.route[cell], attention_between += by_node.attention[cell];
+      }
+    }
+    EXPECT_NEAR(route, step.route_bytes.total(), 1e-9 * route);
+    EXPECT_NEAR(route_between, step.route_bytes.between, 1e-9 * route);
+    EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
+    EXPECT_NEAR(attention_between, step.attention_bytes.between, 1e-9 * attention);
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,106 @@
+#include "knapformer/core/model/topology.h"
+
+#include <gtest/gtest.h>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+TEST(Topology, NumbersRanksConsecutivelySmallBagsFirst) {
+  const Topology topology = Topology::parse("g4n1+g1n2+g2n1");
+  ASSERT_EQ(topology.num_ranks(), 8);
+  EXPECT_EQ(topology.str(), "g1n2+g2n1+g4n1");
+  const std::vector<std::pair<int, int>> expected = {{0, 1}, {1, 1}, {2, 2}, {4, 4}};  // first rank, ranks
+  ASSERT_EQ(topology.bags().size(), expected.size());
+  for (size_t b = 0; b < expected.size(); ++b) {
+    EXPECT_EQ(topology.bags()[b].first_rank.value, expected[b].first);
+    EXPECT_EQ(topology.bags()[b].num_ranks, expected[b].second);
+    for (int i = 0; i < expected[b].second; ++i) EXPECT_EQ(topology.bag_of(Rank(expected[b].first + i)), BagId(b));
+  }
+}
+
+TEST(Topology, RepeatsOverTheGroup) {
+  const Topology topology = Topology::parse("g1n2+g2n1", 12);
+  EXPECT_EQ(topology.num_ranks(), 12);
+  EXPECT_EQ(topology.num_replicas(), 3);
+  EXPECT_EQ(topology.num_bags_per_replica(), 3);
+  EXPECT_EQ(topology.bag(BagId(7)).first_rank, Rank(9));
+  EXPECT_EQ(topology.bag(BagId(8)).first_rank, Rank(10));
+  EXPECT_EQ(topology.str(), "g1n2+g2n1");
+}
+
+TEST(Topology, JoinsTermsOfOneShapeAndKeepsTextAsAFixedPoint) {
+  for (const char* text : {"g1n1", "g8n4", "g1n2+g2n1+g4n1", "g8/4/2/1n4", "g2n1+g4n1+g4/2n2", "g6/3n1"}) {
+    EXPECT_EQ(Topology::parse(text).str(), text);
+    EXPECT_EQ(Topology::parse(Topology::parse(text).str()), Topology::parse(text));
+  }
+  EXPECT_EQ(Topology::parse("g2n1 + g2n3").str(), "g2n4");
+}
+
+TEST(Topology, NestedBagsHaveAscendingDegrees) {
+  const Topology topology = Topology::parse("g8/4/2/1n4");
+  EXPECT_FALSE(topology.is_flat());
+  EXPECT_EQ(topology.shapes()[0].degrees, (std::vector<int32_t>{1, 2, 4, 8}));
+  EXPECT_TRUE(Topology::parse("g8n4").is_flat());
+}
+
+TEST(Topology, FlattenedInEveryWayOrToAboutOneSize) {
+  const auto names = [](const char* nested) {
+    std::vector<std::string> out;
+    for (const Topology& flat : Topology::parse(nested).flat_topologies()) out.push_back(flat.str());
+    return out;
+  };
+  EXPECT_EQ(names("g4n2"), std::vector<std::string>{"g4n2"});
+  EXPECT_EQ(names("g2/1n1+g4/2n2"), (std::vector<std::string>{"g1n2+g2n4", "g1n2+g4n2", "g2n5", "g2n1+g4n2"}));
+  EXPECT_EQ(names("g8/4/2/1n1+g16/8/4/2n1+g27/9/3n1").size(), 48);
+  EXPECT_EQ(names("g2/1n1+g4/2/1n1+g6/3/1n1+g8/4/2n1").size(), 54);
+  EXPECT_EQ(names("g2/1n1+g4/2/1n1+g6/3/1n1+g16/8/4/2n1"),
+            (std::vector<std::string>{"g1n12+g2n8", "g2n3+g1n6+g2n8", "g2n3+g3n2+g2n8", "g2n1+g4n1+g3n2+g4n4",
+                                      "g2n1+g4n1+g6n1+g4n4", "g2n1+g4n1+g6n1+g8n2", "g2n1+g4n1+g6n1+g16n1"}));
+}
+
+TEST(Topology, FlattenedKeepsEveryRankWhereItIs) {
+  const Topology nested = Topology::parse("g2n1+g4/2n1+g8/4/1n1", 28);
+  const int32_t whole[] = {2, 4, 8}, twos[] = {2, 2, 8}, falling[] = {2, 4, 1};
+  EXPECT_EQ(nested.flattened(whole), Topology::parse("g2n1+g4n1+g8n1", 28));
+  EXPECT_EQ(nested.flattened(twos), Topology::parse("g2n3+g8n1", 28));
+  const Topology flat = nested.flattened(falling);
+  EXPECT_TRUE(flat.is_flat());
+  EXPECT_EQ(flat.num_replicas(), 2);
+  EXPECT_EQ(flat.num_bags_per_replica(), 10);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(5))).num_ranks, 4);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(6))).num_ranks, 1);
+  EXPECT_EQ(flat.bag(flat.bag_of(Rank(14))).num_ranks, 2);
+}
+
+class MalformedTopology : public testing::TestWithParam<const char*> {};
+
+TEST_P(MalformedTopology, IsRefusedByName) {
+  try {
+    Topology::parse(GetParam());
+    FAIL() << "accepted " << GetParam();
+  } catch (const ArgumentError& error) {
+    EXPECT_EQ(std::string(error.what()).rfind("topology: got '", 0), 0u) << error.what();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, MalformedTopology,
+                         testing::Values("", "g", "g2", "g2n", "n2g2", "g0n1", "g1n0", "g-1n1", "g2n1+", "+g2n1",
+                                         "g2n1,g2n1", "g2n1x", "g2.5n1", "g99999999999n1", "g1048576n2", "g8/3n1",
+                                         "g8/8n1", "g4/8n1", "g8//4n1", "g8/n1", "g12/6/4n1", "G2n1"));
+
+TEST(Topology, RefusesRanksItDoesNotDivide) {
+  for (const int64_t ranks : {0, -8, 7, 9, 1}) EXPECT_THROW(Topology::parse("g8n1", ranks), ArgumentError) << ranks;
+  try {
+    Topology::parse("g2n2", 6);
+    FAIL();
+  } catch (const ArgumentError& error) {
+    EXPECT_STREQ(error.what(),
+                 "topology: got 'g2n2', which is 4 ranks, for 6 ranks, expected a topology whose ranks divide the "
+                 "ranks of the group");
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,75 @@
+#include "knapformer/core/plan/plan_json.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+std::string json_of(const Plan& plan) { return plan_to_json(plan, prediction_of(plan)); }
+
+TEST(PlanJson, GoesOutAndIn) {
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(seed % 2 == 0);
+    in.cluster = Cluster::named(Cluster::names()[seed % Cluster::names().size()]);
+    in.model.mode = static_cast<StepMode>(seed % 3);
+    if (seed % 5 == 0) in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+    const Plan plan = cases.any_plan(in);
+    EXPECT_EQ(plan_from_json(json_of(plan)), plan);
+    EXPECT_EQ(json_of(plan_from_json(json_of(plan))), json_of(plan));
+  }
+}
+
+TEST(PlanJson, InfiniteImbalanceIsNull) {
+  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
+                            .topology = Topology::parse("g1n2"),
+                            .d_model = 8,
+                            .workload = {}});
+  EXPECT_TRUE(nlohmann::json::parse(json_of(plan))["balance_before"]["wir"].is_null());
+}
+
+TEST(PlanJson, RefusesAnyTruncation) {
+  Cases cases(5);
+  const std::string json = json_of(cases.any_plan(cases.input(false)));
+  for (size_t n = 0; n < json.size(); n += 7) EXPECT_THROW(plan_from_json(json.substr(0, n)), ArgumentError) << n;
+}
+
+TEST(PlanJson, RefusesWhatIsNoPlan) {
+  Cases cases(5);
+  const auto good = nlohmann::json::parse(json_of(cases.any_plan(cases.input(false))));
+  EXPECT_THROW(plan_from_json("[]"), ArgumentError);
+  EXPECT_THROW(plan_from_json("{}"), ArgumentError);
+  const std::vector<std::pair<const char*, nlohmann::json>> broken = {{"format", "other/1"},
+                                                                      {"topology", 3},
+                                                                      {"topology", "g7n1"},
+                                                                      {"num_ranks", -1},
+                                                                      {"d_model", 0},
+                                                                      {"gamma", -2},
+                                                                      {"gamma", "one"},
+                                                                      {"seq_lens", {{0}}},
+                                                                      {"bag_of_sequence", {-1}},
+                                                                      {"degree_of_sequence", nlohmann::json::array()},
+                                                                      {"first_rank_of_sequence", {100000}},
+                                                                      {"chunk_lens_of_sequence", {{-1}}}};
+  for (const auto& [field, value] : broken) {
+    auto bad = good;
+    bad[field] = value;
+    EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << field << " = " << value;
+    bad = good;
+    bad.erase(field);
+    EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << "without " << field;
+  }
+  auto moved = good;  // well-formed, but a promise is broken
+  moved["chunk_lens_of_sequence"][0][0] = moved["chunk_lens_of_sequence"][0][0].get<int64_t>() + 1;
+  EXPECT_THROW(plan_from_json(moved.dump()), ArgumentError);
+}
+
+}  // namespace
+}  // namespace knapformer

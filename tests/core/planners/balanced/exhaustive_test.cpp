@@ -1,0 +1,103 @@
+// The balanced solver against every plan that there is, in cases small enough to go through them all.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+template <class Visit>
+void for_all_placements(const PlanInput& in, const Visit& visit) {
+  std::vector<Placement> choices;
+  for (size_t b = 0; b < in.topology.bags().size(); ++b) {
+    const Bag& bag = in.topology.bag(BagId(b));
+    for (const int32_t degree : in.topology.shapes()[bag.shape].degrees) {
+      for (int32_t i = 0; i < bag.num_ranks; i += degree) {
+        choices.push_back({.bag = BagId(b), .first_rank = Rank(bag.first_rank.value + i), .degree = degree});
+      }
+    }
+  }
+  const auto n = static_cast<size_t>(in.seq_lens.num_sequences());
+  std::vector<size_t> pick(n, 0);
+  while (true) {
+    std::vector<Placement> placements;
+    for (const size_t p : pick) placements.push_back(choices[p]);
+    visit(placements);
+    size_t i = 0;
+    while (i < n && ++pick[i] == choices.size()) pick[i++] = 0;
+    if (i == n) return;
+  }
+}
+
+/// The best predicted time of all placements, each cut as well as whole tokens allow.
+double exhaustive_best(const PlanInput& in) {
+  double best = std::numeric_limits<double>::infinity();
+  for_all_placements(in, [&](const std::vector<Placement>& placements) {
+    best = std::min(best, step_s(Plan(in, "any", placements, uneven_chunk_lens(in, placements))));
+  });
+  return best;
+}
+
+TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) {
+  double worst = 1, sum = 0, bound_worst = 1;
+  constexpr int kCases = 30;
+  for (uint64_t seed = 0; seed < kCases; ++seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::vector<int64_t>> lens(4);
+    for (int i = 0; i < 5; ++i) lens[random() % 4].push_back(int64_t{200} << (random() % 7));
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(lens);
+    in.topology = Topology::parse(seed % 2 == 0 ? "g4/2/1n1" : "g2/1n2", 4);
+    in.d_model = 3072;
+    const double best = exhaustive_best(in);
+    const Plan plan = balanced(in, {.moves = 5000});
+    const double ratio = step_s(plan) / best;
+    EXPECT_GE(best, lower_bound_s(plan.input()) * (1 - 1e-12));
+    EXPECT_GE(ratio, 1 - 1e-4) << "seed " << seed;  // a different cut may win by a token
+    worst = std::max(worst, ratio);
+    bound_worst = std::max(bound_worst, best / lower_bound_s(plan.input()));
+    sum += ratio;
+  }
+  EXPECT_LE(sum / kCases, 1.01);
+  EXPECT_LE(worst, 1.04);
+  RecordProperty("worst_over_best", std::to_string(worst));
+  RecordProperty("best_over_bound", std::to_string(bound_worst));
+}
+
+/// The lowest limit of tokens per rank that some placement keeps.
+int64_t least_limit(const PlanInput& in) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for_all_placements(in, [&](const std::vector<Placement>& placements) {
+    least = std::min(least, Plan(in, "any", placements, uneven_chunk_lens(in, placements)).max_tokens());
+  });
+  return least;
+}
+
+TEST(BalancedSolver, FindsAPlanWithinALimitThatSomePlanKeeps) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::vector<int64_t>> lens(4);
+    for (int i = 0; i < 6; ++i) lens[random() % 4].push_back(static_cast<int64_t>(100 + random() % 3000));
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(lens);
+    const char* topologies[] = {"g4/2/1n1", "g2/1n2", "g2n2", "g1n2+g2n1", "g1n4"};
+    in.topology = Topology::parse(topologies[seed % 5], 4);
+    in.d_model = 512;
+    in.max_tokens_per_rank = least_limit(in);
+    for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+      EXPECT_NO_THROW(balanced(in, {.moves = effort}).validate()) << "seed " << seed << ", effort " << effort;
+    }
+    --in.max_tokens_per_rank;
+    EXPECT_THROW(balanced(in), ArgumentError) << "seed " << seed;
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

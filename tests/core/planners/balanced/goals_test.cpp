@@ -1,0 +1,200 @@
+// What the balanced solver reaches: how fast and how even its plans of training's batches are.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "tests/core/cases.h"
+#include "tests/core/mixes.h"
+
+namespace knapformer {
+namespace {
+
+/// Reckoned anew from the chunks, bulk-synchronously: every phase of a group ends when it ends for its slowest rank.
+/// Stricter than cost/step_time.h, and equal for what is cut evenly.
+double strict_loss(const Plan& plan) {
+  const PlanInput& in = plan.input();
+  const auto num_ranks = static_cast<size_t>(plan.num_ranks());
+  std::vector<double> token(num_ranks), attention(num_ranks), exchange(num_ranks);
+  std::vector<size_t> group(num_ranks);
+  for (size_t r = 0; r < num_ranks; ++r) group[r] = r;
+  double work = 0;
+  const double d = static_cast<double>(in.d_model);
+  for (const Chunk& chunk : plan.chunks()) {
+    const Placement& place = plan.placement(chunk.sequence);
+    const auto n = static_cast<double>(chunk.num_tokens), l = static_cast<double>(plan.seq_lens()[chunk.sequence]);
+    const size_t r = chunk.rank.index();
+    token[r] += 24 * n * d * d;
+    attention[r] += in.workload.gamma * 4 * l * l * d / place.degree;
+    work += 24 * n * d * d + in.workload.gamma * 4 * l * l * d / place.degree;
+    if (place.degree > 1) exchange[r] += 4 * n * d * 2 * (place.degree - 1) / place.degree / 200e9 * 400e12;
+  }
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const Chunk& chunk : plan.chunks()) {
+      size_t& a = group[chunk.rank.index()];
+      size_t& b = group[plan.placement(chunk.sequence).first_rank.index()];
+      if (a != b) {
+        a = b = std::min(a, b);
+        changed = true;
+      }
+    }
+  }
+  double slowest = 0;
+  for (size_t g = 0; g < num_ranks; ++g) {
+    double longest[3] = {};
+    for (size_t r = 0; r < num_ranks; ++r) {
+      if (group[r] != g) continue;
+      longest[0] = std::max(longest[0], token[r]);
+      longest[1] = std::max(longest[1], attention[r]);
+      longest[2] = std::max(longest[2], exchange[r]);
+    }
+    slowest = std::max(slowest, longest[0] + longest[1] + longest[2]);
+  }
+  return slowest / (work / static_cast<double>(num_ranks));
+}
+
+struct Goal {
+  const char* mix;
+  double gamma;
+  double at_default, at_low, crossing;
+};
+
+class Goals : public testing::TestWithParam<Goal> {};
+
+TEST_P(Goals, AreReachedOnTheMean) {
+  const Goal goal = GetParam();
+  constexpr int kSeeds = 12;
+  double by_default = 0, low = 0, crossing = 0, model = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    const PlanInput in = mix_input(goal.mix, "g8/4/2/1n4", seed, goal.gamma);
+    const Plan plan = balanced(in);
+    plan.validate();
+    by_default += strict_loss(plan) / kSeeds;
+    model += block_loss(plan) / kSeeds;
+    low += strict_loss(balanced(in, {.moves = Effort::kLow})) / kSeeds;
+    crossing += plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens()) / kSeeds;
+  }
+  EXPECT_LE(by_default, goal.at_default);
+  EXPECT_LE(model, by_default * (1 + 1e-9));
+  EXPECT_LE(low, goal.at_low);
+  EXPECT_LE(crossing, goal.crossing);
+}
+
+INSTANTIATE_TEST_SUITE_P(Mixes, Goals,
+                         testing::Values(Goal{"mixed", 0.41, 1.075, 1.080, 0.47},
+                                         Goal{"mixed", 1.0, 1.070, 1.075, 0.47},
+                                         Goal{"joint", 0.41, 1.083, 1.090, 0.47},
+                                         Goal{"joint", 1.0, 1.066, 1.070, 0.47}, Goal{"low", 0.41, 1.005, 1.005, 0.0},
+                                         Goal{"low", 1.0, 1.005, 1.005, 0.0}));
+
+TEST(BalancedSolver, FlatBagsComeOutEvenWhereGreedyLeavesRoom) {
+  for (const bool free : {true, false}) {
+    double joint_g4 = 0, joint_g8 = 0, a_g8 = 0, a_g4 = 0, greedy = 0, a_greedy = 0;
+    constexpr int kSeeds = 20;
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      const auto mean_of = [&](PlanInput in, std::string_view solver) {
+        if (free) in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+        return make_plan(in, solver).balance_after().max_over_mean() / kSeeds;
+      };
+      joint_g4 += mean_of(mix_input("joint", "g4n8", seed, 1.0), "balanced");
+      joint_g8 += mean_of(mix_input("joint", "g8n4", seed, 1.0), "balanced");
+      greedy += mean_of(mix_input("joint", "g4n8", seed, 1.0), "greedy");
+      PlanInput a = mix_input("joint", "g8n4", seed, 1.0);
+      a.seq_lens = five_lengths(seed, 32, 2);
+      a_g8 += mean_of(a, "balanced");
+      a.topology = Topology::parse("g4n8", 32);
+      a_g4 += mean_of(a, "balanced");
+      a_greedy += mean_of(a, "greedy");
+    }
+    EXPECT_LE(joint_g4, free ? 1.0002 : 1.0003);
+    EXPECT_LE(joint_g8, 1.0002);
+    EXPECT_LE(a_g8, free ? 1.0002 : 1.0003);
+    EXPECT_GE(greedy, 1.0006);
+    EXPECT_LE((a_g4 - 1) / (a_greedy - 1), 0.7);
+  }
+}
+
+TEST(BalancedSolver, ALimitOfTokensCostsLittle) {
+  constexpr int kSeeds = 8;
+  double unlimited = 0, loose = 0, closer = 0, tight = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    PlanInput in = mix_input("joint", "g8/4/2/1n4", seed, 1.0);
+    const auto lens = in.seq_lens.lens();
+    const double mean = static_cast<double>(std::accumulate(lens.begin(), lens.end(), int64_t{0})) / 32;
+    const auto loss_at = [&](double share_of_mean) {
+      in.max_tokens_per_rank = static_cast<int64_t>(share_of_mean * mean);
+      return block_loss(balanced(in)) / kSeeds;
+    };
+    unlimited += loss_at(100);
+    loose += loss_at(1.3);
+    closer += loss_at(1.2);
+    tight += loss_at(1.05);
+  }
+  // Sharing everything (g8n4) takes 1.111.
+  EXPECT_LE(unlimited, 1.057);
+  EXPECT_LE(loose, 1.069);
+  EXPECT_LE(closer, 1.088);
+  EXPECT_LE(tight, 1.107);
+}
+
+TEST(BalancedSolver, MoreEffortIsNotWorse) {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    for (const char* topology : {"g8/4/2/1n4", "g4n8", "g8n4"}) {
+      const PlanInput in = mix_input("joint", topology, seed, 1.0);
+      double least_s = std::numeric_limits<double>::infinity();
+      for (const int64_t effort : {Effort::kLow, Effort::kDefault, Effort::kHigh}) {
+        const double time_s = step_s(balanced(in, {.moves = effort}));
+        EXPECT_LE(time_s, least_s * 1.001) << topology << ", seed " << seed;  // tokens do not divide evenly
+        least_s = std::min(least_s, time_s);
+      }
+    }
+  }
+}
+
+TEST(BalancedSolver, WithExchangesFreeWorkIsEven) {
+  PlanInput in = mix_input("joint", "g8/4/2/1n4", 0, 1.0);
+  in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    for (const char* mix : {"mixed", "joint", "low"}) {
+      in.seq_lens = mix_input(mix, "g8/4/2/1n4", seed, 1.0).seq_lens;
+      EXPECT_LE(balanced(in).balance_after().max_over_mean(), 1.005) << mix << ", seed " << seed;
+    }
+    in.seq_lens = five_lengths(seed, 32, 2);
+    EXPECT_LE(balanced(in).balance_after().max_over_mean(), 1.005) << "A, seed " << seed;
+  }
+}
+
+TEST(BalancedSolver, FasterRanksGetMore) {
+  PlanInput in;
+  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(16, 500));
+  in.seq_lens = SequenceLengths::from_lists(lens);
+  in.topology = Topology::parse("g8/4/2/1n1", 8);
+  in.d_model = 3072;
+  in.rank_speed = {2, 2, 1, 1, 1, 1, 1, 1};
+  const Plan plan = balanced(in);
+  EXPECT_LE(block_loss(plan), 1.06);
+  EXPECT_GE(plan.tokens_after()[0], plan.tokens_after()[7] * 18 / 10);
+}
+
+TEST(BalancedSolver, SpeedsOfAnyScale) {
+  PlanInput in;
+  in.seq_lens = five_lengths(1, 8, 2);
+  in.topology = Topology::parse("g8/4/2/1n1", 8);
+  in.d_model = 3072;
+  use_block_clock(in);
+  in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = std::numeric_limits<double>::infinity();
+  const double time_s = predict_step(balanced(in)).blocks_s();
+  for (const double speed : {1e-18, 1e-12, 1e18}) {
+    in.rank_speed.assign(8, speed);
+    const Plan plan = balanced(in);
+    plan.validate();
+    EXPECT_NEAR(predict_step(plan).blocks_s() * speed, time_s, time_s * 0.01);
+    EXPECT_GE(prediction_of(plan).gap(), 0);
+    EXPECT_LT(prediction_of(plan).gap(), 0.05);
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

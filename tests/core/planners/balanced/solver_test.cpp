@@ -1,0 +1,376 @@
+// What the balanced solver promises of every plan.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+#include "tests/core/mixes.h"
+
+namespace knapformer {
+namespace {
+
+TEST(BalancedSolver, PlansAreValidEqualAndSurviveJson) {
+  for (uint64_t seed = 0; seed < 150; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(seed % 3 != 0, 4000);
+    if (seed % 4 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
+    if (seed % 4 == 2) {
+      for (const int64_t length : in.seq_lens.lens()) in.attention_pairs.push_back(cases.integer(0, length * length));
+    }
+    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
+    const Plan plan = balanced(in, {.moves = 500});
+    ASSERT_NO_THROW(plan.validate()) << "seed " << seed;
+    EXPECT_EQ(plan, balanced(in, {.moves = 500})) << "seed " << seed;
+    EXPECT_EQ(plan, plan_from_json(plan_to_json(plan, prediction_of(plan)))) << "seed " << seed;
+    EXPECT_GE(step_s(plan), lower_bound_s(plan.input()) * (1 - 1e-12)) << "seed " << seed;
+    EXPECT_GE(prediction_of(plan).gap(), -1e-12);
+  }
+}
+
+/// Every flat topology with one degree of each shape of bags. `keeps_order`: a user may name it so, and each group lies
+/// where it lies in the nested one.
+struct Flat {
+  std::string name;
+  bool keeps_order = true;
+};
+std::vector<Flat> flats_of(const Topology& nested) {
+  std::vector<std::pair<Flat, int32_t>> flats = {{{}, 0}};  // with the last degree
+  for (const BagShape& shape : nested.shapes()) {
+    std::vector<std::pair<Flat, int32_t>> longer;
+    for (const auto& [flat, last] : flats) {
+      for (const int32_t degree : shape.degrees) {
+        const int32_t num_bags = shape.num_bags * shape.num_ranks_per_bag() / degree;
+        longer.push_back({{.name = flat.name + (flat.name.empty() ? "g" : "+g") + std::to_string(degree) + "n" +
+                                   std::to_string(num_bags),
+                           .keeps_order = flat.keeps_order && degree >= last},
+                          degree});
+      }
+    }
+    flats.swap(longer);
+  }
+  std::vector<Flat> out;
+  for (const auto& [flat, last] : flats) out.push_back(flat);
+  return out;
+}
+
+TEST(BalancedSolver, NestedBagsAreNeverWorseThanFlatOnes) {
+  int num_close = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, int64_t{1} << cases.integer(5, 14));
+    in.d_model = 1024;
+    // Within a node the order of bags does not matter to their times.
+    in.cluster.ranks_per_node = seed % 2 == 0 ? 1 << 20 : static_cast<int32_t>(cases.integer(1, 8));
+    if (seed % 5 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
+    const Topology nested = in.topology;
+    const int64_t moves = std::array<int64_t, 3>{0, 300, Effort::kDefault}[seed % 3];
+    // One that is flat itself promises even work and no slower blocks, and not the route.
+    const auto time_s = nested.is_flat() ? max_block_s : step_s;
+    const double nested_s = time_s(balanced(in, {.moves = moves}));
+    for (const Flat& flat : flats_of(nested)) {
+      in.topology = Topology::parse(flat.name, nested.num_ranks());
+      const auto expect_no_worse = [&](const Plan& plan) {
+        EXPECT_LE(nested_s, time_s(plan) * (1 + 1e-12))
+            << plan.solver() << " " << flat.name << " in " << nested.str() << ", seed " << seed;
+        num_close += time_s(plan) <= nested_s * 1.001;
+      };
+      if (flat.keeps_order) expect_no_worse(balanced(in, {.moves = moves}));
+      if (flat.keeps_order || (seed % 2 == 0 && in.rank_speed.empty())) expect_no_worse(greedy(in));
+    }
+  }
+  EXPECT_GE(num_close, 100);  // it matters
+}
+
+TEST(BalancedSolver, NestedBagsKeepALimitNoWorseThanFlatOnes) {
+  int num_kept = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, 200);
+    in.d_model = 1024;
+    in.cluster.network_bytes_per_s = 1e9;
+    if (seed % 2 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
+    const Topology nested = in.topology;
+    int64_t longest = 0, total = 0;
+    for (const int64_t length : in.seq_lens.lens()) {
+      longest = std::max(longest, length);
+      total += length;
+    }
+    const int64_t least = std::max(total / nested.num_ranks(), longest / nested.shapes().back().num_ranks_per_bag());
+    in.max_tokens_per_rank = least * cases.integer(10, 20) / 10 + 1;
+    const Effort effort{.moves = seed % 5 == 0 ? Effort::kDefault : Effort::kLow};
+    const auto time_s = [&](const Topology& topology) {  // infinite where the limit is not kept
+      in.topology = topology;
+      try {
+        const Plan plan = balanced(in, effort);
+        EXPECT_LE(plan.max_tokens(), in.max_tokens_per_rank) << "seed " << seed;
+        return step_s(plan);
+      } catch (const ArgumentError&) {
+        return std::numeric_limits<double>::infinity();
+      }
+    };
+    const double nested_s = time_s(nested);
+    for (const Flat& flat : flats_of(nested)) {
+      if (!flat.keeps_order) continue;
+      const double flat_s = time_s(Topology::parse(flat.name, nested.num_ranks()));
+      EXPECT_LE(nested_s, flat_s * (1 + 1e-12)) << flat.name << " in " << nested.str() << ", seed " << seed;
+      num_kept += std::isfinite(flat_s);
+    }
+  }
+  EXPECT_GE(num_kept, 300);
+}
+
+TEST(BalancedSolver, OfManyShapesTheFlatOnesOfAboutOneSizeCount) {
+  const Topology nested = Topology::parse("g2/1n1+g4/2/1n1+g6/3/1n1+g8/4/2/1n2");  // 72 flat ones
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    Cases cases(seed);
+    PlanInput in{.seq_lens = cases.lengths(nested.num_ranks(), int64_t{1} << cases.integer(5, 14)),
+                 .topology = nested,
+                 .d_model = 1024,
+                 .workload = {}};
+    const Effort effort{.moves = seed % 2 == 0 ? Effort::kLow : Effort::kDefault};
+    const double nested_s = step_s(balanced(in, effort));
+    for (const std::vector<int32_t>& degrees : std::vector<std::vector<int32_t>>{
+             {1, 1, 1, 1}, {2, 2, 1, 2}, {2, 2, 3, 2}, {2, 4, 3, 4}, {2, 4, 6, 4}, {2, 4, 6, 8}}) {
+      in.topology = nested.flattened(degrees);
+      for (const Plan& plan : {balanced(in, effort), greedy(in)}) {
+        EXPECT_LE(nested_s, step_s(plan) * (1 + 1e-12)) << in.topology.str() << ", seed " << seed;
+      }
+    }
+  }
+}
+
+TEST(BalancedSolver, OfManySequencesToo) {
+  // Where no search pays, and where wholes are good enough at low effort.
+  for (const char* mix : {"g16b40i256f1s0", "g8b30i512f1s0,g8b8i1024f1s0"}) {
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(3, 0, 16));
+    in.d_model = 3072;
+    for (const int64_t moves : {Effort::kLow, Effort::kDefault}) {
+      in.topology = Topology::parse("g8/4/2/1n2", 16);
+      const double nested_s = step_s(balanced(in, {.moves = moves}));
+      for (const char* flat : {"g1n16", "g2n8", "g4n4", "g8n2"}) {
+        in.topology = Topology::parse(flat, 16);
+        EXPECT_LE(nested_s, step_s(balanced(in, {.moves = moves})) * (1 + 1e-12)) << flat << ", " << mix;
+      }
+    }
+  }
+}
+
+/// Work of a rank over the mean, each rank's over its speed.
+double max_over_mean(const Plan& plan) {
+  std::vector<double> work(plan.workload_after().begin(), plan.workload_after().end());
+  for (size_t r = 0; r < work.size(); ++r) work[r] /= plan.input().speed_of(Rank(r));
+  return LoadBalance::of(work).max_over_mean();
+}
+
+TEST(BalancedSolver, FlatBagsAreNeverWorseThanGreedyOnes) {
+  constexpr double kFree = std::numeric_limits<double>::infinity();
+  int num_better = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(false, 20000);
+    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
+    if (seed % 3 == 1) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = kFree;
+    if (seed % 5 == 1) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
+    const Plan plan = balanced(in, {.moves = static_cast<int64_t>(seed % 4 * 300)});
+    const Plan by_greedy = greedy(in);
+    plan.validate();
+    const double plan_s = max_block_s(plan), greedy_s = max_block_s(by_greedy);
+    EXPECT_LE(plan_s, greedy_s) << "seed " << seed;
+    // Of several replicas each has its mean.
+    if (in.topology.num_replicas() == 1) {
+      EXPECT_LE(max_over_mean(plan), max_over_mean(by_greedy)) << "seed " << seed;
+    }
+    num_better += plan_s < 0.99 * greedy_s;
+  }
+  EXPECT_GE(num_better, 30);
+}
+
+TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
+  // A replica's predicted time does not depend on what the others hold.
+  std::vector<std::vector<int64_t>> all;
+  std::vector<double> alone;
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    const SequenceLengths lens = seed % 2 == 0 ? five_lengths(seed, 8, 3) : five_lengths(seed, 8, 1);
+    for (int32_t r = 0; r < 8; ++r) all.emplace_back(lens.lens(Rank(r)).begin(), lens.lens(Rank(r)).end());
+    PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
+    alone.push_back(predict_step(balanced(in)).replicas[0].block_s);
+  }
+  const PlanInput in{.seq_lens = SequenceLengths::from_lists(all),
+                     .topology = Topology::parse("g8/4/2/1n1", 48),
+                     .d_model = 3072,
+                     .workload = {}};
+  const Plan plan = balanced(in);
+  plan.validate();
+  const StepTime time = predict_step(plan);
+  for (size_t i = 0; i < alone.size(); ++i)
+    EXPECT_NEAR(time.replicas[i].block_s, alone[i], 1e-12 * alone[i]) << "replica " << i;
+}
+
+TEST(BalancedSolver, KeepsALimitOfTokensOrSaysByHowMuchItCannot) {
+  PlanInput in = mix_input("joint", "g8/4/2/1n4", 3, 1.0);
+  const Plan free = balanced(in);
+  const int64_t mean = (free.num_tokens() + 31) / 32;
+  ASSERT_GT(free.max_tokens(), mean * 11 / 10);
+  in.max_tokens_per_rank = mean * 11 / 10;
+  const Plan limited = balanced(in);
+  limited.validate();
+  EXPECT_LE(limited.max_tokens(), in.max_tokens_per_rank);
+  EXPECT_GE(step_s(limited), step_s(free) * 0.99);
+
+  // One sequence that is too long for all that may share it.
+  PlanInput one = in;
+  one.seq_lens = SequenceLengths::from_lists({{1000}, {1}, {1}, {1}});
+  one.topology = Topology::parse("g2/1n2", 4);
+  one.max_tokens_per_rank = 300;
+  try {
+    balanced(one);
+    FAIL();
+  } catch (const ArgumentError& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "max_tokens_per_rank: got 300, expected at least 500: a sequence of 1000 tokens is shared by at most 2 "
+        "ranks, 200 more tokens each than they may hold");
+  }
+  one.max_tokens_per_rank = 500;
+  EXPECT_EQ(balanced(one).max_tokens(), 500);
+
+  in.max_tokens_per_rank = mean - 1;
+  try {
+    balanced(in);
+    FAIL();
+  } catch (const ArgumentError& error) {
+    const std::string message = error.what();
+    EXPECT_TRUE(message.starts_with("max_tokens_per_rank: got " + std::to_string(mean - 1) + ", expected at least " +
+                                    std::to_string(mean)))
+        << message;
+    EXPECT_NE(message.find(std::to_string(free.num_tokens() - 32 * (mean - 1)) + " more than it may hold"),
+              std::string::npos)
+        << message;
+  }
+}
+
+TEST(BalancedSolver, ALimitThatIsKeptAnywayCostsNothing) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    for (const char* mix : {"low", "joint"}) {
+      for (const char* topology : {"g4/2/1n8", "g2/1n4+g8/4/2/1n3", "g4n8"}) {
+        PlanInput in = mix_input(mix, topology, seed, 1.0);
+        for (const int64_t moves : {Effort::kLow, Effort::kDefault}) {
+          in.max_tokens_per_rank = 0;
+          const Plan free = balanced(in, {.moves = moves});
+          in.max_tokens_per_rank = free.max_tokens();
+          EXPECT_LE(step_s(balanced(in, {.moves = moves})), step_s(free) * (1 + 1e-12))
+              << mix << " in " << topology << ", seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+TEST(BalancedSolver, EqualSequencesStayAtHome) {
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(16, std::vector<int64_t>(4, 300)));
+  in.topology = Topology::parse("g8/4/2/1n2", 16);
+  in.d_model = 3072;
+  EXPECT_EQ(balanced(in).tokens_moved(), 0);
+  // In flat bags too, where greedy knows no homes: nothing moves, or what must stays on its node.
+  in.topology = Topology::parse("g1n16", 16);
+  for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+    EXPECT_EQ(balanced(in, {.moves = effort}).tokens_moved(), 0);
+  }
+  EXPECT_GT(greedy(in).tokens_moved(), 0);
+  in.topology = Topology::parse("g4n4", 16);
+  const Plan shared = balanced(in);
+  for (int32_t s = 0; s < shared.num_sequences(); ++s) {
+    EXPECT_TRUE(
+        in.cluster.same_node(shared.seq_lens().home_of(SequenceId(s)), shared.placement(SequenceId(s)).first_rank));
+  }
+}
+
+TEST(BalancedSolver, SlowRanksMayStandAnywhere) {
+  PlanInput in;
+  in.seq_lens = SequenceLengths::from_lists({{5000}, {5000}, {}, {}});
+  in.topology = Topology::parse("g4/2/1n1", 4);
+  in.d_model = 3072;
+  in.rank_speed = {1, 1, 0.1, 0.1};
+  const double last_s = predict_step(balanced(in)).blocks_s();
+  in.rank_speed = {0.1, 0.1, 1, 1};
+  EXPECT_DOUBLE_EQ(predict_step(balanced(in)).blocks_s(), last_s);
+}
+
+TEST(BalancedSolver, IsNeverWorseThanItsFlatTopologiesPlannedAlone) {
+  // Few long sequences: where greedy is far from the nested plan and the improved flat one is not.
+  std::vector<std::vector<int64_t>> sparse(32);
+  for (const auto& [rank, length] : std::vector<std::pair<size_t, int64_t>>{{3, 14699},
+                                                                            {4, 20439},
+                                                                            {9, 22983},
+                                                                            {11, 8359},
+                                                                            {14, 18722},
+                                                                            {16, 15014},
+                                                                            {20, 24644},
+                                                                            {22, 7477},
+                                                                            {26, 21216},
+                                                                            {27, 18481},
+                                                                            {28, 4535},
+                                                                            {29, 24035},
+                                                                            {31, 2067}}) {
+    sparse[rank] = {length};
+  }
+  std::vector<std::vector<int64_t>> one_rank(12);
+  one_rank[5] = {26327, 27981, 23582, 16024};
+  struct Case {
+    std::vector<std::vector<int64_t>> lengths;
+    double gamma;
+    const char* nested;
+    std::vector<const char*> flats;
+  };
+  for (const Case& c : {Case{sparse, 1.0, "g8/4/2/1n4", {"g8n4", "g4n8", "g2n16", "g1n32"}},
+                        Case{one_rank, 0.41, "g6/3/1n2", {"g6n2", "g3n4", "g1n12"}}}) {
+    PlanInput in;
+    in.seq_lens = SequenceLengths::from_lists(c.lengths);
+    in.d_model = 3072;
+    in.workload.gamma = c.gamma;
+    const auto time_s = [&](const char* topology, int64_t effort) {
+      in.topology = Topology::parse(topology, in.seq_lens.num_ranks());
+      return step_s(balanced(in, {.moves = effort}));
+    };
+    for (const int64_t effort : {Effort::kDefault, Effort::kHigh}) {
+      const double nested_s = time_s(c.nested, effort);
+      for (const char* flat : c.flats) EXPECT_LE(nested_s, time_s(flat, effort) * (1 + 1e-12)) << flat;
+    }
+  }
+}
+
+TEST(BalancedSolver, RefusesALimitWithWhatIsProvenOrSaysWhatWasFound) {
+  PlanInput in;
+  in.d_model = 3072;
+  in.seq_lens = SequenceLengths::from_lists({{}, {}, {4, 6}});
+  in.topology = Topology::parse("g1n3", 3);
+  in.max_tokens_per_rank = 2;  // ten tokens on three ranks need 4 a rank, but the longest stays whole
+  const auto refusal = [&] {
+    try {
+      balanced(in);
+    } catch (const ArgumentError& error) {
+      return std::string(error.what());
+    }
+    return std::string("a plan");
+  };
+  EXPECT_EQ(refusal(),
+            "max_tokens_per_rank: got 2, expected at least 6: a sequence of 6 tokens is shared by at most 1 rank, 4 "
+            "more tokens each than they may hold");
+  in.seq_lens = SequenceLengths::from_lists({{5}, {5}, {5, 5}});
+  in.max_tokens_per_rank = 7;  // no bound says that whole fives do not fit
+  EXPECT_EQ(refusal(),
+            "max_tokens_per_rank: got 7, expected 10, 3 more: the minimum that solver 'balanced' found with topology "
+            "g1n3; with more effort, or in bags of more ranks, less may be possible");
+}
+
+}  // namespace
+}  // namespace knapformer

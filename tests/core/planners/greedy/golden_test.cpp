@@ -1,0 +1,83 @@
+// The plans of the published method's own implementation: see tests/golden/README.md.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "knapformer/core/planners/planner.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+struct Golden {
+  nlohmann::json json;
+  PlanInput input;
+};
+
+std::vector<Golden> golden_plans() {
+  std::ifstream file(GOLDEN_DIR "/reference_plans.jsonl");
+  std::vector<Golden> plans;
+  for (std::string line; std::getline(file, line);) {
+    nlohmann::json golden = nlohmann::json::parse(line);
+    const auto seq_lens = golden["seq_lens"].get<std::vector<std::vector<int64_t>>>();
+    PlanInput input{
+        .seq_lens = SequenceLengths::from_lists(seq_lens),
+        .topology = Topology::parse(golden["topology"].get<std::string>(), static_cast<int64_t>(seq_lens.size())),
+        .d_model = golden["d_model"].get<int64_t>(),
+        .workload = {.gamma = golden["gamma"].get<double>()}};
+    plans.push_back({.json = std::move(golden), .input = std::move(input)});
+  }
+  return plans;
+}
+
+TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
+  const std::vector<Golden> plans = golden_plans();
+  ASSERT_EQ(plans.size(), 72) << "in " GOLDEN_DIR;
+  for (const auto& [golden, input] : plans) {
+    SCOPED_TRACE(golden["name"].get<std::string>());
+    const Plan plan = greedy(input);
+    plan.validate();
+    std::vector<int32_t> bags;
+    for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
+    EXPECT_EQ(bags, golden["bag_of_sequence"].get<std::vector<int32_t>>());
+
+    const auto before = golden["workload_before"].get<std::vector<double>>(),
+               after = golden["workload_after"].get<std::vector<double>>();
+    for (size_t r = 0; r < before.size(); ++r)
+      EXPECT_NEAR(plan.workload_before()[r] / 1e12, before[r], 1e-9 * before[r]);
+    for (const Bag& bag : plan.topology().bags()) {
+      double ours = 0, theirs = 0;
+      for (int32_t i = 0; i < bag.num_ranks; ++i) {
+        ours += plan.workload_after()[bag.first_rank.index() + static_cast<size_t>(i)] / 1e12;
+        theirs += after[bag.first_rank.index() + static_cast<size_t>(i)];
+      }
+      EXPECT_NEAR(ours, theirs, 1e-9 * theirs);
+    }
+  }
+}
+
+TEST(GoldenPlans, BalancedIsNeverWorse) {
+  constexpr double kFree = std::numeric_limits<double>::infinity();
+  for (const bool free : {false, true}) {
+    int num_better = 0;
+    for (auto& [golden, input] : golden_plans()) {
+      SCOPED_TRACE(golden["name"].get<std::string>());
+      if (free) input.cluster.node_bytes_per_s = input.cluster.network_bytes_per_s = kFree;
+      const Plan by_greedy = greedy(input);
+      for (const int64_t effort : {Effort::kLow, Effort::kDefault}) {
+        const Plan plan = balanced(input, {.moves = effort});
+        plan.validate();
+        const double plan_s = predict_step(plan).blocks_s(), greedy_s = predict_step(by_greedy).blocks_s();
+        EXPECT_LE(plan.balance_after().max_over_mean(), by_greedy.balance_after().max_over_mean());
+        EXPECT_LE(plan_s, greedy_s);
+        num_better += plan_s < 0.999 * greedy_s;
+      }
+    }
+    EXPECT_GE(num_better, 25);
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,134 @@
+#include "knapformer/core/planners/planner.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "knapformer/core/planners/greedy/greedy.h"
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+/// The published planner, written straight from its description: no heaps, no queues, every bag looked at every time.
+std::vector<int32_t> bags_by_the_book(const PlanInput& input, const Topology& topology) {
+  std::vector<int32_t> bag_of(static_cast<size_t>(input.seq_lens.num_sequences()));
+  for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
+    const auto in_replica = [&](SequenceId s) {
+      return input.seq_lens.home_of(s).value / topology.num_ranks_per_replica() == replica;
+    };
+    std::vector<std::pair<double, int32_t>> sequences;  // work, id
+    double total = 0;
+    for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
+      if (!in_replica(SequenceId(s))) continue;
+      sequences.push_back({input.workload.work(input.seq_lens[SequenceId(s)], input.d_model) / 1e12, s});
+      total += sequences.back().first;
+    }
+    std::stable_sort(sequences.begin(), sequences.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    const double target = total / topology.num_ranks_per_replica();
+    const int32_t first = replica * topology.num_bags_per_replica();
+    const auto size_of = [&](int32_t b) { return topology.bag(BagId(b)).num_ranks; };
+    std::vector<int32_t> bags(static_cast<size_t>(topology.num_bags_per_replica()));
+    std::iota(bags.begin(), bags.end(), first);
+    std::stable_sort(bags.begin(), bags.end(), [&](int32_t a, int32_t b) { return size_of(a) < size_of(b); });
+    const int32_t largest = size_of(bags.back());
+    std::vector<double> occupancy(topology.bags().size(), 0.0);
+    for (const auto& [work, s] : sequences) {
+      int32_t best = -1;
+      for (const bool any_candidate : {true, false}) {
+        for (const int32_t b : bags) {
+          const int32_t size = size_of(b);
+          const bool fits =
+              any_candidate ? size * target >= work && input.seq_lens[SequenceId(s)] >= size : size == largest;
+          if (fits && (best < 0 || occupancy[b] < occupancy[best])) best = b;
+        }
+        if (best >= 0) break;
+      }
+      occupancy[best] += work / (size_of(best) * target);
+      bag_of[s] = best;
+    }
+  }
+  return bag_of;
+}
+
+TEST(Greedy, DoesWhatThePaperSays) {
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    Cases cases(seed);
+    // Short lengths make many exact ties, long ones many bags without capacity.
+    const PlanInput input = cases.input(false, seed % 2 == 0 ? 4 : 3000);
+    const Plan plan = greedy(input);
+    std::vector<int32_t> bags;
+    for (const Placement& p : plan.placements()) bags.push_back(p.bag.value);
+    ASSERT_EQ(bags, bags_by_the_book(input, input.topology))
+        << "seed " << seed << ", topology " << input.topology.str();
+    plan.validate();
+    ASSERT_EQ(greedy(input), plan) << "not deterministic";
+  }
+}
+
+TEST(Greedy, InTheGroupsOfNestedBagsToo) {
+  // Whose sizes may come in any order, and come again.
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    Cases cases(seed);
+    const PlanInput input = cases.input(true, seed % 2 == 0 ? 12 : 3000);
+    std::vector<int32_t> degrees;
+    for (const BagShape& shape : input.topology.shapes())
+      degrees.push_back(shape.degrees[cases.integer(0, std::ssize(shape.degrees) - 1)]);
+    const Topology flat = input.topology.flattened(degrees);
+    std::vector<int32_t> bags;
+    for (const Placement& p : greedy_placements(input, flat)) bags.push_back(p.bag.value);
+    ASSERT_EQ(bags, bags_by_the_book(input, flat)) << "seed " << seed << ", topology " << flat.str();
+  }
+}
+
+TEST(Greedy, ReplicasArePlannedApart) {
+  Cases cases(3);
+  const SequenceLengths left = cases.lengths(4), right = cases.lengths(4);
+  std::vector<std::vector<int64_t>> both;
+  for (const SequenceLengths* lens : {&left, &right}) {
+    for (int32_t r = 0; r < 4; ++r) both.emplace_back(lens->lens(Rank(r)).begin(), lens->lens(Rank(r)).end());
+  }
+  const auto plan_of = [](SequenceLengths lens, int64_t ranks) {
+    return greedy(
+        {.seq_lens = std::move(lens), .topology = Topology::parse("g1n2+g2n1", ranks), .d_model = 16, .workload = {}});
+  };
+  const Plan joined = plan_of(SequenceLengths::from_lists(both), 8), alone = plan_of(right, 4);
+  for (int32_t s = 0; s < alone.num_sequences(); ++s) {
+    const Placement& in_joined = joined.placement(SequenceId(left.num_sequences() + s));
+    EXPECT_EQ(in_joined.bag.value, alone.placement(SequenceId(s)).bag.value + 3);
+    EXPECT_EQ(in_joined.first_rank.value, alone.placement(SequenceId(s)).first_rank.value + 4);
+  }
+}
+
+TEST(Greedy, PlansNothingAtAll) {
+  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{}, {}}),
+                            .topology = Topology::parse("g2n1"),
+                            .d_model = 8,
+                            .workload = {}});
+  plan.validate();
+  EXPECT_EQ(plan.num_sequences(), 0);
+  EXPECT_DOUBLE_EQ(plan.balance_after().wir(), 1);
+}
+
+TEST(Greedy, RefusesNestedBags) {
+  EXPECT_THROW(greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
+                       .topology = Topology::parse("g2/1n1"),
+                       .d_model = 8,
+                       .workload = {}}),
+               ArgumentError);
+}
+
+TEST(MakePlan, KnowsItsSolversByName) {
+  const PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {9}}),
+                        .topology = Topology::parse("g2n1"),
+                        .d_model = 8,
+                        .workload = {}};
+  for (const Planner& planner : planners()) EXPECT_NO_THROW(make_plan(input, planner.name).validate()) << planner.name;
+  EXPECT_THROW(make_plan(input, "best"), ArgumentError);
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,87 @@
+#include "knapformer/core/planners/topology_choice.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "knapformer/core/model/data_mix.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+std::vector<PlanInput> batches(const char* mix, int64_t max_tokens_per_rank = 0) {
+  std::vector<PlanInput> out;
+  for (int64_t step = 0; step < 2; ++step) {
+    out.push_back({.seq_lens = SequenceLengths::from_lists(DataMix::parse(mix).draw_lengths(1, step, 32)),
+                   .topology = {},
+                   .d_model = 3072,
+                   .workload = {},
+                   .max_tokens_per_rank = max_tokens_per_rank});
+  }
+  return out;
+}
+
+TEST(TopologyChoice, SharesOnlyWhereSomethingIsLong) {
+  EXPECT_EQ(rank_topologies(batches("low"), "balanced").front().topology, "g1n32");
+  const TopologyOption best = rank_topologies(batches("joint"), "balanced").front();
+  EXPECT_FALSE(Topology::parse(best.topology).is_flat()) << best.topology;
+}
+
+TEST(TopologyChoice, IsInOrderAndPredictsWhatThePlansDo) {
+  const auto inputs = batches("mixed");
+  const auto options = rank_topologies(inputs, "balanced");
+  for (size_t i = 1; i < options.size(); ++i)
+    EXPECT_LE(options[i - 1].predicted_time_s, options[i].predicted_time_s * 1.001);
+  for (const TopologyOption& option : options) {
+    double mean = 0;
+    for (PlanInput in : inputs) {
+      in.topology = Topology::parse(option.topology, 32);
+      mean += step_s(balanced(in)) / static_cast<double>(inputs.size());
+    }
+    EXPECT_NEAR(option.predicted_time_s, mean, mean * 1e-12) << option.topology;
+    EXPECT_FALSE(option.reason.empty());
+  }
+}
+
+TEST(TopologyChoice, HeadsThatBagsDoNotDivideMakeThemSlower) {
+  // 12 heads over 8 ranks are shares of 2 and 1, over 4 ranks of 3: with much attention, bags of 8 fall behind.
+  const auto time_of = [](const std::vector<TopologyOption>& options, std::string_view topology) {
+    return std::ranges::find(options, topology, &TopologyOption::topology)->predicted_time_s;
+  };
+  std::vector<PlanInput> inputs = batches("joint");
+  for (PlanInput& in : inputs) in.workload.gamma = 4;
+  const auto divided = rank_topologies(inputs, "balanced");
+  for (PlanInput& in : inputs) in.model.num_heads = 12;
+  const auto uneven = rank_topologies(inputs, "balanced");
+  EXPECT_LT(time_of(divided, "g8n4"), time_of(divided, "g4n8"));
+  EXPECT_GT(time_of(uneven, "g8n4"), time_of(uneven, "g4n8"));
+  EXPECT_DOUBLE_EQ(time_of(uneven, "g4n8"), time_of(divided, "g4n8"));
+}
+
+TEST(TopologyChoice, ALimitOfTokensRulesSomeOut) {
+  // One rank cannot hold the longest sequence of the joint mix under this limit; eight can.
+  const auto options = rank_topologies(batches("joint", 20000), "balanced");
+  EXPECT_TRUE(std::isfinite(options.front().predicted_time_s));
+  EXPECT_TRUE(std::isinf(options.back().predicted_time_s));
+}
+
+TEST(TopologyChoice, GreedyHasFlatOnes) {
+  for (const TopologyOption& option : rank_topologies(batches("joint"), "greedy")) {
+    EXPECT_TRUE(Topology::parse(option.topology).is_flat()) << option.topology;
+  }
+}
+
+TEST(TopologyChoice, RefusesWhatIsNoSample) {
+  EXPECT_THROW(rank_topologies({}, "balanced"), ArgumentError);
+  std::vector<PlanInput> mixed_sizes = batches("joint");
+  mixed_sizes.back().seq_lens = SequenceLengths::from_lists({{4}, {4}});
+  EXPECT_THROW(rank_topologies(mixed_sizes, "balanced"), ArgumentError);
+  EXPECT_THROW(rank_topologies(batches("joint", 20000), "magic"), ArgumentError);
+}
+
+}  // namespace
+}  // namespace knapformer

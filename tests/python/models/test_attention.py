@@ -1,0 +1,148 @@
+"""Attention over packed sequences and the row movements of the models, against formulas written out in index form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from knapformer.models.attention import PackedAttention, varlen_attention
+from knapformer.models.layers import rotate, rotations
+from knapformer.models.packing import TwoStreams, gated_add, modulate, positions, segment_index
+from torch import Tensor
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: list[int], mask: str) -> Tensor:
+    """One matrix of scores over all tokens, with a mask; key/value heads repeated."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    owner = [i for i, n in enumerate(seq_lens) for _ in range(n)]
+    allowed = torch.tensor(
+        [[a == b and (mask == "full" or j <= i) for j, b in enumerate(owner)] for i, a in enumerate(owner)]
+    )
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("seq_lens", [[5], [3, 3, 3], [1, 7, 0, 2, 2, 9], [0, 0, 4]])
+def test_varlen_attention_is_masked_attention(seq_lens: list[int], num_kv_heads: int, mask: str) -> None:
+    torch.manual_seed(0)
+    heads = (4, num_kv_heads, num_kv_heads)
+    inputs = [torch.randn(sum(seq_lens), n, 8, dtype=torch.float64, requires_grad=True) for n in heads]
+    out, expected = varlen_attention(*inputs, seq_lens, mask), naive_attention(*inputs, seq_lens, mask)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(out)
+    for grad, wanted in zip(
+        torch.autograd.grad((out * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("lens_type", [list, tuple, torch.tensor])
+def test_lengths_of_any_type(lens_type: type) -> None:
+    x = torch.randn(5, 2, 4)
+    torch.testing.assert_close(varlen_attention(x, x, x, lens_type([2, 3])), varlen_attention(x, x, x, [2, 3]))
+
+
+def test_attention_without_tokens_keeps_every_input_in_the_graph() -> None:
+    q, k, v = (torch.empty(0, n, 4, requires_grad=True) for n in (4, 2, 2))
+    out = varlen_attention(q, k, v, [])
+    assert out.shape == (0, 4, 4)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def test_attention_names_wrong_lengths() -> None:
+    x = torch.randn(5, 2, 4)
+    with pytest.raises(ValueError, match="seq_lens: got 4 tokens in all, expected 5"):
+        varlen_attention(x, x, x, [1, 3])
+
+
+def test_one_object_serves_several_lengths() -> None:
+    """As over bags of several degrees of sharing, and as often as a layer is called."""
+    attend, x, y = PackedAttention(), torch.randn(5, 2, 4), torch.randn(6, 2, 4)
+    for _ in range(2):
+        torch.testing.assert_close(attend(x, x, x, [2, 3]), naive_attention(x, x, x, [2, 3], "full"))
+        torch.testing.assert_close(attend(y, y, y, [2, 4]), naive_attention(y, y, y, [2, 4], "full"))
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_indices_of_segments(lens: list[int]) -> None:
+    assert segment_index(lens).tolist() == [i for i, n in enumerate(lens) for _ in range(n)]
+    assert positions(lens).tolist() == [j for n in lens for j in range(n)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6))
+def test_two_streams_join_and_split(lens: list[tuple[int, int]]) -> None:
+    text_lens, image_lens = [n for n, _ in lens], [n for _, n in lens]
+    streams = TwoStreams.of_lengths(text_lens, image_lens, torch.device("cpu"))
+    text = torch.arange(sum(text_lens), dtype=torch.float64)[:, None] + 1
+    image = -torch.arange(sum(image_lens), dtype=torch.float64)[:, None] - 1
+    packed = streams.join(text.requires_grad_(), image.requires_grad_())
+    expected: list[float] = []
+    t, i = iter(text[:, 0].tolist()), iter(image[:, 0].tolist())
+    for num_text, num_image in lens:
+        expected += [next(t) for _ in range(num_text)] + [next(i) for _ in range(num_image)]
+    assert packed[:, 0].tolist() == expected
+    again = TwoStreams.of_flags(packed[:, 0] > 0).split(packed)
+    assert torch.equal(again[0], text) and torch.equal(again[1], image)
+    if packed.numel():
+        assert torch.autograd.gradcheck(streams.join, (text, image))
+        assert torch.autograd.gradcheck(streams.split, (packed.detach().requires_grad_(),))
+
+
+def test_a_stream_left_unused_gets_zero_gradient() -> None:
+    packed = torch.randn(5, 2, requires_grad=True)
+    _, image = TwoStreams.of_flags(torch.tensor([1, 0, 0, 1, 1])).split(packed)
+    image.sum().backward()
+    assert packed.grad is not None and packed.grad[:, 0].tolist() == [0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("lens", [[2, 0, 3], [1], [0, 0]])
+def test_modulation_by_sequence(lens: list[int]) -> None:
+    torch.manual_seed(0)
+    index, tokens = segment_index(lens), sum(lens)
+    x, y = (torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    a, b = (torch.randn(len(lens), 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    torch.testing.assert_close(modulate(x, a, b, index), x * (1 + b[index]) + a[index])
+    torch.testing.assert_close(gated_add(x, y, a, index), x + a[index] * y)
+    assert torch.autograd.gradcheck(lambda *t: modulate(*t, index), (x, a, b))
+    assert torch.autograd.gradcheck(lambda *t: gated_add(*t, index), (x, y, a))
+
+
+def test_gradients_of_rows_add_up_in_float32() -> None:
+    """In bfloat16 a sum of ones stops at 256."""
+    x = torch.ones(1000, 1, dtype=torch.bfloat16)
+    shift = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    modulate(x, shift, torch.zeros_like(shift), segment_index([1000])).sum().backward()
+    assert shift.grad is not None and shift.grad.item() == 1000
+
+
+def test_rotations_are_relative() -> None:
+    """What RoPE is for: a query at p meets a key at p' as at p - p', on each axis."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
+
+    def score(p: list[int], other: list[int]) -> float:
+        rotated = [
+            rotate(t, rotations(torch.tensor([at]), (4, 6, 6), 100.0, torch.float64)) for t, at in ((q, p), (k, other))
+        ]
+        return float((rotated[0] * rotated[1]).sum())
+
+    assert score([5, 9, 2], [3, 4, 8]) == pytest.approx(score([2, 5, -6], [0, 0, 0]), rel=1e-12)
+    assert score([5, 9, 2], [3, 4, 8]) != pytest.approx(score([5, 9, 2], [4, 4, 8]), rel=1e-3)
+
+
+def test_rotation_by_hand() -> None:
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
+    out = rotate(x, rotations(torch.tensor([[3]]), (4,), 100.0, torch.float64))[0, 0]
+    for pair, frequency in ((0, 1.0), (1, 0.1)):
+        c, s = math.cos(3 * frequency), math.sin(3 * frequency)
+        a, b = x[0, 0, 2 * pair : 2 * pair + 2].tolist()
+        assert out[2 * pair : 2 * pair + 2].tolist() == pytest.approx([a * c - b * s, a * s + b * c])

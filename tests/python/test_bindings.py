@@ -1,0 +1,77 @@
+"""What stubs and help() are made of: names of the C++ modules have docstrings, parameters names and types."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import ModuleType
+
+import pytest
+import torch
+
+from knapformer import _core, _torch  # after torch, whose libraries _torch links
+
+assert torch.__version__
+
+
+def bound(module: ModuleType) -> dict[str, object]:
+    """Functions, classes and their public members, and constructors, by name."""
+    found: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or not callable(value):
+            continue
+        found[name] = value
+        for member, of in vars(value).items() if inspect.isclass(value) else ():
+            if member == "__init__" or not member.startswith("_"):
+                found[f"{name}.{member}"] = of.__func__ if isinstance(of, staticmethod) else of
+    return found
+
+
+def problems(name: str, value: object) -> list[str]:
+    doc = inspect.getdoc(value) or ""
+    if inspect.isclass(value) or inspect.isdatadescriptor(value):
+        return [] if doc.strip() else [f"{name}: no docstring"]
+    if doc.startswith("Initialize self"):  # a class that is not constructed
+        return []
+    signature, _, text = doc.partition("\n")
+    found = [] if text.strip() or name.endswith(".__init__") else [f"{name}: no docstring"]
+    if re.search(r"\barg\d+\b", signature):
+        found.append(f"{name}: a parameter without a name: {signature}")
+    if "::" in signature or " object at 0x" in signature:
+        found.append(f"{name}: C++ in the signature: {signature}")
+    if re.search(r"\*\*kwargs[,)]|\*args[,)]|: (typing\.Any|object)\b|\b(list|dict|tuple)\b(?!\[)", signature):
+        found.append(f"{name}: arguments without a type: {signature}")
+    return found
+
+
+@pytest.mark.parametrize("module", [_core, _torch])
+def test_every_binding_says_what_it_is_and_takes(module: ModuleType) -> None:
+    names = bound(module)
+    assert len(names) > 15
+    assert [problem for name, value in names.items() for problem in problems(name, value)] == []
+
+
+def test_a_binding_without_a_docstring_or_a_name_is_found() -> None:
+    def bad() -> None: ...
+
+    bad.__doc__ = "bad(arg0: int, x: std::vector<Rank>, **kwargs) -> None\n"
+    assert [problem.split(":")[1] for problem in problems("bad", bad)] == [
+        " no docstring",
+        " a parameter without a name",
+        " C++ in the signature",
+        " arguments without a type",
+    ]
+    for untyped in ("x: object", "x: list", "x: dict[str, tuple]"):
+        bad.__doc__ = f"bad({untyped}) -> None\nDoes nothing."
+        assert problems("bad", bad) == [f"bad: arguments without a type: bad({untyped}) -> None"]
+    assert problems("nothing", property()) == ["nothing: no docstring"]
+
+
+def test_stubs_lie_beside_the_modules() -> None:
+    """For type checkers and editors; made at build time."""
+    for module in (_core, _torch):
+        assert module.__file__ is not None
+        stub = re.sub(r"\.[^/]*$", ".pyi", module.__file__)
+        with open(stub) as file:
+            text = file.read()
+        assert all(f"def {name}(" in text or f"class {name}" in text for name in bound(module) if "." not in name)

@@ -1,0 +1,293 @@
+"""Calibration: fits against times made with known numbers, its file, and whole runs of the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
+from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, fit_warnings
+from knapformer.tools.cli import main
+
+import knapformer as kf
+
+WIDTH, K, GAMMA = 64, 2e-12, 0.37
+LENGTHS = [32, 64, 128, 256, 512, 1024]
+
+
+def block_s(length: int, mask: str = "full") -> float:
+    """As the paper's Eq. 2 says, typed anew."""
+    pairs = length**2 if mask == "full" else length * (length + 1) / 2  # or causal
+    return K * (24 * length * WIDTH**2 + GAMMA * 4 * pairs * WIDTH)
+
+
+def fitted(noise: float = 0.0, mask: str = "full", lengths: list[int] = LENGTHS) -> Calibration:
+    generator = random.Random(1)
+    times = [block_s(n, mask) * (1 + noise * generator.uniform(-1, 1)) for n in lengths]
+    spreads = [noise] * len(lengths)
+    return calibration_of(lengths, times, spreads, WIDTH, recomputes=True, mask=mask)
+
+
+def test_known_numbers_are_recovered() -> None:
+    calibration = fitted()
+    assert calibration.gamma == pytest.approx(GAMMA) and calibration.seconds_per_flop == pytest.approx(K)
+    assert calibration.relative_rms_error < 1e-9 < 0.1 < calibration.relative_rms_error_without_gamma
+    assert calibration.flops_per_s == pytest.approx(4 / K) and calibration.warnings == ()
+    assert fitted(mask="causal").gamma == pytest.approx(GAMMA)  # the planner counts the mask's pairs again
+    noisy = fitted(noise=0.05)
+    assert noisy.gamma == pytest.approx(GAMMA, rel=0.1) and noisy.noise == 0.05 and noisy.warnings == ()
+    without = calibration_of(LENGTHS, [block_s(n) for n in LENGTHS], [0.0] * 6, WIDTH, recomputes=False)
+    assert without.flops_per_s == pytest.approx(3 / K)
+
+
+def test_a_poor_fit_is_said() -> None:
+    assert any("spread by 30" in warning for warning in fitted(noise=0.3).warnings)
+    assert ["2 lengths for two numbers" in w for w in fitted(lengths=[64, 1024]).warnings] == [True]
+    assert ["the longest 8 times the shortest" in w for w in fitted(lengths=[64, 80, 96, 128]).warnings] == [True]
+    fit = kf.fit_workload(LENGTHS, [n**1.5 for n in LENGTHS], WIDTH)
+    assert fit.relative_rms_error > 0.1 and any("the fit is off by" in why for why in fit_warnings(LENGTHS, fit, 0.0))
+    steep = kf.fit_workload(LENGTHS, [24 * n * WIDTH**2 + 50 * 4 * n**2 * WIDTH for n in LENGTHS], WIDTH)
+    assert any("gamma is 50" in why for why in fit_warnings(LENGTHS, steep, 0.0))
+    assert exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.2)) == []
+    assert "expected at most 25%" in exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.5))[0]
+    with pytest.raises(kf.StateError, match="poor fit: the best gamma is -"):
+        calibration_of(LENGTHS, [n - n**2 / 3000 for n in LENGTHS], [0.0] * 6, WIDTH, recomputes=True)
+    with pytest.raises(kf.StateError, match="the best k is -"):
+        calibration_of([100, 200, 400], [1e-3, 1.0, 10.0], [0.0] * 3, WIDTH, recomputes=True)
+
+
+def test_latency_and_rate_of_an_exchange_are_recovered() -> None:
+    sizes = [1e4, 1e5, 1e6, 1e7, 1e8]
+    exact = fit_exchange(sizes, [20e-6 + n / 5e9 for n in sizes], 8)
+    assert (exact.latency_s, exact.bytes_per_s) == (pytest.approx(20e-6), pytest.approx(5e9))
+    assert exact.num_ranks == 8 and exact.relative_rms_error < 1e-9
+    # Small sizes count as much as large ones: numpy's least squares of the relative errors agrees.
+    np = pytest.importorskip("numpy")
+    generator = random.Random(2)
+    times = [(20e-6 + n / 5e9) * generator.uniform(0.8, 1.2) for n in sizes]
+    rows = np.array([[1 / t, n / t] for n, t in zip(sizes, times, strict=True)])
+    (latency_s, seconds_per_byte), *_ = np.linalg.lstsq(rows * [1e-5, 1e-9], np.ones(5), rcond=None)
+    got = fit_exchange(sizes, times, 8)
+    assert got.latency_s == pytest.approx(latency_s * 1e-5) and got.bytes_per_s == pytest.approx(1e9 / seconds_per_byte)
+    assert got.relative_rms_error > 0.01
+    # A latency below nothing is none, and the rate is fitted anew.
+    assert fit_exchange([1e6, 1e7], [0.0001, 0.0015], 2).latency_s == 0
+    with pytest.raises(kf.StateError, match="do not grow"):
+        fit_exchange([1e6, 1e7], [0.1, 0.001], 2)
+
+
+def written(path: Path, **changes: Any) -> Path:
+    node = ExchangeCost(2, 3e-5, 4e9, 0.01)
+    path.write_text(json.dumps({**dataclasses.replace(fitted(), node=node).to_dict(), "model": {}, **changes}))
+    return path
+
+
+def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "calibration.json")
+    calibration = Calibration.load(path)
+    assert calibration == dataclasses.replace(fitted(), node=ExchangeCost(2, 3e-5, 4e9, 0.01))
+    lengths = [[1000, 50], [300]]
+    assert kf.plan(lengths, "g2n1", WIDTH, calibration) == kf.plan(lengths, "g2n1", WIDTH, calibration.gamma)
+
+    plan = ["plan", "--topology", "g8n4", "--data", "joint", "--ranks", "32", "--json", "-"]
+    assert main([*plan, "--calibration", str(path)]) == 0
+    got = kf.Plan.from_json(capsys.readouterr().out)
+    assert got.workload.gamma == calibration.gamma
+    assert (got.cluster.flops_per_s, got.cluster.node_bytes_per_s) == (calibration.flops_per_s, 4e9)
+    assert main(["tune", *plan[3:], "--steps", "1", "--calibration", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["gamma"] == calibration.gamma
+    predict = ["predict", "--mix", "joint", "--topology", "g8n4", "--steps", "1", "--json", "-"]
+    assert main([*predict, "--calibration", str(path), "--ranks-per-node", "4"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    cluster = result["cluster"]
+    assert result["gamma"] == calibration.gamma and cluster["ranks_per_node"] == 4
+    assert cluster["flops_per_s"] == calibration.flops_per_s
+    assert (cluster["node_latency_s"], cluster["node_bytes_per_s"]) == (3e-5, 4e9)
+    assert cluster["network_bytes_per_s"] == 2.5e10  # not measured: the default stays
+    pytest.importorskip("plotly")
+    report = ["report", "--data", "joint", "--topology", "g8n4", "--output", str(tmp_path / "out.html")]
+    assert main([*report, "--calibration", str(path)]) == 0
+    capsys.readouterr()
+    page = (tmp_path / "out.html").read_text()
+    assert f"<td>{calibration.gamma:g}</td>" in page and f"<td>{calibration.flops_per_s}</td>" in page
+    # With these numbers a step at the planner's width takes what the calibrated formula says.
+    assert main([*predict, "--calibration", str(path), "--d-model", str(WIDTH), "--ranks", "32"]) == 0
+    none = json.loads(capsys.readouterr().out)["points"][0]
+    lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
+    slowest = max(sum(block_s(n) for n in lens) for lens in lengths)
+    assert none["token_s"] + none["attention_s"] == pytest.approx(57 * slowest)
+
+
+def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "calibration.json", warnings=["poor fit: for a reason"])
+    plan = ["plan", "--topology", "g8n4", "--data", "joint", "--ranks", "32", "--calibration", str(path)]
+    assert main(plan) == 0 and "poor fit: for a reason" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not readable as JSON"),
+        (b'{"format": "knapformer.cal', "not readable as JSON"),
+        (b"[1]", "expected what knapformer calibrate"),
+        (b"{}", "expected what knapformer calibrate"),
+        ({"version": 1}, "version: got 1"),
+        ({"gamma": -0.1}, "gamma: got -0.1"),
+        ({"gamma": math.nan}, "gamma: got nan"),
+        ({"seconds_per_flop": 0}, "seconds_per_flop: got 0"),
+        ({"seconds_per_flop": None}, "seconds_per_flop: got None"),
+        ({"d_model": 1.5}, "d_model: got 1.5"),
+        ({"recomputes": 1}, "recomputes: got 1"),
+        ({"mask": "x"}, "mask: got 'x'"),
+        ({"warnings": "none"}, "warnings: got 'none'"),
+        ({"node": {}}, "node: expected an object with"),
+        ({"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0}}, "bytes_per_s: got"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    content: bytes | dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    if isinstance(content, dict):
+        written(path, **content)
+    else:
+        path.write_bytes(content)
+    for command in (["plan", "--data", "joint", "--ranks", "32"], ["predict", "--mix", "joint"]):
+        assert main([*command, "--topology", "g8n4", "--calibration", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and message in error and "calibration.json" in error
+
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("knapformer._torch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "flux-huge"], "model: got 'flux-huge'"),
+        (["--lengths", "64"], "--lengths: got 1 lengths"),
+        (["--lengths", "64,64"], "--lengths: got 1 lengths"),
+        (["--lengths", "64,-1"], "--lengths: got '-1'"),
+        (["--lengths", "many"], "--lengths: got 'many'"),
+        (["--repeats", "0"], "--repeats: got '0'"),
+        (["--ranks", "0"], "--ranks: got '0'"),
+        (["--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
+        (["--picture", "nowhere/out.png"], "--picture: got 'nowhere/out.png'"),
+        (["--picture", "out.jpg"], "--picture: got 'out.jpg'"),
+        (["--device", "cuda"], "device: got 'cuda'"),
+        (["--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    status = main(["calibrate", *arguments])
+    out, err = capsys.readouterr()
+    assert (status, out, os.listdir(tmp_path)) == (2, "", [])
+    assert err.startswith("knapformer calibrate: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.usefixtures("flop_clock")
+def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from knapformer.models import NAMED_CONFIGS
+    from knapformer.tools.measure.blocks import BlockTimes
+
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    config = dataclasses.asdict(NAMED_CONFIGS["flux-tiny"])
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"kind": "flux", **config, "num_double_blocks": 1, "num_single_blocks": 3}))
+    threads = torch.get_num_threads()
+    lengths = [64, 128, 256, 512]
+    files = ["--json", str(out), "--picture", str(picture)]
+    status = main(["calibrate", "--model", str(model), "--repeats", "3", "--lengths", "64,128,...,512", *files])
+    torch.set_num_threads(threads)
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert "1 x double" in shown and "3 x single" in shown and "All-to-all" not in shown
+    assert b"</svg>" in picture.read_bytes()
+    calibration, details = Calibration.load(out), json.loads(out.read_text())
+    assert calibration.node is None and calibration.d_model == 64 and calibration.recomputes
+    assert f"gamma {calibration.gamma:.3f}" in shown
+    measured = details["measured_blocks"]
+    assert [(m["kind"], m["count"], m["lengths"]) for m in measured] == [("double", 1, lengths), ("single", 3, lengths)]
+    # The fit is that of the mean block, weighted by the numbers of each kind.
+    times = BlockTimes([("double", 1), ("single", 3)], lengths, [m["seconds"] for m in measured])
+    by_hand = [
+        (sorted(double)[1] + 3 * sorted(single)[1]) / 4
+        for double, single in zip(measured[0]["seconds"], measured[1]["seconds"], strict=True)
+    ]
+    assert times.per_block() == pytest.approx(by_hand)
+    assert calibration.gamma == pytest.approx(kf.fit_workload(lengths, by_hand, 64).gamma)
+    assert calibration.gamma == pytest.approx(1, abs=0.1), "by a clock of FLOPs attention's cost as much as others"
+
+
+@pytest.mark.usefixtures("flop_clock")
+def test_wan_is_calibrated(tmp_path: Path) -> None:
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    assert main(["calibrate", "--model", "wan-tiny", "--repeats", "1", "--lengths", "64,4096", "--json", str(out)]) == 0
+    torch.set_num_threads(threads)
+    (measured,) = json.loads(out.read_text())["measured_blocks"]
+    assert (measured["kind"], measured["count"], measured["lengths"]) == ("block", 2, [64, 4096])
+    calibration = Calibration.load(out)
+    assert calibration.d_model == 48 and calibration.gamma == pytest.approx(1, abs=0.1)
+
+
+def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable, "-m", "knapformer", "calibrate", "--ranks", "2", "--model", "transformer-tiny",
+        "--lengths", "64,128,...,512", "--repeats", "3", "--json", str(out),
+    ]  # fmt: skip
+    (tmp_path / "sitecustomize.py").write_text("import flop_clock\nflop_clock.install()\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    calibration, details = Calibration.load(out), json.loads(out.read_text())
+    # By a clock of FLOPs: of 22 l d^2 in the products of a block with half as many key/value heads, in four passes,
+    # without the last product (8 l d^2) of the recomputation.
+    assert calibration.gamma == pytest.approx(4 * 24 / (4 * 22 - 8)) and calibration.network is None
+    points = details["measured_exchanges"]["node"]
+    assert points["num_bytes"] == sorted(points["num_bytes"]) and min(points["seconds"]) > 0
+    try:
+        expected = fit_exchange(points["num_bytes"], points["seconds"], 2)
+    except kf.StateError as error:  # a machine so busy that its times do not grow with the bytes
+        assert calibration.node is None and any(str(error) in warning for warning in calibration.warnings)
+    else:
+        assert calibration.node == expected and "All-to-all inside the node, 2 ranks" in done.stdout
+
+
+def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:
+    import torch.distributed as dist
+    from knapformer.tools.measure.exchange import node_groups, time_exchanges
+
+    found: list[Any] = []
+    for group in node_groups(num_local=2):
+        assert group is not None
+        num_bytes, seconds = time_exchanges([1 << 14, 1 << 16], torch.device("cpu"), 2, group)
+        found.append((dist.get_process_group_ranks(group), num_bytes, seconds))
+    alone = [group is None for group in node_groups(num_local=1)]
+    return found, alone
+
+
+def test_nodes_and_the_network_are_measured_apart() -> None:
+    from distributed.ranks import run_ranks
+
+    for rank, (found, alone) in enumerate(run_ranks(exchanges_of_two_nodes, 4)):
+        (node, node_bytes, _), (network, network_bytes, seconds) = found
+        assert node == [rank // 2 * 2, rank // 2 * 2 + 1] and network == [rank % 2, rank % 2 + 2]
+        # Half of a rank's rows go to the other one.
+        assert node_bytes == network_bytes and node_bytes == pytest.approx([1 << 13, 1 << 15], rel=0.1)
+        assert min(seconds) > 0 and alone == [True, False]

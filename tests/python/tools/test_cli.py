@@ -1,0 +1,387 @@
+"""The command: what it prints, what it writes, and that wrong input ends in one line and status 2."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from knapformer.tools.cli import main
+
+import knapformer
+from knapformer import ArgumentError, Cluster, DataMix, Plan, TrainedModel, _core, plan, rank_topologies
+
+MIXED = ["--data", "mixed", "--ranks", "32"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    status = main(args)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--gamma", "0.41", "--seed", "7", "--step", "3"]
+    status, out, err = run(capsys, *args, "--json", str(path))
+    lengths = DataMix.parse("mixed").draw_lengths(7, 3, 32)
+    assert (status, err) == (0, "")
+    assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", 3072, gamma=0.41)
+    assert os.listdir(tmp_path) == ["plan.json"]
+    assert "g8n4, 32 ranks" in out
+    status, out, err = run(capsys, *args, "--json", "-")
+    assert (status, err, out) == (0, "", path.read_text())
+
+
+def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[10, 2000], [30], []]")
+    status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
+    made = plan([[10, 2000], [30], []], "g1n1+g2n1", 8)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert status == 0
+    assert [row[:4] for row in cells] == [["0", "0", "2", "2,010"], ["1", "1", "1", "30"], ["2", "1", "0", "0"]]
+    assert [int(row[6].replace(",", "")) for row in cells] == made.tokens_after
+    mean = sum(made.workload_before) / 3
+    assert [float(row[7]) for row in cells] == pytest.approx([w / mean for w in made.workload_after], abs=6e-4)
+    assert "inf before" in out
+
+
+def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
+    assert status == 0
+    assert len(out.splitlines()) < 12 and "4,096" in out
+
+
+def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = [2.0] + [1.0] * 31
+    status, out, err = run(
+        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal",
+        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)),
+        "--cluster", "published", "--ranks-per-node", "4", "--heads", "24", "--mode", "lora", "--json", "-",
+    )  # fmt: skip
+    made = plan(
+        DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", 3072, effort=500, masks="causal",
+        max_tokens_per_rank=9000, rank_speed=speed,
+        cluster=Cluster.published(ranks_per_node=4), model=TrainedModel(num_heads=24, mode="lora"),
+    )  # fmt: skip
+    assert (status, err) == (0, "") and Plan.from_json(out) == made
+    assert made.max_tokens <= 9000 and made.solver == "balanced"
+
+
+def test_tune_ranks_topologies_with_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    args = [
+        "tune",
+        "--data",
+        "joint",
+        "--ranks",
+        "32",
+        "--steps",
+        "2",
+        "--heads",
+        "24",
+        "--max-tokens-per-rank",
+        "20000",
+    ]
+    status, out, err = run(capsys, *args, "--json", str(path))
+    assert (status, err) == (0, "")
+    ranking = json.loads(path.read_text())["topologies"]
+    sample = [DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
+    asked = rank_topologies(sample, 3072, num_heads=24, max_tokens_per_rank=20000)
+    assert [option["topology"] for option in ranking] == [option.topology for option in asked]
+    times = [option["predicted_time_s"] for option in ranking]
+    assert (
+        times[-1] is None
+        and all(  # one rank cannot hold the longest sequence; 0.1 % is a tie
+            better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1])
+        )
+    )
+    assert "20000" in ranking[-1]["reason"] and ranking[-1]["topology"] == "g1n32"
+    assert all(f"{option.topology}: {option.reason}." in out for option in asked)
+    assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
+    best = plan(sample[0], ranking[0]["topology"], 3072).predicted_time
+    flat = min(plan(sample[0], t, 3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4"))
+    assert best < flat
+    status, out, _ = run(capsys, *args, "--json", "-")
+    assert status == 0 and json.loads(out) == json.loads(path.read_text())
+
+
+def test_auto_is_the_best_of_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    for extra in ([], ["--solver", "greedy"]):
+        status, out, _ = run(capsys, "plan", "--topology", "auto", *MIXED, *extra, "--json", "-")
+        lengths = DataMix.parse("mixed").draw_lengths(0, 0, 32)
+        made = Plan.from_json(out)
+        assert status == 0 and made == plan(lengths, str(made.topology), 3072, solver=made.solver)
+        assert made.solver == "greedy" or str(made.topology) == rank_topologies([lengths], 3072)[0].topology
+        assert made.topology.is_flat == (made.solver == "greedy")
+
+
+def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[], []]")
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
+    assert (status, err) == (0, "") and "nothing to balance" in out
+
+
+def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
+    status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
+    assert status == 0 and Plan.from_json(out).seq_lens == [[5, 6], [7]]
+
+
+def test_simulate_and_plan_draw_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys, "plan", "--topology", "g1n1", "--data", "g1b3i512f1s0", "--ranks", "1", "--scale", "2",
+        "--max-text-tokens", "0", "--json", "-",
+    )  # fmt: skip
+    lengths = Plan.from_json(out).seq_lens[0]
+    assert status == 0 and len(lengths) == 3 and all(256 * 0.96 - 1 <= n <= 256 * 1.04 for n in lengths)
+
+
+PLAN_G8 = ["plan", "--topology", "g8n4"]
+SIMULATE = ["simulate", "--topology", "g2n1"]
+TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["draw"], "invalid choice: 'draw'"),
+        (PLAN_G8, "one of the arguments --data --lengths is required"),
+        ([*PLAN_G8, "--data", "mixed"], "--ranks: got none"),
+        ([*PLAN_G8, "--data", "mixd", "--ranks", "32"], "data: got 'mixd'"),
+        ([*PLAN_G8, "--data", "g8b1i256", "--ranks", "32"], "data: got 'g8b1i256'"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "33"], "ranks: got 33, expected a positive multiple of the 32"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "0"], "--ranks: got '0'"),
+        ([*PLAN_G8, "--data", "mixed", "--ranks", "many"], "--ranks: got 'many'"),
+        (["plan", "--topology", "g8", *MIXED], "topology: got 'g8'"),
+        (["plan", "--topology", "g3n1", *MIXED], "topology: got 'g3n1'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "-1"], "--gamma: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "inf"], "--gamma: got 'inf'"),
+        ([*PLAN_G8, *MIXED, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
+        ([*SIMULATE, *TWO, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
+        ([*PLAN_G8, *MIXED, "--heads", "-1"], "--heads: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--d-model", "0"], "--d-model: got '0'"),
+        ([*PLAN_G8, *MIXED, "--seed", "-1"], "--seed: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--scale", "0"], "--scale: got '0'"),
+        ([*PLAN_G8, *MIXED, "--solver", "magic"], "invalid choice: 'magic'"),
+        (["plan", "--topology", "g8/4n4", *MIXED, "--solver", "greedy"], "solver: got 'greedy' for topology g8/4n4"),
+        ([*PLAN_G8, *MIXED, "--effort", "best"], "--effort: got 'best'"),
+        ([*PLAN_G8, *MIXED, "--effort", "-1"], "--effort: got '-1'"),
+        ([*PLAN_G8, *MIXED, "--mask", "star"], "mask: got 'star'"),
+        ([*PLAN_G8, *MIXED, "--rank-speed", "1,0"], "--rank-speed: got '0'"),
+        ([*PLAN_G8, *MIXED, "--rank-speed", "1,2"], "rank_speed: got 2 speeds"),
+        ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
+        ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
+        (["tune", *MIXED, "--heads", "0"], "--heads: got '0'"),
+        (["tune", *MIXED, "--steps", "0"], "--steps: got '0'"),
+        (["tune", *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
+        (["tune", *MIXED, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
+        (["tune", *MIXED, "--json", "nowhere/tuning.json"], "--json: got 'nowhere/tuning.json'"),
+        (["tune", "--data", "mixed"], "--ranks: got none"),
+        (["tune", "--ranks", "32"], "one of the arguments --data --lengths is required"),
+        ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
+        ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
+        ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
+        ([*PLAN_G8, "--lengths", "nowhere.json"], "nowhere.json: No such file"),
+        ([*PLAN_G8, "--lengths", "."], ".: Is a directory"),
+        ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
+        ([*PLAN_G8, *MIXED, "--calibration", ""], "--calibration: got ''"),
+        (["report", ""], "PLAN.json: got ''"),
+        (["predict", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
+        (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
+        ([*PLAN_G8, *MIXED, "--mask", "\udcff"], "--mask: got"),
+        (["predict", "--mix", "\udcff", "--topology", "g8n4"], "--mix: got"),
+        (["report", "--data", "\udcff", "--topology", "g8n4"], "--data: got"),
+        ([*SIMULATE, "--data", "\udcff", "--ranks", "2"], "--data: got"),
+        ([*SIMULATE, *TWO, "--topology", "\udcff"], "--topology: got"),
+        (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
+        ([*PLAN_G8, *MIXED, "--gamma", "1" * 100_000 + "x"], "expected a finite number >= 0"),
+        ([*SIMULATE, *TWO, "--steps", "0"], "--steps: got '0'"),
+        ([*SIMULATE, *TWO, "--warmup", "-1"], "--warmup: got '-1'"),
+        ([*SIMULATE, *TWO, "--repeats", "0"], "--repeats: got '0'"),
+        ([*SIMULATE, *TWO, "--threads", "0"], "--threads: got '0'"),
+        ([*SIMULATE, *TWO, "--seed", "-1"], "--seed: got '-1'"),
+        ([*SIMULATE, *TWO, "--gamma", "inf"], "--gamma: got 'inf'"),
+        ([*SIMULATE, *TWO, "--gamma", "-0.1"], "--gamma: got '-0.1'"),
+        ([*SIMULATE, *TWO, "--device", "tpu"], "invalid choice: 'tpu'"),
+        ([*SIMULATE, *TWO, "--gamma", "fitted"], "--gamma: got 'fitted'"),
+        ([*SIMULATE, *TWO, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
+        ([*SIMULATE, *TWO, "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([*SIMULATE, *TWO, "--model", "flux-huge"], "model: got 'flux-huge'"),
+        ([*SIMULATE, *TWO, "--model", "nowhere.json"], "nowhere.json: No such file"),
+        ([*SIMULATE, *TWO, "--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
+        ([*SIMULATE, "--data", "g2b1i256f1s0"], "--ranks: got none"),
+        ([*SIMULATE, "--data", "mixed", "--ranks", "2"], "ranks: got 2"),
+        ([*SIMULATE, *TWO, "--topology", "g2n1"], "topology: got 'g2n1' twice"),
+        ([*SIMULATE, *TWO, "--topology", "g3n1"], "topology: got 'g3n1'"),
+        ([*SIMULATE, *TWO, "--topology", "n2"], "topology: got 'n2'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    status, out, err = run(capsys, *args)
+    assert status == 2 and out == "" and os.listdir(tmp_path) == []
+    assert err.startswith("knapformer") and err.count("\n") == 1 and message in err and len(err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not readable as JSON"),
+        (b"[[1, 2], [3", "not readable as JSON"),
+        (b"\xff\xfe[", "not readable as JSON"),
+        (b"[" * 200_000, "not readable as JSON"),
+        (b"[[" + b"9" * 5000 + b"], []]", "not readable as JSON"),
+        (b"{}", "expected a list"),
+        (b"[]", "expected a list"),
+        (b"[1, 2]", "expected a list"),
+        (b"[[1], [0]]", "rank 1: got 0, expected an integer from 1 to 2147483648"),
+        (b"[[1], [2147483649]]", "rank 1: got 2147483649, expected an integer from 1 to 2147483648"),
+        (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer from 1 to 2147483648"),
+        (b"[[1], [-3]]", "rank 1: got -3"),
+        (b"[[1], [2.5]]", "rank 1: got 2.5"),
+        (b"[[NaN], [1]]", "rank 0: got nan"),
+        (b"[[true], [1]]", "rank 0: got True"),
+        (b'[["7"], [1]]', "rank 0: got '7'"),
+        (b"[[1], [99999999999999999999]]", "rank 1: got 99999999999999999999"),
+        (b"[[1], [1], [1]]", "topology: got 'g2n1'"),
+    ],
+)
+def test_wrong_lengths(content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_bytes(content)
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
+    assert status == 2 and out == "" and err.count("\n") == 1 and message in err and len(err) < 1000
+
+
+def test_the_longest_sequence_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[2147483648], [1]]")
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path), "--json", "-")
+    assert (status, err) == (0, "") and Plan.from_json(out) == plan([[1 << 31], [1]], "g2n1", 3072)
+    with pytest.raises(ArgumentError, match="1 to 2147483648"):
+        plan([[(1 << 31) + 1], [1]], "g2n1", 3072)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from knapformer.tools import files
+
+    path = tmp_path / "out.json"
+    files.write_atomically(str(path), "old")
+    assert path.read_text() == "old" and path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_atomically(str(path), "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
+    """In an interpreter where importing torch or numpy fails."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from knapformer.tools.cli import main\n"
+        "status = main(['plan', '--topology', 'g8n4', '--data', 'joint', '--ranks', '32'])\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "32 ranks" in done.stdout
+
+
+def test_simulate_without_torch_says_so() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from knapformer.tools.cli import main\n"
+        "sys.exit(main(['simulate', '--topology', 'g2n1', '--data', 'g2b1i256f1s0', '--ranks', '2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs torch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("built_for", "message"),
+    [
+        ("2.3.1", f"this knapformer was built for torch 2.3.1, and torch is {torch.__version__}; build it again"),
+        (None, "this knapformer was built without torch and only plans; build it again"),
+    ],
+)
+def test_built_for_another_torch_says_so(
+    built_for: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _core.torch_version is not None and torch.__version__.startswith(_core.torch_version)
+    monkeypatch.setattr(_core, "torch_version", built_for)
+    assert main(["simulate", "--topology", "g2n1", "--data", "g2b1i256f1s0", "--ranks", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"knapformer simulate: {message}")
+    with pytest.raises(ImportError, match=f"^{re.escape(f'knapformer.SequenceBalancer: {message}')}"):
+        knapformer.__getattr__("SequenceBalancer")
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -m knapformer plan --topology g1n64 --data low --ranks 64 --json - | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stderr, len(done.stdout)) == ("", 10)
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "message"),
+    [
+        (">&-", 2, "knapformer plan: standard output: got a closed one"),
+        ("> /dev/full", 1, "knapformer plan: No space left on device"),
+        ("--json - > /dev/full", 1, "knapformer plan: No space left on device"),
+        ("--lengths - <&-", 2, "knapformer plan: --lengths: got '-', expected a standard input that is open"),
+        ("--topology $'g2\\xff'", 2, "knapformer plan: --topology: got"),
+        ("--json nowhere/x 2>&-", 2, ""),
+        ("--json nowhere/x.json >&- 2>&-", 2, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirected: str, status: int, message: str) -> None:
+    data = "" if "--lengths" in redirected else "--data mixed --ranks 32"
+    command = f"{sys.executable} -m knapformer plan --topology g8n4 {data} {redirected}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == (1 if message else 0)
+
+
+def test_a_files_name_may_be_any_bytes(tmp_path: Path) -> None:
+    lengths, made = tmp_path / "\udcff.json", tmp_path / "plan\udcff.json"
+    lengths.write_text("[[8], [4]]")
+    assert main(["plan", "--topology", "g2n1", "--lengths", str(lengths), "--json", str(made)]) == 0
+    assert Plan.from_json(made.read_text()).num_ranks == 2
+
+
+def test_result_files_hold_nothing_that_json_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An infinite ratio, of a rank without work, is no JSON number."""
+    path = tmp_path / "lengths.json"
+    path.write_text("[[8], []]")
+    status, out, _ = run(capsys, "plan", "--topology", "g1n2", "--lengths", str(path), "--json", "-")
+
+    def refuse(name: str) -> float:
+        raise AssertionError(name)
+
+    assert status == 0
+    json.loads(out, parse_constant=refuse)

@@ -1,0 +1,261 @@
+"""The cluster model from Python: against the published table, against its own docs, and the command that uses it."""
+
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from knapformer.tools.cli import main
+from knapformer.tools.predict.scaling import parse_ranks, topology_for
+
+import knapformer as kf
+from knapformer import Cluster, TrainedModel, plan_home, predict_step
+
+ROOT = Path(__file__).parents[3]
+# Forward and backward latency of the paper's Table 1, in seconds; typed anew, apart from the script that fits to it.
+TOPOLOGIES = (None, "g1n32", "g2n16", "g4n8", "g8n4")
+PUBLISHED_S = {
+    (mix, topology): seconds
+    for mix, row in {
+        "low": (3.13, 2.95, 3.30, 3.51, 4.30),
+        "mixed": (4.64, 4.62, 2.92, 2.62, 2.52),
+        "joint": (8.05, 8.11, 4.71, 3.55, 3.44),
+    }.items()
+    for topology, seconds in zip(TOPOLOGIES, row, strict=True)
+}
+TOLERANCE = 0.08
+
+
+@pytest.fixture(scope="module")
+def predicted_s():
+    """Mean over 50 steps of each row."""
+    out = {}
+    for mix, topology in PUBLISHED_S:
+        seconds = []
+        for step in range(50):
+            seq_lens = kf.DataMix.parse(mix).draw_lengths(0, step, 32)
+            plan = kf.plan(seq_lens, topology or "g1n32", 3072, gamma=0.41, solver="greedy")
+            plan = plan if topology else plan_home(plan)
+            seconds.append(predict_step(plan, Cluster.published(), TrainedModel()).total_s)
+        out[mix, topology] = statistics.fmean(seconds)
+    return out
+
+
+def test_published_step_times_are_predicted(predicted_s):
+    errors = {row: predicted_s[row] / seconds - 1 for row, seconds in PUBLISHED_S.items()}
+    assert max(map(abs, errors.values())) <= TOLERANCE, errors
+
+
+def test_topologies_are_ordered_as_published(predicted_s):
+    compared = 0
+    for (mix, one), one_s in PUBLISHED_S.items():
+        for (other_mix, other), other_s in PUBLISHED_S.items():
+            if mix == other_mix and other_s > one_s * (1 + TOLERANCE):
+                assert predicted_s[mix, one] < predicted_s[mix, other], (mix, one, other)
+                compared += 1
+    assert compared > 15
+
+
+def test_only_the_host_term_separates_the_published_code_from_this_one():
+    plan = kf.plan(kf.DataMix.parse("low").draw_lengths(0, 0, 32), "g8n4", 3072, gamma=0.41, solver="greedy")
+    published, own = predict_step(plan, Cluster.published()), predict_step(plan, Cluster())
+    assert published.total_s - own.total_s == pytest.approx(published.host_s)
+    # 32 samples on each of 8 ranks, each in a chunk for every rank of the bag, and each chunk in 8 pieces.
+    assert published.host_s == pytest.approx(57 * Cluster.published().host_s_per_piece * 256 * 8)
+
+
+def _docs_script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("cluster_model", ROOT / "docs" / "cluster_model.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_in_the_docs_are_the_generated_ones(monkeypatch):
+    script = _docs_script(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["cluster_model.py", "--check"])
+    assert script.main() == 0
+
+
+def test_records_name_what_is_wrong():
+    with pytest.raises(kf.ArgumentError, match=r"^flops: got 3, expected no such argument"):
+        Cluster(flops=3)
+    with pytest.raises(kf.ArgumentError, match=r"^ranks_per_node: got 'x', expected an integer"):
+        Cluster(ranks_per_node="x")
+    with pytest.raises(kf.ArgumentError, match=r"^fixed_s: got nan"):
+        Cluster(fixed_s=math.nan)
+    with pytest.raises(kf.ArgumentError, match=r"^num_blocks: got 0"):
+        TrainedModel(num_blocks=0)
+    assert Cluster(ranks_per_node=4) == Cluster(ranks_per_node=4) != Cluster()
+
+
+def test_rank_lists_and_topologies_that_fill_the_cluster():
+    assert parse_ranks("32") == [32]
+    assert parse_ranks("32, 64,128") == [32, 64, 128]
+    assert parse_ranks("32,128,...,8192") == [32, 128, 512, 2048, 8192]
+    assert parse_ranks("32,128,...,16384") == [32, 128, 512, 2048, 8192, 16384]
+    for text in ("", "0", "-8", "8,x", "...,8", "8,...,64", "8,16,...", "8,12,...,64", "8,16,...,16", "1.5"):
+        with pytest.raises(kf.ArgumentError, match=r"^--ranks: got"):
+            parse_ranks(text)
+    assert topology_for("g8n*", 64) == "g8n8"
+    assert topology_for("g8/4/2/1n*", 64) == "g8/4/2/1n8"
+    assert topology_for("g8n4", 64) == "g8n4"
+    for text, ranks in (("g8n*", 12), ("g1n1+g4n*", 8)):
+        with pytest.raises(kf.ArgumentError, match=r"^topology: got"):
+            topology_for(text, ranks)
+
+
+def _predict(*arguments):
+    return main(["predict", *arguments])
+
+
+def test_predict_writes_what_the_model_says(tmp_path, capsys):
+    target = tmp_path / "out.json"
+    assert (
+        _predict(
+            "--mix",
+            "joint",
+            "--ranks",
+            "32,64",
+            "--topology",
+            "g8n*",
+            "--solver",
+            "greedy",
+            "--steps",
+            "2",
+            "--json",
+            str(target),
+        )
+        == 0
+    )
+    assert "g8n4" in capsys.readouterr().out
+    result = json.loads(target.read_text())
+    assert [(p["num_ranks"], p["topology"]) for p in result["points"]] == [
+        (32, "none"),
+        (32, "g8n4"),
+        (64, "none"),
+        (64, "g8n8"),
+    ]
+    mix = kf.DataMix.parse("joint")
+    steps = [kf.plan(mix.draw_lengths(0, step, 32), "g8n4", 3072, 0.41, "greedy") for step in range(2)]
+    point = result["points"][1]
+    assert point["total_s"] == pytest.approx(statistics.fmean(predict_step(p).total_s for p in steps))
+    assert point["route_bytes"] == pytest.approx(statistics.fmean(4 * p.tokens_moved * 3072 * 2 for p in steps))
+    attention_bytes = statistics.fmean(57 * 3 * 4 * p.attention_tokens_moved * 3072 * 2 for p in steps)
+    assert point["attention_bytes"] == pytest.approx(attention_bytes)
+    assert point["plan_s"] > 0
+    terms = ("token_s", "attention_s", "exchange_s", "route_s", "fsdp_s", "host_s", "fixed_s")
+    for point in result["points"]:
+        assert sum(point[term] for term in terms) == pytest.approx(point["total_s"])
+        assert point["efficiency"] == pytest.approx(point["ideal_s"] / point["total_s"])
+
+
+def test_sixteen_thousand_ranks_take_seconds(tmp_path):
+    start = time.process_time()  # of all threads, whatever else the machine does
+    assert (
+        _predict(
+            "--mix",
+            "joint",
+            "--ranks",
+            "16384",
+            "--topology",
+            "g8/4/2/1n*",
+            "--steps",
+            "1",
+            "--json",
+            str(tmp_path / "x"),
+        )
+        == 0
+    )
+    assert time.process_time() - start < 60
+
+
+def test_a_cluster_file_sets_every_field(tmp_path):
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"cluster": {"flops_per_s": 1e15, "ranks_per_node": 4}, "model": {"num_blocks": 2}}))
+    target = tmp_path / "out.json"
+    arguments = (
+        "--mix",
+        "g4b1i512f1s0",
+        "--topology",
+        "g4n1",
+        "--cluster",
+        str(cluster),
+        "--blocks",
+        "3",
+        "--json",
+        str(target),
+    )
+    assert _predict(*arguments) == 0
+    result = json.loads(target.read_text())
+    assert result["cluster"]["flops_per_s"] == 1e15
+    assert result["cluster"]["ranks_per_node"] == 4
+    assert result["cluster"]["overlaps_attention"] is True
+    assert result["model"]["num_blocks"] == 3  # the option goes before the file
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_is_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / f"scale.{suffix}"
+    assert (
+        _predict("--mix", "low", "--ranks", "32,64", "--topology", "g1n*", "--steps", "1", "--picture", str(target))
+        == 0
+    )
+    content = target.read_bytes()
+    assert content.startswith(b"\x89PNG") if suffix == "png" else b"</svg>" in content
+    assert len(content) > 5000
+
+
+def test_the_picture_of_a_file_whose_name_is_no_text(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "\udcff.json").write_text("[[8], [4]]")
+    target = tmp_path / "scale.svg"
+    assert _predict("--lengths", str(tmp_path / "\udcff.json"), "--topology", "g2n1", "--picture", str(target)) == 0
+    assert target.exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("data: got 'nonsense'", ["--mix", "nonsense", "--topology", "g8n4"]),
+        ("ranks: got 33", ["--mix", "joint", "--ranks", "33", "--topology", "g8n4"]),
+        ("--ranks: got '-8'", ["--mix", "joint", "--ranks=-8", "--topology", "g8n4"]),
+        ("topology: got", ["--mix", "joint", "--topology", "g8"]),
+        ("topology: got", ["--mix", "joint", "--topology", "g3n1"]),
+        ("--gamma: got '-1'", ["--mix", "joint", "--topology", "g8n4", "--gamma=-1"]),
+        ("--steps: got '0'", ["--mix", "joint", "--topology", "g8n4", "--steps", "0"]),
+        ("--d-model: got '0'", ["--mix", "joint", "--topology", "g8n4", "--d-model", "0"]),
+        ("--cluster: got 'nowhere.json'", ["--mix", "joint", "--topology", "g8n4", "--cluster", "nowhere.json"]),
+        ("--ranks-per-node: got '0'", ["--mix", "joint", "--topology", "g8n4", "--ranks-per-node", "0"]),
+        ("--picture: got 'x.jpg'", ["--mix", "joint", "--topology", "g8n4", "--picture", "x.jpg"]),
+        ("--json: got", ["--mix", "joint", "--topology", "g8n4", "--json", "no/such/folder/x.json"]),
+        ("--timeline: got", ["--mix", "joint", "--topology", "g8n4", "--timeline", "no/such/folder/x.json"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(message, arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _predict(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("knapformer predict: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"cluster": 3}', '{"else": {}}', '{"cluster": {"speed": 1}}', '{"model": {"num_blocks": "x"}}'],
+)
+def test_a_broken_cluster_file_is_one_line_and_status_2(content, tmp_path, capsys):
+    path = tmp_path / "cluster.json"
+    path.write_text(content)
+    assert _predict("--mix", "joint", "--topology", "g8n4", "--cluster", str(path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("knapformer predict: --cluster: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,343 @@
+"""Replaying plans on one device: what each rank's share is, what is run of it, and what is made of the seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from knapformer.tools.cli import main
+from knapformer.tools.replay.results import RankSeconds, Variant, correlation, spread
+from knapformer.tools.replay.shares import RankShare, shares_of
+
+import knapformer as kf
+from knapformer import Cluster, TrainedModel, plan_home
+
+WIDTH = 64
+LENGTHS = [[700, 30], [15, 64], [300], [], [90, 3], [1], [210], [40, 41]]
+
+
+def text_of(plan: kf.Plan) -> list[int]:
+    return [length // 3 for lens in plan.seq_lens for length in lens]
+
+
+def planned_work(share: RankShare, workload: kf.WorkloadModel, num_heads: int) -> float:
+    """FLOPs of one block forward, as the plan counts them: 24 n d^2, and each head its part of attention."""
+    attention = sum(
+        workload.gamma * 4 * length**2 * WIDTH * of.num_heads / num_heads
+        for of in share.attention
+        for length in of.seq_lens
+    )
+    return 24 * WIDTH**2 * sum(share.chunk_lens) + attention
+
+
+@pytest.mark.parametrize(
+    ("topology", "solver"),
+    [("g8n1", "greedy"), ("g1n2+g2n1+g4n1", "greedy"), ("g8/4/2/1n1", "balanced"), ("g2n4", "greedy")],
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (6, 6), (12, 4)])
+def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads: int) -> None:
+    plan = kf.plan(LENGTHS, topology, WIDTH, 0.41, solver)
+    for of in (plan, plan_home(plan)):
+        shares = shares_of(of, heads, kv_heads, text_of(of))
+        assert [list(share.chunk_lens) for share in shares] == of.chunk_lens
+        # Every head of every sequence on exactly one rank; key/value heads at least once.
+        computed: Counter[int] = Counter()
+        for share in shares:
+            for attention in share.attention:
+                assert 0 < attention.num_heads <= heads and 0 < attention.num_kv_heads <= kv_heads
+                for length in attention.seq_lens:
+                    computed[length] += attention.num_heads
+        assert computed == Counter({length: heads for lens in LENGTHS for length in lens})  # lengths are distinct
+        assert sum(sum(share.text_lens) for share in shares) == sum(text_of(of))
+        assert all(t <= n for share in shares for t, n in zip(share.text_lens, share.chunk_lens, strict=True))
+        work = [planned_work(share, of.workload, heads) for share in shares]
+        assert sum(work) == pytest.approx(sum(of.workload_after), rel=1e-12)
+        if heads == 8 or of is not plan:  # else the plan counts parts of heads
+            assert work == pytest.approx(of.workload_after, rel=1e-12)
+
+
+def test_text_is_at_a_sequences_front() -> None:
+    plan = kf.plan([[10], [], [], []], "g4n1", WIDTH)
+    shares = shares_of(plan, 4, 4, [5])
+    assert [share.chunk_lens for share in shares] == [(n,) for n in plan.chunk_lens[0] + plan.chunk_lens[1]] + [
+        (n,) for n in plan.chunk_lens[2] + plan.chunk_lens[3]
+    ]
+    ends = [sum(plan.chunk_lens[r][0] for r in range(rank + 1)) for rank in range(4)]
+    flags = [position < 5 for position in range(10)]
+    expected = [sum(flags[end - plan.chunk_lens[rank][0] : end]) for rank, end in enumerate(ends)]
+    assert [share.text_lens[0] for share in shares] == expected == [3, 2, 0, 0]
+
+
+def test_text_beside_a_sequence_goes_whole_to_each_of_its_chunks() -> None:
+    plan = kf.plan([[10], [], [], [2]], "g4n1", WIDTH)
+    shares = shares_of(plan, 4, 4, [5, 3], text_beside=True)
+    assert [share.text_lens for share in shares] == [
+        tuple((5, 3)[sequence] for sequence in sequences) for sequences in plan.sequences_on
+    ]
+    assert sum(len(share.text_lens) for share in shares) > 4
+
+
+def cluster(**changes: float) -> Cluster:
+    return Cluster(**{"fixed_s": 0, "node_latency_s": 0, "network_latency_s": 0, **changes})
+
+
+def test_figures_by_hand() -> None:
+    plans = [kf.plan(lens, "g2n1", WIDTH, solver="greedy") for lens in ([[100, 20], [40]], [[60], [60, 60]])]
+    model = TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1)
+    measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
+    free = cluster(node_bytes_per_s=1e30)
+    got = Variant("g2n1", plans, measured).figures(free, model, "full", peak_tflops=10.0)
+    # Ranks that share wait for the longer per-token phase and then for the longer attention phase.
+    assert got["fbl_per_step_s"] == pytest.approx([7.0, 4.0]) and got["fbl_s"] == pytest.approx(5.5)
+    assert got["slowest_rank_s"] == pytest.approx((6.0 + 4.0) / 2)
+    assert got["measured_wir"] == pytest.approx((6 / 4 + 1) / 2) and got["wir"] == pytest.approx(1.0)
+    assert got["tokens_per_s"] == pytest.approx((160 + 180) / 2 / 5.5)
+    flops = [sum(24 * n * WIDTH**2 + 4 * n**2 * WIDTH for n in lens) for lens in ([100, 20, 40], [60, 60, 60])]
+    assert got["hfu"] == pytest.approx(4 * statistics.fmean(flops) * 5 / (5.5 * 2 * 10e12))
+    assert got["correlation"] is None  # the plans are even
+    slow = Variant("g2n1", plans, measured).figures(cluster(node_bytes_per_s=1e6), model, "full", None)
+    assert slow["hfu"] is None and slow["token_s"] == got["token_s"]
+    # What the model adds is what it adds to its own compute.
+    added = [kf.predict_step(plan, cluster(node_bytes_per_s=1e6), model) for plan in plans]
+    assert slow["exchange_s"] == pytest.approx(statistics.fmean(step.exchange_s for step in added))
+    assert slow["route_s"] == pytest.approx(statistics.fmean(step.route_s for step in added)) and slow["route_s"] > 0
+    home = [plan_home(plan) for plan in plans]
+    alone = Variant(None, home, [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]])
+    got = alone.figures(
+        free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), "full", None
+    )
+    assert got["fbl_per_step_s"] == pytest.approx([4.0, 1.0]) and got["measured_wir"] is None
+    json.dumps(got, allow_nan=False)
+
+
+def test_correlation_and_spread() -> None:
+    np = pytest.importorskip("numpy")
+    work, seconds = [[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]], [[1.1, 2.3, 4.2], [2.7, 0.0, 5.5]]
+    both = np.array([work, seconds])
+    relative = both / both.mean(axis=2, keepdims=True)  # what differs between steps is not between ranks
+    assert correlation(work, seconds) == pytest.approx(np.corrcoef(relative.reshape(2, 6))[0, 1])
+    flat = both.reshape(2, 6)
+    ratios = (flat[1] / np.where(flat[0] > 0, flat[0], 1))[flat[0] > 0]
+    assert spread(work, seconds) == pytest.approx(ratios.std() / ratios.mean())
+    assert correlation([[1.0, 1.001]], [[3.0, 5.0]]) is None and correlation([[1.0, 2.0]], [[3.0, 3.0]]) is None
+
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("knapformer._torch")
+from flop_clock import flops_of  # noqa: E402
+from knapformer.models import NAMED_CONFIGS, TransformerConfig  # noqa: E402
+from knapformer.tools.replay.device import Replayer  # noqa: E402
+
+CONFIG = TransformerConfig(num_blocks=3, d_model=WIDTH, num_heads=8, num_kv_heads=8)
+CPU = torch.device("cpu")
+
+
+def counted_flops(replayer: Replayer, share: RankShare) -> tuple[float, float]:
+    """Of one block's passes in the per-token layers and in attention, as torch counts matrix products."""
+    found = {"token_s": 0, "attention": 0}
+    for piece in replayer._pieces_of([share]):
+        found["token_s" if piece.field == "token_s" else "attention"] += flops_of(piece.prepare())
+    return found["token_s"], found["attention"]
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [(True, 2), (False, 1)])
+def test_what_is_run_is_the_planned_work(checkpointing: bool, forwards: int) -> None:
+    plan = kf.plan(LENGTHS, "g8/4/2/1n1", WIDTH, 1.0, "balanced")
+    replayer = Replayer(CONFIG, CPU, torch.float32, checkpointing)
+    for rank, share in enumerate(shares_of(plan, 8, 8, text_of(plan))):
+        token_flops, attention_flops = counted_flops(replayer, share)
+        planned = 24 * plan.tokens_after[rank] * WIDTH**2
+        # What is computed again ends where the block's last product (8 n d^2) would begin: nothing needs its result.
+        skipped = 8 * plan.tokens_after[rank] * WIDTH**2 if checkpointing else 0
+        assert token_flops == (forwards + 2) * planned - skipped
+        assert attention_flops == pytest.approx((forwards + 2) * (plan.workload_after[rank] - planned))
+
+
+def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
+    config = dataclasses.replace(NAMED_CONFIGS["flux-tiny"], num_double_blocks=3, num_single_blocks=5)
+    replayer = Replayer(config, CPU, torch.float32, True)
+    plan = kf.plan([[40, 8], [20]], "g2n1", config.d_model)
+    (share, _) = shares_of(plan, 4, 4, [10, 0, 5])
+    pieces = replayer._pieces_of([share])
+    assert [(piece.field, piece.times) for piece in pieces] == [
+        ("token_s", 3),
+        ("token_s", 5),
+        ("shared_attention_s", 8),
+    ]
+    full = dataclasses.replace(config)
+    from knapformer.models import build_model
+
+    blocks = build_model(full, device="meta").block_lists()
+    assert replayer.num_parameters == sum(p.numel() for of in blocks for p in of.parameters())
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "transformer-tiny", "wan-tiny"])
+def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
+    config = NAMED_CONFIGS[name]
+    replayer = Replayer(config, CPU, torch.float32, True)
+    plan = kf.plan([[30, 20]], "g1n1", config.d_model)
+    for piece in replayer._pieces_of(shares_of(plan, 4, config.num_kv_heads, [10, 5], config.text_beside)):
+        piece.prepare()()
+    for kind in replayer._kinds:
+        for blocks in kind.model.block_lists():
+            for name, parameter in blocks.named_parameters():
+                assert parameter.grad is not None and parameter.grad.abs().max() > 0, (kind.name, name)
+
+
+@pytest.mark.usefixtures("flop_clock")
+def test_seconds_add_up_over_pieces_and_ranks_without_work_take_none() -> None:
+    replayer = Replayer(CONFIG, CPU, torch.float32, True)
+    plan = plan_home(kf.plan([[600, 600], [20], []], "g1n3", WIDTH))
+    shares = shares_of(plan, 8, 8, [0, 0, 0])
+    calls = []
+    seconds, noise = replayer.run(shares, 2, 1, lambda: calls.append(1))
+    assert len(calls) == 3 * replayer.num_measurements(shares) == 3 * 4
+    assert seconds[2] == RankSeconds() and noise == 0
+    for rank in (0, 1):
+        token_flops, attention_flops = counted_flops(replayer, shares[rank])
+        expected = RankSeconds(3 * token_flops / 1e9, 3 * attention_flops / 1e9)  # of three blocks
+        assert dataclasses.astuple(seconds[rank]) == pytest.approx(dataclasses.astuple(expected))
+    assert seconds[0].total_s > seconds[1].total_s > 0
+
+
+REPLAY = [
+    "replay",
+    "--data",
+    "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0",
+    "--model",
+    "flux-tiny",
+    "--max-text-tokens",
+    "30",
+]
+
+
+def run(*arguments: str) -> Any:
+    threads = torch.get_num_threads()
+    try:
+        return main(list(arguments))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("flop_clock")
+def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    files = ["--json", str(out), "--report", str(page)]
+    more = ["--topology", "g4n1", "--topology", "g2n2", "--steps", "2", "--repeats", "1", "--peak-tflops", "0.1"]
+    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", *files) == 0
+    shown = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    none, four, two = result["variants"]
+    assert [v["topology"] for v in result["variants"]] == [None, "g4n1", "g2n2"]
+    mix = kf.DataMix.parse("g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0", max_text_tokens=30)
+    lengths = [mix.draw_lengths(0, step, 4) for step in (0, 1)]
+    plans = [kf.plan(lens, "g4n1", 64, 0.5, "greedy") for lens in lengths]
+    assert four["work_per_rank"] == [plan.workload_after for plan in plans]
+    assert none["wir"] == pytest.approx(statistics.fmean(plan.wir_before for plan in plans))
+    tokens = statistics.fmean(plan.num_tokens for plan in plans)
+    assert four["tokens_per_s"] == pytest.approx(tokens / four["fbl_s"]) and 0 < four["hfu"] < 1
+    # The longest rank has twenty times the work of the shortest.
+    assert none["correlation"] > 0.99 and none["measured_wir"] > 2 > four["measured_wir"]
+    assert none["exchange_s"] == none["route_s"] == 0 < min(four["exchange_s"], four["route_s"], two["route_s"])
+    for variant in result["variants"]:
+        for step_s, ranks in zip(variant["fbl_per_step_s"], variant["seconds_per_rank"], strict=True):
+            assert step_s >= max(sum(rank) for rank in ranks) > 0
+    assert result["cluster"]["model"]["num_blocks"] == 4 and result["cluster"]["cluster"]["fixed_s"] == 0
+    assert "g4n1" in shown and "none" in shown and "HFU" in shown
+    assert "g2n2, measured" in page.read_text() and "predicted step" not in page.read_text()
+    # `knapformer report --measured` takes the file as well.
+    report = ["report", "--data", "g4b1i256f1s0", "--topology", "g4n1", "--output", str(page), "--measured", str(out)]
+    assert run(*report) == 0 and "g4n1, measured" in page.read_text()
+
+
+def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    more = ["--model", "wan-tiny", "--topology", "g2n2", "--repeats", "1", "--json", str(out)]
+    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5") == 0
+    mix = kf.DataMix.parse("g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0", max_text_tokens=30)
+    patches = [[sample.visual_tokens for sample in mix.draw(0, 0, rank)] for rank in range(4)]
+    plan = kf.plan(patches, "g2n2", NAMED_CONFIGS["wan-tiny"].d_model, 0.5, "greedy")
+    none, two = json.loads(out.read_text())["variants"]
+    assert two["work_per_rank"] == [plan.workload_after] and none["work_per_rank"] == [plan.workload_before]
+    assert min(two["token_s"], two["attention_s"], two["exchange_s"]) > 0
+
+
+def test_a_plan_from_a_file_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = kf.plan([[300, 20], [90]], "g2/1n1", 32, 0.3, "balanced")
+    path, out = tmp_path / "plan.json", tmp_path / "out.json"
+    path.write_text(plan.to_json())
+    options = ["--model", "transformer-tiny", "--dtype", "bf16", "--no-checkpoint", "--repeats", "1"]
+    assert run("replay", str(path), *options, "--json", str(out)) == 0
+    result = json.loads(out.read_text())
+    assert result["gamma"] == 0.3 and result["variants"][1]["work_per_rank"] == [plan.workload_after]
+    assert result["cluster"]["model"] | {"recomputes": False, "element_size": 2} == result["cluster"]["model"]
+    assert result["variants"][1]["hfu"] is None and "HFU" not in capsys.readouterr().out
+
+
+def test_wrong_input_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    files = {
+        "wide": kf.plan([[8], [9]], "g2n1", 128).to_json(),
+        "masked": kf.plan([[8], [9]], "g2n1", 64, solver="balanced", masks="causal").to_json(),
+        "none": kf.plan([[], []], "g2n1", 64).to_json(),
+        "broken": "{",
+        "lengths": "[[], []]",
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    tiny = ["--model", "flux-tiny"]
+    good = [*REPLAY, "--topology", "g4n1"]
+    for arguments, message in (
+        (["replay", *tiny], "one of the arguments"),
+        (REPLAY, "--topology: got none"),
+        ([*REPLAY, "--topology", "g3n1"], "topology: got 'g3n1'"),
+        ([*REPLAY, "--topology", "g8"], "topology: got 'g8'"),
+        ([*good, "--ranks", "5"], "ranks: got 5"),
+        ([*good, "--repeats", "0"], "--repeats: got '0'"),
+        ([*good, "--warmup", "0"], "--warmup: got '0'"),
+        ([*good, "--gamma", "-1"], "--gamma: got '-1'"),
+        ([*good, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
+        ([*good, "--calibration", "nowhere.json"], "nowhere.json: No such file"),
+        ([*good, "--model", "flux-huge"], "model: got 'flux-huge'"),
+        ([*good, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
+        ([*good, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
+        ([*good, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
+        ([*good, "--shard-ranks", "0"], "--shard-ranks: got '0'"),
+        ([*good, "--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
+        ([*good, "--report", "nowhere/out.html"], "--report: got 'nowhere/out.html'"),
+        (["replay", "nowhere.json", *tiny], "nowhere.json: No such file"),
+        (["replay", "../broken.json", *tiny], "JSON"),
+        (["replay", "../wide.json", *tiny], "d_model: got 128, expected 64"),
+        (["replay", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
+        (["replay", "../none.json", *tiny], "without sequences"),
+        (["replay", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
+        (["replay", "--lengths", "../lengths.json", "--topology", "g2n1", *tiny], "without sequences"),
+        (["replay", "--lengths", "../broken.json", "--topology", "g2n1", *tiny], "not readable as JSON"),
+        *([] if torch.cuda.is_available() else [([*good, "--device", "cuda"], "device: got 'cuda'")]),
+    ):
+        status = run(*arguments)
+        out, err = capsys.readouterr()
+        assert (status, out, os.listdir(folder)) == (2, "", []), (arguments, err)
+        assert err.startswith("knapformer replay: ") and err.count("\n") == 1 and message in err, err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_blocks_are_measured_and_plans_replayed_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run("calibrate", "--model", "flux-demo", "--device", "cuda", "--repeats", "3", "--json", str(out)) == 0
+    assert kf.Calibration.load(out).flops_per_s > 0
+    assert run(*REPLAY, "--topology", "g4n1", "--device", "cuda", "--calibration", str(out), "--json", str(out)) == 0
+    result = json.loads(out.read_text())
+    assert result["dtype"] == "bf16" and all(math.isfinite(v["fbl_s"]) and v["fbl_s"] > 0 for v in result["variants"])

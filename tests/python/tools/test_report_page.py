@@ -1,0 +1,241 @@
+"""The report in a browser: opens offline, draws every chart, in light and dark, with no label over another."""
+
+import functools
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from knapformer.tools.cli import main
+from knapformer.tools.report import write_report
+
+import knapformer as kf
+
+pytest.importorskip("plotly")
+np = pytest.importorskip("numpy")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (tests/system_packages.sh)")
+
+# Run in the page once all is drawn: what it reports is read from the document.
+PROBE = """
+<script>
+window.addEventListener("error", event => { document.documentElement.dataset.error = event.message; });
+const waiting = setInterval(async () => {
+  if (!document.documentElement.dataset.drawn) return;
+  clearInterval(waiting);
+  const report = { charts: [], overlaps: [], outside: [] };
+  for (const chart of document.querySelectorAll(".js-plotly-plot")) {
+    const marks = chart.querySelectorAll(".point, .js-line, .hm, path.box").length;
+    report.charts.push({ id: chart.id, marks });
+    const frame = chart.getBoundingClientRect();
+    const labels = [...chart.querySelectorAll("text")]
+      .filter(t => t.textContent.trim() && !t.closest(".bars"))
+      .map(t => ({ text: t.textContent, box: t.getBoundingClientRect() })).filter(t => t.box.width > 0);
+    for (const t of labels) {
+      const b = t.box, f = frame;
+      if (b.left < f.left - 1 || b.right > f.right + 1 || b.top < f.top - 1 || b.bottom > f.bottom + 1)
+        report.outside.push(chart.id + ": " + t.text);
+    }
+    for (let i = 0; i < labels.length; ++i) for (let j = i + 1; j < labels.length; ++j) {
+      const a = labels[i].box, b = labels[j].box;
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 2 && high > 2) report.overlaps.push(chart.id + ": " + labels[i].text + " / " + labels[j].text);
+    }
+  }
+  const bars = document.getElementById("chart1");
+  Plotly.Fx.hover(bars, [{ curveNumber: 1, pointNumber: 0 }], "x2y2");
+  await new Promise(done => setTimeout(done, 200));
+  report.hover = [...bars.querySelectorAll(".hoverlayer text")].map(t => t.textContent).join(" ");
+  report.theme = document.documentElement.dataset.theme;
+  report.ink = getComputedStyle(document.querySelector("#chart0 .xtick text")).fill;
+  const place = document.createElement("pre");
+  place.id = "probe";
+  place.textContent = JSON.stringify(report);
+  document.body.append(place);
+}, 100);
+</script>
+"""
+
+
+@functools.cache
+def _plan(num_ranks):
+    if num_ranks == 2:  # a model for one processor
+        return kf.plan([[440, 430], [437]], "g2n1", 64, solver="greedy")
+    mix, topology = (
+        ("g4b3i256f1s0,g2b2i512f1s0,g2b1i1024f1s0", "g4/2/1n2") if num_ranks == 8 else ("joint", "g8/4/2/1n*")
+    )
+    topology = topology.replace("*", str(num_ranks // 8))
+    return kf.plan(kf.DataMix.parse(mix).draw_lengths(0, 0, num_ranks), topology, 3072, gamma=0.41, solver="balanced")
+
+
+def _chromium(tmp_path, page, *arguments, dark=False, width=1280, height=2900):
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",  # offline
+        f"--window-size={width},{height}", "--virtual-time-budget=60000",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        *arguments, page.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+@pytest.fixture(params=[2, 8, 1024], scope="module")
+def report(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    measured = {"no balancer": [1.0, 1.2, 1.1], "balanced": [0.7, 0.6, 0.65]}
+    write_report(str(path), _plan(request.param), measured_s=measured)
+    return request.param, path
+
+
+def test_nothing_is_loaded_from_elsewhere(report):
+    _, path = report
+    page = path.read_text()
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\b(src|href)\s*=|url\(|@import", markup)
+    assert "@" not in re.sub(r"@media", "", markup)  # no place of the template is left
+    assert len(page) < 12e6
+
+
+@in_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_chart_is_drawn_and_legible(report, dark, tmp_path):
+    num_ranks, path = report
+    probed = tmp_path / "probed.html"
+    probed.write_text(path.read_text().replace("</body>", PROBE + "</body>"))
+    document = _chromium(tmp_path, probed, "--dump-dom", dark=dark)
+    assert "data-error" not in document.split(">", 2)[1]
+    found = re.search(r'<pre id="probe">(.*?)</pre>', document, flags=re.DOTALL)
+    assert found, "the page did not finish drawing"
+    seen = json.loads(found[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+    assert [chart["id"] for chart in seen["charts"]] == [f"chart{i}" for i in range(5)]
+    assert all(chart["marks"] > 0 for chart in seen["charts"]), seen["charts"]
+    plan = _plan(num_ranks)
+    bars = seen["charts"][1]["marks"]
+    assert bars == plan.num_sequences + (len(plan.chunks) if num_ranks <= 8 else plan.num_sequences)
+    assert seen["overlaps"] == []
+    assert seen["outside"] == []
+    assert "home: rank" in seen["hover"]
+    assert "tokens" in seen["hover"]
+    assert seen["theme"] == ("dark" if dark else "light")
+    red = int(re.findall(r"\d+", seen["ink"])[0])
+    assert (red > 160) if dark else (red < 96)
+
+
+@in_browser
+def test_screenshots_differ_by_theme(report, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    _, path = report
+    brightness = {}
+    for dark in (False, True):
+        target = tmp_path / f"{dark}.png"
+        _chromium(tmp_path, path, f"--screenshot={target}", dark=dark, height=1400)
+        pixels = np.asarray(image.open(io.BytesIO(target.read_bytes())).convert("RGB"))
+        assert pixels.shape == (1400, 1280, 3)
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
+        brightness[dark] = pixels.mean()
+    assert brightness[False] > 200
+    assert brightness[True] < 90
+
+
+def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
+    plan = _plan(8)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    results = {
+        "variants": [{"topology": None, "fbl_per_step_s": [1.5]}, {"topology": "g4n2", "fbl_per_step_s": [1.25]}]
+    }
+    (tmp_path / "measured.json").write_text(json.dumps(results))
+    target, timeline = tmp_path / "a.html", tmp_path / "t.json"
+    arguments = ["--measured", str(tmp_path / "measured.json"), "--output", str(target), "--timeline", str(timeline)]
+    assert main(["report", str(tmp_path / "plan.json"), *arguments]) == 0
+    assert "g4n2, measured" in target.read_text()
+    assert json.loads(timeline.read_text())["otherData"]["topology"] == "g4/2/1n2"
+    other = tmp_path / "b.html"
+    assert main(["report", "--data", "joint", "--topology", "g8n4", "--output", str(other)]) == 0
+    assert "knapformer: 32 ranks, g8n4" in other.read_text()
+    third = tmp_path / "c.html"
+    assert (
+        main(
+            [
+                "predict",
+                "--mix",
+                "low",
+                "--ranks",
+                "32,64",
+                "--topology",
+                "g1n*",
+                "--steps",
+                "1",
+                "--report",
+                str(third),
+            ]
+        )
+        == 0
+    )
+    assert "As the cluster grows" in third.read_text()
+
+
+def test_text_in_titles_is_escaped(tmp_path):
+    target = tmp_path / "a.html"
+    write_report(str(target), _plan(8), title="</script><b>@CHARTS@", measured_s={"</script>": [1.0]})
+    page = target.read_text()
+    assert page.count("</script>") == 2
+    assert "&lt;/script&gt;&lt;b&gt;@CHARTS@" in page
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("--topology: got none", ["--data", "joint"]),
+        ("data: got 'nonsense'", ["--data", "nonsense", "--topology", "g8n4"]),
+        ("--ranks: got '0'", ["--data", "joint", "--topology", "g8n4", "--ranks", "0"]),
+        ("missing.json", ["missing.json"]),
+        ("plan: ", ["broken.json"]),
+        ("plan: got one without sequences", ["empty.json"]),
+        ("--measured: broken.json", ["--data", "joint", "--topology", "g8n4", "--measured", "broken.json"]),
+        ("--output: got", ["--data", "joint", "--topology", "g8n4", "--output", "no/such/x.html"]),
+        ("--timeline: got none", ["--traces", "broken.json"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text('{"topology": ')
+    (tmp_path / "empty.json").write_text(kf.plan([[], []], "g1n2", 64).to_json())
+    before = sorted(tmp_path.iterdir())
+    assert main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("knapformer report: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_missing_packages_are_named(monkeypatch, tmp_path):
+    from knapformer.tools.report import page
+
+    monkeypatch.setattr(page, "_NEEDED", ("plotly", "no_such_package"))
+    with pytest.raises(kf.ArgumentError, match="needs no_such_package, which this environment lacks"):
+        write_report(str(tmp_path / "plan.html"), _plan(8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_writes_a_report(tmp_path, capsys):
+    target = tmp_path / "plan.html"
+    assert main(["plan", "--data", "low", "--ranks", "32", "--topology", "g1n32", "--report", str(target)]) == 0
+    assert "knapformer: 32 ranks, g1n32" in target.read_text()
+    assert main(["plan", "--data", "low", "--ranks", "32", "--topology", "g1n32", "--report", "no/such/x.html"]) == 2
+    assert "--report: got 'no/such/x.html'" in capsys.readouterr().err
+
+
+def test_what_was_measured_elsewhere_is_not_predicted(tmp_path):
+    target = tmp_path / "a.html"
+    measured = {"no balancer": [2.0, 4.0, 3.0], "g4/2/1n2": [1.0, 1.0, 2.0]}
+    write_report(str(target), _plan(8), measured_s=measured, predicts=False)
+    page = target.read_text()
+    assert "3 → 1 s" in page
+    assert "3.00 times" in page
+    assert "predicted step" not in page

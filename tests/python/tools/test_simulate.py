@@ -1,0 +1,277 @@
+"""The simulator: its figures against arithmetic by hand, and whole runs on real ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from knapformer.calibration import ExchangeCost
+from knapformer.models import NAMED_CONFIGS
+from knapformer.tools.measure.figures import hardware_flops_utilization
+from knapformer.tools.simulate.calibrate import lengths_to_measure
+from knapformer.tools.simulate.results import Variant, figures, sentence
+from knapformer.tools.simulate.settings import SimulationSettings
+from knapformer.tools.simulate.worker import balancer_of
+
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, plan
+
+LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
+
+
+def variants() -> tuple[Variant, Variant]:
+    plans = [plan(lengths, "g2n1", 16, gamma=1.0) for lengths in LENGTHS]
+    return Variant(None, [4.0, 2.0], plans), Variant("g2n1", [2.0, 1.0], plans)
+
+
+def work(*seq_lens: int) -> float:
+    return sum(24 * n * 16**2 + 4 * n**2 * 16 for n in seq_lens)
+
+
+def test_figures_by_hand() -> None:
+    baseline, balanced = variants()
+    highest_before = work(100, 20) + max(work(40), work(40, 60))
+    # Two ranks share every sequence evenly.
+    highest_after = (work(100, 20, 20) + work(40, 40, 60)) / 2
+    got = figures(balanced, baseline, [1e12, 3e12], depth=5, peak_tflops=10.0, checkpointing=True)
+    assert got["fbl_s"] == 1.5 and got["fbl_median_s"] == 1.5 and got["fbl_per_step_s"] == [2.0, 1.0]
+    assert got["speed_up"] == 2.0 and got["speed_up_median"] == 2.0
+    assert got["promised_speed_up"] == pytest.approx(highest_before / highest_after)
+    assert got["share_of_promise"] == pytest.approx(2.0 / (highest_before / highest_after))
+    assert got["tokens_per_s"] == pytest.approx((140 + 140) / 2 / 1.5)
+    assert got["hfu"] == pytest.approx(4 * 2e12 * 5 / (1.5 * 2 * 10e12))
+    assert got["tokens_moved"] == pytest.approx(0.5)
+    assert got["wir"] == pytest.approx(1.0)
+    got = figures(baseline, baseline, [1e12, 3e12], depth=5, peak_tflops=None, checkpointing=True)
+    assert (got["speed_up"], got["promised_speed_up"], got["tokens_moved"], got["hfu"]) == (1, 1, 0, None)
+    assert got["wir"] == pytest.approx((work(100, 20) / work(20) + work(40, 60) / work(40)) / 2)
+
+
+def test_an_infinite_ratio_is_null() -> None:
+    plans = [plan([[5], []], "g2n1", 16)]
+    alone = Variant(None, [1.0], plans)
+    assert math.isinf(alone.wir()) and figures(alone, alone, [1.0], 1, None, True)["wir"] is None
+
+
+def test_hfu_of_the_published_table() -> None:
+    """Low mix without a balancer: FBL 3.13 s and 24.72 % on 32 ranks of 989 TFLOP/s.
+
+    Each has 32 samples of 256 visual and on average 196 text tokens.
+    """
+    d = 3072
+    forward = 32 * 32 * (24 * 452 * d**2 + 4 * 452**2 * d)
+    assert hardware_flops_utilization(forward, 57, 3.13, 32, 989.0, True) == pytest.approx(0.2472, rel=0.03)
+    assert hardware_flops_utilization(forward, 57, 3.13, 32, 989.0, False) == pytest.approx(0.2472 * 3 / 4, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "promised", "words"),
+    [
+        (1.9, 2.0, "1.90 times as fast, 95% of what its plans promise"),
+        (0.9, 2.0, "gained nothing"),
+        (0.98, 1.0, "even already, there was nothing to gain"),
+    ],
+)
+def test_the_sentence_says_what_was_gained(speed_up: float, promised: float, words: str) -> None:
+    baseline = {"topology": None, "fbl_s": 2.0, "speed_up": 1.0, "promised_speed_up": 1.0, "share_of_promise": 1.0}
+    other = {"topology": "g4n1", "fbl_s": 4.0, "speed_up": 0.5, "promised_speed_up": 1.5, "share_of_promise": 0.3}
+    balanced = {
+        "topology": "g2n1",
+        "fbl_s": 2.0 / speed_up,
+        "speed_up": speed_up,
+        "promised_speed_up": promised,
+        "share_of_promise": speed_up / promised,
+    }
+    text = sentence([baseline, other, balanced])
+    assert words in text and "g2n1" in text and "\n" not in text
+
+
+def settings(**changes: Any) -> SimulationSettings:
+    fields: dict[str, Any] = {
+        "data": "g2b2i256f1s0",
+        "topologies": ("g2n1",),
+        "num_ranks": 2,
+        "model": NAMED_CONFIGS["flux-tiny"],
+        "model_name": "flux-tiny",
+    }
+    return SimulationSettings(**{**fields, **changes})
+
+
+def test_ranks_plan_with_the_cluster_that_is_given() -> None:
+    """A world of one: the process itself."""
+    given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), cluster=Cluster("cpu", ranks_per_node=2))
+    balancer = balancer_of(given, "g1n1", 0.49)
+    made = balancer.plan_routing([8, 4], given.model.d_model)
+    assert made == given.plan([[8, 4]], "g1n1", 0.49) and made.cluster == given.cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "high"}, "data: got 'high'"),
+        ({"num_ranks": 3}, "ranks: got 3"),
+        ({"topologies": ()}, "topology: got none"),
+        ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
+        ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
+        (
+            {"topologies": ("g2/1n1",), "solver": "greedy"},
+            "solver: got 'greedy' for topology g2/1n1, expected flat bags",
+        ),
+        ({"solver": "magic"}, "solver: got '?magic"),
+        ({"scale": math.nan}, "scale: got nan"),
+        ({"keep_exchanges": True, "checkpointing": False}, "keep_exchanges: got True"),
+        (
+            {"model": NAMED_CONFIGS["wan-tiny"], "max_text_tokens": 513},
+            "max_text_tokens: got 513, expected at most 512",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        settings(**changes)
+
+
+def test_lengths_to_measure_span_the_mix() -> None:
+    lengths = lengths_to_measure([700, 80, 5000, 300])
+    assert lengths[0] == 80 and lengths[-1] == 5000 and lengths == sorted(set(lengths)) and len(lengths) == 5
+    for seq_lens in ([300], [300, 310], [1], [100_000, 90_000]):
+        lengths = lengths_to_measure(seq_lens)
+        assert lengths == sorted(set(lengths)) and lengths[-1] >= 16 * lengths[0] and lengths[-1] >= max(seq_lens)
+
+
+SIMULATE = [
+    "simulate", "--ranks", "2", "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1",
+    "--peak-tflops", "0.1",
+]  # fmt: skip
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    # Joined with the checkout's own, so that the ranks find the package as this process does.
+    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+
+
+def check_results(path: Path, gamma: float | None) -> None:
+    results = json.loads(path.read_text())
+    none, shared, whole, nested = results["variants"]
+    assert [v["topology"] for v in results["variants"]] == [None, "g2n1", "g1n2", "g2/1n1"]
+    assert all(len(v["fbl_per_step_s"]) == 3 and min(v["fbl_per_step_s"]) > 0 for v in results["variants"])
+    assert none["speed_up"] == none["promised_speed_up"] == 1 and shared["wir"] < whole["wir"] < none["wir"]
+    assert nested["wir"] <= whole["wir"]
+    mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
+    tokens = sum(sum(map(sum, mix.draw_lengths(0, step, 2))) for step in (1, 2, 3)) / 3  # step 0 was the warm-up
+    assert none["tokens_per_s"] == pytest.approx(tokens / none["fbl_s"])
+    assert 0 < none["hfu"] < 1 and results["gamma"] > 0 and (gamma is None or results["gamma"] == gamma)
+    assert (results["fit"] is None) == (gamma is not None)
+    assert results["environment"]["torch"] == torch.__version__
+
+
+def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
+    done = start(
+        [sys.executable, "-m", "knapformer", *SIMULATE, "--keep-exchanges", "--json", str(tmp_path / "out.json")]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    *_, last = done.stdout.splitlines()
+    check_results(tmp_path / "out.json", None)
+    assert last == json.loads((tmp_path / "out.json").read_text())["summary"]
+    assert "12 of 16 done" not in done.stdout and "g1n2" in done.stdout and "none" in done.stdout
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [*SIMULATE[:7], "--max-text-tokens", "20", "--model", "wan-tiny", "--gamma", "0.5", "--json", str(out)]
+    done = start(
+        [sys.executable, "-m", "knapformer", *arguments, "--steps", "2", "--warmup", "0", "--topology", "g2n1"]
+    )
+    assert done.returncode == 0, done.stderr
+    none, shared = json.loads(out.read_text())["variants"]
+    mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
+    patches = [[s.visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
+    assert none["tokens_per_s"] == pytest.approx(sum(map(sum, patches)) / 2 / none["fbl_s"])
+    assert shared["wir"] == pytest.approx(1, abs=0.05) and none["wir"] > 1.2
+
+
+def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        "2",
+    ]
+    calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03, node=ExchangeCost(2, 1e-5, 3e9))
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))
+    arguments = [
+        *SIMULATE,
+        "--calibration",
+        str(tmp_path / "calibration.json"),
+        "--model",
+        "transformer-tiny",
+        "--dtype",
+        "bf16",
+        "--no-checkpoint",
+    ]
+    done = start([*torchrun, "-m", "knapformer", *arguments, "--json", str(tmp_path / "out.json")])
+    assert done.returncode == 0, done.stderr
+    check_results(tmp_path / "out.json", 0.8)
+    cluster = Cluster(**json.loads((tmp_path / "out.json").read_text())["settings"]["cluster"])
+    assert cluster == calibration.cluster() == Cluster(flops_per_s=4e12, node_bytes_per_s=3e9, node_latency_s=1e-5)
+    assert done.stdout.count("balancer ┃") == 1  # rank 0 alone reports
+
+
+def test_torchrun_with_other_ranks_than_asked_for() -> None:
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = start([sys.executable, "-m", "knapformer", *SIMULATE], **env)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--ranks: got 2, expected 4" in done.stderr
+
+
+def test_a_failing_rank_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """Rank 1 finds no worker; rank 0 waits for it to join and has to be ended."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('RANK') == '1': sys.modules['knapformer.tools.simulate.worker'] = None\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "knapformer", *SIMULATE, "--json", str(out / "out.json")]
+    done = start(command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and os.listdir(out) == []
+    assert done.stderr.splitlines()[-1].startswith("knapformer simulate: rank 1 failed: ModuleNotFoundError")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 1, "SIGTERM")]
+)
+def test_a_signal_ends_the_run_and_its_ranks(number: int, status: int, words: str, tmp_path: Path) -> None:
+    arguments = [*SIMULATE, "--steps", "100000", "--gamma", "1", "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "knapformer", *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert run.stderr is not None
+    lines = [run.stderr.readline()]
+    while "measuring" not in lines[-1]:
+        lines.append(run.stderr.readline())
+        assert lines[-1], "".join(lines)
+    run.send_signal(number)
+    out, err = run.communicate(timeout=300)  # returns once no rank holds the pipes
+    assert (run.returncode, out) == (status, "") and words in err.splitlines()[-1] and "Traceback" not in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_devices_that_are_not_there() -> None:
+    done = start([sys.executable, "-m", "knapformer", *SIMULATE, "--device", "cuda"], CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "device: got 'cuda'" in done.stderr

@@ -1,0 +1,232 @@
+// SequenceBalancer::attention over flat and nested bags, on ranks that are threads. The oracle is attention over each
+// whole sequence with all heads, computed on its own from values that follow from (sequence, token).
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "knapformer/torch/balancer.h"
+#include "tests/core/cases.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using testing::InProcessWorld;
+
+constexpr int64_t kDim = 3;
+
+struct AttentionCase {
+  std::string topology;
+  int32_t num_ranks = 1;
+  int64_t num_heads = 8, num_kv_heads = 8;
+  ExchangeEngine engine = ExchangeEngine::kCpu;
+};
+
+void PrintTo(const AttentionCase& setup, std::ostream* out) { *out << setup.topology; }
+
+/// softmax(q k^T) v of every sequence and head; k and v as many heads as q or a divisor.
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef seq_lens) {
+  const int64_t group = k.size(1) == 0 ? 1 : q.size(1) / k.size(1);
+  std::vector<at::Tensor> outputs;
+  int64_t first = 0;
+  for (const int64_t length : seq_lens) {
+    const auto part = [&](const at::Tensor& t, int64_t repeats) {
+      return t.narrow(0, first, length).transpose(0, 1).repeat_interleave(repeats, 0);  // (heads, tokens, dim)
+    };
+    const at::Tensor scores = at::matmul(part(q, 1), part(k, group).transpose(1, 2)).softmax(-1);
+    outputs.push_back(at::matmul(scores, part(v, group)).transpose(0, 1));
+    first += length;
+  }
+  return outputs.empty() ? at::empty({0, q.size(1), kDim}, q.options()) : at::cat(outputs);
+}
+
+std::vector<int64_t> to_list(const at::Tensor& lens) {
+  const at::Tensor longs = lens.to(at::kLong);
+  return {longs.const_data_ptr<int64_t>(), longs.const_data_ptr<int64_t>() + longs.numel()};
+}
+
+/// q, k, v, and the weights of a loss, of a whole sequence.
+struct Sequence {
+  std::vector<at::Tensor> qkv;
+  at::Tensor weight;
+  at::Tensor o;
+};
+
+Sequence sequence_of(int64_t id, int64_t length, const AttentionCase& setup) {
+  const auto values = [&](int64_t num_heads, double shift) {
+    const at::Tensor count = at::arange(length * num_heads * kDim, at::kDouble).view({length, num_heads, kDim});
+    return (count * 0.37 + shift + static_cast<double>(id)).sin();
+  };
+  Sequence sequence{
+      .qkv = {values(setup.num_heads, 0.1), values(setup.num_kv_heads, 0.2), values(setup.num_kv_heads, 0.3)},
+      .weight = values(setup.num_heads, 0.4),
+      .o = {}};
+  for (at::Tensor& tensor : sequence.qkv) tensor.set_requires_grad(true);
+  const at::Tensor o = attend(sequence.qkv[0], sequence.qkv[1], sequence.qkv[2], {length});
+  (o * sequence.weight).sum().backward();
+  sequence.o = o.detach();
+  return sequence;
+}
+
+/// What the test has met, over all ranks and rounds.
+struct Met {
+  std::atomic<int64_t> ranks_of_several_levels = 0, ranks_without_tokens = 0, uneven_chunks = 0, overlaps = 0;
+  std::atomic<int64_t> bags_without_sharing = 0;
+};
+
+void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup, const std::vector<int64_t>& own_lens,
+                const BalancerOptions& options, Met& met) {
+  SequenceBalancer balancer(setup.topology, options, world.all(rank),
+                            [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+  const auto& all_to_alls = world.counts(rank).all_to_all;
+  for (int32_t step = 0; step < 2; ++step) {
+    const Plan& plan = balancer.plan_routing(own_lens, 16);
+    const AttentionTables tables = make_attention_tables(plan, Rank(rank));
+
+    std::vector<std::vector<at::Tensor>> held(5);  // q, k, v, weight, o of this rank's chunks
+    std::vector<at::Tensor> gradients[3];
+    for (const int32_t c : plan.chunks_on(Rank(rank))) {
+      const Chunk& chunk = plan.chunk(c);
+      const Sequence s = sequence_of(chunk.sequence.value, plan.seq_lens()[chunk.sequence], setup);
+      const auto part = [&](const at::Tensor& t) { return t.detach().narrow(0, chunk.first_token, chunk.num_tokens); };
+      for (size_t i = 0; i < 3; ++i) {
+        held[i].push_back(part(s.qkv[i]));
+        gradients[i].push_back(part(s.qkv[i].grad()));
+      }
+      held[3].push_back(part(s.weight));
+      held[4].push_back(part(s.o));
+      const int64_t even = plan.seq_lens()[chunk.sequence] / plan.degree_of(chunk);
+      if (std::abs(chunk.num_tokens - even) > 1) ++met.uneven_chunks;
+    }
+    const bool has_tokens = !held[0].empty();
+    std::vector<at::Tensor> rows;
+    for (size_t i = 0; i < held.size(); ++i) {
+      const int64_t heads = i == 1 || i == 2 ? setup.num_kv_heads : setup.num_heads;
+      rows.push_back(has_tokens ? at::cat(held[i]) : at::empty({0, heads, kDim}, at::kDouble));
+    }
+    // A rank without tokens has tensors without history: its backward must run all the same.
+    for (size_t i = 0; i < 3; ++i) rows[i] = rows[i].clone().set_requires_grad(has_tokens);
+
+    int64_t levels_with_tokens = 0;
+    for (const AttentionLevel& level : tables.levels) levels_with_tokens += level.seq_lens.empty() ? 0 : 1;
+    const bool whole_here = tables.levels[0].degree == 1 && !tables.levels[0].seq_lens.empty();
+    const int64_t before = all_to_alls;
+    int64_t num_calls = 0, at_whole = -1, at_whole_backward = -1;
+    const at::Tensor o = balancer.attention(
+        rows[0], rows[1], rows[2],
+        [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
+          if (++num_calls == 1 && whole_here) {
+            at_whole = all_to_alls;
+            q.register_hook([&](const at::Tensor&) { at_whole_backward = all_to_alls; });
+          }
+          EXPECT_EQ(seq_lens.scalar_type(), at::kInt);
+          if (q.size(0) == 0) return at::empty({0, q.size(1), kDim}, at::kDouble);  // a kernel that keeps no graph
+          return attend(q, k, v, to_list(seq_lens));
+        });
+    const int64_t expected_exchanges = tables.any_shared || tables.levels[0].degree > 1 ? 2 : 0;
+    EXPECT_EQ(all_to_alls - before, expected_exchanges);
+    EXPECT_EQ(num_calls, std::max<int64_t>(levels_with_tokens, 1));
+    EXPECT_TRUE(at::allclose(o, rows[4], 1e-12, 1e-14));
+    const at::Tensor loss = (o * rows[3]).sum();
+    if (expected_exchanges > 0 || has_tokens) loss.backward();
+    EXPECT_EQ(all_to_alls - before, 2 * expected_exchanges);
+    for (size_t i = 0; i < 3 && has_tokens; ++i) {
+      EXPECT_TRUE(at::allclose(rows[i].grad(), at::cat(gradients[i]), 1e-11, 1e-13)) << "rank " << rank << " " << i;
+    }
+    if (whole_here && expected_exchanges > 0) {
+      // What is whole here attends while the rest travels: in backward too, between the third exchange and the last.
+      EXPECT_EQ(at_whole - before, 1);
+      EXPECT_EQ(at_whole_backward - before, 4);
+      ++met.overlaps;
+    }
+    met.ranks_of_several_levels += levels_with_tokens > 1 ? 1 : 0;
+    met.ranks_without_tokens += rows[0].size(0) == 0 ? 1 : 0;
+    met.bags_without_sharing += tables.any_shared ? 0 : 1;
+  }
+}
+
+class NestedAttention : public ::testing::TestWithParam<AttentionCase> {};
+
+TEST_P(NestedAttention, IsThatOfWholeSequences) {
+  const AttentionCase& setup = GetParam();
+  Cases cases(31);
+  Met met;
+  for (int32_t round = 0; round < 8; ++round) {
+    const SequenceLengths lens = cases.lengths(setup.num_ranks, 50);
+    InProcessWorld world(setup.num_ranks);
+    world.run_all([&](int32_t rank) {
+      const BalancerOptions options{// An exchange costs a twentieth of a token's work: plans share, but not all.
+                                    .plan = {.workload = {.gamma = 0.5},
+                                             .cluster = {.flops_per_s = 1e9,
+                                                         .node_bytes_per_s = 4e8,
+                                                         .network_bytes_per_s = 4e8,
+                                                         .node_latency_s = 0,
+                                                         .fixed_s = 0,
+                                                         .overlaps_attention = false}},
+                                    .engine = setup.engine};
+      const auto own = lens.lens(Rank(rank));
+      check_rank(world, rank, setup, {own.begin(), own.end()}, options, met);
+    });
+  }
+  if (setup.topology == "g4/2/1n1") {
+    EXPECT_GT(met.ranks_of_several_levels, 0);
+    EXPECT_GT(met.uneven_chunks, 0);
+    EXPECT_GT(met.overlaps, 0);
+  }
+  if (setup.topology == "g2/1n1" && setup.num_ranks == 8) {
+    EXPECT_GT(met.bags_without_sharing, 0);
+  }
+}
+
+TEST(NestedAttentionOfFewTokens, IncludesRanksWithoutAny) {
+  const double free = std::numeric_limits<double>::infinity();
+  const BalancerOptions options{
+      .plan = {.cluster = {.node_bytes_per_s = free, .network_bytes_per_s = free, .node_latency_s = 0}}};
+  Met met;
+  for (const AttentionCase& setup :
+       {AttentionCase{"g4/2n1", 4}, AttentionCase{"g4/2/1n1", 4}, AttentionCase{"g4n1", 4}}) {
+    InProcessWorld world(setup.num_ranks);
+    world.run_all([&](int32_t rank) {
+      check_rank(world, rank, setup, rank == 2 ? std::vector<int64_t>{2} : std::vector<int64_t>{}, options, met);
+    });
+  }
+  EXPECT_GT(met.ranks_without_tokens, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Topologies, NestedAttention,
+                         ::testing::Values(AttentionCase{"g1n2", 2}, AttentionCase{"g2n1", 2},
+                                           AttentionCase{"g2/1n1", 2}, AttentionCase{"g4/2/1n1", 4},
+                                           AttentionCase{"g4/2/1n1", 4, 8, 8, ExchangeEngine::kDevice},
+                                           AttentionCase{"g4/1n1", 4, 6, 2}, AttentionCase{"g4/2n1", 4, 7, 7},
+                                           AttentionCase{"g8/4/2/1n1", 8}, AttentionCase{"g8/4/2/1n1", 8, 3, 1},
+                                           AttentionCase{"g4/2/1n1+g3/1n1+g1n1", 8, 5, 5, ExchangeEngine::kDevice},
+                                           AttentionCase{"g2/1n1", 8}),
+                         [](const auto& test) {
+                           const AttentionCase& s = test.param;
+                           std::string name = s.topology + "_on" + std::to_string(s.num_ranks) + "_" +
+                                              std::to_string(s.num_heads) + "_" + std::to_string(s.num_kv_heads) +
+                                              (s.engine == ExchangeEngine::kCpu ? "_cpu" : "_device");
+                           for (char& c : name) {
+                             if (c == '+' || c == '/') c = '_';
+                           }
+                           return name;
+                         });
+
+TEST(NestedBags, RefuseTheHalvesOfFlatAttention) {
+  InProcessWorld world(2);
+  const auto errors = world.run([&](int32_t rank) {
+    SequenceBalancer balancer("g2/1n1", {.solver = "balanced"}, world.all(rank),
+                              [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+    balancer.plan_routing(std::vector<int64_t>{4}, 8);
+    const at::Tensor q = at::zeros({balancer.plan().tokens_after()[static_cast<size_t>(rank)], 2, 2});
+    balancer.pre_attn(q, q, q);
+  });
+  for (const auto& error : errors) {
+    EXPECT_NE(testing::describe(error).find("pre_attn: got the topology g2/1n1, expected flat bags"), std::string::npos)
+        << testing::describe(error);
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

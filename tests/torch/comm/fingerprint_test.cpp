@@ -1,0 +1,245 @@
+// Call fingerprints over a store alone: who announces when, and what ranks that differ get told.
+#include "knapformer/torch/comm/fingerprint.h"
+
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "knapformer/core/util/error.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using namespace std::chrono_literals;
+
+/// Counts what ranks ask of it.
+class CountingStore : public c10d::HashStore {
+ public:
+  using HashStore::set;
+  std::atomic<int64_t> num_asked = 0;
+  std::atomic<int64_t> num_compared = 0;  // two an announcement; unlike waits, their number does not hang on timing
+
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++num_asked;
+    HashStore::set(key, value);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& value) override {
+    ++num_asked;
+    ++num_compared;
+    return HashStore::compareSet(key, expected, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    ++num_asked;
+    return HashStore::check(keys);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    ++num_asked;
+    return HashStore::add(key, value);
+  }
+};
+
+struct World {
+  c10::intrusive_ptr<CountingStore> store = c10::make_intrusive<CountingStore>();
+  testing::InProcessWorld ranks;
+
+  explicit World(int32_t num_ranks) : ranks(num_ranks) {}
+
+  std::shared_ptr<ErrorStore> errors(int32_t rank) {
+    return std::make_shared<ErrorStore>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
+  }
+
+  std::shared_ptr<CallFingerprints> join(int32_t rank, std::chrono::milliseconds timeout = 10s) {
+    const auto watchdog = std::make_shared<Watchdog>(errors(rank));
+    auto fingerprints = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>("calls", store),
+                                                           RankInGroup{.rank = rank, .num_ranks = ranks.num_ranks()},
+                                                           timeout, watchdog);
+    watchdog->watch(fingerprints);
+    return fingerprints;
+  }
+};
+
+Fingerprint fingerprint(std::string_view call, std::string_view dtype = "float", std::string_view gradients = "1") {
+  Fingerprint f(call);
+  f.add("x", dtype);
+  f.gradients.append(gradients);
+  return f;
+}
+
+TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
+  World world(3);
+  std::atomic<int64_t> asked_by_first_steps = 0, compared_by_first_steps = 0;
+  std::barrier all_here(3);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    const auto step = [&](int32_t num_layers) {
+      calls->agree(Fingerprint("plan_routing"));
+      calls->begin_step();
+      calls->agree(fingerprint("route"));
+      for (int32_t i = 0; i < num_layers; ++i) {
+        calls->agree(fingerprint("pre_attn"));
+        calls->agree(fingerprint("post_attn"));
+      }
+      calls->agree(fingerprint("reverse_route"));
+    };
+    step(20);
+    // The third layer onwards repeats what followed before; the end and the next step's beginning do not.
+    step(20);
+    all_here.arrive_and_wait();
+    if (rank == 0) {
+      asked_by_first_steps = world.store->num_asked.load();
+      compared_by_first_steps = world.store->num_compared.load();
+    }
+    all_here.arrive_and_wait();
+    for (int32_t i = 0; i < 50; ++i) step(20);
+  });
+  EXPECT_EQ(world.store->num_asked, asked_by_first_steps);
+  // Of the 86 calls of the first two steps, each rank announces plan_routing, route, pre_attn, post_attn, pre_attn
+  // after post_attn, reverse_route after post_attn, and plan_routing after reverse_route.
+  EXPECT_EQ(compared_by_first_steps, 2 * 3 * 7);
+}
+
+TEST(CallFingerprints, LetAllRanksChangeTogether) {
+  World world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    for (int32_t i = 0; i < 30; ++i)
+      calls->agree(fingerprint("route", i % 3 == 0 ? "float" : "double", i % 2 == 0 ? "0" : "1"));
+  });
+}
+
+TEST(CallFingerprints, LeaveFewKeysBehind) {
+  World world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    for (int32_t i = 0; i < 100; ++i) calls->agree(fingerprint("route", std::to_string(i)));
+  });
+  EXPECT_LT(world.store->getNumKeys(), 12);
+}
+
+TEST(CallFingerprints, TellAllRanksWhatDiffers) {
+  World world(3);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    world.errors(rank)->guard([&] { calls->agree(fingerprint("route", rank == 1 ? "double" : "float")); });
+  });
+  int32_t num_original = 0;
+  for (const auto& error : errors) {
+    const std::string message = testing::describe(error);
+    EXPECT_TRUE(message.starts_with("ArgumentError: ")) << message;
+    EXPECT_NE(message.find("route: x: got "), std::string::npos) << message;
+    // Whoever came first is what was expected.
+    EXPECT_TRUE(message.find("got double on rank 1") != std::string::npos ||
+                message.find("expected double, as on rank 1") != std::string::npos)
+        << message;
+    num_original += message.find("rank 1: ") == std::string::npos;
+  }
+  EXPECT_GE(num_original, 1);
+}
+
+TEST(CallFingerprints, FindARankThatWentAheadAsPredicted) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    for (int32_t i = 0; i < 4; ++i) calls->agree(fingerprint("route"));
+    calls->agree(fingerprint("route", rank == 0 ? "half" : "float"));  // rank 1 goes ahead...
+    for (;;) {  // ... into a collective, where it looks now and then
+      std::this_thread::sleep_for(1ms);
+      world.errors(rank)->guard([&] { calls->check_announcements(); });
+    }
+  });
+  EXPECT_NE(testing::describe(errors[0]).find("half"), std::string::npos) << testing::describe(errors[0]);
+  EXPECT_NE(testing::describe(errors[1]).find("x: got float on rank 1, expected half, as on rank 0"),
+            std::string::npos);
+}
+
+TEST(CallFingerprints, NameACallOfTheStepBefore) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    for (int32_t step = 0; step < 3; ++step) {
+      calls->agree(fingerprint("route", rank == 0 && step == 2 ? "half" : "float"));
+      calls->agree(fingerprint("plan_routing"));
+      calls->begin_step();
+    }
+    for (;;) {  // rank 1 alone comes to here
+      std::this_thread::sleep_for(1ms);
+      world.errors(rank)->guard([&] { calls->check_announcements(); });
+    }
+  });
+  EXPECT_NE(testing::describe(errors[1]).find("route: x: got float on rank 1, expected half, as on rank 0"),
+            std::string::npos)
+      << testing::describe(errors[1]);
+}
+
+TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
+  World world(4);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto watchdog = std::make_shared<Watchdog>(world.errors(rank));
+    const auto join = [&](const std::string& name, RankInGroup place) {
+      auto calls = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>(name, world.store), place,
+                                                      30s, watchdog);
+      watchdog->watch(calls);
+      return calls;
+    };
+    const auto all = join("all", {.rank = rank, .num_ranks = 4});
+    const auto bag = join(text("bag", rank / 2), {.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2});
+    watchdog->errors().guard([&] {
+      if (rank != 3) bag->agree(fingerprint("pre_attn"));
+      all->agree(fingerprint("reverse_route"));
+    });
+  });
+  for (const auto& error : errors) {
+    const std::string message = testing::describe(error);
+    EXPECT_TRUE(message.starts_with("StateError: ")) << message;
+    for (const char* words : {"rank 3", "rank 2", "pre_attn", "reverse_route"}) {
+      EXPECT_NE(message.find(words), std::string::npos) << message;
+    }
+  }
+}
+
+TEST(CallFingerprints, LetRanksWithoutRowsFollow) {
+  World world(3);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    // An evaluation without gradients comes between training steps. Rank 2 never has rows, nor gradients of its own.
+    for (const char flag : {'1', '1', '0', '1', '0', '0', '1', '1'}) {
+      const std::string gradients(1, flag);
+      Fingerprint own =
+          fingerprint(flag == '1' ? "route" : "route without gradients", "float", rank == 2 ? "0" : gradients);
+      if (rank == 2 && flag == '1') own.gradients = calls->gradients_of_others(own);
+      EXPECT_EQ(own.gradients, gradients);
+      calls->agree(own);
+    }
+  });
+}
+
+TEST(CallFingerprints, AgreeOnOneOfAllRanksWithoutRows) {
+  World world(3);
+  std::array<std::string, 3> agreed;
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    agreed[static_cast<size_t>(rank)] =
+        calls->gradients_of_others(fingerprint("route", "float", rank == 1 ? "1" : "0"));
+  });
+  EXPECT_EQ(agreed[0], agreed[1]);
+  EXPECT_EQ(agreed[1], agreed[2]);
+}
+
+TEST(CallFingerprints, GiveUpAfterTheGroupsTimeout) {
+  World world(2);
+  const auto errors = world.ranks.run([&](int32_t rank) {
+    const auto calls = world.join(rank, 300ms);
+    if (rank == 0) calls->agree(fingerprint("route"));
+  });
+  EXPECT_NE(testing::describe(errors[0]).find("StateError: route: rank 0 waited"), std::string::npos)
+      << testing::describe(errors[0]);
+  EXPECT_NE(testing::describe(errors[0]).find("rank 1 (in no call)"), std::string::npos)
+      << testing::describe(errors[0]);
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,84 @@
+#include "knapformer/torch/comm/gather_lengths.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "knapformer/core/util/error.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+struct Member {
+  LengthGatherer gatherer;
+
+  Member(testing::InProcessWorld& world, int32_t rank)
+      : gatherer(CommGroup::make(
+            "lengths", world.all(rank), "gather_lengths_test",
+            std::make_shared<Watchdog>(std::make_shared<ErrorStore>(world.all(rank)->getStore(), rank)))) {}
+  GatheredLengths gather(const std::vector<int64_t>& lens, GatheredLengths beside = {}, int64_t d_model = 8) {
+    const auto count = static_cast<int64_t>(lens.size());
+    beside.lengths = SequenceLengths(lens, std::span(&count, 1));
+    return gatherer.finish(gatherer.start(std::move(beside), d_model));
+  }
+};
+
+std::vector<int64_t> lens_of(const GatheredLengths& gathered, int32_t rank) {
+  const auto lens = gathered.lengths.lens(Rank(rank));
+  return {lens.begin(), lens.end()};
+}
+
+TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
+  testing::InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    Member self(world, rank);
+    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}}, pairs = {{}, {}, {28}};
+    const auto r = static_cast<size_t>(rank);
+    const GatheredLengths all =
+        self.gather(lens[r], {.lengths = {},
+                              .attention_pairs = pairs[r],
+                              .statuses = {rank == 1 ? DataStatus::kEnded : DataStatus::kActive},
+                              .observed = {{.plan = rank, .seconds = 0.5 * rank}}});
+    for (int32_t other = 0; other < 3; ++other) {
+      EXPECT_EQ(lens_of(all, other), lens[static_cast<size_t>(other)]);
+      EXPECT_EQ(all.observed[static_cast<size_t>(other)].plan, other);
+      EXPECT_EQ(all.observed[static_cast<size_t>(other)].seconds, 0.5 * other);
+    }
+    EXPECT_EQ(all.statuses, (std::vector{DataStatus::kActive, DataStatus::kEnded, DataStatus::kActive}));
+    EXPECT_EQ(all.attention_pairs, (std::vector<int64_t>{kDefaultPairs, kDefaultPairs, 28}));
+    EXPECT_TRUE(self.gather(lens[r]).attention_pairs.empty());
+  });
+}
+
+TEST(GatherLengths, GrowsItsBufferOnAllRanksTogether) {
+  testing::InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    Member self(world, rank);
+    int64_t expected_gathers = 0;
+    const auto gather = [&](int64_t count_on_rank_1, int64_t num_gathers) {
+      std::vector<int64_t> lens(static_cast<size_t>(rank == 1 ? count_on_rank_1 : 2));
+      std::iota(lens.begin(), lens.end(), 1);
+      const GatheredLengths all = self.gather(lens);
+      EXPECT_EQ(all.lengths.num_sequences(), count_on_rank_1 + 4);
+      EXPECT_EQ(lens_of(all, rank), lens);
+      EXPECT_EQ(world.counts(rank).all_gather, expected_gathers += num_gathers);
+    };
+    gather(64, 1);
+    gather(65, 2);  // one more than fits at first
+    gather(128, 1);
+    gather(5000, 2);
+    gather(0, 1);
+  });
+}
+
+TEST(GatherLengths, NamesAWidthThatDiffers) {
+  testing::InProcessWorld world(2);
+  for (const auto& error : world.run([&](int32_t rank) { Member(world, rank).gather({1}, {}, rank == 0 ? 8 : 9); })) {
+    EXPECT_EQ(testing::describe(error), "ArgumentError: d_model: got 9 on rank 1, expected 8, as on rank 0");
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,127 @@
+// The watchdog of ranks whose counts of calls the test sets. Nothing here waits: polls say at once that they would.
+#include "knapformer/torch/comm/watchdog.h"
+
+#include <gtest/gtest.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+class Group : public WatchedGroup {
+ public:
+  using WatchedGroup::WatchedGroup;
+  void set_calls(int64_t count) { num_calls_begun_ = count; }
+  void check_announcements() override {
+    ++num_checks;
+    if (announced) throw StateError("announced");
+  }
+  int32_t num_checks = 0;
+  bool announced = false;
+};
+
+/// Rank `rank` of 4, in bags of 2.
+struct Member {
+  std::shared_ptr<Group> all, bag;
+  Watchdog watchdog;
+
+  Member(const c10::intrusive_ptr<c10d::Store>& store, int32_t rank)
+      : all(std::make_shared<Group>(RankInGroup{.rank = rank, .num_ranks = 4})),
+        bag(std::make_shared<Group>(RankInGroup{.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2})),
+        watchdog(std::make_shared<ErrorStore>(store, rank)) {
+    watchdog.watch(all);
+    watchdog.watch(bag);
+  }
+  void come_to(int64_t calls_of_all, int64_t calls_of_bag) {
+    all->set_calls(calls_of_all);
+    bag->set_calls(calls_of_bag);
+  }
+  /// Waits in `label` for `looks` looks.
+  std::string wait(std::string_view label, int32_t looks, bool in_background = false) {
+    try {
+      watchdog.wait(label, [&](std::chrono::milliseconds) { return looks-- == 0; }, in_background);
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  }
+  /// Comes to wait in `label`, and stays there.
+  void stay(std::string_view label) {
+    EXPECT_THROW(watchdog.wait(label,
+                               [n = 0](std::chrono::milliseconds) mutable {
+                                 return n++ == 0 ? false : throw std::runtime_error("left");
+                               }),
+                 std::runtime_error);
+  }
+};
+
+TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Member rank(store, 0);
+  EXPECT_EQ(rank.wait("route(x)", 0), "");
+  EXPECT_EQ(rank.all->num_checks, 0);
+  EXPECT_EQ(store->getNumKeys(), 0);
+  EXPECT_EQ(rank.wait("route(x)", 2), "");
+  EXPECT_EQ(rank.all->num_checks, 2);
+  EXPECT_EQ(rank.bag->num_checks, 2);
+}
+
+TEST(Watchdog, WaitsLongerBetweenLooks) {
+  Member rank(c10::make_intrusive<c10d::HashStore>(), 0);
+  std::vector<int64_t> patience;
+  rank.watchdog.wait("route(x)", [&](std::chrono::milliseconds p) {
+    patience.push_back(p.count());
+    return patience.size() == 5;
+  });
+  EXPECT_EQ(patience, (std::vector<int64_t>{200, 400, 800, 1000, 1000}));
+}
+
+TEST(Watchdog, ThrowsWhatOthersPostedOrAnnounced) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Member rank(store, 0), other(store, 1);
+  rank.bag->announced = true;
+  EXPECT_EQ(rank.wait("route(x)", 1), "announced");
+  rank.bag->announced = false;
+  other.watchdog.errors().post(StateError("no memory"));
+  EXPECT_EQ(rank.wait("route(x)", 1), "rank 1: no memory");
+}
+
+TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Member rank(store, 0), other(store, 1);
+  other.come_to(3, 5);
+  other.stay("reverse_route(x)");
+  for (const auto& [all, bag] : {std::pair<int64_t, int64_t>{3, 5}, {2, 4}, {3, 6}, {4, 5}}) {  // level, behind, ahead
+    rank.come_to(all, bag);
+    EXPECT_EQ(rank.wait("pre_attn(q,k,v)", 1), "") << all << " " << bag;
+  }
+  rank.come_to(2, 6);
+  EXPECT_EQ(rank.wait("pre_attn(q,k,v)", 1),
+            "call: got pre_attn on rank 0, expected reverse_route, as on rank 1: they would wait for each other");
+  EXPECT_EQ(rank.wait("plan_routing", 1, /*in_background=*/true), "");  // that thread knows nothing of the order
+}
+
+TEST(Watchdog, NamesRanksThatHaveNotCome) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Member rank(store, 0), same(store, 1), behind(store, 2);
+  rank.come_to(4, 1);
+  same.come_to(4, 0);
+  same.stay("route(x)");
+  behind.come_to(3, 1);
+  behind.stay("attention(q/2) backward");
+  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in attention backward), rank 3 (in no call)");
+  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.bag), "rank 1 (in route)");
+  EXPECT_EQ(behind.wait("attention(q/2) backward", 1), "");  // and goes on
+  EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in no call), rank 3 (in no call)");
+}
+
+TEST(CallName, LeavesOutTheTensors) {
+  EXPECT_EQ(call_name("route(x,features[0])"), "route");
+  EXPECT_EQ(call_name("route(x.grad) backward"), "route backward");
+  EXPECT_EQ(call_name("plan_routing"), "plan_routing");
+}
+
+}  // namespace
+}  // namespace knapformer

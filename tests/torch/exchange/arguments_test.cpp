@@ -1,0 +1,81 @@
+#include "knapformer/torch/exchange/arguments.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace knapformer {
+namespace {
+
+/// A table of `sent` rows that become `received` ones.
+PackedTable packed(int64_t sent, int64_t received) {
+  const auto end = [](int64_t rows) {
+    return ExchangeEnd{.num_rows = rows, .runs = {{0, rows}}, .run_offsets = {0, 1}, .peer_rows = {rows}};
+  };
+  const ExchangeTable table{.this_peer = 0, .num_peers = 1, .send = end(sent), .recv = end(received)};
+  return pack_tables(std::vector{&table}, ExchangeEngine::kCpu, at::kCPU)[0];
+}
+
+/// x and ids travel by one table, s by another; q by a third, with heads shared at the sending end.
+ExchangeArguments example() {
+  ExchangeArguments arguments{
+      .heads = {.num_heads = 5, .num_kv_heads = 5}, .group = "group", .label = "route(x,ids,s,q)"};
+  arguments.add(packed(4, 6), {at::zeros({4, 3}).set_requires_grad(true), at::zeros({4}, at::kLong)},
+                {HeadRole::kNone, HeadRole::kNone});
+  arguments.add(packed(2, 9), {at::zeros({2, 7})}, {HeadRole::kNone});
+  arguments.add(packed(1, 1), {}, {});
+  arguments.add(packed(4, 8), {at::zeros({4, 5, 2}).set_requires_grad(true)}, {HeadRole::kQuery},
+                {.shared_end = HeadSharing::kSend, .degree = 2, .index_in_group = 1});
+  arguments.decide_gradients();
+  return arguments;
+}
+
+std::vector<std::vector<int64_t>> shapes_of(const ExchangeArguments& arguments) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (const auto& shape : arguments.output_shapes()) {
+    auto& ints = shapes.emplace_back();
+    for (const c10::SymInt& size : shape) ints.push_back(size.expect_int());
+  }
+  return shapes;
+}
+
+TEST(ExchangeArguments, KnowTheShapesOfOutputs) {
+  // 5 heads over 2 ranks: 3 and 2.
+  EXPECT_EQ(shapes_of(example()), (std::vector<std::vector<int64_t>>{{6, 3}, {6}, {9, 7}, {8, 2, 2}}));
+}
+
+TEST(ExchangeArguments, DecideWhichGradientsTravel) {
+  EXPECT_EQ(example().segments.size(), 3u);  // one without tensors is left out
+  EXPECT_EQ(example().differentiable, (std::vector<int64_t>{1, 0, 0, 1}));
+  EXPECT_TRUE(example().any_differentiable());
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(example().differentiable.empty());
+  EXPECT_FALSE(example().any_differentiable());
+}
+
+TEST(ExchangeArguments, InverseMovesGradientsBack) {
+  const ExchangeArguments arguments = example();
+  const at::NoGradGuard backward;
+  const ExchangeArguments inverse = arguments.inverse({at::zeros({6, 3}), {}, {}, at::zeros({8, 2, 2})});
+  EXPECT_EQ(inverse.label, "route(x.grad,q.grad) backward");
+  EXPECT_EQ(inverse.group, "group");
+  EXPECT_EQ(inverse.tensors.size(), 2u);
+  EXPECT_EQ(inverse.segments.size(), 2u);
+  EXPECT_EQ(inverse.segments[1].sharing.shared_end, HeadSharing::kRecv);
+  EXPECT_EQ(shapes_of(inverse), (std::vector<std::vector<int64_t>>{{4, 3}, {4, 5, 2}}));
+  const std::vector<at::Tensor> gradients = arguments.gradients_from(inverse.tensors);
+  EXPECT_TRUE(gradients[0].is_same(inverse.tensors[0]) && gradients[3].is_same(inverse.tensors[1]));
+  EXPECT_FALSE(gradients[1].defined() || gradients[2].defined());
+}
+
+TEST(ExchangeArguments, FingerprintSaysWhatRanksMustShare) {
+  const Fingerprint fingerprint = example().fingerprint();
+  EXPECT_EQ(fingerprint.fields,
+            "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3) on cpu\nids\tLong (rows) on cpu\n"
+            "s\tFloat (rows, 7) on cpu\nq\tFloat (rows, 5, 2) on cpu\n");
+  EXPECT_EQ(fingerprint.gradients, "1001");
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(example().fingerprint().fields.starts_with("call\troute without gradients\n"));
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,391 @@
+// The op over tables that no plan made: any split of rows over ranks, any dtype, both engines, forward and backward.
+// The oracle knows each row by the number that it carries.
+#include "knapformer/torch/exchange/exchange.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cstring>
+#include <random>
+
+#include "knapformer/core/util/error.h"
+#include "tests/torch/in_process_group.h"
+
+namespace knapformer {
+namespace {
+
+using testing::InProcessWorld;
+
+/// rows[from][to] rows travel from one rank to another. Where they lie at either end is shuffled.
+struct Pattern {
+  std::string name;
+  std::vector<std::vector<int64_t>> rows;
+};
+
+void PrintTo(const Pattern& pattern, std::ostream* out) { *out << pattern.name; }
+
+ExchangeEnd make_end(const std::vector<std::vector<int64_t>>& rows_of_peer, int64_t num_rows) {
+  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .run_offsets = {0}, .peer_rows = {}};
+  for (const auto& rows : rows_of_peer) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (i > 0 && rows[i] == rows[i - 1] + 1) {
+        ++end.runs.back().num_rows;
+      } else {
+        end.runs.push_back({.first_row = rows[i], .num_rows = 1});
+      }
+    }
+    end.run_offsets.push_back(static_cast<int32_t>(end.runs.size()));
+    end.peer_rows.push_back(static_cast<int64_t>(rows.size()));
+  }
+  return end;
+}
+
+/// Tables of all ranks, and for each rank and received row the (rank, row) that it must hold.
+struct World {
+  std::vector<ExchangeTable> tables;
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> expected;
+};
+
+World make_world(const Pattern& pattern, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const size_t n = pattern.rows.size();
+  std::vector<std::vector<std::vector<int64_t>>> sent(n), received(n);  // [rank][peer] rows of the tensor
+  std::vector<int64_t> num_sent(n, 0), num_received(n, 0);
+  const auto deal = [&](bool sending, std::vector<std::vector<std::vector<int64_t>>>& dealt,
+                        std::vector<int64_t>& totals) {
+    for (size_t rank = 0; rank < n; ++rank) {
+      std::vector<int64_t> counts;
+      for (size_t peer = 0; peer < n; ++peer)
+        counts.push_back(sending ? pattern.rows[rank][peer] : pattern.rows[peer][rank]);
+      for (const int64_t count : counts) totals[rank] += count;
+      std::vector<int64_t> order(static_cast<size_t>(totals[rank]));
+      std::iota(order.begin(), order.end(), 0);
+      // Blocks of up to four rows, so that there are runs.
+      std::vector<std::vector<int64_t>> blocks;
+      for (size_t i = 0; i < order.size();) {
+        const size_t size = std::min<size_t>(1 + random() % 4, order.size() - i);
+        blocks.emplace_back(order.begin() + static_cast<std::ptrdiff_t>(i),
+                            order.begin() + static_cast<std::ptrdiff_t>(i + size));
+        i += size;
+      }
+      std::shuffle(blocks.begin(), blocks.end(), random);
+      order.clear();
+      for (const auto& block : blocks) order.insert(order.end(), block.begin(), block.end());
+      auto next = order.begin();
+      for (const int64_t count : counts) {
+        dealt[rank].emplace_back(next, next + count);
+        next += count;
+      }
+    }
+  };
+  deal(true, sent, num_sent);
+  deal(false, received, num_received);
+  World world;
+  for (size_t rank = 0; rank < n; ++rank) {
+    world.tables.push_back({.this_peer = static_cast<int32_t>(rank),
+                            .num_peers = static_cast<int32_t>(n),
+                            .send = make_end(sent[rank], num_sent[rank]),
+                            .recv = make_end(received[rank], num_received[rank])});
+    world.expected.emplace_back(static_cast<size_t>(num_received[rank]));
+    for (size_t peer = 0; peer < n; ++peer) {
+      for (size_t i = 0; i < received[rank][peer].size(); ++i) {
+        world.expected[rank][static_cast<size_t>(received[rank][peer][i])] = {static_cast<int64_t>(peer),
+                                                                              sent[peer][rank][i]};
+      }
+    }
+  }
+  return world;
+}
+
+std::vector<Pattern> patterns() {
+  std::mt19937_64 random(7);
+  std::vector<Pattern> all;
+  for (const size_t n : {2, 3, 4, 8}) {
+    const auto filled = [&](auto count) {
+      std::vector<std::vector<int64_t>> rows(n, std::vector<int64_t>(n));
+      for (size_t from = 0; from < n; ++from) {
+        for (size_t to = 0; to < n; ++to) rows[from][to] = count(from, to);
+      }
+      return rows;
+    };
+    const std::string size = std::to_string(n);
+    all.push_back({"uniform" + size, filled([](size_t, size_t) { return 5; })});
+    all.push_back({"variable" + size, filled([&](size_t, size_t) { return static_cast<int64_t>(random() % 9); })});
+    all.push_back({"only_self" + size, filled([](size_t f, size_t t) { return f == t ? 6 : 0; })});
+    all.push_back({"never_self" + size, filled([](size_t f, size_t t) { return f == t ? 0 : 3; })});
+    all.push_back({"all_zero" + size, filled([](size_t, size_t) { return 0; })});
+    all.push_back({"to_last" + size, filled([&](size_t, size_t t) { return t + 1 == n ? 4 : 0; })});
+    all.push_back({"from_first" + size, filled([](size_t f, size_t) { return f == 0 ? 4 : 0; })});
+    all.push_back(
+        {"upper" + size, filled([](size_t f, size_t t) { return f < t ? static_cast<int64_t>(f + 2 * t) : 0; })});
+  }
+  return all;
+}
+
+class ExchangePatterns : public ::testing::TestWithParam<std::tuple<Pattern, ExchangeEngine>> {
+ protected:
+  const Pattern& pattern() const { return std::get<0>(GetParam()); }
+  ExchangeEngine engine() const { return std::get<1>(GetParam()); }
+  int32_t num_ranks() const { return static_cast<int32_t>(pattern().rows.size()); }
+};
+
+INSTANTIATE_TEST_SUITE_P(All, ExchangePatterns,
+                         ::testing::Combine(::testing::ValuesIn(patterns()),
+                                            ::testing::Values(ExchangeEngine::kCpu, ExchangeEngine::kDevice)),
+                         [](const auto& test) {
+                           return std::get<0>(test.param).name +
+                                  (std::get<1>(test.param) == ExchangeEngine::kCpu ? "_cpu" : "_device");
+                         });
+
+std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
+  const auto errors = std::make_shared<ErrorStore>(world.all(rank)->getStore(), rank);
+  return CommGroup::make("test@" + std::to_string(rank), world.all(rank), "exchange_test",
+                         std::make_shared<Watchdog>(errors));
+}
+
+PackedTable packed(const ExchangeTable& table, ExchangeEngine engine) {
+  return pack_tables(std::vector{&table}, engine, at::kCPU)[0];
+}
+
+ExchangeArguments arguments_of(const CommGroup& group, const std::string& label) {
+  return {.group = group.name(), .label = label};
+}
+
+/// Of tensors that travel by one table.
+std::vector<at::Tensor> exchange_by(const PackedTable& table, const std::vector<at::Tensor>& tensors,
+                                    const CommGroup& group, const std::string& label) {
+  ExchangeArguments arguments = arguments_of(group, label);
+  arguments.add(table, tensors, std::vector(tensors.size(), HeadRole::kNone));
+  return exchange(std::move(arguments));
+}
+
+/// Rows of random bytes that `rank` owns: the same on whichever rank this is called.
+at::Tensor random_bytes(int64_t rank, int64_t tensor, int64_t num_rows, int64_t row_bytes) {
+  std::mt19937_64 random(static_cast<uint64_t>(rank * 1000 + tensor));
+  at::Tensor bytes = at::empty({num_rows, row_bytes}, at::kByte);
+  for (int64_t i = 0; i < bytes.numel(); ++i) bytes.mutable_data_ptr<uint8_t>()[i] = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+const std::vector<at::ScalarType> kDtypes = {
+    at::kByte,          at::kChar,          at::kShort,       at::kInt,    at::kLong,        at::kHalf,
+    at::kFloat,         at::kDouble,        at::kBFloat16,    at::kBool,   at::kComplexHalf, at::kComplexFloat,
+    at::kComplexDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kUInt16, at::kUInt32,      at::kUInt64};
+
+TEST_P(ExchangePatterns, MovesEveryDtypeBitForBitInOneCollective) {
+  const World world = make_world(pattern(), 1);
+  InProcessWorld ranks(num_ranks());
+  ranks.run_all([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    const auto make_input = [&](int64_t of_rank, size_t i) {
+      const int64_t rows = world.tables[static_cast<size_t>(of_rank)].send.num_rows,
+                    columns = 1 + static_cast<int64_t>(i) % 4;
+      const auto item = static_cast<int64_t>(c10::elementSize(kDtypes[i]));
+      at::Tensor bytes = random_bytes(of_rank, static_cast<int64_t>(i), rows, columns * item);
+      if (kDtypes[i] == at::kBool) bytes = bytes.bitwise_and(1);  // any other byte is no bool
+      at::Tensor tensor = bytes.view(kDtypes[i]);
+      return columns % 2 == 0 ? tensor.view({rows, 2, columns / 2}) : tensor;  // trailing shapes differ too
+    };
+    std::vector<at::Tensor> inputs;
+    for (size_t i = 0; i < kDtypes.size(); ++i) inputs.push_back(make_input(rank, i));
+    inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kFloat));  // no columns at all
+    const std::vector<at::Tensor> outputs =
+        exchange_by(packed(world.tables[static_cast<size_t>(rank)], engine()), inputs, *group, "test");
+    ASSERT_EQ(outputs.size(), inputs.size());
+    const auto& expected = world.expected[static_cast<size_t>(rank)];
+    for (size_t i = 0; i < kDtypes.size(); ++i) {
+      ASSERT_EQ(outputs[i].scalar_type(), kDtypes[i]);
+      ASSERT_EQ(outputs[i].size(0), static_cast<int64_t>(expected.size()));
+      ASSERT_EQ(outputs[i].sizes().slice(1), inputs[i].sizes().slice(1));
+      for (size_t row = 0; row < expected.size(); ++row) {
+        const at::Tensor source = make_input(expected[row].first, i)[expected[row].second].contiguous();
+        const at::Tensor got = outputs[i][static_cast<int64_t>(row)].contiguous();
+        ASSERT_EQ(std::memcmp(got.const_data_ptr(), source.const_data_ptr(), source.nbytes()), 0)
+            << "rank " << rank << " dtype " << c10::toString(kDtypes[i]) << " row " << row;
+      }
+    }
+  });
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    EXPECT_EQ(ranks.counts(rank).all_to_all, 1);
+    EXPECT_EQ(ranks.counts(rank).bytes_sent_to_self, 0);
+  }
+}
+
+TEST_P(ExchangePatterns, BackwardIsTheInverseTable) {
+  const World world = make_world(pattern(), 2);
+  InProcessWorld ranks(num_ranks());
+  ranks.run_all([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    const auto r = static_cast<size_t>(rank);
+    const int64_t rows = world.tables[r].send.num_rows;
+    const at::Tensor x = at::full({rows, 3}, 1.0, at::kDouble).set_requires_grad(true);
+    const at::Tensor fixed = at::full({rows}, 2.0, at::kFloat);
+    const at::Tensor y = at::full({rows, 2}, 1.0, at::kFloat).set_requires_grad(true);
+    const std::vector<at::Tensor> outputs =
+        exchange_by(packed(world.tables[r], engine()), {x, fixed, y}, *group, "test(x,fixed,y)");
+    EXPECT_TRUE(outputs[0].requires_grad() && !outputs[1].requires_grad() && outputs[2].requires_grad());
+    // Each output row's gradient names the row that it came from.
+    at::Tensor weight = at::empty_like(outputs[0]);
+    for (size_t row = 0; row < world.expected[r].size(); ++row) {
+      const auto [from, from_row] = world.expected[r][row];
+      for (int64_t c = 0; c < 3; ++c)
+        weight[static_cast<int64_t>(row)][c] = static_cast<double>(from * 10000 + from_row * 10 + c);
+    }
+    // The sum's gradient is expanded, of stride 0.
+    ((outputs[0] * weight).sum() + outputs[2].sum()).backward();
+    ASSERT_TRUE(x.grad().defined());
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t c = 0; c < 3; ++c) ASSERT_EQ(x.grad()[row][c].item<double>(), rank * 10000 + row * 10 + c);
+    }
+    EXPECT_TRUE(at::equal(y.grad(), at::ones_like(y)));
+  });
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) EXPECT_EQ(ranks.counts(rank).all_to_all, 2);
+}
+
+TEST_P(ExchangePatterns, SegmentsShareOneCollective) {
+  const World first = make_world(pattern(), 3), second = make_world(pattern(), 4);
+  InProcessWorld ranks(num_ranks());
+  ranks.run_all([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    const auto r = static_cast<size_t>(rank);
+    const auto numbered = [](int64_t of_rank, int64_t rows, int64_t offset) {
+      return at::arange(rows, at::kInt) + of_rank * 1000 + offset;
+    };
+    ExchangeArguments arguments = arguments_of(*group, "test");
+    arguments.add(packed(first.tables[r], engine()),
+                  {numbered(rank, first.tables[r].send.num_rows, 0),
+                   numbered(rank, first.tables[r].send.num_rows, 500).to(at::kLong)},
+                  std::vector(2, HeadRole::kNone));
+    arguments.add(packed(second.tables[r], engine()),
+                  {numbered(rank, second.tables[r].send.num_rows, 0).to(at::kShort).unsqueeze(1)}, {HeadRole::kNone});
+    const std::vector<at::Tensor> outputs = exchange(std::move(arguments));
+    for (size_t row = 0; row < first.expected[r].size(); ++row) {
+      const int64_t number = first.expected[r][row].first * 1000 + first.expected[r][row].second;
+      ASSERT_EQ(outputs[0][static_cast<int64_t>(row)].item<int64_t>(), number);
+      ASSERT_EQ(outputs[1][static_cast<int64_t>(row)].item<int64_t>(), number + 500);
+    }
+    for (size_t row = 0; row < second.expected[r].size(); ++row) {
+      ASSERT_EQ(outputs[2][static_cast<int64_t>(row)].item<int64_t>(),
+                second.expected[r][row].first * 1000 + second.expected[r][row].second);
+    }
+  });
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) EXPECT_EQ(ranks.counts(rank).all_to_all, 1);
+}
+
+class ExchangeEngines : public ::testing::TestWithParam<ExchangeEngine> {};
+
+INSTANTIATE_TEST_SUITE_P(All, ExchangeEngines, ::testing::Values(ExchangeEngine::kCpu, ExchangeEngine::kDevice),
+                         [](const auto& test) { return test.param == ExchangeEngine::kCpu ? "cpu" : "device"; });
+
+/// Two ranks that swap three rows and keep two.
+Pattern swap_pattern() { return {"swap", {{2, 3}, {3, 2}}}; }
+
+TEST_P(ExchangeEngines, TakesViewsAsTheyAre) {
+  const World world = make_world(swap_pattern(), 5);
+  InProcessWorld ranks(2);
+  ranks.run_all([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    const auto r = static_cast<size_t>(rank);
+    const at::Tensor fused = (at::arange(5 * 3 * 4, at::kFloat) + 1000 * rank).view({5, 3, 4});
+    const at::Tensor conjugate = at::complex(fused.select(1, 0), fused.select(1, 1)).conj();
+    const std::vector<at::Tensor> inputs = {fused.select(1, 1),                       // rows far apart
+                                            fused.transpose(1, 2),                    // rows not dense
+                                            fused.narrow(0, 0, 1).expand({5, 3, 4}),  // one row, five times
+                                            fused.narrow(2, 1, 3),                    // begins inside a row
+                                            conjugate,                                // not what its bytes say
+                                            fused.select(2, 0).select(1, 2)};         // a vector with a stride
+    const PackedTable table = packed(world.tables[r], GetParam());
+    const std::vector<at::Tensor> outputs = exchange_by(table, inputs, *group, "test");
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& input : inputs) copies.push_back(input.resolve_conj().contiguous());
+    const std::vector<at::Tensor> plain = exchange_by(table, copies, *group, "test");
+    for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::equal(outputs[i], plain[i])) << i;
+    for (size_t row = 0; row < 5; ++row) {
+      const auto [from, from_row] = world.expected[r][row];
+      EXPECT_EQ(outputs[0][static_cast<int64_t>(row)][0].item<float>(),
+                static_cast<float>(1000 * from + from_row * 12 + 4));
+    }
+  });
+}
+
+TEST_P(ExchangeEngines, DifferentiatesTwice) {
+  const World world = make_world(swap_pattern(), 6);
+  InProcessWorld ranks(2);
+  ranks.run_all([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    const auto r = static_cast<size_t>(rank);
+    const at::Tensor x = (at::arange(5, at::kDouble) + 10 * rank + 1).set_requires_grad(true);
+    const at::Tensor y = exchange_by(packed(world.tables[r], GetParam()), {x}, *group, "test(x)")[0];
+    // d/dx of sum(y^3) is 3 x^2, of its sum 6 x.
+    const at::Tensor first =
+        torch::autograd::grad({y.pow(3).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    EXPECT_TRUE(at::allclose(first, 3 * x * x));
+    first.sum().backward();
+    EXPECT_TRUE(at::allclose(x.grad(), 6 * x));
+  });
+}
+
+TEST_P(ExchangeEngines, MetaKernelKnowsShapesAlone) {
+  const World world = make_world({"rows", {{2, 3}, {4, 2}}}, 8);
+  const PackedTable table = packed(world.tables[0], GetParam());
+  const at::Tensor x = at::empty({5, 7}, at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
+  ExchangeArguments arguments;
+  arguments.add(table, {x}, {HeadRole::kNone});
+  const OpSegments segments(arguments.segments);
+  torch::jit::Stack stack = {std::vector<at::Tensor>{x},
+                             std::vector<int64_t>{0},
+                             std::vector<int64_t>{0, 0},
+                             segments.tables,
+                             segments.layout,
+                             std::string("no such group"),
+                             std::string("test")};
+  op.callBoxed(stack);
+  const at::Tensor out = stack.at(0).toTensorVector().at(0);
+  EXPECT_TRUE(out.is_meta());
+  EXPECT_EQ(out.sizes(), (std::vector<int64_t>{6, 7}));
+}
+
+TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
+  const World world = make_world(swap_pattern(), 9);
+  InProcessWorld ranks(2);
+  const auto errors = ranks.run([&](int32_t rank) {
+    const auto group = make_group(ranks, rank);
+    static_cast<void>(exchange_by(packed(world.tables[static_cast<size_t>(rank)], ExchangeEngine::kCpu),
+                                  {at::zeros({4})}, *group, "test(x)"));
+  });
+  for (const auto& error : errors)
+    EXPECT_NE(testing::describe(error).find("got 4 rows, expected 5"), std::string::npos);
+}
+
+TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
+  const World world = make_world(swap_pattern(), 9);
+  ExchangeArguments arguments;
+  arguments.add(packed(world.tables[0], ExchangeEngine::kCpu), {at::zeros({5})}, {HeadRole::kNone});
+  const OpSegments right(arguments.segments);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
+  const auto call = [&](const std::vector<at::Tensor>& tables, const std::vector<int64_t>& layout,
+                        const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads) {
+    torch::jit::Stack stack = {arguments.tensors,    differentiable,     heads, tables, layout,
+                               std::string("group"), std::string("test")};
+    op.callBoxed(stack);
+  };
+  std::vector<int64_t> short_layout = right.layout, many = right.layout;
+  short_layout.pop_back();
+  many[3] = 2;
+  many.push_back(0);
+  EXPECT_THROW(call(right.tables, short_layout, {0}, {0, 0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, many, {0}, {0, 0}), ArgumentError);
+  std::vector<int64_t> with_role = right.layout;
+  with_role.back() = static_cast<int64_t>(HeadRole::kQuery);
+  EXPECT_THROW(call(right.tables, with_role, {0}, {0, 0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, {}, {0}, {0, 0}), ArgumentError);
+  EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0, 0}, {0, 0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}), StateError);  // no such group
+}
+
+}  // namespace
+}  // namespace knapformer
