@@ -32,7 +32,7 @@ FREE = knapformer.Cluster(node_bytes_per_s=math.inf, network_bytes_per_s=math.in
 
 
 def fillings(items: list[float], capacity: float) -> Iterator[tuple[int, ...]]:
-    """Sets of items (falling) that fit, and to which none could be added."""
+    """Sets of items (descending) that fit, and to which none could be added."""
     chosen: list[int] = []
 
     def extend(first: int, left: float) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,7 @@ SIZES = (8, 4, 2, 1)
 
 
 def buckets_of(work: np.ndarray, num_buckets: int) -> list[list[int]]:
-    """Sequences by bucket, rising in work: minimises the sum of (the bucket's most work - the sequence's)."""
+    """Sequences by bucket, ascending in work: minimises the sum of (the bucket's most work - the sequence's)."""
     values, inverse, counts = np.unique(work, return_inverse=True, return_counts=True)
     num = len(values)
     num_buckets = min(num_buckets, num)
@@ -134,7 +134,7 @@ def plan(
         cost={size: np.array([np.mean([cost(i, size) for i in bucket]) for bucket in buckets]) for size in SIZES},
     )
     left = program.solve(seconds)
-    # Groups of falling size pack into nodes without a gap, since the sizes divide each other. Within a bucket the
+    # Groups of descending size pack into nodes without a gap, since the sizes divide each other. Within a bucket the
     # longest sequence goes to the group with the least work so far that still has a place of the bucket.
     first_rank, rank = {}, 0
     for p in np.flatnonzero(left.sum(axis=1) > 0):

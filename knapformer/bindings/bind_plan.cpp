@@ -150,7 +150,7 @@ void bind_plan(py::module_& m) {
           "The same under the plan.")
       .def_property_readonly("tokens_moved", &Plan::tokens_moved, "Tokens held by another rank than their home.")
       .def_property_readonly("attention_tokens_moved", &Plan::attention_tokens_moved,
-                             "Tokens that cross ranks in each all-to-all of an attention.")
+                             "Tokens that leave their rank in each all-to-all of an attention.")
       .def_property_readonly(
           "predicted_time", [](const Plan& p) { return predict_step(p).total_s(); },
           "Predicted seconds of a step: total_s of predict_step.")

@@ -135,7 +135,7 @@ struct StepTime : StepTerms {
   /// First rank of the slowest group.
   Rank slowest_group;
 
-  /// Bytes that cross ranks in a step, of all ranks.
+  /// Bytes that leave their rank in a step, of all ranks.
   Traffic route_bytes;
   Traffic attention_bytes;
 

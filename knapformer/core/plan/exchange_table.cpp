@@ -114,7 +114,7 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   }
   tables.tokens.send = make_end(row, plan.num_ranks(), tokens);
   tables.sequences.send = make_end(last.value - first.value, plan.num_ranks(), sequences);
-  tables.sequences.send.rows_repeat = shared;
+  tables.sequences.send.has_duplicate_rows = shared;
 
   // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
   // the order of chunk indices, and so by home rank.

@@ -46,7 +46,7 @@ struct ExchangeEnd {
   /// This end meets each peer with that peer's share of the heads (see above).
   bool heads_shared = false;
   /// Some row meets several peers with the same columns: where this end receives (a backward), rows add up.
-  bool rows_repeat = false;
+  bool has_duplicate_rows = false;
 
   std::span<const RowRun> runs_of(int32_t peer) const;
   bool operator==(const ExchangeEnd&) const = default;

@@ -46,7 +46,7 @@ std::span<const int32_t> HeadShares::of(int32_t index_in_group) const {
   return std::span(heads).subspan(static_cast<size_t>(offsets[i]), static_cast<size_t>(offsets[i + 1] - offsets[i]));
 }
 
-bool HeadShares::repeats() const { return heads.size() != static_cast<size_t>(num_heads); }
+bool HeadShares::has_duplicates() const { return heads.size() != static_cast<size_t>(num_heads); }
 
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree) {
   constexpr int64_t kMaxHeads = 1 << 20;

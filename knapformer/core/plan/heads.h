@@ -22,7 +22,7 @@ struct HeadShares {
 
   std::span<const int32_t> of(int32_t index_in_group) const;
   /// Whether some head is in several shares (or twice in one): then gradients add up.
-  bool repeats() const;
+  bool has_duplicates() const;
   bool operator==(const HeadShares&) const = default;
 };
 

@@ -134,7 +134,7 @@ class Plan {
   int64_t num_tokens() const { return num_tokens_; }
   /// Tokens that are held by another rank than their home: what one route sends.
   int64_t tokens_moved() const { return tokens_moved_; }
-  /// Tokens that cross ranks in each of the two all-to-alls of one attention: (g-1)/g of each sequence shared by g.
+  /// Tokens that leave their rank in each of the two all-to-alls of one attention: (g-1)/g of each one shared by g.
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
   /// Tokens of the fullest rank.

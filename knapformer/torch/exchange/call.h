@@ -61,7 +61,7 @@ struct Segment {
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
-    return recv.has_duplicates() || (shares != nullptr && shares->repeats());
+    return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
   }
 };
 

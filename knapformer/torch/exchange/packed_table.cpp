@@ -17,7 +17,7 @@ constexpr int64_t kTableMagic = 0x4b4e415045583032;  // "KNAPEX02"
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
 
 int64_t max_duplicates_of(const ExchangeEnd& end) {
-  if (!end.rows_repeat) return 1;
+  if (!end.has_duplicate_rows) return 1;
   std::vector<int64_t> counts(static_cast<size_t>(end.num_rows), 0);
   for (const RowRun& run : end.runs) {
     for (int64_t i = 0; i < run.num_rows; ++i) ++counts[static_cast<size_t>(run.first_row + i)];
@@ -39,7 +39,7 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kThisPeer] = table.this_peer;
   out[kNumPeers] = table.num_peers;
   out[kHeadsShared] = end.heads_shared;
-  out[kHasDuplicates] = end.rows_repeat;
+  out[kHasDuplicates] = end.has_duplicate_rows;
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);

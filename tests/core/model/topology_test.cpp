@@ -62,10 +62,10 @@ TEST(Topology, FlattenedInEveryWayOrToAboutOneSize) {
 
 TEST(Topology, FlattenedKeepsEveryRankWhereItIs) {
   const Topology nested = Topology::parse("g2n1+g4/2n1+g8/4/1n1", 28);
-  const int32_t whole[] = {2, 4, 8}, twos[] = {2, 2, 8}, falling[] = {2, 4, 1};
+  const int32_t whole[] = {2, 4, 8}, twos[] = {2, 2, 8}, descending[] = {2, 4, 1};
   EXPECT_EQ(nested.flattened(whole), Topology::parse("g2n1+g4n1+g8n1", 28));
   EXPECT_EQ(nested.flattened(twos), Topology::parse("g2n3+g8n1", 28));
-  const Topology flat = nested.flattened(falling);
+  const Topology flat = nested.flattened(descending);
   EXPECT_TRUE(flat.is_flat());
   EXPECT_EQ(flat.num_replicas(), 2);
   EXPECT_EQ(flat.num_bags_per_replica(), 10);

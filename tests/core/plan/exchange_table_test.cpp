@@ -119,7 +119,7 @@ void check_route(const Plan& plan) {
   EXPECT_EQ(run(inverses(tokens), held), home);
   EXPECT_EQ(run(sequences, home_sequences), held_sequences);
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    EXPECT_FALSE(tokens[r].send.rows_repeat || tokens[r].recv.rows_repeat);
+    EXPECT_FALSE(tokens[r].send.has_duplicate_rows || tokens[r].recv.has_duplicate_rows);
   }
 }
 

@@ -37,8 +37,9 @@ TEST(Heads, EveryRankComputesGroupedQueryAttentionOfItsShare) {
           EXPECT_LE(static_cast<int>(query.size()), (units + degree - 1) / degree * unit);
           EXPECT_GE(static_cast<int>(query.size()), units / degree * unit);
         }
-        EXPECT_FALSE(partition.query.repeats());
-        EXPECT_EQ(partition.key_value.repeats(), partition.key_value.heads.size() > static_cast<size_t>(kv_heads));
+        EXPECT_FALSE(partition.query.has_duplicates());
+        EXPECT_EQ(partition.key_value.has_duplicates(),
+                  partition.key_value.heads.size() > static_cast<size_t>(kv_heads));
       }
     }
   }

@@ -34,7 +34,7 @@ TEST(Duplicates, AddBlocksWhereverTheyBeginOnTheWire) {
                         .runs = {{0, 2}, {1, 1}, {3, 1}},
                         .run_offsets = {0, 1, 3},
                         .peer_rows = {2, 2},
-                        .rows_repeat = true};
+                        .has_duplicate_rows = true};
   const ExchangeTable table{.this_peer = 0, .num_peers = 2, .send = end, .recv = end};
   const PackedTable packed = pack_tables(std::vector{&table}, ExchangeEngine::kCpu, at::kCPU)[0];
   const at::Tensor output = at::empty({4, 2}, at::kDouble);

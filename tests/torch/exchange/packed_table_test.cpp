@@ -14,7 +14,7 @@ ExchangeTable table() {
                          .runs = {{0, 2}, {4, 1}, {2, 1}, {1, 1}, {3, 1}},
                          .run_offsets = {0, 2, 3, 5},
                          .peer_rows = {3, 1, 2},
-                         .rows_repeat = true};
+                         .has_duplicate_rows = true};
   const ExchangeEnd recv{.num_rows = 3, .runs = {{1, 2}, {0, 1}}, .run_offsets = {0, 1, 2, 2}, .peer_rows = {2, 1, 0}};
   return {.this_peer = 1, .num_peers = 3, .send = send, .recv = recv};
 }
@@ -35,7 +35,7 @@ TEST(PackedTable, KeepsWhatATableSays) {
       EXPECT_EQ(tensors->rows.numel(), 0);
       EXPECT_EQ(view.this_peer(), 1);
       EXPECT_EQ(view.num_peers(), 3);
-      EXPECT_EQ(view.has_duplicates(), end->rows_repeat);
+      EXPECT_EQ(view.has_duplicates(), end->has_duplicate_rows);
       EXPECT_EQ(view.heads_shared(), end->heads_shared);
       EXPECT_EQ(view.engine(), engine);
       for (int32_t peer = 0; peer < 3; ++peer) {

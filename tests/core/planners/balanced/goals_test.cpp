@@ -58,7 +58,7 @@ double strict_loss(const Plan& plan) {
 struct Goal {
   const char* mix;
   double gamma;
-  double at_default, at_low, crossing;
+  double at_default, at_low, exchanged_fraction;
 };
 
 class Goals : public testing::TestWithParam<Goal> {};
@@ -66,7 +66,7 @@ class Goals : public testing::TestWithParam<Goal> {};
 TEST_P(Goals, AreReachedOnTheMean) {
   const Goal goal = GetParam();
   constexpr int kSeeds = 12;
-  double by_default = 0, low = 0, crossing = 0, model = 0;
+  double by_default = 0, low = 0, exchanged_fraction = 0, model = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     const PlanInput in = mix_input(goal.mix, "g8/4/2/1n4", seed, goal.gamma);
     const Plan plan = balanced(in);
@@ -74,12 +74,12 @@ TEST_P(Goals, AreReachedOnTheMean) {
     by_default += strict_loss(plan) / kSeeds;
     model += block_loss(plan) / kSeeds;
     low += strict_loss(balanced(in, {.moves = Effort::kLow})) / kSeeds;
-    crossing += plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens()) / kSeeds;
+    exchanged_fraction += plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens()) / kSeeds;
   }
   EXPECT_LE(by_default, goal.at_default);
   EXPECT_LE(model, by_default * (1 + 1e-9));
   EXPECT_LE(low, goal.at_low);
-  EXPECT_LE(crossing, goal.crossing);
+  EXPECT_LE(exchanged_fraction, goal.exchanged_fraction);
 }
 
 INSTANTIATE_TEST_SUITE_P(Mixes, Goals,
