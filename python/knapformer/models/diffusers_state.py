@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.models.config import BaseConfig
 from knapformer.models.model import PackedModel
 from knapformer.models.state_layout import Rows, StateLayout
+
+FUSED = "diffusers-fused"  # the layout after fuse_qkv_projections(), where the separate projections are there as well
 
 _Config = TypeVar("_Config")
 _Model = TypeVar("_Model", bound=PackedModel)
@@ -24,14 +27,17 @@ class Weights(Generic[_Config, _Model]):
     model: Callable[[_Config], _Model]
     layouts: tuple[str, ...]
     detect: Callable[[Iterable[str]], str]  # which of `layouts` tensors with these names are; or ArgumentError
-    table: Callable[[_Config, str], StateLayout]  # of one of `layouts`
+    fill: Callable[[StateLayout, _Model, str], None]  # with all parameters of a model, for one of `layouts`
     read_config: Callable[[Mapping[str, Any], Iterable[str]], _Config]  # from diffusers' words and the tensors' names
 
     def layout(self, config: _Config, name: str) -> StateLayout:
         """The table of a layout for models of a configuration."""
         if name not in self.layouts:
             raise ArgumentError(f"layout: got {name!r}, expected one of {', '.join(self.layouts)}")
-        return self.table(config, name)
+        layout = StateLayout(repeated=self.layout(config, "diffusers") if name == FUSED else None)
+        with torch.device("meta"):
+            self.fill(layout, self.model(config), name)
+        return layout
 
     def from_diffusers(self, transformer: Any, dtype: torch.dtype | None = None) -> _Model:
         """The packed model of diffusers' one, its projections fused or not, on that model's device.
@@ -78,6 +84,20 @@ class Weights(Generic[_Config, _Model]):
         keep: whether this rank wants the result (see StateLayout.save).
         """
         return self.layout(model.config, layout).save(model, keep)
+
+
+def our_config(diffusers_config: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that differ from diffusers' by name alone, and the width. words: their name of each of our fields."""
+    width = diffusers_config["num_attention_heads"] * diffusers_config["attention_head_dim"]
+    return {"d_model": width, **{ours: diffusers_config[theirs] for ours, theirs in words.items()}}
+
+
+def their_config(config: BaseConfig, words: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse. fixed: what theirs has no option for. Raises ArgumentError where ours differs in that."""
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            raise ArgumentError(f"{name}: got {getattr(config, name)!r}, expected {value!r}, which diffusers has fixed")
+    return {"attention_head_dim": config.head_dim, **{theirs: getattr(config, ours) for ours, theirs in words.items()}}
 
 
 def projections(attention: str, fused_name: str, names: tuple[str, ...], num_rows: int, fused: bool) -> list[Rows]:

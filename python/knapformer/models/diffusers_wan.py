@@ -14,16 +14,28 @@ tokens with zeros, and the video attends to that padding; a published model want
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from knapformer import ArgumentError
-from knapformer.models.diffusers_state import Weights, projections
+from knapformer.models.diffusers_state import FUSED, Weights, our_config, projections, their_config
 from knapformer.models.state_layout import Rows, StateLayout
 from knapformer.models.wan import WanConfig, WanTransformer
 
-WAN_LAYOUTS = ("diffusers", "diffusers-fused")
+WAN_LAYOUTS = ("diffusers", FUSED)
+# Our fields in diffusers' words.
+_WORDS = {
+    "num_blocks": "num_layers",
+    "num_heads": "num_attention_heads",
+    "mlp_width": "ffn_dim",
+    "in_channels": "in_channels",
+    "patch_size": "patch_size",
+    "text_channels": "text_dim",
+    "time_channels": "freq_dim",
+    "cross_attention_norm": "cross_attn_norm",
+    "eps": "eps",
+}
+_FUSED_HERE = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
 
 
 def wan_config(diffusers_config: Mapping[str, Any], max_text_tokens: int = 512) -> WanConfig:
@@ -37,38 +49,15 @@ def wan_config(diffusers_config: Mapping[str, Any], max_text_tokens: int = 512) 
                 f"{name}: got {diffusers_config[name]!r}, expected None: a model without an image branch"
             )
     return WanConfig(
-        num_blocks=diffusers_config["num_layers"],
-        d_model=diffusers_config["num_attention_heads"] * diffusers_config["attention_head_dim"],
-        num_heads=diffusers_config["num_attention_heads"],
-        mlp_width=diffusers_config["ffn_dim"],
-        in_channels=diffusers_config["in_channels"],
+        **our_config(diffusers_config, _WORDS),
         out_channels=diffusers_config.get("out_channels") or diffusers_config["in_channels"],
-        patch_size=tuple(diffusers_config["patch_size"]),
-        text_channels=diffusers_config["text_dim"],
-        time_channels=diffusers_config["freq_dim"],
-        cross_attention_norm=diffusers_config["cross_attn_norm"],
-        eps=diffusers_config["eps"],
         max_text_tokens=max_text_tokens,
     )
 
 
 def diffusers_wan_config(config: WanConfig) -> dict[str, Any]:
     """The arguments of the WanTransformer3DModel of the same shape. Raises ArgumentError where there is none."""
-    if config.rope_theta != 10000.0:
-        raise ArgumentError(f"rope_theta: got {config.rope_theta!r}, expected 10000.0, which diffusers has fixed")
-    return {
-        "patch_size": config.patch_size,
-        "num_attention_heads": config.num_heads,
-        "attention_head_dim": config.head_dim,
-        "in_channels": config.in_channels,
-        "out_channels": config.out_channels,
-        "text_dim": config.text_channels,
-        "freq_dim": config.time_channels,
-        "ffn_dim": config.mlp_width,
-        "num_layers": config.num_blocks,
-        "cross_attn_norm": config.cross_attention_norm,
-        "eps": config.eps,
-    }
+    return {**their_config(config, _WORDS, {"rope_theta": 10000.0}), "out_channels": config.out_channels}
 
 
 def detect_wan_layout(names: Iterable[str]) -> str:
@@ -76,48 +65,24 @@ def detect_wan_layout(names: Iterable[str]) -> str:
     found = set(names)
     if "patch_embedding.weight" not in found or "condition_embedder.time_proj.weight" not in found:
         raise ArgumentError("state_dict: got no condition_embedder.time_proj.weight, expected Wan weights of diffusers")
-    return "diffusers-fused" if any(name.endswith("attn1.to_qkv.weight") for name in found) else "diffusers"
+    return FUSED if any(name.endswith("attn1.to_qkv.weight") for name in found) else "diffusers"
 
 
-def _layout(config: WanConfig, fused: bool) -> StateLayout:
-    layout, d = StateLayout(repeated=_layout(config, fused=False) if fused else None), config.d_model
-    layout.same_linear("patch_embedding", d)
+def _fill(layout: StateLayout, model: WanTransformer, name: str) -> None:
+    config: WanConfig = model.config
     layout.row_shapes["patch_embedding.weight"] = (config.in_channels, *config.patch_size)
-    for name in (
-        "time_embedder.linear_1",
-        "time_embedder.linear_2",
-        "text_embedder.linear_1",
-        "text_embedder.linear_2",
-    ):
-        layout.same_linear(f"condition_embedder.{name}", d)
-    layout.same_linear("condition_embedder.time_proj", 6 * d)
-    for i in range(config.num_blocks):
-        block = f"blocks.{i}"
-        for attn, joined, separate in (
-            (f"{block}.attn1", "to_qkv", ("to_q", "to_k", "to_v")),
-            (f"{block}.attn2", "to_kv", ("to_k", "to_v")),
-        ):
-            layout.add_linear(f"{attn}.{joined}", *projections(attn, joined, separate, d, fused))
-            layout.add_linear(f"{attn}.to_out", Rows(f"{attn}.to_out.0", d))
-            for norm in ("norm_q", "norm_k"):
-                layout.same(f"{attn}.{norm}.weight", d)
-        layout.same_linear(f"{block}.attn2.to_q", d)
-        if config.cross_attention_norm:
-            layout.same_linear(f"{block}.norm2", d)
-        layout.same_linear(f"{block}.ffn.net.0.proj", config.mlp_width)
-        layout.same_linear(f"{block}.ffn.net.2", d)
-        layout.same(f"{block}.scale_shift_table", 1)
-    layout.same_linear("proj_out", config.out_channels * math.prod(config.patch_size))
-    layout.same("scale_shift_table", 1)
-    return layout
+
+    def there(module: str, num_rows: int) -> list[Rows]:
+        attention, _, product = module.rpartition(".")
+        if product in _FUSED_HERE:
+            return projections(attention, product, _FUSED_HERE[product], config.d_model, name == FUSED)
+        return [Rows(f"{module}.0" if product == "to_out" else module, num_rows)]
+
+    layout.add_model(model, there)
 
 
 _WAN = Weights(
-    WanTransformer,
-    WAN_LAYOUTS,
-    detect_wan_layout,
-    lambda config, name: _layout(config, fused=name == "diffusers-fused"),
-    lambda diffusers_config, _: wan_config(diffusers_config),
+    WanTransformer, WAN_LAYOUTS, detect_wan_layout, _fill, lambda diffusers_config, _: wan_config(diffusers_config)
 )
 wan_layout, load_wan_state, wan_state = _WAN.layout, _WAN.load, _WAN.state
 wan_from_diffusers, wan_from_state = _WAN.from_diffusers, _WAN.from_state

@@ -14,7 +14,7 @@ of each only the shard that this rank holds: from files that are read lazily, a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Rows:
 
 
 class StateLayout:
-    """What every parameter of a packed model is made of in one other layout. Filled by its add and same methods.
+    """What every parameter of a packed model is made of in one other layout. Filled by its add methods.
 
     repeated: a layout whose tensors a state dict of this one holds as well. Loading ignores those that are its alone,
     saving writes them.
@@ -60,13 +60,21 @@ class StateLayout:
         for suffix in ("weight", "bias") if bias else ("weight",):
             self.add(f"{here}.{suffix}", *(replace(rows, name=f"{rows.name}.{suffix}") for rows in there))
 
-    def same(self, name: str, num_rows: int) -> None:
-        """A parameter that is called the same there."""
-        self.add(name, Rows(name, num_rows))
+    def add_model(
+        self,
+        model: nn.Module,
+        there: Callable[[str, int], Sequence[Rows]],
+        rename: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """All parameters of a model, which may be on the device "meta".
 
-    def same_linear(self, name: str, num_rows: int) -> None:
-        """A product that is called the same there, with a bias."""
-        self.add_linear(name, Rows(name, num_rows))
+        there: a module and the number of rows of its parameters -> what both weight and bias consist of, by module
+        there. rename: of tensors there, where weights are called something else.
+        """
+        for name, parameter in model.named_parameters():
+            module, _, kind = name.rpartition(".")
+            parts = there(module, len(parameter))
+            self.add(name, *(replace(rows, name=rename(f"{rows.name}.{kind}" if module else kind)) for rows in parts))
 
     def names(self) -> set[str]:
         """Of all tensors that a state dict of this layout must hold."""
