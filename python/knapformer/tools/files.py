@@ -8,11 +8,12 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from knapformer import ArgumentError
 
@@ -130,7 +131,25 @@ def _mode_of(target: str) -> int:
         return 0o666 & ~umask
 
 
-def terminal_or_wide() -> Console:
-    """Standard output: as wide as the terminal; into a file or pipe wide enough that no table is cut."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+def table_of(rows: Iterable[Mapping[str, str]], *, left: str = "", caption: str | None = None) -> Table:
+    """rows: at least one, each with its cells by heading. left: the column of words; the others are of numbers."""
+    table = Table(caption=caption, caption_justify="left")
+    for row in rows:
+        for heading in () if table.columns else row:
+            table.add_column(heading, justify="left" if heading == left else "right", no_wrap=True)
+        table.add_row(*row.values())
+    return table
+
+
+def text_or(value: float | None, style: str, otherwise: str) -> str:
+    """A cell: a figure that may be missing."""
+    return otherwise if value is None else format(value, style)
+
+
+def show(*parts: str | Table) -> None:
+    """On standard output. As wide as the terminal; into a file or pipe wide enough that no table is cut, nor text."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from rich.table import Table
+
 import knapformer
 from knapformer import Plan
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, terminal_or_wide, write_atomically
+from knapformer.tools.files import check_outputs, show, table_of, write_atomically
 from knapformer.tools.report import check_report, write_report
 
 _MAX_TABLE_RANKS = 64  # more are summed up by bag size
@@ -64,60 +66,48 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_plan(plan: Plan, elapsed_s: float) -> None:
-    from rich.table import Table
-
     whole = f"{plan.topology}, {plan.num_ranks} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    table = Table()
-    by_rank = plan.num_ranks <= _MAX_TABLE_RANKS
-    table.add_column("rank" if by_rank else "ranks", justify="right")
-    table.add_column("bag" if by_rank else "bags of", justify="right")
-    headings = ("sequences", "tokens", "work")
-    for heading in (*headings, *(f"-> {heading}" if heading != "sequences" else "-> chunks" for heading in headings)):
-        table.add_column(heading, justify="right", no_wrap=True)
-    rows = _rank_rows(plan)
-    bags = plan.topology.bags
-    if by_rank:
-        for bag, ranks in enumerate(bags):
-            for rank in ranks:
-                table.add_row(str(rank), str(bag), *_cells(rows[rank]))
-    else:
-        table.caption = "minimum to maximum of a rank"
-        for size in sorted({len(ranks) for ranks in bags}):
-            members = [rank for ranks in bags if len(ranks) == size for rank in ranks]
-            columns = zip(*(rows[rank] for rank in members), strict=True)
-            table.add_row(f"{len(members):,}", str(size), *(_range(column) for column in columns))
-    console = terminal_or_wide()
-    console.print(f"{whole}, {plan.solver} in {elapsed_s * 1e3:.3g} ms", soft_wrap=True, highlight=False)
-    console.print(table)
-    console.print("Work: of a rank over the mean.", highlight=False)
-    console.print(_plan_sentence(plan), soft_wrap=True, highlight=False)
+    show(
+        f"{whole}, {plan.solver} in {elapsed_s * 1e3:.3g} ms",
+        _rank_table(plan) if plan.num_ranks <= _MAX_TABLE_RANKS else _bag_size_table(plan),
+        "Work: of a rank over the mean.",
+        _plan_sentence(plan),
+    )
 
 
-_Row = tuple[int, int, float, int, int, float]  # sequences, tokens, work before; chunks, tokens, work after
+def _rank_table(plan: Plan) -> Table:
+    columns = _columns(plan)
+    return table_of(
+        {"rank": str(rank), "bag": str(bag), **{name: _cell(values[rank]) for name, values in columns.items()}}
+        for bag, ranks in enumerate(plan.topology.bags)
+        for rank in ranks
+    )
 
 
-def _rank_rows(plan: Plan) -> list[_Row]:
+def _bag_size_table(plan: Plan) -> Table:
+    columns, bags, rows = _columns(plan), plan.topology.bags, []
+    for size in sorted({len(ranks) for ranks in bags}):
+        members = [rank for ranks in bags if len(ranks) == size for rank in ranks]
+        ranges = {name: _range([values[rank] for rank in members]) for name, values in columns.items()}
+        rows.append({"ranks": f"{len(members):,}", "bags of": str(size), **ranges})
+    return table_of(rows, caption="minimum to maximum of a rank")
+
+
+def _columns(plan: Plan) -> dict[str, Sequence[float]]:
+    """Values of all ranks, by heading."""
     mean = statistics.fmean(plan.workload_before) or 1.0
-    return [
-        (len(lens), tokens, work / mean, len(chunks), tokens_after, work_after / mean)
-        for lens, tokens, work, chunks, tokens_after, work_after in zip(
-            plan.seq_lens,
-            plan.tokens_before,
-            plan.workload_before,
-            plan.chunk_lens,
-            plan.tokens_after,
-            plan.workload_after,
-            strict=True,
-        )
-    ]
+    return {
+        "sequences": [len(lens) for lens in plan.seq_lens],
+        "tokens": plan.tokens_before,
+        "work": [work / mean for work in plan.workload_before],
+        "-> chunks": [len(lens) for lens in plan.chunk_lens],
+        "-> tokens": plan.tokens_after,
+        "-> work": [work / mean for work in plan.workload_after],
+    }
 
 
 def _cell(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-
-
-def _cells(row: _Row) -> list[str]:
-    return [_cell(value) for value in row]
 
 
 def _range(values: Sequence[float]) -> str:

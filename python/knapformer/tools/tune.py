@@ -8,7 +8,7 @@ from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, rank_topologies
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, terminal_or_wide, write_json
+from knapformer.tools.files import check_outputs, show, table_of, write_json
 
 _FORMAT = "knapformer.tuning"
 
@@ -51,35 +51,29 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _as_dict(option: TopologyOption) -> dict[str, object]:
-    kept = math.isfinite(option.predicted_time)  # JSON has no infinity
-    return {
-        "topology": option.topology,
-        "predicted_time_s": option.predicted_time if kept else None,
-        "over_ideal": option.efficiency_loss if kept else None,
-        "exchanged_fraction": option.exchanged_fraction if kept else None,
-        "max_tokens_over_mean": option.max_tokens_over_mean if kept else None,
-        "reason": option.reason,
+    figures = {
+        "predicted_time_s": option.predicted_time,
+        "over_ideal": option.efficiency_loss,
+        "exchanged_fraction": option.exchanged_fraction,
+        "max_tokens_over_mean": option.max_tokens_over_mean,
     }
+    kept = math.isfinite(option.predicted_time)  # JSON has no infinity
+    return {"topology": option.topology, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
 
 
 def _print_ranking(ranking: list[TopologyOption], num_ranks: int, num_batches: int) -> None:
-    from rich.table import Table
-
     counted = f"{num_batches} batch" if num_batches == 1 else f"{num_batches} batches"
-    table = Table(caption=f"{num_ranks} ranks; seconds of a step, mean over {counted}", caption_justify="left")
-    for heading in ("topology", "predicted s", "over ideal", "tokens exchanged", "fullest rank"):
-        table.add_column(heading, justify="left" if heading == "topology" else "right", no_wrap=True)
-    for option in ranking:
-        cells = ("-",) * 4
-        if math.isfinite(option.predicted_time):
-            cells = (
-                f"{option.predicted_time:.4g}",
-                f"{option.efficiency_loss - 1:.1%}",
-                f"{option.exchanged_fraction:.1%}",
-                f"{option.max_tokens_over_mean:.2f} x mean",
-            )
-        table.add_row(option.topology, *cells)
-    console = terminal_or_wide()
-    console.print(table)
-    for option in ranking:
-        console.print(f"{option.topology}: {option.reason}.", soft_wrap=True, highlight=False)
+    caption = f"{num_ranks} ranks; seconds of a step, mean over {counted}"
+    table = table_of(map(_cells, ranking), left="topology", caption=caption)
+    show(table, *(f"{option.topology}: {option.reason}." for option in ranking))
+
+
+def _cells(option: TopologyOption) -> dict[str, str]:
+    cells = {
+        "predicted s": f"{option.predicted_time:.4g}",
+        "over ideal": f"{option.efficiency_loss - 1:.1%}",
+        "tokens exchanged": f"{option.exchanged_fraction:.1%}",
+        "fullest rank": f"{option.max_tokens_over_mean:.2f} x mean",
+    }
+    kept = math.isfinite(option.predicted_time)
+    return {"topology": option.topology, **(cells if kept else dict.fromkeys(cells, "-"))}

@@ -11,7 +11,7 @@ from rich.table import Table
 from knapformer import WorkloadModel
 from knapformer.calibration import Calibration
 from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.files import terminal_or_wide, write_json
+from knapformer.tools.files import show, table_of, write_json
 
 if TYPE_CHECKING:
     from knapformer.tools.measure.blocks import BlockTimes
@@ -24,13 +24,9 @@ def write_report(
     write_json(settings.json_path, {**calibration.to_dict(), **details})
     if settings.plot_path is not None:
         draw(settings.plot_path, calibration, times, f"{settings.model_name}, {device_name(details)}")
-    console = terminal_or_wide()
     ranks = f"{settings.num_ranks} ranks" if settings.num_ranks > 1 else "1 rank"
     head = f"{settings.model_name} in {details['dtype']} on {device_name(details)}, {ranks}"
-    console.print(head, soft_wrap=True, highlight=False)
-    console.print(_table(calibration, times))
-    for sentence in sentences(calibration):
-        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    show(head, _table(calibration, times), *sentences(calibration))
 
 
 def device_name(details: dict[str, Any]) -> str:
@@ -53,22 +49,26 @@ def without_gamma(calibration: Calibration, times: BlockTimes) -> Calibration:
 
 def _table(calibration: Calibration, times: BlockTimes) -> Table:
     passes = "forward, recompute and backward" if calibration.recomputes else "forward and backward"
-    table = Table(caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds")
-    names = [f"{count} x {name}" for name, count in times.kinds]
-    for column in ("tokens", *names, "mean block", "spread", "predicted", "error"):
-        table.add_column(column, justify="right")
     rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
+    table = []
     for length, kinds, block_s, spread in rows:
         expected_s = predicted_s(calibration, length)
-        table.add_row(
-            f"{length:,}",
-            *(f"{statistics.median(seconds) * 1e3:.3f}" for seconds in kinds),
-            f"{block_s * 1e3:.3f}",
-            f"{spread:.1%}",
-            f"{expected_s * 1e3:.3f}",
-            f"{expected_s / block_s - 1:+.1%}",
+        table.append(
+            {
+                "tokens": f"{length:,}",
+                **{
+                    f"{count} x {name}": f"{statistics.median(seconds) * 1e3:.3f}"
+                    for (name, count), seconds in zip(times.kinds, kinds, strict=True)
+                },
+                "mean block": f"{block_s * 1e3:.3f}",
+                "spread": f"{spread:.1%}",
+                "predicted": f"{expected_s * 1e3:.3f}",
+                "error": f"{expected_s / block_s - 1:+.1%}",
+            }
         )
-    return table
+    return table_of(
+        table, caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds"
+    )
 
 
 def sentences(calibration: Calibration) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from knapformer import ArgumentError, DataMix
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, terminal_or_wide, write_atomically, write_json
+from knapformer.tools.files import check_outputs, show, table_of, write_atomically, write_json
 from knapformer.tools.plots import check_plot
 from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling
 from knapformer.tools.report import check_report, write_report
@@ -105,29 +105,34 @@ def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int
 
 
 def print_points(points: list[Point]) -> None:
-    from rich.table import Table
-
-    columns = ("ranks", "topology", "step s", "compute", "exchange", "rest", "efficiency", "speed-up", "WIR", "M tok/s",
-               "plan ms", "route", "attention", "off node")  # fmt: skip
-    table = Table(caption="seconds; the last three columns: GB that a rank sends in a step", caption_justify="right")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "topology" else "right", no_wrap=True)
     unbalanced_s = {point.num_ranks: point.total_s for point in points if point.topology == NO_BALANCER}
-    for point in {(point.num_ranks, point.topology): point for point in points}.values():
-        between_bytes = point.route_bytes_between_nodes + point.attention_bytes_between_nodes
-        rest_s = point.route_s + point.fsdp_s + point.host_s + point.fixed_s
-        sent_gb = (
-            num_bytes / point.num_ranks / 1e9 for num_bytes in (point.route_bytes, point.attention_bytes, between_bytes)
-        )
-        table.add_row(
-            f"{point.num_ranks:,}", point.topology, f"{point.total_s:.3f}", f"{point.token_s + point.attention_s:.3f}",
-            f"{point.exchange_s:.3f}", f"{rest_s:.3f}",
-            f"{point.efficiency:.1%}", f"{unbalanced_s[point.num_ranks] / point.total_s:.2f}", f"{point.wir:.2f}",
-            f"{point.tokens_per_s / 1e6:.3f}", f"{point.plan_s * 1e3:.3g}", *(f"{gb:.2f}" for gb in sent_gb),
-        )  # fmt: skip
-    console = terminal_or_wide()
-    console.print(table)
-    console.print(
+    different = {(point.num_ranks, point.topology): point for point in points}.values()
+    show(
+        table_of(
+            (_cells(point, unbalanced_s[point.num_ranks]) for point in different),
+            left="topology",
+            caption="seconds; the last three columns: GB that a rank sends in a step",
+        ),
         "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all.",
-        highlight=False,
     )
+
+
+def _cells(point: Point, unbalanced_s: float) -> dict[str, str]:
+    between_bytes = point.route_bytes_between_nodes + point.attention_bytes_between_nodes
+    gb_of_all_ranks = point.num_ranks * 1e9
+    return {
+        "ranks": f"{point.num_ranks:,}",
+        "topology": point.topology,
+        "step s": f"{point.total_s:.3f}",
+        "compute": f"{point.token_s + point.attention_s:.3f}",
+        "exchange": f"{point.exchange_s:.3f}",
+        "rest": f"{point.route_s + point.fsdp_s + point.host_s + point.fixed_s:.3f}",
+        "efficiency": f"{point.efficiency:.1%}",
+        "speed-up": f"{unbalanced_s / point.total_s:.2f}",
+        "WIR": f"{point.wir:.2f}",
+        "M tok/s": f"{point.tokens_per_s / 1e6:.3f}",
+        "plan ms": f"{point.plan_s * 1e3:.3g}",
+        "route": f"{point.route_bytes / gb_of_all_ranks:.2f}",
+        "attention": f"{point.attention_bytes / gb_of_all_ranks:.2f}",
+        "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
+    }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import knapformer
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan_home
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, terminal_or_wide, write_json
+from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import check_report, write_report
 
 if TYPE_CHECKING:
@@ -205,42 +205,35 @@ def _write_report(
 
 
 def print_results(model_name: str, result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds.")
-    table.add_column("balancer", no_wrap=True)
-    columns = ["WIR", "measured", "FBL", "compute", "exchange", "route", "FSDP", "TPS", "speed-up", "corr.", "spread"]
-    for column in columns + (["HFU"] if result["peak_tflops"] is not None else []):
-        table.add_column(column, justify="right", no_wrap=True)
-    baseline_s = result["variants"][0]["fbl_s"]
-    for row in result["variants"]:
-        cells = [
-            row["topology"] or "none",
-            _or_dash(row["wir"], ".2f", "inf"),
-            _or_dash(row["measured_wir"], ".2f", "inf"),
-            f"{row['fbl_s']:.3f}",
-            f"{row['token_s'] + row['attention_s']:.3f}",
-            *(f"{row[term]:.3f}" for term in ("exchange_s", "route_s", "fsdp_s")),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{baseline_s / row['fbl_s']:.2f}",
-            _or_dash(row["correlation"], ".3f", "-"),
-            f"{row['spread']:.1%}",
-        ]
-        table.add_row(*cells, *([f"{row['hfu']:.1%}"] if row["hfu"] is not None else []))
-    environment = result["environment"]
-    console = terminal_or_wide()
-    console.print(
-        f"{model_name} in {result['dtype']} on {environment['accelerator'] or environment['processor']}, shares of "
-        f"{result['num_ranks']:,} ranks, gamma {result['gamma']:.3g}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    console.print(table)
+    environment, baseline_s = result["environment"], result["variants"][0]["fbl_s"]
     text = "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
     if result["noise"] is not None:
         text += f" Repeats of a measurement spread by {result['noise']:.1%}."
-    console.print(text, soft_wrap=True, highlight=False)
+    show(
+        f"{model_name} in {result['dtype']} on {environment['accelerator'] or environment['processor']}, shares of "
+        f"{result['num_ranks']:,} ranks, gamma {result['gamma']:.3g}",
+        table_of(
+            (_cells(row, baseline_s) for row in result["variants"]),
+            left="balancer",
+            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds.",
+        ),
+        text,
+    )
 
 
-def _or_dash(value: float | None, style: str, otherwise: str) -> str:
-    return otherwise if value is None else format(value, style)
+def _cells(row: dict[str, Any], baseline_s: float) -> dict[str, str]:
+    cells = {
+        "balancer": row["topology"] or "none",
+        "WIR": text_or(row["wir"], ".2f", "inf"),
+        "measured": text_or(row["measured_wir"], ".2f", "inf"),
+        "FBL": f"{row['fbl_s']:.3f}",
+        "compute": f"{row['token_s'] + row['attention_s']:.3f}",
+        "exchange": f"{row['exchange_s']:.3f}",
+        "route": f"{row['route_s']:.3f}",
+        "FSDP": f"{row['fsdp_s']:.3f}",
+        "TPS": f"{row['tokens_per_s']:,.0f}",
+        "speed-up": f"{baseline_s / row['fbl_s']:.2f}",
+        "corr.": text_or(row["correlation"], ".3f", "-"),
+        "spread": f"{row['spread']:.1%}",
+    }
+    return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
-from knapformer.tools.files import terminal_or_wide, write_json
+from knapformer.tools.files import show, table_of, text_or, write_json
 from knapformer.tools.simulate.results import sentence
 from knapformer.tools.simulate.settings import SimulationSettings
 
@@ -15,33 +13,22 @@ def write_report(settings: SimulationSettings, results: dict[str, Any]) -> None:
     """Table and sentence on standard output; settings.json_path where asked for. `results` gains the sentence."""
     results["summary"] = sentence(results["variants"])
     write_json(settings.json_path, results)
-    console = terminal_or_wide()
-    console.print(
+    show(
         f"{settings.model_name} on {settings.num_ranks} ranks, data {settings.data}, {settings.num_steps} steps, "
         f"gamma {results['gamma']:.3g}",
-        soft_wrap=True,
-        highlight=False,
+        table_of(map(_cells, results["variants"]), left="balancer"),
+        results["summary"],
     )
-    console.print(_table(settings, results))
-    console.print(results["summary"], soft_wrap=True, highlight=False)
 
 
-def _table(settings: SimulationSettings, results: dict[str, Any]) -> Table:
-    table = Table()
-    table.add_column("balancer")
-    for heading in ("WIR", "FBL s", "TPS", "speed-up", "promised", "tokens moved"):
-        table.add_column(heading, justify="right")
-    if settings.peak_tflops is not None:
-        table.add_column("HFU", justify="right")
-    for row in results["variants"]:
-        cells = [
-            row["topology"] or "none",
-            "inf" if row["wir"] is None else f"{row['wir']:.2f}",
-            f"{row['fbl_s']:.3f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['promised_speed_up']:.2f}",
-            f"{row['tokens_moved']:.0%}",
-        ]
-        table.add_row(*cells, *([f"{row['hfu']:.1%}"] if row["hfu"] is not None else []))
-    return table
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {
+        "balancer": row["topology"] or "none",
+        "WIR": text_or(row["wir"], ".2f", "inf"),
+        "FBL s": f"{row['fbl_s']:.3f}",
+        "TPS": f"{row['tokens_per_s']:,.0f}",
+        "speed-up": f"{row['speed_up']:.2f}",
+        "promised": f"{row['promised_speed_up']:.2f}",
+        "tokens moved": f"{row['tokens_moved']:.0%}",
+    }
+    return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}
