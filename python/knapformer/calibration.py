@@ -77,21 +77,18 @@ class Calibration:
         if fields.get("version") != _VERSION:
             raise ArgumentError(f"calibration: version: got {fields.get('version')!r}, expected {_VERSION}")
         known = {field.name for field in dataclasses.fields(Calibration)}
-        given = {name: value for name, value in fields.items() if name in known}
+        given: dict[str, Any] = {"warnings": []} | {name: value for name, value in fields.items() if name in known}
         _check_number("seconds_per_flop", given.get("seconds_per_flop"))
-        if not isinstance(given.get("mask"), str):
-            raise ArgumentError(f"calibration: mask: got {given.get('mask')!r}, expected a mask's text")
+        mask, d_model, recomputes, warnings = map(given.get, ("mask", "d_model", "recomputes", "warnings"))
+        _expect(isinstance(mask, str), "mask", mask, "a mask's text")
         attention_pairs(given["mask"], 1)  # checks it
         for name in ("gamma", "relative_rms_error", "relative_rms_error_without_gamma", "noise"):
             _check_number(name, given.get(name), low=0.0)
-        if type(given.get("d_model")) is not int or given["d_model"] < 1:
-            raise ArgumentError(f"calibration: d_model: got {given.get('d_model')!r}, expected an integer >= 1")
-        if type(given.get("recomputes")) is not bool:
-            raise ArgumentError(f"calibration: recomputes: got {given.get('recomputes')!r}, expected true or false")
-        warnings = given.get("warnings", [])
-        if not isinstance(warnings, (list, tuple)) or not all(isinstance(text, str) for text in warnings):
-            raise ArgumentError(f"calibration: warnings: got {warnings!r}, expected a list of texts")
-        given["warnings"] = tuple(warnings)
+        _expect(type(d_model) is int and d_model >= 1, "d_model", d_model, "an integer >= 1")
+        _expect(type(recomputes) is bool, "recomputes", recomputes, "true or false")
+        are_texts = isinstance(warnings, (list, tuple)) and all(isinstance(text, str) for text in warnings)
+        _expect(are_texts, "warnings", warnings, "a list of texts")
+        given["warnings"] = tuple(given["warnings"])
         for name in ("node", "network"):
             given[name] = _exchange_of(name, given.get(name))
         return Calibration(**given)
@@ -109,9 +106,12 @@ class Calibration:
 def _check_number(name: str, value: Any, low: float | None = None) -> None:
     """Above 0, or from `low` on."""
     good = type(value) in (int, float) and math.isfinite(value) and (value > 0 if low is None else value >= low)
+    _expect(good, name, value, f"a finite number {'> 0' if low is None else f'>= {low:g}'}")
+
+
+def _expect(good: bool, name: str, value: Any, expected: str) -> None:
     if not good:
-        expected = "> 0" if low is None else f">= {low:g}"
-        raise ArgumentError(f"calibration: {name}: got {value!r}, expected a finite number {expected}")
+        raise ArgumentError(f"calibration: {name}: got {value!r}, expected {expected}")
 
 
 def _exchange_of(name: str, fields: Any) -> ExchangeCost | None:

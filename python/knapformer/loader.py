@@ -78,8 +78,7 @@ class BalancedLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         self._position, self._resume_at = self._resume_at or _Position(), None
-        batches = self._batches(0 if self._stateful else self._position.num_batches)
-        source = _Source(batches, self._snapshot, self._seq_lens, self._masks, self._empty, self._position)
+        source = _Source(self, self._position)
         ahead = self._start(source)
         while True:
             plan = self._finish(ahead, source)
@@ -128,10 +127,6 @@ class BalancedLoader(Generic[Batch]):
         loaded in place need a state of the same structure at any time."""
         return pickle.dumps(self._loader.state_dict()) if self._stateful else None  # type: ignore[attr-defined]
 
-    def _batches(self, num_skipped: int) -> Iterator[Batch]:
-        """Opens the loader lazily: what it raises is an error of the first batch."""
-        yield from islice(self._loader, num_skipped, None)
-
     def _start(self, source: _Source[Batch]) -> PlanningAhead:
         seq_lens, masks = source.fetch()
         failure = None
@@ -162,39 +157,33 @@ class _Position:
 class _Source(Generic[Batch]):
     """One pass over this rank's batches, and then what it yields for want of more."""
 
-    def __init__(
-        self,
-        batches: Iterator[Batch],
-        snapshot: Callable[[], bytes | None],
-        seq_lens: Callable[[Batch], Sequence[int] | Tensor],
-        masks: Callable[[Batch], Sequence[str]] | None,
-        empty: Callable[[], Batch] | None,
-        position: _Position,
-    ) -> None:
-        self._batches = batches
-        self._snapshot = snapshot
-        self._seq_lens = seq_lens
-        self._masks = masks
-        self._empty = empty
+    def __init__(self, loader: BalancedLoader[Batch], position: _Position) -> None:
+        self._loader = loader
+        self._batches = self._from(0 if loader._stateful else position.num_batches)
         self._num_batches = position.num_batches
         self.position = position  # before `batch`
         self.batch: Batch
         self.error: Exception | None = None
 
+    def _from(self, num_skipped: int) -> Iterator[Batch]:
+        """Opens the loader lazily: what it raises is an error of the first batch."""
+        yield from islice(self._loader._loader, num_skipped, None)
+
     def fetch(self) -> tuple[Sequence[int] | Tensor, Sequence[str] | None]:
         """The next batch's lengths and masks. An error is kept, for it is raised when the other ranks know of it."""
+        of = self._loader
         try:
             if not self.position.ended:
-                self.position = _Position(self._num_batches, False, self._snapshot())
+                self.position = _Position(self._num_batches, False, of._snapshot())
                 try:
                     self.batch = next(self._batches)
                 except StopIteration:
-                    self.position = _Position(self._num_batches, True, self._snapshot())
+                    self.position = _Position(self._num_batches, True, of._snapshot())
                 else:
                     self._num_batches += 1
-                    return self._seq_lens(self.batch), self._masks(self.batch) if self._masks else None
-            if self._empty is not None:
-                self.batch = self._empty()
+                    return of._seq_lens(self.batch), of._masks(self.batch) if of._masks else None
+            if of._empty is not None:
+                self.batch = of._empty()
         except Exception as error:
             self.error = error
         return [], None

@@ -270,19 +270,13 @@ def _named_configs() -> dict[str, BaseConfig]:
 
 
 class FluxTransformer(PackedModel):
-    """FluxBatch -> (image tokens, out_channels), in the order of batch.image.
-
-    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
-    parameter takes part in forward and backward on every rank.
-    planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
-    """
+    """FluxBatch -> (image tokens, out_channels), in the order of batch.image."""
 
     config_class = FluxConfig
     named_configs: ClassVar[dict[str, BaseConfig]] = _named_configs()
 
     def __init__(self, config: FluxConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         d_model = config.d_model
         self.x_embedder = nn.Linear(config.in_channels, d_model)
         self.context_embedder = nn.Linear(config.text_channels, d_model)
@@ -306,23 +300,18 @@ class FluxTransformer(PackedModel):
 
         step = PackedStep(batch.seq_lens, self.config.d_model, balancer, planned=planned)
         x, (position_ids, is_text), (chunk_cond,) = step.enter(x, [position_ids, is_text], [cond])
-        x = self.run_blocks(step, x, position_ids, is_text, chunk_cond)
+        layout = self._layout(step, position_ids, is_text, x)
+        text, image = layout.streams.split(x)
+        for block in self.transformer_blocks:
+            text, image = block(text, image, chunk_cond, layout)
+        x = layout.streams.join(text, image)
+        for block in self.single_transformer_blocks:
+            x = block(x, chunk_cond, layout)
         _, image = home.split(step.leave(x))
 
         scale, shift = self.norm_out(cond)
         out: Tensor = self.proj_out(modulate(_norm(image), shift, scale, segment_index(batch.image_lens, device)))
         return out
-
-    def run_blocks(self, step: PackedStep, x: Tensor, position_ids: Tensor, is_text: Tensor, cond: Tensor) -> Tensor:
-        """(chunk tokens, d_model), (chunk tokens, 3), (chunk tokens,), (chunks, d_model) -> (chunk tokens, d_model)."""
-        layout = self._layout(step, position_ids, is_text, x)
-        text, image = layout.streams.split(x)
-        for block in self.transformer_blocks:
-            text, image = block(text, image, cond, layout)
-        x = layout.streams.join(text, image)
-        for block in self.single_transformer_blocks:
-            x = block(x, cond, layout)
-        return x
 
     def _layout(self, step: PackedStep, position_ids: Tensor, is_text: Tensor, x: Tensor) -> _Layout:
         streams = TwoStreams.of_flags(is_text)

@@ -40,11 +40,19 @@ class Draw:
 
 
 class PackedModel(nn.Module):
-    """Base of the models: made of a configuration, called as model(batch, balancer=None, *, planned=False)."""
+    """Base of the models: made of a configuration, called as model(batch, balancer=None, *, planned=False).
+
+    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
+    parameter takes part in forward and backward on every rank.
+    planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
+    """
 
     config_class: ClassVar[type[Any]]
     named_configs: ClassVar[dict[str, BaseConfig]]
-    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
 
     def block_lists(self) -> list[nn.ModuleList]:
         """All blocks in the order in which they run; each is a unit of FSDP and of checkpointing."""

@@ -51,14 +51,11 @@ class SampleRequest:
             raise ValueError(f"noise: got shape {tuple(self.noise.shape)}, expected (image tokens, channels)")
         if tuple(self.image_ids.shape) != (num_tokens, 3):
             raise ValueError(f"image_ids: got shape {tuple(self.image_ids.shape)}, expected ({num_tokens}, 3)")
-        for name in ("text", "negative_text"):
-            value = getattr(self, name)
-            if value is not None and value.ndim != 2:
-                raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (text tokens, text_channels)")
-        for name in ("pooled", "negative_pooled"):
-            value = getattr(self, name)
-            if value is not None and value.ndim != 1:
-                raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (pooled_channels,)")
+        for name in ("text", "negative_text", "pooled", "negative_pooled"):
+            value, is_text = getattr(self, name), name.endswith("text")
+            if value is not None and value.ndim != (2 if is_text else 1):
+                expected = "(text tokens, text_channels)" if is_text else "(pooled_channels,)"
+                raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {expected}")
         if not self.shift > 0:
             raise ValueError(f"shift: got {self.shift}, expected a number > 0")
 

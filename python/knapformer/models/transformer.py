@@ -86,11 +86,7 @@ class TransformerBlock(Block):
 
 
 class Transformer(PackedModel):
-    """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence.
-
-    With a balancer a forward pass is collective: every rank of its group calls it, with the same balancer state.
-    planned: it holds the plan of this batch already, as in a loop over a BalancedLoader.
-    """
+    """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence."""
 
     config_class = TransformerConfig
     named_configs: ClassVar[dict[str, BaseConfig]] = {
@@ -102,8 +98,7 @@ class Transformer(PackedModel):
     }
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.in_proj = nn.Linear(config.in_channels, config.d_model)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_blocks))
         self.norm_out = nn.LayerNorm(config.d_model)
@@ -118,21 +113,19 @@ class Transformer(PackedModel):
         x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
         step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.mask, planned)
         x, (position_ids,), _ = step.enter(x, [positions(batch.seq_lens, x.device).unsqueeze(1)], [])
-        x = self.run_blocks(step, x, position_ids)
+        rotation = self._rotation(position_ids, x)
+        for block in self.blocks:
+            x = block(x, step, rotation)
         out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
         return out
 
-    def run_blocks(self, step: PackedStep, x: Tensor, position_ids: Tensor) -> Tensor:
-        """(chunk tokens, d_model), (chunk tokens, 1) -> (chunk tokens, d_model)."""
-        rotation = rotations(position_ids, (self.config.head_dim,), self.config.rope_theta, x.dtype)
-        for block in self.blocks:
-            x = block(x, step, rotation)
-        return x
+    def _rotation(self, position_ids: Tensor, x: Tensor) -> Tensor:
+        return rotations(position_ids, (self.config.head_dim,), self.config.rope_theta, x.dtype)
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
         x = rows(sum(step.chunk_lens))
         place = positions(step.chunk_lens, x.device).unsqueeze(1)
-        return (x,), (step, rotations(place, (self.config.head_dim,), self.config.rope_theta, x.dtype))
+        return (x,), (step, self._rotation(place, x))
 
     @staticmethod
     def random_batch(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -178,38 +178,41 @@ class WanConditionEmbedding(nn.Module):
         return time, self.time_proj(F.silu(time)), self.text_embedder(text)
 
 
-class WanSelfAttention(nn.Module):
+class _Attention(nn.Module):
+    """What both attentions of a block share: queries and keys are normed across all heads."""
+
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
-        d_model = config.d_model
         self.head_dim = config.head_dim
-        self.to_qkv = nn.Linear(d_model, 3 * d_model)
-        self.to_out = nn.Linear(d_model, d_model)
-        self.norm_q = nn.RMSNorm(d_model, eps=config.eps)
-        self.norm_k = nn.RMSNorm(d_model, eps=config.eps)
+        self.to_out = nn.Linear(config.d_model, config.d_model)
+        self.norm_q = nn.RMSNorm(config.d_model, eps=config.eps)
+        self.norm_k = nn.RMSNorm(config.d_model, eps=config.eps)
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+        """(tokens, d) -> (tokens, heads, head_dim)."""
+        return (t.unflatten(-1, (-1, self.head_dim)) for t in (self.norm_q(q), self.norm_k(k), v))
+
+
+class WanSelfAttention(_Attention):
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__(config)
+        self.to_qkv = nn.Linear(config.d_model, 3 * config.d_model)
 
     def forward(self, x: Tensor, layout: _Layout) -> Tensor:
-        q, k, v = self.to_qkv(x).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (self.norm_q(q), self.norm_k(k), v))
+        q, k, v = self.heads(*self.to_qkv(x).chunk(3, -1))
         attended = layout.step.attention(rotate(q, layout.rotation), rotate(k, layout.rotation), v)
         out: Tensor = self.to_out(attended.flatten(1))
         return out
 
 
-class WanCrossAttention(nn.Module):
+class WanCrossAttention(_Attention):
     def __init__(self, config: WanConfig) -> None:
-        super().__init__()
-        d_model = config.d_model
-        self.head_dim = config.head_dim
-        self.to_q = nn.Linear(d_model, d_model)
-        self.to_kv = nn.Linear(d_model, 2 * d_model)
-        self.to_out = nn.Linear(d_model, d_model)
-        self.norm_q = nn.RMSNorm(d_model, eps=config.eps)
-        self.norm_k = nn.RMSNorm(d_model, eps=config.eps)
+        super().__init__(config)
+        self.to_q = nn.Linear(config.d_model, config.d_model)
+        self.to_kv = nn.Linear(config.d_model, 2 * config.d_model)
 
     def forward(self, x: Tensor, text: Tensor, layout: _Layout) -> Tensor:
-        k, v = self.to_kv(text).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (self.norm_q(self.to_q(x)), self.norm_k(k), v))
+        q, k, v = self.heads(self.to_q(x), *self.to_kv(text).chunk(2, -1))
         out: Tensor = self.to_out(layout.to_text(q, k, v).flatten(1))
         return out
 
@@ -238,12 +241,7 @@ class WanBlock(Block):
 
 
 class WanTransformer(PackedModel):
-    """WanBatch -> (patches, numbers of a patch * out_channels), in the order of batch.video; see unpatchify.
-
-    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
-    parameter takes part in forward and backward on every rank.
-    planned: the balancer holds the plan of this batch already, as in a loop over a BalancedLoader.
-    """
+    """WanBatch -> (patches, numbers of a patch * out_channels), in the order of batch.video; see unpatchify."""
 
     config_class = WanConfig
     named_configs: ClassVar[dict[str, BaseConfig]] = {
@@ -259,8 +257,7 @@ class WanTransformer(PackedModel):
     }  # fmt: skip
 
     def __init__(self, config: WanConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         num_in_patch = math.prod(config.patch_size)
         self.patch_embedding = nn.Linear(config.in_channels * num_in_patch, config.d_model)
         self.condition_embedder = WanConditionEmbedding(config)
@@ -285,28 +282,15 @@ class WanTransformer(PackedModel):
                 x, [batch.position_ids], [modulation, text_rows, lens]
             )
             text, text_lens = self._text_of_rows(text_rows, lens)
-        x = step.leave(self.run_blocks(step, x, position_ids, text, text_lens, modulation))
+        layout, rows = self._layout(step, position_ids, text_lens, x), modulation.unflatten(1, (6, -1))
+        for block in self.blocks:
+            x = block(x, text, rows, layout)
+        x = step.leave(x)
 
         shift, scale = (_wide(self.scale_shift_table) + _wide(time).unsqueeze(1)).unbind(1)
         of_sample = segment_index(batch.video_lens, x.device)
         out: Tensor = self.proj_out(_modulated(x, shift, scale, of_sample, self.config.eps))
         return out
-
-    def run_blocks(
-        self,
-        step: PackedStep,
-        x: Tensor,
-        position_ids: Tensor,
-        text: Tensor,
-        text_lens: Sequence[int],
-        modulation: Tensor,
-    ) -> Tensor:
-        """(chunk tokens, d), (chunk tokens, 3), (text tokens of the chunks, d), (chunks, 6 d) -> (chunk tokens, d)."""
-        layout = self._layout(step, position_ids, text_lens, x)
-        rows = modulation.unflatten(1, (6, -1))
-        for block in self.blocks:
-            x = block(x, text, rows, layout)
-        return x
 
     def _layout(self, step: PackedStep, position_ids: Tensor, text_lens: Sequence[int], x: Tensor) -> _Layout:
         return _Layout(

@@ -91,13 +91,27 @@ def speeds(text: str) -> list[float]:
     return [number(0, inclusive=False)(speed) for speed in text.split(",")]
 
 
-def add_data(parser: argparse._ActionsContainer, required: bool) -> None:
-    parser.add_argument(
-        "--data",
-        metavar="CODES|MIX",
-        required=required,
-        help=f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}",
-    )
+def add_count(
+    parser: argparse._ActionsContainer, option: str, default: int, of: str, low: int = 1, high: int = 10**6
+) -> None:
+    """of: what is counted."""
+    text = f"{of} (default {default})"
+    parser.add_argument(option, type=integer(low, high), default=default, metavar="N", help=text)
+
+
+def add_ranks(parser: argparse._ActionsContainer, help_text: str) -> None:
+    """--ranks, None where it is not given."""
+    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help=help_text)
+
+
+def add_data(parser: argparse._ActionsContainer, *names: str, required: bool = False) -> None:
+    """names: of the option, where it has others than --data."""
+    known = f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}"
+    parser.add_argument(*(names or ["--data"]), metavar="CODES|MIX", required=required, help=known)
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
 
 
 def add_seed(parser: argparse._ActionsContainer) -> None:
@@ -115,9 +129,7 @@ def add_draw(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--scale", type=number(0, inclusive=False), default=1.0, metavar="F", help="divides the resolutions (default 1)"
     )
-    parser.add_argument(
-        "--max-text-tokens", type=integer(0, 1 << 20), default=392, metavar="N", help="per sample (default 392)"
-    )
+    add_count(parser, "--max-text-tokens", 392, "per sample", low=0, high=1 << 20)
 
 
 def add_lengths_file(source: argparse._ActionsContainer) -> None:
@@ -128,9 +140,9 @@ def add_lengths_file(source: argparse._ActionsContainer) -> None:
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """What `batches` reads."""
     source = parser.add_mutually_exclusive_group(required=True)
-    add_data(source, required=False)
+    add_data(source)
     add_lengths_file(source)
-    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help="with --data")
+    add_ranks(parser, "with --data")
     add_draw(parser)
 
 
@@ -184,20 +196,19 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `device_settings` reads them."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
-    parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing blocks")
     parser.add_argument(
-        "--threads", type=integer(1, 1024), default=1, metavar="N", help="per rank on the CPU (default 1)"
+        "--no-checkpoint",
+        dest="recomputes",
+        action="store_false",
+        help="keep activations instead of recomputing blocks",
     )
+    add_count(parser, "--threads", 1, "per rank on the CPU", high=1024)
 
 
 def device_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of SimulationSettings and CalibrationSettings."""
-    return {
-        "dtype": args.dtype,
-        "device": args.device,
-        "checkpointing": not args.no_checkpoint,
-        "threads": args.threads,
-    }
+    given = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
+    return {**given, "checkpointing": args.recomputes}
 
 
 def add_results(parser: argparse.ArgumentParser, device: str) -> None:
@@ -249,13 +260,20 @@ def add_cluster_options(group: argparse._ActionsContainer) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the cluster and the model")
     add_cluster_options(group)
-    group.add_argument("--blocks", type=integer(1, MAX_RANKS), metavar="N", help="transformer blocks (default 57)")
-    group.add_argument("--parameters", type=number(0), metavar="F", help="default 12e9")
-    group.add_argument("--heads", type=integer(1, MAX_RANKS), metavar="N", help="of attention (default: as if even)")
+    count = integer(1, MAX_RANKS)
+    group.add_argument("--blocks", dest="num_blocks", type=count, metavar="N", help="transformer blocks (default 57)")
+    group.add_argument("--parameters", dest="num_parameters", type=number(0), metavar="F", help="default 12e9")
+    group.add_argument("--heads", dest="num_heads", type=count, metavar="N", help="of attention (default: as if even)")
     group.add_argument(
         "--mode", choices=("training", "lora", "inference"), help="what a step computes (default training)"
     )
-    group.add_argument("--no-checkpoint", action="store_true", help="activations are kept, not recomputed")
+    group.add_argument(
+        "--no-checkpoint",
+        dest="recomputes",
+        action="store_const",
+        const=False,
+        help="activations are kept, not recomputed",
+    )
 
 
 def cost_parameters(
@@ -271,15 +289,8 @@ def cost_parameters(
         cluster, model = read_cluster(args.cluster)
     if calibration is not None:
         cluster = calibration.cluster(of=cluster)
-    options = {
-        "shard_ranks": args.shard_ranks,
-        "num_blocks": getattr(args, "blocks", None),
-        "num_parameters": getattr(args, "parameters", None),
-        "num_heads": getattr(args, "heads", None),
-        "mode": getattr(args, "mode", None),
-        "recomputes": False if args.no_checkpoint else None,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
+    given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
     return cluster, model.replace(**given)
@@ -332,12 +343,30 @@ def batches(args: argparse.Namespace, steps: range, check: Callable[[int], objec
         return
     if args.ranks is None:
         raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
-    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
-    mix.check_divides(args.ranks)
+    mix, num_ranks = mix_and_ranks(args)
     if check is not None:
-        check(args.ranks)
+        check(num_ranks)
     for step in steps:
-        yield mix.draw_lengths(args.seed, step, args.ranks)
+        yield mix.draw_lengths(args.seed, step, num_ranks)
+
+
+def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
+    """--data, and the ranks that draw it: --ranks, by default those of the mix. Raises ArgumentError."""
+    draw = {"resolution_scale": args.scale, "max_text_tokens": args.max_text_tokens} if "scale" in args else {}
+    mix = DataMix.parse(args.data, **draw)
+    num_ranks = mix.num_ranks if args.ranks is None else args.ranks
+    mix.check_divides(num_ranks)
+    return mix, num_ranks
+
+
+def add_plan(source: argparse._ActionsContainer) -> None:
+    """What `read_plan` reads."""
+    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
+
+
+def read_plan(path: str) -> Plan:
+    """Raises ArgumentError, OSError."""
+    return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
 def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:

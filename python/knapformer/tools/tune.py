@@ -18,9 +18,7 @@ def add_parser(subparsers: Any) -> None:
         "tune", help="topologies for a mix or given lengths, best first", description=__doc__
     )
     cli_args.add_lengths(parser)
-    parser.add_argument(
-        "--steps", type=cli_args.integer(1, 10**6), default=3, metavar="N", help="of --data (default 3)"
-    )
+    cli_args.add_count(parser, "--steps", 3, "of --data")
     cli_args.add_workload(parser)
     cli_args.add_limits(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the ranking as JSON")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from knapformer.tools.cli_args import MAX_RANKS, add_device, check_torch, counts, device_settings, integer
+from knapformer.tools.cli_args import add_count, add_device, add_model, add_ranks, check_torch, counts, device_settings
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
 from knapformer.tools.plots import check_plot
@@ -15,18 +15,13 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate", help="measures blocks and exchanges here, and fits k and gamma", description=__doc__
     )
-    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
+    add_model(parser)
     parser.add_argument(
         "--lengths", metavar="N,N,...", help="tokens, such as 256,512,...,16384 (default: 7, by the model's width)"
     )
-    parser.add_argument(
-        "--ranks", type=integer(1, MAX_RANKS), metavar="N",
-        help="local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=integer(1, 10**6), default=10, metavar="N", help="of each length (default 10)"
-    )
-    parser.add_argument("--warmup", type=integer(1, 10**6), default=2, metavar="N", help="before them (default 2)")
+    add_ranks(parser, "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)")
+    add_count(parser, "--repeats", 10, "of each length")
+    add_count(parser, "--warmup", 2, "before them")
     add_device(parser)
     parser.add_argument("--json", metavar="FILE", help="writes what --calibration of other commands takes")
     parser.add_argument("--picture", metavar="FILE", help="measured against predicted: .png, .svg or .pdf")

@@ -20,9 +20,7 @@ _FORMAT = "knapformer.prediction"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("predict", help="predicted step times as the cluster grows", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--mix", "--data", dest="mix", metavar="CODES|MIX", help="data codes, or a mix: " + ", ".join(DataMix.names())
-    )
+    cli_args.add_data(source, "--mix", "--data")
     cli_args.add_lengths_file(source)
     parser.add_argument("--ranks", metavar="N,N,...", help="such as 32,128,...,16384; dots go on by the same factor")
     parser.add_argument(
@@ -32,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_solver(parser)
     cli_args.add_gamma(parser)
     cli_args.add_d_model(parser)
-    parser.add_argument("--steps", type=cli_args.integer(1, 10**6), default=3, metavar="N", help="averaged (default 3)")
+    cli_args.add_count(parser, "--steps", 3, "averaged")
     cli_args.add_seed(parser)
     cli_args.add_model_options(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import knapformer
-from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan_home
+from knapformer import ArgumentError, Cluster, Plan, Topology, TrainedModel, plan_home
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import check_report, write_report
@@ -30,39 +29,23 @@ def add_parser(subparsers: Any) -> None:
         "replay", help="every rank's share of a plan, measured on one device", description=__doc__
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
-    cli_args.add_data(source, required=False)
+    cli_args.add_plan(source)
+    cli_args.add_data(source)
     cli_args.add_lengths_file(source)
     parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
-    parser.add_argument(
-        "--ranks",
-        type=cli_args.integer(1, cli_args.MAX_RANKS),
-        metavar="N",
-        help="with --data (default: those of the mix)",
-    )
+    cli_args.add_ranks(parser, "with --data (default: those of the mix)")
     cli_args.add_solver(parser)
     cli_args.add_gamma(parser)
     cli_args.add_draw(parser)
-    parser.add_argument(
-        "--steps", type=cli_args.integer(1, 10**6), default=1, metavar="N", help="of --data (default 1)"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=cli_args.integer(1, 10**6),
-        default=3,
-        metavar="N",
-        help="of each measurement; medians (default 3)",
-    )
-    parser.add_argument(
-        "--warmup", type=cli_args.integer(1, 10**6), default=1, metavar="N", help="before them (default 1)"
-    )
+    cli_args.add_count(parser, "--steps", 1, "of --data")
+    cli_args.add_count(parser, "--repeats", 3, "of each measurement; medians")
+    cli_args.add_count(parser, "--warmup", 1, "before them")
     parser.add_argument(
         "--model", metavar="NAME|JSON",
         help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
     )  # fmt: skip
     cli_args.add_device(parser)
-    cluster = parser.add_argument_group("the cluster that communication is modelled for")
-    cli_args.add_cluster_options(cluster)
+    cli_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
     cli_args.add_results(parser, device="the device")
     parser.set_defaults(run=run)
 
@@ -92,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     # What does not come from a plan is either measured here or not known.
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)
-    model = cli_args.trained_model(config, DTYPES[dtype], not args.no_checkpoint, of=model)
+    model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
     work = _work(args, config, gamma, cluster, model)
 
     from knapformer.tools.measure.progress import Progress
@@ -100,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.tools.replay.results import Variant
     from knapformer.tools.replay.shares import shares_of
 
-    replayer = Replayer(config, device, DTYPES[dtype], not args.no_checkpoint)
+    replayer = Replayer(config, device, DTYPES[dtype], args.recomputes)
     model = model.replace(num_parameters=replayer.num_parameters)
     shares = [
         share
@@ -141,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
 def _work(args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel) -> _Work:
     """Raises ArgumentError, OSError."""
     if args.plan is not None:
-        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
+        plan = cli_args.read_plan(args.plan)
         if args.topology is not None:
             raise ArgumentError("--topology: got one beside a plan, which has its own, expected none")
         if plan.d_model != config.d_model:
@@ -179,9 +162,7 @@ def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list
     if args.lengths is not None:
         lengths = cli_args.read_lengths(args.lengths, args.ranks)
         return [lengths], [_some_text(config, lengths)]
-    mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
-    num_ranks = mix.num_ranks if args.ranks is None else args.ranks
-    mix.check_divides(num_ranks)
+    mix, num_ranks = cli_args.mix_and_ranks(args)
     samples = [[mix.draw(args.seed, step, rank) for rank in range(num_ranks)] for step in range(args.steps)]
     seq_lens = [[[config.planned_tokens(sample) for sample in of] for of in ranks] for ranks in samples]
     return seq_lens, [[sample.text_tokens for of in ranks for sample in of] for ranks in samples]

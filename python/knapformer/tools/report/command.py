@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import knapformer
-from knapformer import ArgumentError, Calibration, DataMix, Plan
+from knapformer import ArgumentError, Calibration, Plan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, write_atomically
 
@@ -19,19 +18,12 @@ def add_parser(subparsers: Any) -> None:
         "report", help="a plan as an HTML file that opens offline, and as a timeline", description=__doc__
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
-    source.add_argument(
-        "--data", "--mix", dest="data", metavar="CODES|MIX", help="or a mix: " + ", ".join(DataMix.names())
-    )
+    cli_args.add_plan(source)
+    cli_args.add_data(source, "--data", "--mix")
     cli_args.add_lengths_file(source)
     source.add_argument("--traces", nargs="+", metavar="FILE", help="of real ranks, one each: merged into --timeline")
     parser.add_argument("--topology", metavar="T", help="with --data or --lengths")
-    parser.add_argument(
-        "--ranks",
-        type=cli_args.integer(1, cli_args.MAX_RANKS),
-        metavar="N",
-        help="with --data (default: those of the mix)",
-    )
+    cli_args.add_ranks(parser, "with --data (default: those of the mix)")
     cli_args.add_solver(parser)
     cli_args.add_gamma(parser)
     cli_args.add_d_model(parser)
@@ -69,16 +61,14 @@ def run(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace, gamma: float, calibration: Calibration | None) -> tuple[Plan, float]:
     """And the seconds that planning took; 0 where the plan is from a file."""
     if args.plan is not None:
-        plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
+        plan = cli_args.read_plan(args.plan)
         return plan.on(*cli_args.cost_parameters(args, calibration, of=plan)), 0.0
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     if args.lengths is not None:
         seq_lens = cli_args.read_lengths(args.lengths, args.ranks)
     else:
-        mix = DataMix.parse(args.data)
-        num_ranks = mix.num_ranks if args.ranks is None else args.ranks
-        mix.check_divides(num_ranks)
+        mix, num_ranks = cli_args.mix_and_ranks(args)
         seq_lens = mix.draw_lengths(args.seed, 0, num_ranks)
     cluster, model = cli_args.cost_parameters(args, calibration)
     start = time.perf_counter()

@@ -16,21 +16,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("simulate", help="fake training steps on real ranks, without and with the balancer")
     cli_args.add_data(parser, required=True)
     parser.add_argument("--topology", required=True, action="append", metavar="T", help="may be given several times")
-    parser.add_argument(
-        "--ranks", type=cli_args.integer(1, cli_args.MAX_RANKS), metavar="N", help="local ranks to start"
-    )
-    parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
-    parser.add_argument("--steps", type=cli_args.integer(1, 10**9), default=10, metavar="N", help="timed (default 10)")
-    parser.add_argument(
-        "--repeats",
-        type=cli_args.integer(1, 10**6),
-        default=1,
-        metavar="N",
-        help="of each step, the best counts (default 1)",
-    )
-    parser.add_argument(
-        "--warmup", type=cli_args.integer(0, 10**9), default=2, metavar="N", help="before them (default 2)"
-    )
+    cli_args.add_ranks(parser, "local ranks to start")
+    cli_args.add_model(parser)
+    cli_args.add_count(parser, "--steps", 10, "timed", high=10**9)
+    cli_args.add_count(parser, "--repeats", 1, "of each step, the best counts")
+    cli_args.add_count(parser, "--warmup", 2, "before them", low=0, high=10**9)
     cli_args.add_solver(parser, default="balanced")
     cli_args.add_gamma(parser, can_fit=True)
     cli_args.add_draw(parser)
