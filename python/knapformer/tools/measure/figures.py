@@ -28,6 +28,14 @@ def hardware_flops_utilization(
     return passes * forward_flops * depth / (latency_s * num_ranks * peak_tflops * 1e12)
 
 
+def scale_of(value: float, unit: str) -> tuple[float, str]:
+    """What to divide by to show a number, and the unit then: (1e9, "GB") for some billions of "B"."""
+    for exponent, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**exponent:
+            return 10.0**exponent, prefix + unit
+    return 1.0, unit
+
+
 def number_or_none(value: float) -> float | None:
     """For JSON, which has no infinity."""
     return None if math.isinf(value) else value

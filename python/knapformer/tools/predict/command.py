@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from knapformer import ArgumentError, DataMix
@@ -103,11 +104,11 @@ def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int
 
 
 def print_points(points: list[Point]) -> None:
-    unbalanced_s = {point.num_ranks: point.total_s for point in points if point.topology == NO_BALANCER}
+    unbalanced_s = {point.num_ranks: point.mean["total_s"] for point in points if point.topology == NO_BALANCER}
     different = {(point.num_ranks, point.topology): point for point in points}.values()
     show(
         table_of(
-            (_cells(point, unbalanced_s[point.num_ranks]) for point in different),
+            (_cells(point, point.mean, unbalanced_s[point.num_ranks]) for point in different),
             left="topology",
             caption="seconds; the last three columns: GB that a rank sends in a step",
         ),
@@ -115,22 +116,23 @@ def print_points(points: list[Point]) -> None:
     )
 
 
-def _cells(point: Point, unbalanced_s: float) -> dict[str, str]:
-    between_bytes = point.route_bytes_between_nodes + point.attention_bytes_between_nodes
+def _cells(point: Point, mean: Mapping[str, float], unbalanced_s: float) -> dict[str, str]:
+    between_bytes = mean["route_bytes_between_nodes"] + mean["attention_bytes_between_nodes"]
+    rest_s = mean["route_s"] + mean["fsdp_s"] + mean["host_s"] + mean["fixed_s"]
     gb_of_all_ranks = point.num_ranks * 1e9
     return {
         "ranks": f"{point.num_ranks:,}",
         "topology": point.topology,
-        "step s": f"{point.total_s:.3f}",
-        "compute": f"{point.token_s + point.attention_s:.3f}",
-        "exchange": f"{point.exchange_s:.3f}",
-        "rest": f"{point.route_s + point.fsdp_s + point.host_s + point.fixed_s:.3f}",
-        "efficiency": f"{point.efficiency:.1%}",
-        "speed-up": f"{unbalanced_s / point.total_s:.2f}",
-        "WIR": f"{point.wir:.2f}",
-        "M tok/s": f"{point.tokens_per_s / 1e6:.3f}",
+        "step s": f"{mean['total_s']:.3f}",
+        "compute": f"{mean['token_s'] + mean['attention_s']:.3f}",
+        "exchange": f"{mean['exchange_s']:.3f}",
+        "rest": f"{rest_s:.3f}",
+        "efficiency": f"{mean['efficiency']:.1%}",
+        "speed-up": f"{unbalanced_s / mean['total_s']:.2f}",
+        "WIR": f"{mean['wir']:.2f}",
+        "M tok/s": f"{mean['tokens_per_s'] / 1e6:.3f}",
         "plan ms": f"{point.plan_s * 1e3:.3g}",
-        "route": f"{point.route_bytes / gb_of_all_ranks:.2f}",
-        "attention": f"{point.attention_bytes / gb_of_all_ranks:.2f}",
+        "route": f"{mean['route_bytes'] / gb_of_all_ranks:.2f}",
+        "attention": f"{mean['attention_bytes'] / gb_of_all_ranks:.2f}",
         "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
     }

@@ -24,7 +24,6 @@ from knapformer.tools.cli_args import MAX_RANKS, counts
 from knapformer.tools.report.points import Point
 
 NO_BALANCER = "none"  # in place of a topology
-_TERMS = ("token_s", "attention_s", "exchange_s", "route_s", "fsdp_s", "host_s", "fixed_s", "total_s", "ideal_s")
 
 
 @dataclass(frozen=True)
@@ -83,25 +82,26 @@ def plan_steps(workload: Workload, topology: str, num_ranks: int) -> list[tuple[
 
 
 def summary(plans: Sequence[Plan], plan_s: float, name: str) -> Point:
-    steps: list[StepTime] = [predict_step(plan) for plan in plans]
-    mean = {field: statistics.fmean(getattr(step, field) for step in steps) for field in _TERMS}
-    tokens = statistics.fmean(plan.num_tokens for plan in plans)
-    return Point(
-        num_ranks=plans[0].num_ranks,
-        topology=name,
-        asked=name,
-        efficiency=mean["ideal_s"] / mean["total_s"],
-        wir=statistics.fmean(plan.wir_after for plan in plans),
-        tokens_per_s=tokens / mean["total_s"],
-        plan_s=plan_s,
-        tokens=tokens,
-        max_tokens_per_rank=statistics.fmean(max(plan.tokens_after) for plan in plans),
-        **mean,
-        route_bytes=statistics.fmean(step.route_bytes.total for step in steps),
-        route_bytes_between_nodes=statistics.fmean(step.route_bytes.between for step in steps),
-        attention_bytes=statistics.fmean(step.attention_bytes.total for step in steps),
-        attention_bytes_between_nodes=statistics.fmean(step.attention_bytes.between for step in steps),
-    )
+    figures = [_figures(plan, predict_step(plan)) for plan in plans]
+    mean = {field: statistics.fmean(of[field] for of in figures) for field in figures[0]}
+    mean["efficiency"] = mean["ideal_s"] / mean["total_s"]
+    mean["tokens_per_s"] = mean["tokens"] / mean["total_s"]
+    return Point(plans[0].num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean)
+
+
+def _figures(plan: Plan, step: StepTime) -> dict[str, float]:
+    return {
+        "wir": plan.wir_after,
+        "tokens": plan.num_tokens,
+        "max_tokens_per_rank": plan.max_tokens,
+        **step.terms,
+        "total_s": step.total_s,
+        "ideal_s": step.ideal_s,
+        "route_bytes": step.route_bytes.total,
+        "route_bytes_between_nodes": step.route_bytes.between,
+        "attention_bytes": step.attention_bytes.total,
+        "attention_bytes_between_nodes": step.attention_bytes.between,
+    }
 
 
 def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> list[Point]:
@@ -116,7 +116,9 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
             Topology(topology_for(topology, num_ranks), num_ranks)
     points = []
     for num_ranks in ranks:
-        home = [plan_home(plan) for plan, _ in plan_steps(_cheap(workload), "g1n1", num_ranks)]
+        # The plan at home does not depend on the solver: the fastest one.
+        planned_somehow = plan_steps(replace(workload, solver=solver_names()[-1]), "g1n1", num_ranks)
+        home = [plan_home(plan) for plan, _ in planned_somehow]
         points.append(summary(home, 0.0, NO_BALANCER))
         planned: dict[str, Point] = {}
         for asked in topologies:
@@ -126,8 +128,3 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
                 planned[text] = summary(plans, statistics.median(seconds), text)
             points.append(replace(planned[text], asked=asked))
     return points
-
-
-def _cheap(workload: Workload) -> Workload:
-    """The same lengths with the solver that is fastest: the plan at home does not depend on it."""
-    return replace(workload, solver=solver_names()[-1])

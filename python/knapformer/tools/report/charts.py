@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,21 +12,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from knapformer import Plan, StepTime
+from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.placement import Bars, Segment
 from knapformer.tools.report.points import PANELS, Point, lines_of
-from knapformer.tools.report.traffic import Matrix, NodeTraffic, Traffic
+from knapformer.tools.report.traffic import NodeTraffic, Traffic
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
-_TERMS = (
-    ("per-token layers", "token_s", "#0072B2"),
-    ("attention", "attention_s", "#56B4E9"),
-    ("attention exchange", "exchange_s", "#D55E00"),
-    ("route", "route_s", "#CC79A7"),
-    ("FSDP, not hidden", "fsdp_s", "#F0E442"),
-    ("host copies", "host_s", "#009E73"),
-    ("fixed", "fixed_s", "#999999"),
-)
+_TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 # Viridis without its darkest part, which a dark ground swallows.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 _MAX_BARS = 128  # more ranks are drawn as lines
@@ -73,11 +67,11 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     low, high = np.log10(min(lengths)), np.log10(max(lengths))
     high = max(high, low + 0.1)
     ticks = np.linspace(low, high, 5)
-    scale, unit = _flop_scale(max(plan.workload_before))
-    heights: list[list[Any]] = []
+    scale, unit = scale_of(max(plan.workload_before), "FLOP")
+    heights = []
     for row, segments in enumerate((bars.before, bars.after), start=1):
-        work, tokens = _stacked(segments, bars.num_bars, scale)
-        heights.append([work, tokens])
+        work, _ = of_row = _stacked(segments, bars.num_bars, scale)
+        heights.append(of_row)
         figure.add_bar(
             x=[segment.bar for segment in segments], y=work[1], base=work[0], hovertext=[s.hover for s in segments],
             text=[_label(segment) for segment in segments] if bars.num_bars <= _MAX_LABELLED_BARS else None,
@@ -92,20 +86,18 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     for boundary in _bag_boundaries(plan) if bars.unit == "rank" else []:
         figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
 
-    def measure(index: int, title: str) -> dict[str, Any]:
-        return {
+    titles = (f"work, {unit} a block", "tokens")
+    buttons = [
+        {
             "label": title,
             "method": "update",
             "args": [
-                {
-                    "base": [heights[0][index][0], heights[1][index][0]],
-                    "y": [heights[0][index][1], heights[1][index][1]],
-                },
+                {"base": [of[index][0] for of in heights], "y": [of[index][1] for of in heights]},
                 {"yaxis.title.text": title, "yaxis2.title.text": title},
             ],
         }
-
-    buttons = [measure(0, f"work, {unit} a block"), measure(1, "tokens")]
+        for index, title in enumerate(titles)
+    ]
     figure.update_layout(
         barmode="overlay",
         bargap=0.1,
@@ -119,7 +111,7 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
             "xanchor": "right", "y": 1.12,
         }],
     )  # fmt: skip
-    figure.update_yaxes(title=f"work, {unit} a block")
+    figure.update_yaxes(title=titles[0])
     figure.update_xaxes(title=bars.unit, row=2, col=1)
     return figure
 
@@ -130,7 +122,7 @@ def heat_maps(traffic: Traffic) -> go.Figure:
         rows=1, cols=2, horizontal_spacing=0.16, subplot_titles=("route and back", "attention's exchanges, all blocks")
     )
     for column, matrix in enumerate((traffic.route, traffic.attention), start=1):
-        scale, prefix = _byte_scale(matrix)
+        scale, prefix = scale_of(float(matrix.max()), "B")
         cells = np.where(matrix > 0, matrix / scale, np.nan)
         figure.add_heatmap(
             z=cells, row=1, col=column, colorscale=_LENGTH_COLOURS, zmin=0, zmax=float(matrix.max()) / scale or 1.0,
@@ -156,7 +148,7 @@ def heat_maps(traffic: Traffic) -> go.Figure:
 def node_traffic(route: NodeTraffic, attention: NodeTraffic) -> go.Figure:
     figure = make_subplots(rows=1, cols=2, subplot_titles=("route and back", "attention's exchanges, all blocks"))
     for column, traffic in enumerate((route, attention), start=1):
-        scale, prefix = _byte_scale(np.maximum(traffic.inside, traffic.outside))
+        scale, prefix = scale_of(float(max(traffic.inside.max(), traffic.outside.max())), "B")
         nodes = np.arange(len(traffic.inside))
         for name, num_bytes, colour in (
             ("to ranks of its node", traffic.inside, "#56B4E9"),
@@ -176,8 +168,8 @@ def node_traffic(route: NodeTraffic, attention: NodeTraffic) -> go.Figure:
 def step_times(predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]) -> go.Figure:
     figure = go.Figure()
     names = list(predicted)
-    for label, field, colour in _TERMS:
-        seconds = [getattr(step, field) for step in predicted.values()]
+    for (term, label), colour in zip(StepTime.labels().items(), itertools.cycle(_TERM_COLOURS), strict=False):
+        seconds = [step.terms[term] for step in predicted.values()]
         if any(seconds):
             figure.add_bar(
                 y=names, x=seconds, name=label, orientation="h", marker_color=colour, marker_line_width=0,
@@ -232,15 +224,3 @@ def _stacked(segments: Sequence[Segment], num_bars: int, scale: float) -> tuple[
 def _bag_boundaries(plan: Plan) -> list[int]:
     firsts = [ranks[0] for ranks in plan.topology.bags]
     return sorted(firsts)[1:] if len(firsts) < plan.num_ranks else []
-
-
-def _flop_scale(flops: float) -> tuple[float, str]:
-    return next(((s, u) for s, u in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")) if flops >= s), (1.0, "FLOP"))
-
-
-def _byte_scale(num_bytes: Matrix) -> tuple[float, str]:
-    largest = float(num_bytes.max()) if num_bytes.size else 0.0
-    for scale, prefix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if largest >= scale:
-            return scale, prefix
-    return 1.0, "bytes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -13,6 +14,7 @@ from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cli_args import settings_dict
 from knapformer.tools.files import write_atomically
+from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.points import Point
 
 if TYPE_CHECKING:
@@ -58,39 +60,27 @@ def write_report(
     measured_s = measured_s or {}
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
     shown = predicted if predicts else {}
-    bars = bars_of(plan)
-    traffic = traffic_of(plan)
-    by_node = node_traffic_of(plan)
-    sections: list[tuple[str, str, go.Figure, int]] = [
-        (
-            "Work per rank",
-            "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait.",
-            charts.work_per_rank(plan),
-            340,
-        ),
-        ("Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640),
-        (
-            "Who sends how much to whom",
-            f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
-            + ("" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."),
-            charts.heat_maps(traffic),
-            500,
-        ),
-        (
-            "What crosses nodes",
-            f"Bytes that the ranks of each node ({plan.cluster.ranks_per_node} ranks) send in a step.",
-            charts.node_traffic(*by_node),
-            320,
-        ),
-    ]
+    bars, traffic = bars_of(plan), traffic_of(plan)
+    sections: list[tuple[str, str, go.Figure, int]] = []
+
+    def add(heading: str, text: str, figure: go.Figure, height: int) -> None:
+        sections.append((heading, text, figure, height))
+
+    text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
+    add("Work per rank", text, charts.work_per_rank(plan), 340)
+    add("Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640)
+    text = f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
+    text += "" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."
+    add("Who sends how much to whom", text, charts.heat_maps(traffic), 500)
+    text = f"Bytes that the ranks of each node ({plan.cluster.ranks_per_node} ranks) send in a step."
+    add("What crosses nodes", text, charts.node_traffic(*node_traffic_of(plan)), 320)
     if shown or measured_s:
         text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
         text += "Measured: one point a step." if measured_s else ""
-        sections.append(
-            ("Step time", text, charts.step_times(shown, measured_s), 120 + 45 * (len(shown) + len(measured_s)))
-        )
+        height = 120 + 45 * (len(shown) + len(measured_s))
+        add("Step time", text, charts.step_times(shown, measured_s), height)
     if points:
-        sections.append(("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360))
+        add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
     step = predicted[str(plan.topology)]
     figures = (
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
@@ -171,16 +161,8 @@ def _page(
         "@PLOTLY@": plotly_js.replace("</script", "<\\/script"),
     }
     page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
-    # Cut the template once, so that nothing that was put in is searched for places.
-    out = []
-    while page:
-        places = [(page.find(place), place) for place in parts if place in page]
-        if not places:
-            break
-        at, place = min(places)
-        out += [page[:at], parts[place]]
-        page = page[at + len(place) :]
-    return "".join([*out, page])
+    # One pass over the template, so that nothing that was put in is searched for places.
+    return re.sub("|".join(parts), lambda place: parts[place[0]], page)
 
 
 def _ratio(value: float) -> str:
@@ -188,10 +170,8 @@ def _ratio(value: float) -> str:
 
 
 def _bytes(num_bytes: float) -> str:
-    for scale, prefix in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {prefix}"
-    return f"{num_bytes:.0f} bytes"
+    scale, unit = scale_of(num_bytes, "B")
+    return f"{num_bytes / scale:.3g} {unit}"
 
 
 def measured_of(results: str) -> dict[str, list[float]]:

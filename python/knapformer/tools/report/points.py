@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from knapformer.tools.measure.figures import number_or_none
 
 
 @dataclass(frozen=True)
 class Point:
-    """A topology on a number of ranks: means over steps, in seconds, bytes, and tokens."""
+    """A topology on a number of ranks."""
 
     num_ranks: int
     topology: str  # as planned, or "none"
     asked: str  # as asked for: "g8n*" is another topology on every number of ranks
-    efficiency: float
-    wir: float
-    tokens_per_s: float
     plan_s: float  # median wall time of the planner on this machine; 0 without a balancer
-    tokens: float
-    max_tokens_per_rank: float
-    token_s: float
-    attention_s: float
-    exchange_s: float
-    route_s: float
-    fsdp_s: float
-    host_s: float
-    fixed_s: float
-    total_s: float
-    ideal_s: float
-    route_bytes: float
-    route_bytes_between_nodes: float
-    attention_bytes: float
-    attention_bytes_between_nodes: float
+    mean: Mapping[str, float]  # over steps: seconds, bytes and tokens by name
 
-    def as_dict(self) -> dict[str, float | str | None]:
-        return {**asdict(self), "wir": number_or_none(self.wir)}
+    @property
+    def sent_bytes(self) -> float:
+        return self.mean["route_bytes"] + self.mean["attention_bytes"]
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {**fields, **fields.pop("mean"), "wir": number_or_none(self.mean["wir"])}
 
 
 #: What is drawn over the number of ranks: titles and values.
 PANELS: tuple[tuple[str, Callable[[Point], float]], ...] = (
-    ("step, s", lambda p: p.total_s),
-    ("efficiency, %", lambda p: 100 * p.efficiency),
-    ("GB that a rank sends in a step", lambda p: (p.route_bytes + p.attention_bytes) / p.num_ranks / 1e9),
+    ("step, s", lambda p: p.mean["total_s"]),
+    ("efficiency, %", lambda p: 100 * p.mean["efficiency"]),
+    ("GB that a rank sends in a step", lambda p: p.sent_bytes / p.num_ranks / 1e9),
 )
 
 

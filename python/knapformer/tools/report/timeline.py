@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from knapformer import ArgumentError, Plan, predict_step
@@ -31,6 +32,14 @@ class _Lanes:
     def add(self, name: str, seconds: float, lane: str = "compute", **details: Any) -> None:
         self.at(self.now_s, name, seconds, lane, **details)
         self.now_s += seconds
+
+    def overlap(self, of: PassTime, of_pass: str) -> None:
+        """pre_attn, and attention on what is whole behind it or, where that is not hidden, after it."""
+        start_s = self.now_s
+        self.at(start_s, f"pre_attn{of_pass}", of.pre_attn_s, "exchange")
+        begin_s = start_s + (0.0 if of.hidden_s > 0 else of.pre_attn_s)
+        self.at(begin_s, f"attention, whole sequences{of_pass}", of.whole_attention_s, "compute")
+        self.now_s = start_s + of.pre_attn_s - of.hidden_s + of.whole_attention_s
 
     def at(self, start_s: float, name: str, seconds: float, lane: str, **details: Any) -> None:
         if seconds > 0:
@@ -62,17 +71,16 @@ def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_E
         events.append(_name("thread_name", node, 2 * rank, f"rank {rank}"))
         events.append(_name("thread_name", node, 2 * rank + 1, f"rank {rank} exchanges"))
     if plan_s > 0:
-        host = -1
-        events.append(_name("process_name", host, 0, "host"))
-        plan_event = {"name": "plan the next step", "ph": "X", "pid": host, "tid": 0, "ts": 0, "dur": plan_s * 1e6}
-        events.append(plan_event)
+        host = {"ph": "X", "pid": -1, "tid": 0, "ts": 0}
+        events.append(_name("process_name", -1, 0, "host"))
+        events.append({**host, "name": "plan the next step", "dur": plan_s * 1e6})
 
     for rank, time in enumerate(step.ranks):
         lanes = _Lanes(events, rank, rank // ranks_per_node, 0.0)
         forward_s = _seconds(time.forward)
         lanes.add("route", route_s, "exchange", tokens=plan.tokens_after[rank])
         for block in range(num_blocks):
-            _forward(lanes, time.forward, f"block {block}")
+            _block(lanes, time.forward, f"block {block}")
         _others(lanes, forward_s, others, "forward")
         lanes.add("reverse_route", route_s, "exchange")
         if trains:
@@ -81,8 +89,8 @@ def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_E
             _others(lanes, _seconds(time.backward) + (forward_s if recomputes else 0.0), others, "backward")
             for block in reversed(range(num_blocks)):
                 if recomputes:
-                    _forward(lanes, time.forward, f"block {block} recompute")
-                _backward(lanes, time.backward, f"block {block} backward")
+                    _block(lanes, time.forward, f"block {block} recompute")
+                _block(lanes, time.backward, f"block {block} backward", backward=True)
             lanes.add("route backward", route_s, "exchange")
         lanes.add("copy pieces (host)", step.host_s if time.group == step.slowest_group else 0.0)
         rest_s = step.fsdp_s + step.fixed_s
@@ -109,29 +117,19 @@ def _seconds(of: PassTime) -> float:
     )  # fmt: skip
 
 
-def _forward(lanes: _Lanes, of: PassTime, block: str) -> None:
-    lanes.add(f"{block}: per-token layers", of.token_s)
-    lanes.add("wait before attention", of.wait_before_s)
-    _overlapping(lanes, of, "pre_attn", "attention, whole sequences")
-    lanes.add("attention, shared sequences", of.shared_attention_s)
-    lanes.add("post_attn", of.post_attn_s, "exchange")
-    lanes.add("wait after attention", of.wait_after_s)
-
-
-def _backward(lanes: _Lanes, of: PassTime, block: str) -> None:
-    lanes.add("wait after attention", of.wait_after_s)
-    lanes.add("post_attn backward", of.post_attn_s, "exchange")
-    lanes.add(f"{block}: attention, shared sequences", of.shared_attention_s)
-    _overlapping(lanes, of, "pre_attn backward", f"{block}: attention, whole sequences")
-    lanes.add("wait before attention", of.wait_before_s)
-    lanes.add(f"{block}: per-token layers", of.token_s)
-
-
-def _overlapping(lanes: _Lanes, of: PassTime, exchange: str, attention: str) -> None:
-    start_s = lanes.now_s
-    lanes.at(start_s, exchange, of.pre_attn_s, "exchange")
-    lanes.at(start_s + (0.0 if of.hidden_s > 0 else of.pre_attn_s), attention, of.whole_attention_s, "compute")
-    lanes.now_s = start_s + of.pre_attn_s - of.hidden_s + of.whole_attention_s
+def _block(lanes: _Lanes, of: PassTime, block: str, backward: bool = False) -> None:
+    """The phases of a pass over a block; of the backward pass from the last on."""
+    of_pass = " backward" if backward else ""
+    phases = [
+        partial(lanes.add, f"{block}: per-token layers", of.token_s),
+        partial(lanes.add, "wait before attention", of.wait_before_s),
+        partial(lanes.overlap, of, of_pass),
+        partial(lanes.add, f"attention, shared sequences{of_pass}", of.shared_attention_s),
+        partial(lanes.add, f"post_attn{of_pass}", of.post_attn_s, "exchange"),
+        partial(lanes.add, "wait after attention", of.wait_after_s),
+    ]
+    for phase in reversed(phases) if backward else phases:
+        phase()
 
 
 def _others(lanes: _Lanes, block_s: float, blocks: range, phase: str) -> None:
@@ -181,15 +179,8 @@ def merged(paths: Sequence[str]) -> dict[str, Any]:
                 event["id"] = f"{rank}.{event['id']}"
             events.append(event)
         for order, process in enumerate(processes.values()):
-            events.append(
-                {
-                    "name": "process_sort_index",
-                    "ph": "M",
-                    "pid": process,
-                    "tid": 0,
-                    "args": {"sort_index": rank * 1000 + order},
-                }
-            )
+            place = {"sort_index": rank * 1000 + order}
+            events.append({"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": place})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
