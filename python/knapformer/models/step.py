@@ -60,12 +60,9 @@ class PackedStep:
         """
         if self._balancer is None:
             return x, list(features), list(sequence_features)
-        if sequence_features:
-            chunk_lens, x, moved, moved_sequence_features = self._balancer.route(
-                x, list(features), sequence_features=list(sequence_features)
-            )
-        else:
-            (chunk_lens, x, moved), moved_sequence_features = self._balancer.route(x, list(features)), []
+        chunk_lens, x, moved, moved_sequence_features = self._balancer.route(
+            x, list(features), sequence_features=list(sequence_features)
+        )
         self.chunk_lens = lengths_list(chunk_lens)
         return x, list(moved), list(moved_sequence_features)
 

@@ -4,11 +4,12 @@ cluster and the trained model, how blocks are run, and where results go."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, TrainedModel, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS, MAX_SEQUENCE_TOKENS
@@ -21,35 +22,30 @@ if TYPE_CHECKING:
 
     from knapformer.models.config import BaseConfig
 
+T = TypeVar("T")
 MAX_RANKS = 1 << 20
 Lengths = list[list[int]]  # for each rank those of its sequences, in tokens
 
 
-def integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {low} to {high}")
-        return value
+def _bounded(kind: Callable[[str], T], fits: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
 
     return parse
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    return _bounded(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
 
 
 def number(low: float, inclusive: bool = True) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and (value > low or (inclusive and value == low))):
-            sign = ">=" if inclusive else ">"
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number {sign} {low:g}")
-        return value
+    def fits(value: float) -> bool:
+        return math.isfinite(value) and (value > low or (inclusive and value == low))
 
-    return parse
+    return _bounded(float, fits, f"a finite number {'>=' if inclusive else '>'} {low:g}")
 
 
 def counts(text: str, argument: str, high: int) -> list[int]:
@@ -193,7 +189,7 @@ def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | 
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `device_settings` reads them."""
+    """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `run_settings` reads them."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument(
@@ -205,10 +201,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--threads", 1, "per rank on the CPU", high=1024)
 
 
-def device_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of SimulationSettings and CalibrationSettings."""
+def run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of RunSettings, but for num_ranks. Raises ArgumentError, OSError."""
+    from knapformer.models.registry import load_config
+
     given = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
-    return {**given, "checkpointing": args.recomputes}
+    model = {"model": load_config(args.model), "model_name": args.model, "checkpointing": args.recomputes}
+    return {**given, **model, "json_path": args.json}
 
 
 def add_results(parser: argparse.ArgumentParser, device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import stat
@@ -17,6 +18,9 @@ from rich.table import Table
 
 from knapformer import ArgumentError
 
+_PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+_NEEDED = {"--picture": ("matplotlib",), "--report": ("plotly", "numpy")}
+
 
 class OutputError(OSError):
     """A file could not be written: what it is, and at which path."""
@@ -25,17 +29,31 @@ class OutputError(OSError):
 def check_outputs(paths: Mapping[str, str | None]) -> None:
     """Of one command: the path of each file that it is to write, by option; None where none is asked for.
 
-    Raises ArgumentError, naming the option, where a file could not be written, or another one goes to the same place.
+    Raises ArgumentError, naming the option, where a file could not be drawn or written, or another one goes to the same
+    place.
     """
     options: dict[str, str] = {}  # by the file that is written
     for option, path in paths.items():
         if path is None:
             continue
-        if (expected := _what_is_missing(path)) is not None:
+        expected = _what_is_missing(path)
+        if option == "--picture" and Path(path).suffix not in _PICTURE_SUFFIXES:
+            expected = f"a file that ends in {', '.join(_PICTURE_SUFFIXES)}"
+        if expected is not None:
             raise ArgumentError(f"{option}: got {path!r}, expected {expected}")
         other = options.setdefault(os.path.realpath(path), option)
         if other != option:
             raise ArgumentError(f"{option}: got {path!r}, expected another file than {other} writes")
+        check_packages(option)
+
+
+def check_packages(option: str) -> None:
+    """Raises ArgumentError where what an option asks for could not be drawn."""
+    missing = [name for name in _NEEDED.get(option, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArgumentError(
+            f"{option}: needs {' and '.join(missing)}, which this environment lacks: pip install 'knapformer[report]'"
+        )
 
 
 def _what_is_missing(path: str) -> str | None:

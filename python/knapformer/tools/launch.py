@@ -14,12 +14,30 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from knapformer import ArgumentError, StateError
 
+if TYPE_CHECKING:
+    from knapformer.models.config import BaseConfig
+
 _RUN_ID = "knapformer"  # torchrun's name of a run: tells ranks that were started here
 _TRACEBACK = "KNAPFORMER_TRACEBACK"  # in the environment: failures print theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a command on ranks is asked for, whichever it is."""
+
+    model: BaseConfig
+    model_name: str
+    num_ranks: int
+    dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
+    device: str = "auto"
+    checkpointing: bool = True
+    threads: int = 1  # per rank, on the CPU
+    json_path: str | None = None
 
 
 def started_here() -> bool:
@@ -63,11 +81,11 @@ def check_device(name: str, num_local: int) -> bool:
     return num_gpus >= num_local
 
 
-def run_on_ranks(argv: Sequence[str], worker: str, settings: Any) -> None:
+def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> None:
     """Runs run_rank(settings) of the module `worker` on every rank; rank 0 reports. A rank's process ends in here.
 
-    argv: of the command. settings: with num_ranks, device and threads. Raises ArgumentError where this machine lacks
-    the devices, StateError, in one line, where a rank fails.
+    argv: of the command. Raises ArgumentError where this machine lacks the devices, StateError, in one line, where a
+    rank fails.
     """
     started = started_ranks()
     num_local = settings.num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))

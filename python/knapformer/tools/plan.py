@@ -15,7 +15,7 @@ import knapformer
 from knapformer import Plan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically
-from knapformer.tools.report import check_report, write_report
+from knapformer.tools.report import write_report
 
 _MAX_TABLE_RANKS = 64  # more are summed up by bag size
 
@@ -44,7 +44,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    check_report(args.report)
     gamma, calibration = cli_args.gamma_and_calibration(args)
     keep_to = cli_args.limits(args, calibration)
     # What could not be planned is not drawn.

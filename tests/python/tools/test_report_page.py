@@ -215,9 +215,9 @@ def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys
 
 
 def test_missing_packages_are_named(monkeypatch, tmp_path):
-    from knapformer.tools.report import page
+    from knapformer.tools import files
 
-    monkeypatch.setattr(page, "_NEEDED", ("plotly", "no_such_package"))
+    monkeypatch.setitem(files._NEEDED, "--report", ("plotly", "no_such_package"))
     with pytest.raises(kf.ArgumentError, match="needs no_such_package, which this environment lacks"):
         write_report(str(tmp_path / "plan.html"), _plan(8))
     assert list(tmp_path.iterdir()) == []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from knapformer.tools.cli_args import add_count, add_device, add_model, add_ranks, check_torch, counts, device_settings
+from knapformer.tools.cli_args import add_count, add_device, add_model, add_ranks, check_torch, counts, run_settings
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
-from knapformer.tools.plots import check_plot
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,24 +29,21 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_torch()
-    from knapformer.models.registry import load_config
     from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     check_outputs({"--json": args.json, "--picture": args.picture})
-    check_plot(args.picture)
-    model = load_config(args.model)
-    lengths = default_lengths(model.d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
+    given = run_settings(args)
+    lengths = (
+        default_lengths(given["model"].d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
+    )
     settings = CalibrationSettings(
-        model=model,
-        model_name=args.model,
         lengths=tuple(lengths),
         num_ranks=num_ranks,
         num_rounds=args.repeats,
         num_warmup_rounds=args.warmup,
-        **device_settings(args),
-        json_path=args.json,
         plot_path=args.picture,
+        **given,
     )
     if num_ranks > 1:
         run_on_ranks(args.argv, "knapformer.tools.calibrate.worker", settings)

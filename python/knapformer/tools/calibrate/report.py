@@ -12,6 +12,7 @@ from knapformer import WorkloadModel
 from knapformer.calibration import Calibration
 from knapformer.tools.calibrate.settings import CalibrationSettings
 from knapformer.tools.files import show, table_of, write_json
+from knapformer.tools.measure.figures import equal_ratios
 
 if TYPE_CHECKING:
     from knapformer.tools.measure.blocks import BlockTimes
@@ -89,12 +90,12 @@ def sentences(calibration: Calibration) -> list[str]:
 
 def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> None:
     """Measured against predicted, over the length; and how far off the predictions are."""
-    from knapformer.tools.plots import COLOURS, new_figure, save_figure, set_title
+    from knapformer.tools.plots import COLOURS, new_figure, save_figure
 
     figure, (latency, error) = new_figure(2, 11, 4)
     measured_s = times.per_block()
     low, high = min(times.lengths), max(times.lengths)
-    curve = sorted({round(low * (high / low) ** (i / 100)) for i in range(101)})
+    curve = sorted(set(equal_ratios(low, high, 101)))
     fits = ((calibration, COLOURS[1]), (without_gamma(calibration, times), COLOURS[0]))
     half_spreads = [s * spread / 2 for s, spread in zip(measured_s, times.spreads(), strict=True)]
     for fit, colour in fits:
@@ -110,5 +111,4 @@ def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> 
     error.axhline(0, color="black", linewidth=0.8)
     for axis in (latency, error):
         axis.legend(frameon=False)
-    set_title(figure, title)
-    save_figure(figure, path)
+    save_figure(figure, path, title)

@@ -5,26 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from knapformer import ArgumentError
-from knapformer.models.config import BaseConfig
+from knapformer.tools.launch import RunSettings
+from knapformer.tools.measure.figures import equal_ratios
 
 _NUM_LENGTHS = 7
 # Of attention's FLOPs to those of the matrix products, l / 6 d, at the shortest and the longest length.
 _ATTENTION_SHARES = (1 / 72, 8 / 9)
 
 
-@dataclass(frozen=True)
-class CalibrationSettings:
-    model: BaseConfig
-    model_name: str
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSettings(RunSettings):
     lengths: tuple[int, ...]
-    num_ranks: int
     num_rounds: int
     num_warmup_rounds: int
-    dtype: str | None
-    device: str
-    checkpointing: bool
-    threads: int
-    json_path: str | None
     plot_path: str | None
 
     def __post_init__(self) -> None:
@@ -35,4 +28,4 @@ class CalibrationSettings:
 def default_lengths(d_model: int) -> list[int]:
     """In equal ratios, from where attention is a seventieth of the matrix products to where it is nearly as much."""
     low, high = (6 * d_model * share for share in _ATTENTION_SHARES)
-    return [max(1, round(low * (high / low) ** (i / (_NUM_LENGTHS - 1)))) for i in range(_NUM_LENGTHS)]
+    return equal_ratios(low, high, _NUM_LENGTHS)

@@ -15,11 +15,7 @@ _HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
 
 
 def time_exchanges(
-    sizes: Sequence[int],
-    device: torch.device,
-    num_rounds: int,
-    group: dist.ProcessGroup | None = None,
-    on_done: Callable[[], None] = lambda: None,
+    sizes: Sequence[int], device: torch.device, num_rounds: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[float], list[float]]:
     """Bytes that a rank sends in an all-to-all of the balancer, and the median seconds of it on the slowest rank.
 
@@ -44,7 +40,7 @@ def time_exchanges(
         return prepare
 
     with torch.no_grad():
-        rounds = measured_rounds([prepared(n) for n in tokens], device, num_rounds, on_done=on_done)
+        rounds = measured_rounds([prepared(n) for n in tokens], device, num_rounds)
     slowest = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     sent = [n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from knapformer import TrainedModel
+from knapformer import Plan, TrainedModel, WorkloadModel
 
 GAMMA_RANGE = (0.1, 10.0)
 
@@ -16,6 +16,17 @@ def plausible(gamma: float) -> bool:
     disturbed machine.
     """
     return GAMMA_RANGE[0] <= gamma <= GAMMA_RANGE[1]
+
+
+def forward_flops(plan: Plan, mask: str) -> float:
+    """Of one block on all tokens of a step; attention counted in full, whatever it costs."""
+    in_full = WorkloadModel(gamma=1.0)
+    return sum(in_full.work(length, plan.d_model, mask) for lens in plan.seq_lens for length in lens)
+
+
+def equal_ratios(low: float, high: float, count: int) -> list[int]:
+    """Lengths from low to high, each by the same factor longer than the one before."""
+    return [max(1, round(low * (high / low) ** (i / (count - 1)))) for i in range(count)]
 
 
 def hardware_flops_utilization(

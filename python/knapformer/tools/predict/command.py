@@ -10,10 +10,10 @@ from typing import Any
 from knapformer import ArgumentError, DataMix
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically, write_json
-from knapformer.tools.plots import check_plot
-from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling
-from knapformer.tools.report import check_report, write_report
-from knapformer.tools.report.points import Point
+from knapformer.tools.plots import COLOURS, new_figure, save_figure
+from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling, topology_for
+from knapformer.tools.report import write_report
+from knapformer.tools.report.points import PANELS, Point, lines_of
 
 _FORMAT = "knapformer.prediction"
 
@@ -46,8 +46,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     files = {"--timeline": args.timeline, "--picture": args.picture, "--report": args.report}
     check_outputs({"--json": None if args.json == "-" else args.json, **files})
-    check_plot(args.picture)
-    check_report(args.report)
     gamma, calibration = cli_args.gamma_and_calibration(args)
     cluster, model = cli_args.cost_parameters(args, calibration)
     workload, ranks = _workload(args, {"gamma": gamma, "cluster": cluster, "model": model})
@@ -67,8 +65,6 @@ def run(args: argparse.Namespace) -> None:
     }
     write_json(args.json, result)
     if args.picture is not None:
-        from knapformer.tools.predict.plot import draw_scaling
-
         draw_scaling(args.picture, points, title=args.mix or args.lengths)
     if args.report is not None or args.timeline is not None:
         _write_details(args, workload, ranks, points)
@@ -89,8 +85,6 @@ def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload,
 
 
 def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int], points: list[Point]) -> None:
-    from knapformer.tools.predict.scaling import topology_for
-
     num_ranks = ranks[0]
     seq_lens = next(workload.seq_lens(num_ranks))
     topology = topology_for(args.topology[-1], num_ranks)
@@ -101,6 +95,21 @@ def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int
         from knapformer.tools.report.timeline import predicted_timeline
 
         write_atomically(args.timeline, json.dumps(predicted_timeline(plan)) + "\n")
+
+
+def draw_scaling(path: str, points: list[Point], title: str) -> None:
+    lines = lines_of(points)
+    figure, axes = new_figure(3, 13, 4)
+    ticks = sorted({point.num_ranks for point in points})
+    for axis, (label, value) in zip(axes, PANELS, strict=True):
+        for colour, (name, line) in zip(COLOURS * len(lines), lines.items(), strict=False):
+            axis.plot([p.num_ranks for p in line], [value(p) for p in line], "o-", color=colour, label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45 if len(ticks) > 5 else 0)
+        axis.minorticks_off()
+        axis.set(xlabel="ranks", title=label, ylim=(0, None))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), frameon=False)
+    save_figure(figure, path, title)
 
 
 def print_points(points: list[Point]) -> None:

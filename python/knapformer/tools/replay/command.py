@@ -7,18 +7,17 @@ of whole sequences through attention; forward, recompute, backward. Communicatio
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, Topology, TrainedModel, plan_home
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
-from knapformer.tools.report import check_report, write_report
+from knapformer.tools.report import NO_BALANCER, write_report
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
-    from knapformer.tools.replay.results import Variant
 
 _FORMAT = "knapformer.replay"
 _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
@@ -50,18 +49,9 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What is replayed: plans of each step, by name; the first leaves every sequence at home."""
-
-    plans: dict[str | None, list[Plan]]
-    text_tokens: list[list[int]]  # for each step of each sequence
-
-
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     check_outputs({"--json": args.json, "--report": args.report})
-    check_report(args.report)
     from knapformer.models.parallel import DTYPES
     from knapformer.models.registry import config_to_dict, load_config
     from knapformer.tools.measure.device import default_dtype, use_device
@@ -76,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)
     model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
-    work = _work(args, config, gamma, cluster, model)
+    plans_of, text_of_steps = _plans(args, config, gamma, cluster, model)
 
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
@@ -87,20 +77,18 @@ def run(args: argparse.Namespace) -> None:
     model = model.replace(num_parameters=replayer.num_parameters)
     shares = [
         share
-        for plans in work.plans.values()
-        for plan, text_tokens in zip(plans, work.text_tokens, strict=True)
+        for plans in plans_of.values()
+        for plan, text_tokens in zip(plans, text_of_steps, strict=True)
         for share in shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
     ]
     with Progress(replayer.num_measurements(shares) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
         measured, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
-    variants, done = [], 0
-    for name, plans in work.plans.items():
-        of_steps = []
-        for plan in plans:
-            of_steps.append(measured[done : done + plan.num_ranks])
-            done += plan.num_ranks
-        variants.append(Variant(name, plans, of_steps))
+    of_share = iter(measured)
+    variants = [
+        Variant(name, plans, [list(islice(of_share, plan.num_ranks)) for plan in plans])
+        for name, plans in plans_of.items()
+    ]
     figures = [variant.figures(cluster, model, config.mask, args.peak_tflops) for variant in variants]
     result = {
         "format": _FORMAT,
@@ -117,20 +105,26 @@ def run(args: argparse.Namespace) -> None:
     }
     write_json(args.json, result)
     if args.report is not None:
-        _write_report(args.report, variants, figures, cluster, model)
+        names = [variant.name or NO_BALANCER for variant in variants]
+        measured_s = {name: of["fbl_per_step_s"] for name, of in zip(names, figures, strict=True)}
+        # Not predicted: the cluster's compute is not this device's.
+        plan = variants[-1].plans[0].on(cluster, model)
+        write_report(args.report, plan, measured_s=measured_s, predicts=False)
     print_results(model_name, result)
 
 
-def _work(args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel) -> _Work:
-    """Raises ArgumentError, OSError."""
+def _plans(
+    args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel
+) -> tuple[dict[str | None, list[Plan]], list[list[int]]]:
+    """Plans of each step, by name, of which the first leaves every sequence at home; and for each step text tokens of
+    each sequence. Raises ArgumentError, OSError."""
     if args.plan is not None:
         plan = cli_args.read_plan(args.plan)
         if args.topology is not None:
             raise ArgumentError("--topology: got one beside a plan, which has its own, expected none")
         if plan.d_model != config.d_model:
-            raise ArgumentError(
-                f"{args.plan}: d_model: got {plan.d_model}, expected {config.d_model}, as the model has"
-            )
+            expected = f"expected {config.d_model}, as the model has"
+            raise ArgumentError(f"{args.plan}: d_model: got {plan.d_model}, {expected}")
         lens = [length for of in plan.seq_lens for length in of]
         works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
         if plan.sequence_works != works:
@@ -142,19 +136,15 @@ def _work(args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: C
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
         seq_lens, text_tokens = _drawn(args, config)
         topologies = {str(Topology(text, len(seq_lens[0]))): text for text in args.topology}
+        options: dict[str, Any] = {"masks": config.mask, "cluster": cluster, "model": model}
         plans = {
-            name: [
-                knapformer.plan(
-                    lens, text, config.d_model, gamma, args.solver, masks=config.mask, cluster=cluster, model=model
-                )
-                for lens in seq_lens
-            ]
+            name: [knapformer.plan(lens, text, config.d_model, gamma, args.solver, **options) for lens in seq_lens]
             for name, text in topologies.items()
         }
     one = next(iter(plans.values()))
     if any(plan.num_tokens == 0 for plan in one):
         raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
-    return _Work({None: [plan_home(plan) for plan in one], **plans}, text_tokens)
+    return {None: [plan_home(plan) for plan in one], **plans}, text_tokens
 
 
 def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[int]]], list[list[int]]]:
@@ -172,17 +162,6 @@ def _some_text(config: BaseConfig, seq_lens: list[list[int]]) -> list[int]:
     from knapformer.tools.measure.blocks import typical_text_tokens
 
     return [typical_text_tokens(config, length) for lens in seq_lens for length in lens]
-
-
-def _write_report(
-    path: str, variants: list[Variant], figures: list[dict[str, Any]], cluster: Cluster, model: TrainedModel
-) -> None:
-    measured_s = {
-        variant.name or "no balancer": of["fbl_per_step_s"] for variant, of in zip(variants, figures, strict=True)
-    }
-    # Not predicted: the cluster's compute is not this device's.
-    plan = variants[-1].plans[0].on(cluster, model)
-    write_report(path, plan, measured_s=measured_s, predicts=False)
 
 
 def print_results(model_name: str, result: dict[str, Any]) -> None:

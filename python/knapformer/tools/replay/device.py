@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from knapformer.models.attention import PackedAttention
 from knapformer.models.config import BaseConfig
 from knapformer.models.step import PackedStep
-from knapformer.tools.measure.blocks import BlockKind, build_kinds
+from knapformer.tools.measure.blocks import build_kinds
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 from knapformer.tools.replay.results import RankSeconds
 from knapformer.tools.replay.shares import AttentionShare, RankShare
@@ -84,10 +85,10 @@ class Replayer:
             if share.chunk_lens:
                 step = _TokenLayers(share.chunk_lens, self._config.d_model)
                 for kind in self._kinds:
-                    pieces.append(_Piece(index, "token_s", kind.count, self._token_work(kind, step, share)))
+                    pieces.append(_Piece(index, "token_s", kind.count, partial(kind.work, step, share.text_lens)))
             for attention in share.attention:
                 field = "whole_attention_s" if attention.degree == 1 else "shared_attention_s"
-                pieces.append(_Piece(index, field, self._config.depth, self._attention_work(attention)))
+                pieces.append(_Piece(index, field, self._config.depth, partial(self._attention_work, attention)))
         return pieces
 
     def run(
@@ -113,28 +114,20 @@ class Replayer:
         noise = statistics.median(map(relative_spread, rounds)) if rounds and num_rounds > 1 else None
         return [RankSeconds(**total) for total in totals], noise
 
-    def _token_work(self, kind: BlockKind, step: PackedStep, share: RankShare) -> Callable[[], Work]:
-        return lambda: kind.work(step, share.text_lens)
-
-    def _attention_work(self, share: AttentionShare) -> Callable[[], Work]:
-        num_tokens = sum(share.seq_lens)
-
+    def _attention_work(self, share: AttentionShare) -> Work:
         def rows(num_heads: int) -> Tensor:
-            shape = (num_tokens, num_heads, self._config.head_dim)
+            shape = (sum(share.seq_lens), num_heads, self._config.head_dim)
             return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
 
-        def prepare() -> Work:
-            q, k, v = rows(share.num_heads), rows(share.num_kv_heads), rows(share.num_kv_heads)
-            gradient = torch.ones_like(q)
+        q, k, v = rows(share.num_heads), rows(share.num_kv_heads), rows(share.num_kv_heads)
+        gradient = torch.ones_like(q)
 
-            def run() -> None:
-                inputs = (q, k, v, share.seq_lens)
-                if self._checkpointing:
-                    o = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    o = self._attend(*inputs)
-                o.backward(gradient)
+        def run() -> None:
+            inputs = (q, k, v, share.seq_lens)
+            if self._checkpointing:
+                o = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                o = self._attend(*inputs)
+            o.backward(gradient)
 
-            return run
-
-        return prepare
+        return run

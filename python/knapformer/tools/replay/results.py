@@ -6,27 +6,21 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from knapformer import Cluster, Plan, StepTime, TrainedModel, WorkloadModel, predict_step
-from knapformer.tools.measure.figures import hardware_flops_utilization, number_or_none
+from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
+from knapformer.tools.measure.figures import forward_flops, hardware_flops_utilization, number_or_none
 
 # Planned work that differs less than this between ranks has nothing to correlate with.
 _MIN_SPREAD_OF_WORK = 0.01
-_TERMS = ("token_s", "attention_s", "exchange_s", "route_s", "fsdp_s")
 
 
-@dataclass(frozen=True)
-class RankSeconds:
+class RankSeconds(NamedTuple):
     """What a rank computes in a step, over all blocks: forward, recompute and backward."""
 
     token_s: float = 0.0
     whole_attention_s: float = 0.0  # on sequences that lie whole there
     shared_attention_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.token_s + self.whole_attention_s + self.shared_attention_s
 
 
 @dataclass(frozen=True)
@@ -41,33 +35,26 @@ class Variant:
         """Measured compute, and around it what the cluster model says of waits and communication."""
         # The model wants seconds of one block's forward pass.
         layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
-        return [
-            predict_step(
-                plan,
-                cluster,
-                model,
-                [
-                    (rank.token_s / layers, rank.whole_attention_s / attention, rank.shared_attention_s / attention)
-                    for rank in ranks
-                ],
-            )
-            for plan, ranks in zip(self.plans, self.measured, strict=True)
+        of_block = [
+            [(r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks]
+            for ranks in self.measured
         ]
+        return [predict_step(plan, cluster, model, of) for plan, of in zip(self.plans, of_block, strict=True)]
 
     def figures(self, cluster: Cluster, model: TrainedModel, mask: str, peak_tflops: float | None) -> dict[str, Any]:
         """Means over the steps, ready for JSON: what is infinite or undefined is None there."""
         steps = self.steps(cluster, model)
-        seconds = [[rank.total_s for rank in ranks] for ranks in self.measured]
+        seconds = [[sum(rank) for rank in ranks] for ranks in self.measured]
         work = [plan.workload_after for plan in self.plans]
         fbl_s = [step.total_s for step in steps]
         mean_s = statistics.fmean(fbl_s)
         num_tokens = statistics.fmean(plan.num_tokens for plan in self.plans)
-        flops, num_ranks = statistics.fmean(_forward_flops(plan, mask) for plan in self.plans), self.plans[0].num_ranks
+        flops, num_ranks = statistics.fmean(forward_flops(plan, mask) for plan in self.plans), self.plans[0].num_ranks
         return {
             "topology": self.name,
             "fbl_s": mean_s,
             "fbl_per_step_s": fbl_s,
-            **{name: statistics.fmean(getattr(step, name) for step in steps) for name in _TERMS},
+            **{term: statistics.fmean(step.terms[term] for step in steps) for term in StepTime.labels()},
             "slowest_rank_s": statistics.fmean(max(of) for of in seconds),
             "wir": number_or_none(statistics.fmean(plan.wir_after for plan in self.plans)),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in seconds)),
@@ -78,10 +65,7 @@ class Variant:
             "correlation": correlation(work, seconds),
             "spread": spread(work, seconds),
             "work_per_rank": work,
-            "seconds_per_rank": [
-                [[rank.token_s, rank.whole_attention_s, rank.shared_attention_s] for rank in ranks]
-                for ranks in self.measured
-            ],
+            "seconds_per_rank": self.measured,
         }
 
 
@@ -98,12 +82,6 @@ def spread(work: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) 
     pairs = (pair for of in zip(work, seconds, strict=True) for pair in zip(*of, strict=True))
     per_flop = [s / w for w, s in pairs if w > 0]
     return statistics.pstdev(per_flop) / statistics.fmean(per_flop)
-
-
-def _forward_flops(plan: Plan, mask: str) -> float:
-    """Of one block on all tokens of a step; attention counted in full, whatever it costs."""
-    at_full = WorkloadModel(gamma=1.0)
-    return sum(at_full.work(length, plan.d_model, mask) for lens in plan.seq_lens for length in lens)
 
 
 def _max_over_min(values: Sequence[float]) -> float:

@@ -22,9 +22,7 @@ class AttentionShare:
 @dataclass(frozen=True)
 class RankShare:
     chunk_lens: tuple[int, ...]  # in row order
-    text_lens: tuple[
-        int, ...
-    ]  # how many tokens of each chunk, the first ones, are text; or those of the text beside it
+    text_lens: tuple[int, ...]  # of each chunk, its first tokens; or of the text beside it
     attention: tuple[AttentionShare, ...]
 
 

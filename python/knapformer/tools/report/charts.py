@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -42,9 +41,7 @@ def work_per_rank(plan: Plan) -> go.Figure:
             "y": np.array(work)[ranks] / mean,
             "name": name,
             "customdata": np.stack([ranks, np.array(tokens)[ranks]], axis=1),
-            "hovertemplate": "rank %{customdata[0]}: %{y:.3f} of the mean<br>%{customdata[1]:,} tokens<extra>"
-            + name
-            + "</extra>",
+            "hovertemplate": "rank %{customdata[0]}: %{y:.3f} of the mean<br>%{customdata[1]:,} tokens",
         }
         if plan.num_ranks <= _MAX_BARS:
             figure.add_bar(**shared, marker_color=colour, marker_line_width=0)
@@ -68,12 +65,15 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     high = max(high, low + 0.1)
     ticks = np.linspace(low, high, 5)
     scale, unit = scale_of(max(plan.workload_before), "FLOP")
-    heights = []
+    measures = {
+        f"work, {unit} a block": lambda segment: segment.work / scale,
+        "tokens": lambda segment: segment.num_tokens,
+    }
+    first, _ = measures
     for row, segments in enumerate((bars.before, bars.after), start=1):
-        work, _ = of_row = _stacked(segments, bars.num_bars, scale)
-        heights.append(of_row)
         figure.add_bar(
-            x=[segment.bar for segment in segments], y=work[1], base=work[0], hovertext=[s.hover for s in segments],
+            x=[segment.bar for segment in segments], y=list(map(measures[first], segments)),
+            hovertext=[s.hover for s in segments],
             text=[_label(segment) for segment in segments] if bars.num_bars <= _MAX_LABELLED_BARS else None,
             textposition="inside", insidetextanchor="middle", textangle=0, constraintext="inside",
             hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.9, showlegend=False,
@@ -86,20 +86,13 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     for boundary in _bag_boundaries(plan) if bars.unit == "rank" else []:
         figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
 
-    titles = (f"work, {unit} a block", "tokens")
-    buttons = [
-        {
-            "label": title,
-            "method": "update",
-            "args": [
-                {"base": [of[index][0] for of in heights], "y": [of[index][1] for of in heights]},
-                {"yaxis.title.text": title, "yaxis2.title.text": title},
-            ],
-        }
-        for index, title in enumerate(titles)
-    ]
+    buttons = []
+    for title, measure in measures.items():
+        heights = {"y": [list(map(measure, segments)) for segments in (bars.before, bars.after)]}
+        titles = {"yaxis.title.text": title, "yaxis2.title.text": title}
+        buttons.append({"label": title, "method": "update", "args": [heights, titles]})
     figure.update_layout(
-        barmode="overlay",
+        barmode="stack",
         bargap=0.1,
         coloraxis={
             "colorscale": _LENGTH_COLOURS, "cmin": low, "cmax": high,
@@ -111,7 +104,7 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
             "xanchor": "right", "y": 1.12,
         }],
     )  # fmt: skip
-    figure.update_yaxes(title=titles[0])
+    figure.update_yaxes(title=first)
     figure.update_xaxes(title=bars.unit, row=2, col=1)
     return figure
 
@@ -206,19 +199,6 @@ def scaling(points: Sequence[Point]) -> go.Figure:
 
 def _label(segment: Segment) -> str:
     return "" if segment.sequence is None else str(segment.sequence)
-
-
-def _stacked(segments: Sequence[Segment], num_bars: int, scale: float) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """(base, height) of every segment, in work over `scale` and in tokens."""
-    out = []
-    for heights in ([s.work / scale for s in segments], [float(s.num_tokens) for s in segments]):
-        tops = [0.0] * num_bars
-        base = np.empty(len(segments))
-        for index, (segment, height) in enumerate(zip(segments, heights, strict=True)):
-            base[index] = tops[segment.bar]
-            tops[segment.bar] += height
-        out.append((base, np.array(heights)))
-    return out[0], out[1]
 
 
 def _bag_boundaries(plan: Plan) -> list[int]:

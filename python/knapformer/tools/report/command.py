@@ -10,7 +10,7 @@ from typing import Any
 import knapformer
 from knapformer import ArgumentError, Calibration, Plan
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, write_atomically
+from knapformer.tools.files import check_outputs, check_packages, write_atomically
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from knapformer.tools.report.page import check_report, measured_of, write_report
+    from knapformer.tools.report.page import measured_of, write_report
     from knapformer.tools.report.timeline import merged, predicted_timeline
 
     output = None if args.traces is not None else args.output or "knapformer_report.html"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         write_atomically(args.timeline, json.dumps(merged(args.traces)) + "\n")
         print(f"wrote {args.timeline}")
         return
-    check_report(output)
+    check_packages("--report")
     gamma, calibration = cli_args.gamma_and_calibration(args)
     measured = None if args.measured is None else measured_of(args.measured)
     plan, plan_s = _plan(args, gamma, calibration)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cli_args import settings_dict
-from knapformer.tools.files import write_atomically
+from knapformer.tools.files import check_packages, write_atomically
 from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.points import Point
 
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 NO_BALANCER = "no balancer"  # of step times, measured and predicted
-_NEEDED = ("plotly", "numpy")
-
-
-def check_report(path: str | None) -> None:
-    """Raises ArgumentError where --report could not be drawn. None: none is asked for."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if path is not None and missing:
-        raise ArgumentError(
-            f"--report: needs {' and '.join(missing)}, which this environment lacks: pip install 'knapformer[report]'"
-        )
 
 
 def write_report(
@@ -48,7 +37,7 @@ def write_report(
     points: predictions over the number of ranks. predicts: whether to show predicted step times; not where what was
     measured ran on other hardware. Raises ArgumentError, OSError.
     """
-    check_report(path)
+    check_packages("--report")
     from plotly.offline import get_plotlyjs
 
     from knapformer.tools.report import charts
@@ -61,10 +50,21 @@ def write_report(
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
     shown = predicted if predicts else {}
     bars, traffic = bars_of(plan), traffic_of(plan)
-    sections: list[tuple[str, str, go.Figure, int]] = []
+    sections: list[str] = []
+    figures_json: list[str] = []
 
     def add(heading: str, text: str, figure: go.Figure, height: int) -> None:
-        sections.append((heading, text, figure, height))
+        figure.update_layout(
+            template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
+            legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
+        )  # fmt: skip
+        if figure.layout.legend.y is None:
+            figure.update_layout(legend_y=1.02)
+        figure.update_xaxes(automargin=True)
+        figure.update_yaxes(automargin=True)
+        chart = f"chart{len(sections)}"
+        sections.append(f'<section><h2>{heading}</h2><p>{text}</p><div id="{chart}"></div></section>')
+        figures_json.append(f'"{chart}": {figure.to_json()}')
 
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     add("Work per rank", text, charts.work_per_rank(plan), 340)
@@ -100,8 +100,18 @@ def write_report(
         f"bags: {html.escape(str(plan.topology))}"
         + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
     )
-    title = title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}"
-    write_atomically(path, _page(title, subtitle, figures, sections, settings, get_plotlyjs()))
+    parts = {
+        "@TITLE@": html.escape(title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}"),
+        "@SUBTITLE@": subtitle,
+        "@FIGURES@": "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures),
+        "@SECTIONS@": "\n".join(sections),
+        "@SETTINGS@": "".join(f"<tr><th>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in settings.items()),
+        "@CHARTS@": "{" + ",\n".join(figures_json).replace("</", "<\\/") + "}",
+        "@PLOTLY@": get_plotlyjs().replace("</script", "<\\/script"),
+    }
+    page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
+    # One pass over the template, so that nothing that was put in is searched for places.
+    write_atomically(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
 
 
 def _step_figures(
@@ -129,40 +139,6 @@ def _placement_text(unit: str, num_merged: int) -> str:
     if num_merged:
         text += f"The shortest {num_merged:,} are drawn together, one piece for each {unit}. "
     return text
-
-
-def _page(
-    title: str,
-    subtitle: str,
-    figures: Sequence[tuple[str, str]],
-    sections: Sequence[tuple[str, str, Any, int]],
-    settings: Mapping[str, Any],
-    plotly_js: str,
-) -> str:
-    blocks, charts = [], []
-    for index, (heading, text, figure, height) in enumerate(sections):
-        figure.update_layout(
-            template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
-            legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
-        )  # fmt: skip
-        if figure.layout.legend.y is None:
-            figure.update_layout(legend_y=1.02)
-        figure.update_xaxes(automargin=True)
-        figure.update_yaxes(automargin=True)
-        blocks.append(f'<section><h2>{heading}</h2><p>{text}</p><div id="chart{index}"></div></section>')
-        charts.append(f'"chart{index}": {figure.to_json()}')
-    parts = {
-        "@TITLE@": html.escape(title),
-        "@SUBTITLE@": subtitle,
-        "@FIGURES@": "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures),
-        "@SECTIONS@": "\n".join(blocks),
-        "@SETTINGS@": "".join(f"<tr><th>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in settings.items()),
-        "@CHARTS@": "{" + ",\n".join(charts).replace("</", "<\\/") + "}",
-        "@PLOTLY@": plotly_js.replace("</script", "<\\/script"),
-    }
-    page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
-    # One pass over the template, so that nothing that was put in is searched for places.
-    return re.sub("|".join(parts), lambda place: parts[place[0]], page)
 
 
 def _ratio(value: float) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from knapformer import WorkloadFit, fit_workload
 from knapformer.models.config import BaseConfig
 from knapformer.tools.measure.blocks import time_blocks
+from knapformer.tools.measure.figures import equal_ratios
 
 _NUM_LENGTHS = 5
 _MIN_SPAN = 16  # longest over shortest
@@ -24,23 +25,18 @@ def lengths_to_measure(seq_lens: Sequence[int]) -> list[int]:
     """In equal ratios up to the longest, from the shortest or lower: over a narrow range noise would decide gamma."""
     high = max(_MIN_SPAN * 16, max(seq_lens))
     low = min(max(16, min(seq_lens)), high // _MIN_SPAN)
-    return [round(low * (high / low) ** (i / (_NUM_LENGTHS - 1))) for i in range(_NUM_LENGTHS)]
+    return equal_ratios(low, high, _NUM_LENGTHS)
 
 
 def fit_blocks(
-    config: BaseConfig,
-    seq_lens: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    group: dist.ProcessGroup | None = None,
+    config: BaseConfig, seq_lens: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool
 ) -> WorkloadFit:
     """Forward and backward of the model's blocks, at lengths between those of `seq_lens` (tokens).
 
-    Collective over `group`; returns the same on every rank. Raises StateError where the times contradict the model.
+    Collective over the world; returns the same on every rank. Raises StateError where the times contradict the model.
     """
     lengths = lengths_to_measure(seq_lens)
     times = time_blocks(config, lengths, device, dtype, checkpointing, _NUM_ROUNDS)
     best = torch.tensor(times.per_block(min))
-    dist.all_reduce(best, group=group)
-    return fit_workload(lengths, (best / dist.get_world_size(group)).tolist(), config.d_model, config.mask)
+    dist.all_reduce(best)
+    return fit_workload(lengths, (best / dist.get_world_size()).tolist(), config.d_model, config.mask)

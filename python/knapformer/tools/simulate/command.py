@@ -9,7 +9,6 @@ from knapformer import Cluster
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks
-from knapformer.tools.report import check_report
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,19 +33,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    from knapformer.models.registry import load_config
     from knapformer.tools.simulate.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
-    check_report(args.report)
     gamma, calibration = cli_args.gamma_and_calibration(args)
     settings = SimulationSettings(
         data=args.data,
         topologies=tuple(args.topology),
         num_ranks=num_ranks,
-        model=load_config(args.model),
-        model_name=args.model,
         scale=args.scale,
         max_text_tokens=args.max_text_tokens,
         num_steps=args.steps,
@@ -57,9 +52,8 @@ def run(args: argparse.Namespace) -> None:
         cluster=Cluster() if calibration is None else calibration.cluster(),
         seed=args.seed,
         keep_exchanges=args.keep_exchanges,
-        **cli_args.device_settings(args),
         peak_tflops=args.peak_tflops,
-        json_path=args.json,
         report_path=args.report,
+        **cli_args.run_settings(args),
     )
     run_on_ranks(args.argv, "knapformer.tools.simulate.worker", settings)

@@ -14,6 +14,7 @@ from typing import Any
 
 from knapformer import Plan
 from knapformer.tools.measure.figures import hardware_flops_utilization, number_or_none
+from knapformer.tools.report import NO_BALANCER
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return self.topology or "no balancer"
+        return self.topology or NO_BALANCER
 
     def wir(self) -> float:
         """Mean over steps; infinite where in some step a rank had no work."""

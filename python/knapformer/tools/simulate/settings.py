@@ -8,19 +8,16 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.models.config import BaseConfig
 from knapformer.models.registry import config_to_dict
+from knapformer.tools.launch import RunSettings
 
 
-@dataclass(frozen=True)
-class SimulationSettings:
+@dataclass(frozen=True, kw_only=True)
+class SimulationSettings(RunSettings):
     """Construction checks how fields go together, and raises ArgumentError, naming one."""
 
     data: str  # data codes, or the name of a published mix
     topologies: tuple[str, ...]  # each is measured beside "no balancer"
-    num_ranks: int
-    model: BaseConfig
-    model_name: str
     scale: float = 1.0  # divides the resolutions
     max_text_tokens: int = 392
     num_steps: int = 10
@@ -30,13 +27,8 @@ class SimulationSettings:
     cluster: Cluster = field(default_factory=Cluster)  # what the planner predicts times with
     solver: str = "balanced"
     seed: int = 0
-    dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
-    device: str = "auto"
-    checkpointing: bool = True
     keep_exchanges: bool = False  # what attention's exchanges brought is kept: the recomputation repeats none
-    threads: int = 1  # per rank, on the CPU
     peak_tflops: float | None = None  # of one rank's device; with it the results hold HFU
-    json_path: str | None = None
     report_path: str | None = None  # an HTML file, with the last topology's plan of the first timed step
 
     def __post_init__(self) -> None:
@@ -65,18 +57,15 @@ class SimulationSettings:
 
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
         """As the ranks' balancers plan."""
-        model = self.model
-        return plan(
-            seq_lens, topology, model.d_model, gamma, self.solver,
-            masks=model.mask, cluster=self.cluster, model=self.trained_model(),
-        )  # fmt: skip
+        return plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **self.planning(gamma))
 
-    def trained_model(self) -> TrainedModel:
-        """What the planner takes a step to be."""
-        model = self.model
-        return TrainedModel(
-            num_blocks=model.depth, num_parameters=0.0, recomputes=self.checkpointing, num_heads=model.num_heads
+    def planning(self, gamma: float) -> dict[str, Any]:
+        """Arguments of `plan` and of SequenceBalancer."""
+        model, recomputes = self.model, self.checkpointing
+        trained = TrainedModel(
+            num_blocks=model.depth, num_parameters=0.0, recomputes=recomputes, num_heads=model.num_heads
         )
+        return {"gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": trained}
 
     def seq_lens(self, step: int) -> list[list[int]]:
         """Of each rank, what its balancer plans."""

@@ -16,20 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from knapformer import DataMix, SequenceBalancer, WorkloadModel
+from knapformer import SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.losses import token_mean
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
 from knapformer.models.registry import build_model, random_batch
-from knapformer.tools.cli_args import trained_model
 from knapformer.tools.measure.device import default_dtype, joined_group
-from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.report import write_report
-from knapformer.tools.simulate.results import Variant, figures
 from knapformer.tools.simulate.settings import SimulationSettings
 
 
@@ -85,18 +82,12 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
         latencies_s = latencies_s.unflatten(1, (settings.num_steps, settings.num_repeats)).amin(2)
     if rank == 0:
-        variants = _variants(settings, gamma, latencies_s.tolist())
-        write_report(settings, _results(settings, mix, variants, gamma, fit, device, dtype))
-        if settings.report_path is not None:
-            _write_html(settings.report_path, settings, variants, dtype)
+        write_report(settings, device, dtype, gamma, fit, latencies_s.tolist())
 
 
 def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
     """Plans as settings.plan does. Collective over the world."""
-    return SequenceBalancer(
-        topology, gamma=gamma, mask=settings.model.mask, solver=settings.solver, cluster=settings.cluster,
-        model=settings.trained_model(),
-    )  # fmt: skip
+    return SequenceBalancer(topology, mask=settings.model.mask, **settings.planning(gamma))
 
 
 def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: torch.dtype) -> PackedModel:
@@ -132,61 +123,3 @@ def _timed_step(
     for parameter in model.parameters():
         parameter.grad = None
     return latency_s
-
-
-def _variants(settings: SimulationSettings, gamma: float, latencies_s: list[list[float]]) -> list[Variant]:
-    """With the plans that the ranks made: the same input gives the same plan anywhere."""
-    steps = range(settings.num_warmup_steps, settings.num_warmup_steps + settings.num_steps)
-    lengths = [settings.seq_lens(step) for step in steps]
-    plans = [[settings.plan(lens, topology, gamma) for lens in lengths] for topology in settings.topologies]
-    names: list[str | None] = [None, *settings.topologies]
-    return [
-        Variant(name, times, made) for name, times, made in zip(names, latencies_s, [plans[0], *plans], strict=True)
-    ]
-
-
-def _write_html(path: str, settings: SimulationSettings, variants: list[Variant], dtype: torch.dtype) -> None:
-    from knapformer.tools.report import write_report as write_html
-
-    plan = variants[-1].plans[0]
-    model = trained_model(settings.model, dtype, settings.checkpointing, of=plan.model)
-    measured_s = {variant.name: variant.latencies_s for variant in variants}
-    # Not predicted: the cluster is not this machine.
-    write_html(path, plan.on(model=model), measured_s=measured_s, predicts=False)
-
-
-def _results(
-    settings: SimulationSettings,
-    mix: DataMix,
-    variants: list[Variant],
-    gamma: float,
-    fit: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    flops, model = WorkloadModel(gamma=1.0), settings.model
-    forward_flops = [
-        sum(flops.work(n, model.d_model, model.mask) for lens in made.seq_lens for n in lens)
-        for made in variants[0].plans
-    ]
-    return {
-        "format": "knapformer-simulation/1",
-        "settings": settings.to_dict(),
-        "data_codes": str(mix),
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "gamma": gamma,
-        "fit": fit
-        and {
-            "seconds_per_flop": fit.seconds_per_flop,
-            "gamma": fit.gamma,
-            "relative_rms_error": fit.relative_rms_error,
-        },
-        "variants": [
-            figures(
-                variant, variants[0], forward_flops, settings.model.depth, settings.peak_tflops, settings.checkpointing
-            )
-            for variant in variants
-        ],
-        "environment": environment(device),
-    }
