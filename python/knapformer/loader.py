@@ -129,9 +129,7 @@ class BalancedLoader(Generic[Batch]):
 
     def _start(self, source: _Source[Batch]) -> PlanningAhead:
         seq_lens, masks = source.fetch()
-        failure = None
-        if source.error is not None:
-            failure = f"data: {type(source.error).__name__}: {source.error}"
+        failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
         return self._balancer.start_planning(
             seq_lens, self._d_model, ended=source.position.ended, failure=failure, masks=masks
         )

@@ -1,8 +1,8 @@
 """Attention over packed sequences, through what the installed torch ships.
 
-On CUDA torch's own variable-length attention takes all sequences in one kernel where it exists and supports the
+On CUDA torch's own variable-length attention takes all sequences in one kernel where it supports the GPU and the
 dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. Which one is
-chosen by trying: a release that lacks the kernel, a GPU that it does not support, a dtype that it refuses all end in
+chosen by trying: a GPU that it does not support, a dtype that it refuses end in
 the second way. No package beside torch is needed.
 """
 
@@ -16,15 +16,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from knapformer import ArgumentError
 from knapformer.models.config import MASKS
 from knapformer.models.packing import Lengths, lengths_list
-
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
-except ImportError:  # before torch 2.10
-    _varlen_attn = None  # type: ignore[assignment]
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:
@@ -134,13 +130,13 @@ class _Pairing:
         if q.device not in self._offsets:
             ends = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self._lens)
             self._offsets[q.device] = [of.to(q.device, non_blocking=True) for of in ends]
-        run: Callable[..., Tensor] = _varlen_attn  # type: ignore[assignment]
+        run: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
         return run(q, k, v, *self._offsets[q.device], max(self._lens[0]), max(self._lens[1]), **options)
 
 
 @functools.cache
 def _kernel_options() -> frozenset[str]:
-    return frozenset(inspect.signature(_varlen_attn).parameters)
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @functools.cache
@@ -148,7 +144,7 @@ def _kernel_runs(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
 ) -> bool:
     """Whether torch's variable-length attention takes this, forward and backward: tried once, on two short ones."""
-    if _varlen_attn is None or dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16):
         return False
     heads = (num_heads, num_kv_heads, num_kv_heads)
     try:

@@ -18,13 +18,14 @@ def rotations(position_ids: Tensor, axes: Sequence[int], theta: float, dtype: to
     position_ids (tokens, axes) integers; axes: features of a head for each axis, even. Returns unit numbers
     (tokens, 1, head_dim / 2), complex64 or, where `dtype` is float64, complex128: they rotate the pairs (0, 1), ...
     """
-    real = torch.float64 if dtype == torch.float64 else torch.float32
     angles = []
     for axis, width in enumerate(axes):
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device=position_ids.device) / width
         angles.append(position_ids[:, axis, None].to(torch.float64) * theta**-exponents)
     angle = torch.cat(angles, 1).unsqueeze(1)
-    return torch.polar(torch.ones_like(angle), angle).to(torch.complex128 if real == torch.float64 else torch.complex64)
+    return torch.polar(torch.ones_like(angle), angle).to(
+        torch.complex128 if dtype == torch.float64 else torch.complex64
+    )
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ def check_num_rows(**rows: tuple[Tensor | None, int]) -> None:
 
 def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
     """(tokens,) int64: the sequence that each token belongs to. Computed on the host, one copy to `device`."""
-    counts = torch.as_tensor(lengths_list(lens), dtype=torch.int64)
-    index = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+    index = torch.repeat_interleave(torch.as_tensor(lengths_list(lens), dtype=torch.int64))
     return index.to(device, non_blocking=True) if device is not None else index
 
 
@@ -72,8 +71,7 @@ class TwoStreams:
     def of_flags(is_text: Tensor, device: torch.device | None = None) -> TwoStreams:
         """Of one flag per packed row. Counting the flags makes the host wait for their device: once a step."""
         flags = is_text.bool()
-        text_rows, image_rows = flags.nonzero().squeeze(1), (~flags).nonzero().squeeze(1)
-        return TwoStreams(text_rows.to(device), image_rows.to(device)) if device else TwoStreams(text_rows, image_rows)
+        return TwoStreams(*(rows.nonzero().squeeze(1).to(device or flags.device) for rows in (flags, ~flags)))
 
     @property
     def num_rows(self) -> int:

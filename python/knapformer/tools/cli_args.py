@@ -142,15 +142,9 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     add_draw(parser)
 
 
-def add_solver(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """default: None for the planner's."""
+def add_solver(parser: argparse.ArgumentParser) -> None:
     names = solver_names()
-    parser.add_argument(
-        "--solver",
-        default=default or names[0],
-        choices=names,
-        help="default: the planner's" if default is None else f"default {default}",
-    )
+    parser.add_argument("--solver", default=names[0], choices=names, help=f"default {names[0]}, the planner's")
 
 
 def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None:
@@ -159,16 +153,12 @@ def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None
     can_fit: --gamma takes 'fit' as well, which is then its default: None in args.gamma.
     """
     options = parser.add_mutually_exclusive_group()
-
-    def parse(text: str) -> float | None:
-        return None if can_fit and text == "fit" else number(0)(text)
-
+    default = "; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"
     options.add_argument(
         "--gamma",
-        type=parse,
+        type=lambda text: None if can_fit and text == "fit" else number(0)(text),
         default=None if can_fit else DEFAULT_GAMMA,
-        help="attention's cost per FLOP"
-        + ("; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"),
+        help=f"attention's cost per FLOP{default}",
     )
     options.add_argument(
         "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
@@ -232,15 +222,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
 
 
-def limits(args: argparse.Namespace, calibration: Calibration | None = None) -> dict[str, Any]:
+def limits(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
-    cluster, model = cost_parameters(args, calibration)
-    return {
-        "max_tokens_per_rank": args.max_tokens_per_rank,
-        "rank_speed": args.rank_speed,
-        "cluster": cluster,
-        "model": model,
-    }
+    given = {"max_tokens_per_rank": args.max_tokens_per_rank, "rank_speed": args.rank_speed}
+    return {**given, **costs(args)}
 
 
 def add_cluster_options(group: argparse._ActionsContainer) -> None:
@@ -275,13 +260,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cost_parameters(
-    args: argparse.Namespace, calibration: Calibration | None = None, of: Plan | None = None
-) -> tuple[Cluster, TrainedModel]:
-    """The named cluster, or that of a plan; over it what was measured, over that what single options say.
+def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
+    """The arguments `gamma`, `cluster` and `model` of `plan`.
 
-    Raises ArgumentError, OSError.
+    The named cluster, or that of a plan; over it what was measured, over that what single options say. Raises
+    ArgumentError, OSError.
     """
+    gamma, calibration = gamma_and_calibration(args)
     if args.cluster is None:
         cluster, model = (Cluster(), TrainedModel()) if of is None else (of.cluster, of.model)
     else:
@@ -292,7 +277,7 @@ def cost_parameters(
     given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
-    return cluster, model.replace(**given)
+    return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
 
 
 def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:

@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     )
     cli_args.add_lengths(parser)
     parser.add_argument("--step", type=cli_args.integer(0, 2**63 - 1), default=0, help="of the data (default 0)")
-    cli_args.add_solver(parser, default="balanced")
+    cli_args.add_solver(parser)
     parser.add_argument(
         "--effort", type=cli_args.effort, default="default", metavar="E",
         help="of the balanced solver: low, default, high, or a number of moves",
@@ -44,14 +44,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    gamma, calibration = cli_args.gamma_and_calibration(args)
-    keep_to = cli_args.limits(args, calibration)
+    keep_to = cli_args.limits(args)
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
     (seq_lens,) = cli_args.batches(args, range(args.step, args.step + 1), check)
     start = time.perf_counter()
     plan = knapformer.plan(
-        seq_lens, args.topology, args.d_model, gamma, args.solver, effort=args.effort, masks=args.mask, **keep_to
+        seq_lens, args.topology, args.d_model, solver=args.solver, effort=args.effort, masks=args.mask, **keep_to
     )
     elapsed_s = time.perf_counter() - start
     if args.report is not None:

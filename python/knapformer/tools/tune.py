@@ -27,10 +27,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json})
-    gamma, calibration = cli_args.gamma_and_calibration(args)
-    keep_to = cli_args.limits(args, calibration)
+    keep_to = cli_args.limits(args)
     sample = list(cli_args.batches(args, range(args.steps)))
-    ranking = rank_topologies(sample, args.d_model, gamma, mask=args.mask, **keep_to)
+    ranking = rank_topologies(sample, args.d_model, mask=args.mask, **keep_to)
     if math.isinf(ranking[0].predicted_time):
         raise ArgumentError(f"{ranking[0].topology}: {ranking[0].reason}")
     result = {
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         "ranks": len(sample[0]),
         "batches": len(sample),
         "d_model": args.d_model,
-        "gamma": gamma,
+        "gamma": keep_to["gamma"],
         "mask": args.mask,
         "topologies": [_as_dict(option) for option in ranking],
     }

@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +120,8 @@ def time_blocks(
     steps = [
         PackedStep([n] * count, config.d_model, mask=config.mask) for n, count in zip(lengths, counts, strict=True)
     ]
-
-    def prepared(kind: BlockKind, step: PackedStep) -> Callable[[], Work]:
-        return lambda: kind.work(step, [typical_text_tokens(config, n) for n in step.chunk_lens])
-
-    prepare = [prepared(kind, step) for kind in kinds for step in steps]
+    texts = [[typical_text_tokens(config, n) for n in step.chunk_lens] for step in steps]
+    prepare = [partial(kind.work, *of) for kind in kinds for of in zip(steps, texts, strict=True)]
     rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
     per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]
     return BlockTimes(

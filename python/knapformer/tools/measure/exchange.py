@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,19 +29,16 @@ def time_exchanges(
     row_bytes = d_model * _DTYPE.itemsize
     tokens = [max(num_ranks, size // row_bytes) for size in sizes]
 
-    def prepared(num_tokens: int) -> Callable[[], Work]:
-        def prepare() -> Work:
-            balancer.plan_routing([num_tokens], d_model)
-            _, x, _ = balancer.route(torch.zeros(num_tokens, d_model, device=device, dtype=_DTYPE))
-            q = x.unflatten(1, (-1, _HEAD_DIM))
-            o = balancer.pre_attn(q, q, q)[1]
-            dist.barrier(group)
-            return lambda: balancer.post_attn(o)
-
-        return prepare
+    def prepare(num_tokens: int) -> Work:
+        balancer.plan_routing([num_tokens], d_model)
+        _, x, _ = balancer.route(torch.zeros(num_tokens, d_model, device=device, dtype=_DTYPE))
+        q = x.unflatten(1, (-1, _HEAD_DIM))
+        o = balancer.pre_attn(q, q, q)[1]
+        dist.barrier(group)
+        return lambda: balancer.post_attn(o)
 
     with torch.no_grad():
-        rounds = measured_rounds([prepared(n) for n in tokens], device, num_rounds)
+        rounds = measured_rounds([partial(prepare, n) for n in tokens], device, num_rounds)
     slowest = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     sent = [n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from knapformer import ArgumentError, DataMix
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, show, table_of, write_atomically, write_json
+from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.plots import COLOURS, new_figure, save_figure
 from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling, topology_for
 from knapformer.tools.report import write_report
 from knapformer.tools.report.points import PANELS, Point, lines_of
+from knapformer.tools.report.timeline import predicted_timeline, write_timeline
 
 _FORMAT = "knapformer.prediction"
 
@@ -46,9 +46,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     files = {"--timeline": args.timeline, "--picture": args.picture, "--report": args.report}
     check_outputs({"--json": None if args.json == "-" else args.json, **files})
-    gamma, calibration = cli_args.gamma_and_calibration(args)
-    cluster, model = cli_args.cost_parameters(args, calibration)
-    workload, ranks = _workload(args, {"gamma": gamma, "cluster": cluster, "model": model})
+    workload, ranks = _workload(args, cli_args.costs(args))
     points = predict_scaling(workload, ranks, args.topology)
 
     result = {
@@ -60,14 +58,19 @@ def run(args: argparse.Namespace) -> None:
         "solver": workload.solver,
         "num_steps": workload.num_steps if workload.mix is not None else 1,
         "seed": workload.seed,
-        **cli_args.settings_dict(cluster, model),
+        **cli_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
     }
     write_json(args.json, result)
     if args.picture is not None:
         draw_scaling(args.picture, points, title=args.mix or args.lengths)
     if args.report is not None or args.timeline is not None:
-        _write_details(args, workload, ranks, points)
+        topology = topology_for(args.topology[-1], ranks[0])
+        plan = workload.plan(next(workload.seq_lens(ranks[0])), topology)
+        if args.report is not None:
+            write_report(args.report, plan, points=points)
+        if args.timeline is not None:
+            write_timeline(args.timeline, predicted_timeline(plan))
     if args.json != "-":
         print_points(points)
 
@@ -82,19 +85,6 @@ def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload,
     mix = DataMix.parse(args.mix)
     ranks = [mix.num_ranks] if args.ranks is None else parse_ranks(args.ranks)
     return Workload(mix=mix, seed=args.seed, num_steps=args.steps, **common), ranks
-
-
-def _write_details(args: argparse.Namespace, workload: Workload, ranks: list[int], points: list[Point]) -> None:
-    num_ranks = ranks[0]
-    seq_lens = next(workload.seq_lens(num_ranks))
-    topology = topology_for(args.topology[-1], num_ranks)
-    plan = workload.plan(seq_lens, topology)
-    if args.report is not None:
-        write_report(args.report, plan, points=points)
-    if args.timeline is not None:
-        from knapformer.tools.report.timeline import predicted_timeline
-
-        write_atomically(args.timeline, json.dumps(predicted_timeline(plan)) + "\n")
 
 
 def draw_scaling(path: str, points: list[Point], title: str) -> None:

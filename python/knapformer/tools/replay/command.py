@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> None:
     device = use_device(args.device, args.threads)
     model_name = args.model or _DEFAULT_MODELS[device.type]
     config = load_config(model_name)
-    gamma, calibration = cli_args.gamma_and_calibration(args)
-    cluster, model = cli_args.cost_parameters(args, calibration)
+    gamma, cluster, model = cli_args.costs(args).values()
     # What does not come from a plan is either measured here or not known.
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)

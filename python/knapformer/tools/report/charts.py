@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from knapformer import Plan, StepTime
 from knapformer.tools.measure.figures import scale_of
-from knapformer.tools.report.placement import Bars, Segment
+from knapformer.tools.report.placement import Bars
 from knapformer.tools.report.points import PANELS, Point, lines_of
 from knapformer.tools.report.traffic import NodeTraffic, Traffic
 
@@ -70,17 +70,18 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
         "tokens": lambda segment: segment.num_tokens,
     }
     first, _ = measures
+    labelled = bars.num_bars <= _MAX_LABELLED_BARS
     for row, segments in enumerate((bars.before, bars.after), start=1):
         figure.add_bar(
             x=[segment.bar for segment in segments], y=list(map(measures[first], segments)),
             hovertext=[s.hover for s in segments],
-            text=[_label(segment) for segment in segments] if bars.num_bars <= _MAX_LABELLED_BARS else None,
+            text=["" if s.sequence is None else str(s.sequence) for s in segments] if labelled else None,
             textposition="inside", insidetextanchor="middle", textangle=0, constraintext="inside",
-            hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.9, showlegend=False,
+            hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.8, showlegend=False,
             row=row, col=1,
             marker={
                 "color": np.log10([segment.seq_len for segment in segments]), "coloraxis": "coloraxis",
-                "line": {"width": 0.5 if len(segments) < 2000 else 0, "color": "rgba(128,128,128,0.6)"},
+                "line": {"width": 0.5, "color": "rgba(255,255,255,0.4)"},
             },
         )  # fmt: skip
     for boundary in _bag_boundaries(plan) if bars.unit == "rank" else []:
@@ -195,10 +196,6 @@ def scaling(points: Sequence[Point]) -> go.Figure:
     figure.update_xaxes(type="log", title="ranks", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks])
     figure.update_yaxes(rangemode="tozero")
     return figure
-
-
-def _label(segment: Segment) -> str:
-    return "" if segment.sequence is None else str(segment.sequence)
 
 
 def _bag_boundaries(plan: Plan) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import knapformer
-from knapformer import ArgumentError, Calibration, Plan
+from knapformer import ArgumentError, Plan
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs, check_packages, write_atomically
+from knapformer.tools.files import check_outputs, check_packages
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,32 +36,32 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from knapformer.tools.report.page import measured_of, write_report
-    from knapformer.tools.report.timeline import merged, predicted_timeline
+    from knapformer.tools.report.timeline import merged, predicted_timeline, write_timeline
 
     output = None if args.traces is not None else args.output or "knapformer_report.html"
     check_outputs({"--timeline": args.timeline, "--output": output})
     if output is None:
         if args.timeline is None:
             raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
-        write_atomically(args.timeline, json.dumps(merged(args.traces)) + "\n")
+        write_timeline(args.timeline, merged(args.traces))
         print(f"wrote {args.timeline}")
         return
     check_packages("--report")
-    gamma, calibration = cli_args.gamma_and_calibration(args)
     measured = None if args.measured is None else measured_of(args.measured)
-    plan, plan_s = _plan(args, gamma, calibration)
+    plan, plan_s = _plan(args)
     write_report(output, plan, measured_s=measured)
     print(f"wrote {output}")
     if args.timeline is not None:
-        write_atomically(args.timeline, json.dumps(predicted_timeline(plan, plan_s)) + "\n")
+        write_timeline(args.timeline, predicted_timeline(plan, plan_s))
         print(f"wrote {args.timeline}")
 
 
-def _plan(args: argparse.Namespace, gamma: float, calibration: Calibration | None) -> tuple[Plan, float]:
+def _plan(args: argparse.Namespace) -> tuple[Plan, float]:
     """And the seconds that planning took; 0 where the plan is from a file."""
     if args.plan is not None:
         plan = cli_args.read_plan(args.plan)
-        return plan.on(*cli_args.cost_parameters(args, calibration, of=plan)), 0.0
+        of = cli_args.costs(args, of=plan)
+        return plan.on(of["cluster"], of["model"]), 0.0
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
     if args.lengths is not None:
@@ -70,7 +69,7 @@ def _plan(args: argparse.Namespace, gamma: float, calibration: Calibration | Non
     else:
         mix, num_ranks = cli_args.mix_and_ranks(args)
         seq_lens = mix.draw_lengths(args.seed, 0, num_ranks)
-    cluster, model = cli_args.cost_parameters(args, calibration)
+    of = cli_args.costs(args)
     start = time.perf_counter()
-    plan = knapformer.plan(seq_lens, args.topology, args.d_model, gamma, args.solver, cluster=cluster, model=model)
+    plan = knapformer.plan(seq_lens, args.topology, args.d_model, solver=args.solver, **of)
     return plan, time.perf_counter() - start

@@ -84,7 +84,7 @@ def write_report(
     step = predicted[str(plan.topology)]
     figures = (
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
-        (f"{_ratio(plan.wir_before)} → {_ratio(plan.wir_after)}", "highest over lowest work (WIR)"),
+        (f"{plan.wir_before:.2f} → {plan.wir_after:.2f}".replace("inf", "∞"), "highest over lowest work (WIR)"),
         *_step_figures(shown, measured_s),
         (f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}", "tokens of the fullest rank"),
         (f"{plan.tokens_moved / plan.num_tokens:.1%}", "of the tokens change ranks"),
@@ -139,10 +139,6 @@ def _placement_text(unit: str, num_merged: int) -> str:
     if num_merged:
         text += f"The shortest {num_merged:,} are drawn together, one piece for each {unit}. "
     return text
-
-
-def _ratio(value: float) -> str:
-    return "∞" if value == float("inf") else f"{value:.2f}"
 
 
 def _bytes(num_bytes: float) -> str:

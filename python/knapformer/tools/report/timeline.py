@@ -7,7 +7,8 @@ merged(traces)                                several ranks' files in one, one p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from knapformer import ArgumentError, Plan, predict_step
 from knapformer._core import PassTime
 from knapformer.json_file import read_json
+from knapformer.tools.files import write_atomically
 
 Event = dict[str, Any]
 _MAX_EVENTS = 200_000
@@ -23,11 +25,11 @@ _MAX_EVENTS = 200_000
 class _Lanes:
     """Events of one rank on two lanes, computing and exchanging, written one after another."""
 
-    def __init__(self, events: list[Event], rank: int, node: int, start_s: float) -> None:
+    def __init__(self, events: list[Event], rank: int, node: int) -> None:
         self._events = events
         self._lanes = {"compute": 2 * rank, "exchange": 2 * rank + 1}
         self._node = node
-        self.now_s = start_s
+        self.now_s = 0.0
 
     def add(self, name: str, seconds: float, lane: str = "compute", **details: Any) -> None:
         self.at(self.now_s, name, seconds, lane, **details)
@@ -64,19 +66,17 @@ def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_E
     trains = model.mode != "inference"
     route_s = step.route_s / (4 if trains else 2)
     events: list[Event] = []
-    for rank in range(plan.num_ranks):
+    if plan_s > 0:
+        host = {"ph": "X", "pid": -1, "tid": 0, "ts": 0}
+        events.append(_name("process_name", -1, 0, "host"))
+        events.append({**host, "name": "plan the next step", "dur": plan_s * 1e6})
+    for rank, time in enumerate(step.ranks):
         node = rank // ranks_per_node
         if rank % ranks_per_node == 0:
             events.append(_name("process_name", node, 0, f"node {node}"))
         events.append(_name("thread_name", node, 2 * rank, f"rank {rank}"))
         events.append(_name("thread_name", node, 2 * rank + 1, f"rank {rank} exchanges"))
-    if plan_s > 0:
-        host = {"ph": "X", "pid": -1, "tid": 0, "ts": 0}
-        events.append(_name("process_name", -1, 0, "host"))
-        events.append({**host, "name": "plan the next step", "dur": plan_s * 1e6})
-
-    for rank, time in enumerate(step.ranks):
-        lanes = _Lanes(events, rank, rank // ranks_per_node, 0.0)
+        lanes = _Lanes(events, rank, node)
         forward_s = _seconds(time.forward)
         lanes.add("route", route_s, "exchange", tokens=plan.tokens_after[rank])
         for block in range(num_blocks):
@@ -182,6 +182,11 @@ def merged(paths: Sequence[str]) -> dict[str, Any]:
             place = {"sort_index": rank * 1000 + order}
             events.append({"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": place})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_timeline(path: str, trace: Mapping[str, Any]) -> None:
+    """Raises OutputError."""
+    write_atomically(path, json.dumps(trace) + "\n")
 
 
 def read_trace(path: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_count(parser, "--steps", 10, "timed", high=10**9)
     cli_args.add_count(parser, "--repeats", 1, "of each step, the best counts")
     cli_args.add_count(parser, "--warmup", 2, "before them", low=0, high=10**9)
-    cli_args.add_solver(parser, default="balanced")
+    cli_args.add_solver(parser)
     cli_args.add_gamma(parser, can_fit=True)
     cli_args.add_draw(parser)
     cli_args.add_device(parser)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,15 +27,6 @@ from knapformer.tools.measure.progress import Progress
 from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.report import write_report
 from knapformer.tools.simulate.settings import SimulationSettings
-
-
-@dataclass
-class _Run:
-    """A variant while it is measured."""
-
-    topology: str | None
-    balancer: SequenceBalancer | None
-    latencies_s: list[float] = field(default_factory=list)  # of this rank, one per timed step and repeat
 
 
 def run_rank(settings: SimulationSettings) -> None:
@@ -63,8 +53,9 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
         model = _sharded_model(settings, device, dtype)
-        runs = [_Run(None, None)]
-        runs += [_Run(topology, balancer_of(settings, topology, gamma)) for topology in settings.topologies]
+        balancers = [None, *(balancer_of(settings, topology, gamma) for topology in settings.topologies)]
+        # Of this rank, for each variant one per timed step and repeat.
+        times: list[list[float]] = [[] for _ in balancers]
         progress.describe("warming up")
         for step in range(settings.num_warmup_steps + settings.num_steps):
             timed = step >= settings.num_warmup_steps
@@ -72,13 +63,13 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 progress.describe("measuring")
             seed = ((settings.seed * 1_000_003 + step) * 65_537 + rank) % (1 << 63)
             batch, target = random_batch(settings.model, mix.draw(settings.seed, step, rank), seed, device, dtype)
-            for turn in range(len(runs) * (settings.num_repeats if timed else 1)):
-                run = runs[(turn + step) % len(runs)]
-                latency_s = _timed_step(model, batch, target, run.balancer, device)
+            for turn in range(len(balancers) * (settings.num_repeats if timed else 1)):
+                variant = (turn + step) % len(balancers)
+                seconds = _timed_step(model, batch, target, balancers[variant], device)
                 if timed:
-                    run.latencies_s.append(latency_s)
+                    times[variant].append(seconds)
                 progress.advance()
-        latencies_s = torch.tensor([run.latencies_s for run in runs], dtype=torch.float64)
+        latencies_s = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
         latencies_s = latencies_s.unflatten(1, (settings.num_steps, settings.num_repeats)).amin(2)
     if rank == 0:
