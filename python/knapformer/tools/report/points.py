@@ -25,7 +25,8 @@ class Point:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
-        return {**fields, **fields.pop("mean"), "wir": number_or_none(self.mean["wir"])}
+        mean = fields.pop("mean")
+        return {**fields, **mean, "wir": number_or_none(self.mean["wir"])}
 
 
 #: What is drawn over the number of ranks: titles and values.
