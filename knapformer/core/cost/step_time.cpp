@@ -37,7 +37,7 @@ struct RankLoad {
   double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, at its share of the heads
   TrafficSum sent;                           // rows in one exchange of one tensor
   double num_pieces = 0;
-  int64_t route_sent[2] = {}, route_received[2] = {};  // tokens: inside the node, between nodes
+  Traffic route_sent, route_received;  // tokens
 };
 
 /// Groups of ranks that share sequences. Those of a planner are aligned and nest, but a plan read from a file is only
@@ -82,9 +82,9 @@ PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel&
       RankLoad& load = loads.ranks[chunk.rank.index()];
       load.tokens += chunk.num_tokens;
       if (chunk.rank != home) {
-        const bool leaves = !cluster.same_node(chunk.rank, home);
-        loads.ranks[home.index()].route_sent[leaves] += chunk.num_tokens;
-        load.route_received[leaves] += chunk.num_tokens;
+        const auto link = cluster.same_node(chunk.rank, home) ? &Traffic::inside : &Traffic::between;
+        loads.ranks[home.index()].route_sent.*link += static_cast<double>(chunk.num_tokens);
+        load.route_received.*link += static_cast<double>(chunk.num_tokens);
       }
       if (place.degree == 1) {
         load.whole_pairs += pairs;
@@ -99,17 +99,8 @@ PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel&
   return loads;
 }
 
-/// What one block costs a group, over all passes.
-struct BlockCost {
-  double token_s = 0;
-  double attention_s = 0;
-  double exchange_s = 0;
-  double host_s = 0;
-  double seconds() const { return token_s + attention_s + exchange_s + host_s; }
-};
-
-/// Adds `times` passes over the ranks' blocks, and sets how long each rank waits in them.
-void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, BlockCost& cost) {
+/// Adds `times` passes over a group's blocks to its time, and sets how long each rank waits in them.
+void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, StepTerms& block) {
   if (times == 0) return;
   const PassTime* longest = &(ranks[0].*pass);
   double token_s = 0;
@@ -119,9 +110,9 @@ void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times,
     token_s = std::max(token_s, t.token_s);
     if (phase_s(t) > phase_s(*longest)) longest = &t;
   }
-  cost.token_s += times * token_s;
-  cost.attention_s += times * longest->attention_s();
-  cost.exchange_s += times * longest->exchange_s();
+  block.token_s += times * token_s;
+  block.attention_s += times * longest->attention_s();
+  block.exchange_s += times * longest->exchange_s();
   const double longest_s = phase_s(*longest);
   for (RankTime& rank : ranks) {
     PassTime& t = rank.*pass;
@@ -173,11 +164,8 @@ double step_s_of(int32_t num_ranks, const Cluster& cluster, const TrainedModel& 
 double route_s_of(std::span<const RankLoad> ranks, double token_bytes, const Cluster& cluster, double num_routes) {
   double slowest_s = 0;
   for (const RankLoad& rank : ranks) {
-    for (const int64_t* tokens : {rank.route_sent, rank.route_received}) {
-      const Traffic bytes = {static_cast<double>(tokens[0]) * token_bytes,
-                             static_cast<double>(tokens[1]) * token_bytes};
-      slowest_s = std::max(slowest_s, bytes.seconds(cluster));
-    }
+    for (const Traffic& tokens : {rank.route_sent, rank.route_received})
+      slowest_s = std::max(slowest_s, (tokens * token_bytes).seconds(cluster));
   }
   return num_routes * slowest_s;
 }
@@ -301,32 +289,31 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
     out.attention_bytes += sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
     const double token_bytes = (bytes + model.side_bytes_per_token) * passes.routes;
-    out.route_bytes += Traffic{.inside = static_cast<double>(load.route_sent[0]) * token_bytes,
-                               .between = static_cast<double>(load.route_sent[1]) * token_bytes};
+    out.route_bytes += load.route_sent * token_bytes;
   }
 
   const int32_t num_ranks = plan.topology().num_ranks_per_replica();
   double slowest_s = -1;
   for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
     const int32_t begin = replica * num_ranks, end = begin + num_ranks;
-    BlockCost slowest;
+    StepTerms slowest;  // of one block
     Rank slowest_group(begin);
     for (int32_t first = begin, last = begin; first < end; first = last) {
       for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
       const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
-      BlockCost block;
+      StepTerms block;
       add_pass(group, &RankTime::forward, passes.forwards, block);
       add_pass(group, &RankTime::backward, passes.backwards, block);
       for (int32_t r = first; r < last; ++r)
         block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads.ranks[r].num_pieces);
-      if (block.seconds() > slowest.seconds()) {
+      if (block.blocks_s() > slowest.blocks_s()) {
         slowest = block;
         slowest_group = Rank(first);
       }
     }
     const double route_s = route_s_of(std::span(loads.ranks).subspan(begin, num_ranks),
                                       bytes + model.side_bytes_per_token, cluster, passes.routes);
-    const double block_s = slowest.seconds();
+    const double block_s = slowest.blocks_s();
     const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
     if (step_s <= slowest_s) continue;
@@ -341,8 +328,9 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   }
   const double work =
       passes.token() * token_work(loads.total_tokens) + passes.attention() * attention_work(loads.total_pairs);
-  out.ideal_s = model.num_blocks *
-                (measured.empty() ? work / input.total_speed() / cluster.flops_per_s : measured_s / plan.num_ranks());
+  out.ideal_s = model.num_blocks * (measured.empty()
+                                        ? work / input.group_speed(Rank(0), plan.num_ranks()).sum / cluster.flops_per_s
+                                        : measured_s / plan.num_ranks());
   return out;
 }
 

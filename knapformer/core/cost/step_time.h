@@ -108,6 +108,9 @@ struct StepTerms {
   double fsdp_s = 0;
   double fixed_s = 0;
 
+  /// The blocks alone.
+  double blocks_s() const { return token_s + attention_s + exchange_s + host_s; }
+
   static constexpr auto fields() {
     return std::tuple{field("token_s", &StepTerms::token_s, "per-token layers"),
                       field("attention_s", &StepTerms::attention_s, "attention"),
@@ -123,8 +126,6 @@ static_assert(kListsEveryField<StepTerms>);
 struct StepTime : StepTerms {
   /// All terms.
   double total_s() const;
-  /// The blocks alone.
-  double blocks_s() const { return token_s + attention_s + exchange_s + host_s; }
 
   /// The work divided evenly, and nothing else.
   double ideal_s = 0;

@@ -66,10 +66,6 @@ std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const
   return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
 }
 
-double PlanInput::total_speed() const {
-  return rank_speed.empty() ? seq_lens.num_ranks() : std::accumulate(rank_speed.begin(), rank_speed.end(), 0.0);
-}
-
 Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placements)
     : input_(std::move(input)), solver_(std::move(solver)), placements_(std::move(placements)) {
   size_t num_chunks = 0;

@@ -73,7 +73,6 @@ struct PlanInput {
     double sum = 0, slowest = 0;
   };
   GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
-  double total_speed() const;
   AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;

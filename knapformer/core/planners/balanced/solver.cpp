@@ -24,46 +24,35 @@ constexpr double kGoodEnoughAtLowEffort = 1.001;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
 constexpr double kEven = 1.00005;
 
-/// Tries targets around an estimate of the time: doubling the margin while the placement misses its target, halving it
-/// while it meets it. Leaves the best placement in the trees.
-class TargetSearch {
- public:
-  TargetSearch(PlacementTrees& trees, double bound, double estimate)
-      : trees_(trees), fit_(trees), bound_(bound), estimate_(std::max(bound, estimate)) {}
-
-  void run(int32_t num_targets, double first_margin) {
-    double low = bound_ / estimate_ - 1, high = 0;  // margins: missed, met; 0 where none yet
-    double margin = first_margin;
-    bool is_met = false;
-    for (int32_t i = 0; i < num_targets; ++i) {
-      const double target = estimate_ * (1 + margin);
-      const double time = fit_.place_all(target, trial_);
-      if (time < best_time_) {
-        best_time_ = time;
-        best_.swap(trial_);
-      }
-      if (best_time_ <= bound_ * kGoodEnough) break;
-      if (time <= target) {
-        high = std::min(margin, time / estimate_ - 1);
-        is_met = true;
-      } else {
-        low = margin;
-      }
-      margin = is_met ? (low + high) / 2 : 2 * margin;
-      if (is_met && high - low < 0.0005) break;
+/// Constructs under targets around an estimate of the time: doubling the margin while the placement misses its target,
+/// halving it while it meets it. Returns the best placement.
+std::vector<int32_t> constructed(PlacementTrees& trees, double bound, double estimate, int32_t num_targets,
+                                 double first_margin) {
+  Construction fit(trees);
+  double best_time = std::numeric_limits<double>::infinity();
+  std::vector<int32_t> best, trial;
+  double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
+  double margin = first_margin;
+  bool is_met = false;
+  for (int32_t i = 0; i < num_targets; ++i) {
+    const double target = estimate * (1 + margin);
+    const double time = fit.place_all(target, trial);
+    if (time < best_time) {
+      best_time = time;
+      best.swap(trial);
     }
+    if (best_time <= bound * kGoodEnough) break;
+    if (time <= target) {
+      high = std::min(margin, time / estimate - 1);
+      is_met = true;
+    } else {
+      low = margin;
+    }
+    margin = is_met ? (low + high) / 2 : 2 * margin;
+    if (is_met && high - low < 0.0005) break;
   }
-
-  double best_time() const { return best_time_; }
-  std::vector<int32_t>& best() { return best_; }
-
- private:
-  PlacementTrees& trees_;
-  Construction fit_;
-  double bound_, estimate_;
-  double best_time_ = std::numeric_limits<double>::infinity();
-  std::vector<int32_t> best_, trial_;
-};
+  return best;
+}
 
 /// A replica's plan depends on its own lengths alone.
 uint64_t random_key(const PlanInput& input, int32_t replica) {
@@ -254,11 +243,12 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
   const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
   constexpr size_t kFewSequences = 512;  // then there is time to try more
   const int32_t few_targets = trees.items().size() <= kFewSequences ? 4 : 2;
-  TargetSearch targets(trees, bound, replica_estimate_s(input_, replica) / trees.unit_s());
+  const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
   // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
   // close to the bound.
   const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
-  targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
+  const int32_t num_targets = effort_ == Effort::kLow ? few_targets : 10;
+  std::vector<int32_t> best = constructed(trees, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004);
   SearchRange range{.bound = bound,
                     .good_enough = bound * kGoodEnough,
                     .high_goes_on = true,
@@ -270,7 +260,7 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
     search(trees, placement, replica, range);
     return trees.slowest();
   };
-  const double time = time_from(targets.best());
+  const double time = time_from(best);
   if (std::isfinite(trees.node(0).token_capacity) && time > range.good_enough) {
     // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
     // there.
@@ -278,12 +268,12 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
     Construction(trees).place_all(0, spread);
     range.first_temperature = 32;
     if (time_from(spread) < time) {
-      targets.best().swap(spread);
+      best.swap(spread);
     } else {
-      load(trees, targets.best());
+      load(trees, best);
     }
   }
-  return std::move(targets.best());
+  return best;
 }
 
 std::vector<int32_t> BalancedSolver::placed_flat(PlacementTrees& trees, int32_t replica) const {
