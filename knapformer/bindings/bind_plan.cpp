@@ -20,20 +20,16 @@ std::vector<T> to_list(std::span<const T> values) {
   return {values.begin(), values.end()};
 }
 
-std::vector<std::vector<int64_t>> chunk_lens(const Plan& plan) {
-  std::vector<std::vector<int64_t>> lens(static_cast<size_t>(plan.num_ranks()));
-  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r))) lens[r].push_back(plan.chunk(index).num_tokens);
-  }
-  return lens;
-}
-
-std::vector<std::vector<int32_t>> sequences_on(const Plan& plan) {
-  std::vector<std::vector<int32_t>> ids(static_cast<size_t>(plan.num_ranks()));
-  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r))) ids[r].push_back(plan.chunk(index).sequence.value);
-  }
-  return ids;
+/// By rank, of each chunk there, in row order.
+template <class Field>
+auto per_chunk(Field field) {
+  return [field](const Plan& plan) {
+    std::vector<std::vector<int64_t>> out(static_cast<size_t>(plan.num_ranks()));
+    for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+      for (const int32_t index : plan.chunks_on(Rank(r))) out[r].push_back(field(plan.chunk(index)));
+    }
+    return out;
+  };
 }
 
 py::typing::List<py::typing::Tuple<int, int, int, int>> chunks(const Plan& plan) {
@@ -55,10 +51,7 @@ Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model) 
   PlanInput input = plan.input();
   if (!cluster.is_none()) input.cluster = cluster_from(cluster);
   if (!model.is_none()) input.model = model_from(model);
-  std::vector<int64_t> chunk_lens;
-  for (const Chunk& chunk : plan.chunks()) chunk_lens.push_back(chunk.num_tokens);
-  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()},
-              std::move(chunk_lens));
+  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens());
 }
 
 std::vector<double> chunk_works(const Plan& plan) {
@@ -120,9 +113,9 @@ void bind_plan(py::module_& m) {
                              "Per sequence, the first of the consecutive ranks that hold it.")
       .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
                              "How many consecutive ranks share each sequence.")
-      .def_property_readonly("chunk_lens", &chunk_lens,
+      .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c) { return c.num_tokens; }),
                              "Per rank, the tokens of the chunks that it holds, in row order.")
-      .def_property_readonly("sequences_on", &sequences_on,
+      .def_property_readonly("sequences_on", per_chunk([](const Chunk& c) { return c.sequence.value; }),
                              "Per rank, the sequence of each of its chunks, in row order.")
       .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
       .def_property_readonly(

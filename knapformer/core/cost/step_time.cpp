@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "knapformer/core/util/error.h"
 
@@ -38,52 +37,24 @@ struct RankLoad {
   TrafficSum sent;                           // rows in one exchange of one tensor
   double num_pieces = 0;
   Traffic route_sent, route_received;  // tokens
+  // A sequence lies on consecutive ranks, so connected groups are runs of ranks, all but the first of which do:
+  bool shares_with_previous = false;
 };
 
-/// Groups of ranks that share sequences. Those of a planner are aligned and nest, but a plan read from a file is only
-/// trusted as far as it is checked: so ranks are joined by union-find, the lowest rank leading.
-class Groups {
- public:
-  explicit Groups(int32_t num_ranks) : leader_(static_cast<size_t>(num_ranks)) {
-    std::iota(leader_.begin(), leader_.end(), 0);
-  }
-  int32_t find(int32_t rank) {
-    while (leader_[rank] != rank) rank = leader_[rank] = leader_[leader_[rank]];
-    return rank;
-  }
-  void join(int32_t a, int32_t b) {
-    const int32_t leaders[] = {find(a), find(b)};
-    leader_[std::max(leaders[0], leaders[1])] = std::min(leaders[0], leaders[1]);
-  }
-
- private:
-  std::vector<int32_t> leader_;
-};
-
-struct PlanLoads {
-  std::vector<RankLoad> ranks;
-  Groups groups;
-  double total_tokens = 0, total_pairs = 0;
-};
-
-PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
-  const PlanInput& input = plan.input();
+std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
   const AttentionShares shares(model.num_heads, model.num_kv_heads);
-  PlanLoads loads{.ranks = std::vector<RankLoad>(static_cast<size_t>(plan.num_ranks())),
-                  .groups = Groups(plan.num_ranks())};
+  std::vector<RankLoad> loads(static_cast<size_t>(plan.num_ranks()));
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
     const Placement& place = plan.placement(id);
     const Rank home = plan.seq_lens().home_of(id);
-    const double pairs = input.pairs_of(id);
-    loads.total_tokens += static_cast<double>(plan.seq_lens()[id]);
-    loads.total_pairs += pairs;
+    const double pairs = plan.input().pairs_of(id);
     for (const Chunk& chunk : plan.chunks(id)) {
-      RankLoad& load = loads.ranks[chunk.rank.index()];
+      RankLoad& load = loads[chunk.rank.index()];
       load.tokens += chunk.num_tokens;
       if (chunk.rank != home) {
         const auto link = cluster.same_node(chunk.rank, home) ? &Traffic::inside : &Traffic::between;
-        loads.ranks[home.index()].route_sent.*link += static_cast<double>(chunk.num_tokens);
+        loads[home.index()].route_sent.*link += static_cast<double>(chunk.num_tokens);
         load.route_received.*link += static_cast<double>(chunk.num_tokens);
       }
       if (place.degree == 1) {
@@ -93,7 +64,7 @@ PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel&
       load.shared_pairs += shares.part(pairs, place.degree, chunk.rank.value - place.first_rank.value);
       load.num_pieces += place.degree;
       load.sent.add(chunk.num_tokens, sent_part(cluster, shares, chunk.rank, place.first_rank, place.degree));
-      loads.groups.join(chunk.rank.value, place.first_rank.value);
+      if (chunk.rank != place.first_rank) load.shares_with_previous = true;
     }
   }
   return loads;
@@ -253,7 +224,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   model.validate();
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
-  PlanLoads loads = loads_of(plan, cluster, model);
+  const std::vector<RankLoad> loads = loads_of(plan, cluster, model);
   const Passes passes = model.passes();
   const double bytes = row_bytes(input.d_model, model);
   const auto token_work = [&](double tokens) { return tokens * input.workload.token_work(1, input.d_model); };
@@ -263,10 +234,10 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
 
   StepTime out;
   out.fixed_s = cluster.fixed_s;
-  out.ranks.resize(loads.ranks.size());
-  double measured_s = 0;
+  out.ranks.resize(loads.size());
+  double measured_s = 0, pairs = 0;
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    const RankLoad& load = loads.ranks[r];
+    const RankLoad& load = loads[r];
     const double rate = cluster.flops_per_s * input.speed_of(Rank(r));
     const RankCompute compute = measured.empty()
                                     ? RankCompute{.token_s = token_work(static_cast<double>(load.tokens)) / rate,
@@ -285,7 +256,8 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
       if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
       return t;
     };
-    out.ranks[r] = {.group = Rank(loads.groups.find(r)), .forward = pass(1, 1), .backward = {}};
+    const Rank group = load.shares_with_previous ? out.ranks[r - 1].group : Rank(r);
+    out.ranks[r] = {.group = group, .forward = pass(1, 1), .backward = {}};
     if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
     out.attention_bytes += sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
     const double token_bytes = (bytes + model.side_bytes_per_token) * passes.routes;
@@ -305,14 +277,14 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
       add_pass(group, &RankTime::forward, passes.forwards, block);
       add_pass(group, &RankTime::backward, passes.backwards, block);
       for (int32_t r = first; r < last; ++r)
-        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads.ranks[r].num_pieces);
+        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
       if (block.blocks_s() > slowest.blocks_s()) {
         slowest = block;
         slowest_group = Rank(first);
       }
     }
-    const double route_s = route_s_of(std::span(loads.ranks).subspan(begin, num_ranks),
-                                      bytes + model.side_bytes_per_token, cluster, passes.routes);
+    const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), bytes + model.side_bytes_per_token,
+                                      cluster, passes.routes);
     const double block_s = slowest.blocks_s();
     const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
@@ -326,8 +298,9 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     out.route_s = route_s;
     out.fsdp_s = exposed_fsdp_s(plan.num_ranks(), cluster, model, block_s);
   }
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
   const double work =
-      passes.token() * token_work(loads.total_tokens) + passes.attention() * attention_work(loads.total_pairs);
+      passes.token() * token_work(static_cast<double>(plan.num_tokens())) + passes.attention() * attention_work(pairs);
   out.ideal_s = model.num_blocks * (measured.empty()
                                         ? work / input.group_speed(Rank(0), plan.num_ranks()).sum / cluster.flops_per_s
                                         : measured_s / plan.num_ranks());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/text_reader.h"
@@ -11,32 +12,25 @@ namespace {
 
 constexpr int32_t kMaxRanks = 1 << 20;
 
-[[noreturn]] void throw_malformed(std::string_view topology, size_t position, std::string_view expected) {
-  throw_argument("topology", text("'", topology, "'"), text(expected, " at character ", position + 1));
-}
-
-BagShape parse_term(TextReader& reader, std::string_view text) {
+BagShape parse_term(TextReader& reader) {
   BagShape shape;
   reader.skip_spaces();
-  if (!reader.accept('g'))
-    throw_malformed(text, reader.position(), "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
+  if (!reader.accept('g')) reader.fail("topology", "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
   do {
-    const size_t start = reader.position();
-    const auto degree = reader.integer(1, kMaxRanks);
-    if (!degree) throw_malformed(text, start, knapformer::text("a number of ranks from 1 to ", kMaxRanks));
+    const TextReader start = reader;
+    const auto degree = reader.number(1, kMaxRanks);
+    if (!degree) reader.fail("topology", text("a number of ranks from 1 to ", kMaxRanks));
     if (!shape.degrees.empty() && (*degree >= shape.degrees.back() || shape.degrees.front() % *degree != 0 ||
                                    shape.degrees.back() % *degree != 0)) {
-      throw_malformed(text, start,
-                      knapformer::text("degrees that fall and divide each other, so a divisor of ",
-                                       shape.degrees.back(), " below it"));
+      start.fail("topology",
+                 text("degrees that fall and divide each other, so a divisor of ", shape.degrees.back(), " below it"));
     }
     shape.degrees.push_back(*degree);
   } while (reader.accept('/'));
   std::reverse(shape.degrees.begin(), shape.degrees.end());
-  if (!reader.accept('n')) throw_malformed(text, reader.position(), "'n' and a number of bags");
-  const size_t start = reader.position();
-  const auto num_bags = reader.integer(1, kMaxRanks);
-  if (!num_bags) throw_malformed(text, start, knapformer::text("a number of bags from 1 to ", kMaxRanks));
+  if (!reader.accept('n')) reader.fail("topology", "'n' and a number of bags");
+  const auto num_bags = reader.number(1, kMaxRanks);
+  if (!num_bags) reader.fail("topology", text("a number of bags from 1 to ", kMaxRanks));
   shape.num_bags = *num_bags;
   reader.skip_spaces();
   return shape;
@@ -57,10 +51,8 @@ std::vector<BagShape> joined(std::vector<BagShape> shapes) {
 
 /// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
 std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
-  std::stable_sort(shapes.begin(), shapes.end(), [](const BagShape& a, const BagShape& b) {
-    if (a.num_ranks_per_bag() != b.num_ranks_per_bag()) return a.num_ranks_per_bag() < b.num_ranks_per_bag();
-    if (a.degrees.size() != b.degrees.size()) return a.degrees.size() < b.degrees.size();
-    return a.degrees < b.degrees;
+  std::ranges::stable_sort(shapes, {}, [](const BagShape& shape) {
+    return std::tuple(shape.num_ranks_per_bag(), shape.degrees.size(), shape.degrees);
   });
   return joined(std::move(shapes));
 }
@@ -71,9 +63,9 @@ Topology Topology::parse(std::string_view text) {
   std::vector<BagShape> shapes;
   TextReader reader(text);
   do {
-    shapes.push_back(parse_term(reader, text));
+    shapes.push_back(parse_term(reader));
   } while (reader.accept('+'));
-  if (!reader.at_end()) throw_malformed(text, reader.position(), "'+' or the end");
+  if (!reader.at_end()) reader.fail("topology", "'+' or the end");
 
   Topology topology;
   topology.shapes_ = canonical(std::move(shapes));

@@ -22,6 +22,7 @@
 #include "knapformer/core/plan/lengths.h"
 #include "knapformer/core/plan/load_balance.h"
 #include "knapformer/core/util/ids.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -114,12 +115,14 @@ class Plan {
   std::span<const Placement> placements() const { return placements_; }
   const Placement& placement(SequenceId id) const { return placements_[id.index()]; }
   /// The chunks of a sequence, in token order, which is rank order.
-  std::span<const Chunk> chunks(SequenceId id) const;
+  std::span<const Chunk> chunks(SequenceId id) const { return chunks_.of(id.value); }
   /// All chunks, in sequence order.
-  std::span<const Chunk> chunks() const { return chunks_; }
+  std::span<const Chunk> chunks() const { return chunks_.values; }
+  /// Their tokens.
+  std::vector<int64_t> chunk_lens() const;
   /// The chunks that a rank holds, as indices into chunks(), in the order of its rows.
-  std::span<const int32_t> chunks_on(Rank rank) const;
-  const Chunk& chunk(int32_t index) const { return chunks_[index]; }
+  std::span<const int32_t> chunks_on(Rank rank) const { return rank_chunks_.of(rank.value); }
+  const Chunk& chunk(int32_t index) const { return chunks_.values[index]; }
   int32_t degree_of(const Chunk& chunk) const { return placement(chunk.sequence).degree; }
 
   /// Per rank, without and with the plan: FLOPs of one block, forward, as in workload.h.
@@ -151,10 +154,8 @@ class Plan {
   PlanInput input_;
   std::string solver_;
   std::vector<Placement> placements_;
-  std::vector<Chunk> chunks_;
-  std::vector<int32_t> chunk_offsets_;       // num_sequences + 1, into chunks_
-  std::vector<int32_t> rank_chunks_;         // indices into chunks_, by rank
-  std::vector<int32_t> rank_chunk_offsets_;  // num_ranks + 1, into rank_chunks_
+  Ragged<Chunk> chunks_;         // by sequence
+  Ragged<int32_t> rank_chunks_;  // by rank, as indices
   std::vector<double> workload_before_, workload_after_;
   std::vector<int64_t> tokens_before_, tokens_after_;
   int64_t num_tokens_ = 0;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/greedy/sequence_order.h"
+#include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/sort.h"
 
 namespace knapformer {

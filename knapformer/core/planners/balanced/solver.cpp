@@ -7,7 +7,6 @@
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
@@ -79,12 +78,6 @@ void load(PlacementTrees& trees, const std::vector<int32_t>& node_of_item) {
   trees.update_all();
 }
 
-/// Puts the floor of the energy as far below the bound that what remains to be gained is this part of the range.
-void set_reference(PlacementTrees& trees, double bound, double time) {
-  constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
-  trees.set_reference(time - kRangeOverGain * std::max(time - bound, kMinGain), time);
-}
-
 /// What a replica of a plan is judged by.
 struct Figures {
   double step_s = 0;          // predicted, the fixed time aside
@@ -123,10 +116,6 @@ std::vector<Figures> figures_of(const Plan& plan) {
   return figures;
 }
 
-int32_t replica_of(const Plan& plan, const Placement& place) {
-  return place.bag.value / plan.topology().num_bags_per_replica();
-}
-
 bool contains(std::span<const char> marks, bool mark) {
   return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
 }
@@ -139,26 +128,12 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   std::vector<int64_t> chunk_lens;
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
-    const bool takes = from_other[replica_of(plan, plan.placement(id))] != 0;
+    const bool takes = from_other[plan.placement(id).bag.value / plan.topology().num_bags_per_replica()] != 0;
     const Plan& source = takes ? other : plan;
     placements.push_back(source.placement(id));
     for (const Chunk& chunk : source.chunks(id)) chunk_lens.push_back(chunk.num_tokens);
   }
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
-}
-
-std::vector<int64_t> chunk_lens_of(const Plan& plan) {
-  std::vector<int64_t> lens;
-  lens.reserve(plan.chunks().size());
-  for (const Chunk& chunk : plan.chunks()) lens.push_back(chunk.num_tokens);
-  return lens;
-}
-
-std::vector<int32_t> nodes_of(const PlacementTrees& trees, const std::vector<Placement>& placements) {
-  std::vector<int32_t> nodes;
-  nodes.reserve(trees.items().size());
-  for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements[item.id.index()]));
-  return nodes;
 }
 
 }  // namespace
@@ -190,18 +165,18 @@ void BalancedSolver::search(PlacementTrees& trees, std::vector<int32_t>& node_of
 void BalancedSolver::improve_in_rounds(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
                                        const SearchRange& range, int64_t effort) const {
   constexpr uint64_t kMaxRounds = 4;
+  constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
   double time = range.time;
   for (uint64_t round = 0; round < kMaxRounds; ++round) {
     const double before = time;
     const int64_t moves = num_moves(trees, effort);
-    if (moves == 0 || before <= range.good_enough) return;
-    set_reference(trees, range.bound, before);
-    improve(trees, node_of_item,
-            {.num_moves = moves,
-             .key = random_key(input_, replica) + (round << 32),
-             .good_enough = range.good_enough,
-             .first_temperature = range.first_temperature,
-             .last_temperature = range.last_temperature});
+    if (moves == 0 || before <= range.options.good_enough) return;
+    // The floor is as far below the bound that what remains to be gained is this part of the range.
+    trees.set_reference(before - kRangeOverGain * std::max(before - range.bound, kMinGain), before);
+    SearchOptions options = range.options;
+    options.num_moves = moves;
+    options.key = random_key(input_, replica) + (round << 32);
+    improve(trees, node_of_item, options);
     time = trees.slowest();
     if (time > (before + range.bound) / 2) return;
   }
@@ -249,11 +224,8 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
   const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
   const int32_t num_targets = effort_ == Effort::kLow ? few_targets : 10;
   std::vector<int32_t> best = constructed(trees, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004);
-  SearchRange range{.bound = bound,
-                    .good_enough = bound * kGoodEnough,
-                    .high_goes_on = true,
-                    .first_temperature = 1.0,
-                    .last_temperature = 0.03};
+  SearchRange range{
+      .bound = bound, .high_goes_on = true, .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.03}};
   const auto time_from = [&](std::vector<int32_t>& placement) {
     load(trees, placement);
     range.time = trees.slowest();
@@ -261,12 +233,12 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
     return trees.slowest();
   };
   const double time = time_from(best);
-  if (std::isfinite(trees.node(0).token_capacity) && time > range.good_enough) {
+  if (std::isfinite(trees.node(0).token_capacity) && time > range.options.good_enough) {
     // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
     // there.
     std::vector<int32_t> spread;
     Construction(trees).place_all(0, spread);
-    range.first_temperature = 32;
+    range.options.first_temperature = 32;
     if (time_from(spread) < time) {
       best.swap(spread);
     } else {
@@ -277,7 +249,8 @@ std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_
 }
 
 std::vector<int32_t> BalancedSolver::placed_flat(PlacementTrees& trees, int32_t replica) const {
-  std::vector<int32_t> nodes = nodes_of(trees, placements_);  // greedy
+  std::vector<int32_t> nodes;  // greedy
+  for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements_[item.id.index()]));
   load(trees, nodes);
   if (num_moves(trees, effort_) == 0) return nodes;
   // Tokens that do not divide make ranks of a bag differ by one, which the trees does not see.
@@ -295,7 +268,7 @@ std::vector<int32_t> BalancedSolver::placed_flat(PlacementTrees& trees, int32_t 
     const double time = trees.slowest();  // without what is beyond a limit
     trees.set_flat_goal(goal);
     search(trees, nodes, replica,
-           {.bound = bound, .time = time, .good_enough = bound * kEven, .last_temperature = 1e-6});
+           {.bound = bound, .time = time, .options = {.good_enough = bound * kEven, .last_temperature = 1e-6}});
   };
   if (!trees.keeps_limit()) search_for({}, 1);
   trees.set_flat_goal({});
@@ -363,7 +336,7 @@ Plan BalancedSolver::with_flat_replicas(Plan plan) const {
 Plan BalancedSolver::in_nested_bags(const Plan& flat) const {
   std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
   for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
-  return Plan(input_, "balanced", std::move(placements), chunk_lens_of(flat));
+  return Plan(input_, "balanced", std::move(placements), flat.chunk_lens());
 }
 
 Plan BalancedSolver::solve() {

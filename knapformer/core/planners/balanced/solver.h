@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/effort.h"
 #include "knapformer/core/planners/balanced/placement_tree.h"
 
@@ -42,13 +43,11 @@ class BalancedSolver {
   std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica) const;
   std::vector<int32_t> placed_flat(PlacementTrees& trees, int32_t replica) const;
   struct SearchRange {
-    double bound = 0;        // no placement takes less time
-    double time = 0;         // of the placement to start from
-    double good_enough = 0;  // a time at which the search stops
+    double bound = 0;  // no placement takes less time
+    double time = 0;   // of the placement to start from
     /// Whether high effort starts from the result of default effort, or from the same placement as that.
     bool high_goes_on = false;
-    double first_temperature = 1;
-    double last_temperature = 0;
+    SearchOptions options;  // but for what each round sets
   };
   /// Improves the placement; at high effort by at least as much as at default effort.
   void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
