@@ -16,8 +16,8 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 namespace {
 
 template <class T>
-std::vector<T> to_list(std::span<const T> values) {
-  return {values.begin(), values.end()};
+auto listed(std::span<const T> (Plan::*values)() const) {
+  return [values](const Plan& plan) { return std::vector<T>((plan.*values)().begin(), (plan.*values)().end()); };
 }
 
 /// By rank, of each chunk there, in row order.
@@ -102,7 +102,10 @@ void bind_plan(py::module_& m) {
           "seq_lens",
           [](const Plan& p) {
             std::vector<std::vector<int64_t>> lens;
-            for (int32_t r = 0; r < p.num_ranks(); ++r) lens.push_back(to_list(p.seq_lens().lens(Rank(r))));
+            for (int32_t r = 0; r < p.num_ranks(); ++r) {
+              const auto of_rank = p.seq_lens().lens(Rank(r));
+              lens.emplace_back(of_rank.begin(), of_rank.end());
+            }
             return lens;
           },
           "Per home rank, the lengths of its sequences, in tokens.")
@@ -118,18 +121,14 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("sequences_on", per_chunk([](const Chunk& c) { return c.sequence.value; }),
                              "Per rank, the sequence of each of its chunks, in row order.")
       .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
-      .def_property_readonly(
-          "workload_before", [](const Plan& p) { return to_list(p.workload_before()); },
-          "Per rank, FLOPs of one block forward where every sequence stays at home.")
-      .def_property_readonly(
-          "workload_after", [](const Plan& p) { return to_list(p.workload_after()); },
-          "Per rank, FLOPs of one block forward under the plan.")
-      .def_property_readonly(
-          "tokens_before", [](const Plan& p) { return to_list(p.tokens_before()); },
-          "Per rank, the tokens of its own sequences.")
-      .def_property_readonly(
-          "tokens_after", [](const Plan& p) { return to_list(p.tokens_after()); },
-          "Per rank, the tokens that it holds under the plan.")
+      .def_property_readonly("workload_before", listed(&Plan::workload_before),
+                             "Per rank, FLOPs of one block forward where every sequence stays at home.")
+      .def_property_readonly("workload_after", listed(&Plan::workload_after),
+                             "Per rank, FLOPs of one block forward under the plan.")
+      .def_property_readonly("tokens_before", listed(&Plan::tokens_before),
+                             "Per rank, the tokens of its own sequences.")
+      .def_property_readonly("tokens_after", listed(&Plan::tokens_after),
+                             "Per rank, the tokens that it holds under the plan.")
       .def_property_readonly(
           "wir_before", [](const Plan& p) { return p.balance_before().wir(); },
           "Highest over lowest workload of a rank; infinite where a rank has none.")
@@ -154,11 +153,7 @@ void bind_plan(py::module_& m) {
           "gap", [](const Plan& p) { return prediction_of(p).gap(); },
           "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
-          "ideal_time",
-          [](const Plan& p) {
-            const StepTime step = predict_step(p);
-            return step.ideal_s + step.fixed_s;
-          },
+          "ideal_time", [](const Plan& p) { return predict_step(p).ideal_step_s(); },
           "Seconds of a step with the work spread evenly, no exchange, and what is fixed.")
       .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
       .def_property_readonly(

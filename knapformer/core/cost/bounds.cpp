@@ -185,9 +185,8 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   double bound_s = std::max(longest_s, cheapest_s / total_speed);
 
   // Steps above the bound so far raise it. Few sequences have any.
-  const Offer& cheapest = *std::min_element(offers.begin(), offers.end(), [link](const Offer& a, const Offer& b) {
-    return a.exchange_s_per_token.*link < b.exchange_s_per_token.*link;
-  });
+  const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
+  const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;

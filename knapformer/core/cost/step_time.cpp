@@ -20,10 +20,7 @@ class TrafficSum {
     }
     tokens_ += tokens;
   }
-  Traffic sum() const {
-    Traffic sum = earlier_;
-    return sum += per_token_ * static_cast<double>(tokens_);
-  }
+  Traffic sum() const { return earlier_ + per_token_ * static_cast<double>(tokens_); }
 
  private:
   Traffic earlier_, per_token_;
@@ -154,12 +151,6 @@ void check(std::span<const RankCompute> measured, int32_t num_ranks) {
 
 }  // namespace
 
-Traffic& Traffic::operator+=(const Traffic& other) {
-  inside += other.inside;
-  between += other.between;
-  return *this;
-}
-
 double Traffic::seconds(const Cluster& cluster) const {
   const double inside_s = inside > 0 ? cluster.node_latency_s + inside / cluster.node_bytes_per_s : 0;
   const double between_s = between > 0 ? cluster.network_latency_s + between / cluster.network_bytes_per_s : 0;
@@ -226,7 +217,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   const PlanInput& input = plan.input();
   const std::vector<RankLoad> loads = loads_of(plan, cluster, model);
   const Passes passes = model.passes();
-  const double bytes = row_bytes(input.d_model, model);
+  const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
   const auto token_work = [&](double tokens) { return tokens * input.workload.token_work(1, input.d_model); };
   const auto attention_work = [&](double pairs) {
     return input.workload.attention_work_of_pairs(pairs, input.d_model);
@@ -259,9 +250,9 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     const Rank group = load.shares_with_previous ? out.ranks[r - 1].group : Rank(r);
     out.ranks[r] = {.group = group, .forward = pass(1, 1), .backward = {}};
     if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
-    out.attention_bytes += sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
-    const double token_bytes = (bytes + model.side_bytes_per_token) * passes.routes;
-    out.route_bytes += load.route_sent * token_bytes;
+    out.attention_bytes =
+        out.attention_bytes + sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
+    out.route_bytes = out.route_bytes + load.route_sent * (token_bytes * passes.routes);
   }
 
   const int32_t num_ranks = plan.topology().num_ranks_per_replica();
@@ -283,8 +274,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
         slowest_group = Rank(first);
       }
     }
-    const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), bytes + model.side_bytes_per_token,
-                                      cluster, passes.routes);
+    const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
     const double block_s = slowest.blocks_s();
     const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});

@@ -37,7 +37,7 @@ struct Traffic {
 
   double total() const { return inside + between; }
   Traffic operator*(double by) const { return {inside * by, between * by}; }
-  Traffic& operator+=(const Traffic& other);
+  Traffic operator+(const Traffic& other) const { return {inside + other.inside, between + other.between}; }
   /// Of bytes: the slower link, with its latency.
   double seconds(const Cluster& cluster) const;
 };
@@ -131,8 +131,9 @@ struct StepTime : StepTerms {
   double ideal_s = 0;
   /// The work alone over all.
   double efficiency() const { return ideal_s == 0 ? 1 : ideal_s / total_s(); }
-  /// How much longer than the work divided evenly and the fixed time; 1 where there is no work.
-  double over_ideal() const { return ideal_s > 0 ? total_s() / (ideal_s + fixed_s) : 1; }
+  /// With the fixed time; and how much longer than that the step is, 1 where there is no work.
+  double ideal_step_s() const { return ideal_s + fixed_s; }
+  double over_ideal() const { return ideal_s > 0 ? total_s() / ideal_step_s() : 1; }
   /// First rank of the slowest group.
   Rank slowest_group;
 

@@ -18,19 +18,14 @@ void LoadObserver::Moments::fade() {
   for (double* sum : {&count, &t, &a, &tt, &ta, &aa}) *sum *= kFade;
 }
 
-LoadObserver::Moments LoadObserver::Moments::at_reference(double speed) const {
+void LoadObserver::Moments::add(const Moments& other, double speed) {
   const double square = speed * speed;
-  return {.count = count, .t = t / speed, .a = a / speed, .tt = tt / square, .ta = ta / square, .aa = aa / square};
-}
-
-LoadObserver::Moments& LoadObserver::Moments::operator+=(const Moments& other) {
   count += other.count;
-  t += other.t;
-  a += other.a;
-  tt += other.tt;
-  ta += other.ta;
-  aa += other.aa;
-  return *this;
+  t += other.t / speed;
+  a += other.a / speed;
+  tt += other.tt / square;
+  ta += other.ta / square;
+  aa += other.aa / square;
 }
 
 LoadObserver::LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
@@ -48,7 +43,7 @@ void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
   for (const LoadMeasurement& m : measurements) {
     if (m.token_work + m.attention_work <= 0) continue;  // an idle rank tells nothing
     const double t = m.token_work / kFlopsUnit / m.seconds, a = m.attention_work / kFlopsUnit / m.seconds;
-    ranks_[m.rank] += {.count = 1, .t = t, .a = a, .tt = t * t, .ta = t * a, .aa = a * a};
+    ranks_[m.rank].add({.count = 1, .t = t, .a = a, .tt = t * t, .ta = t * a, .aa = a * a});
     ++num_measurements_;
   }
   if (num_measurements_ >= kMinMeasurements) learn();
@@ -56,7 +51,7 @@ void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
 
 LoadObserver::Moments LoadObserver::total(std::span<const double> speed) const {
   Moments sum;
-  for (size_t r = 0; r < ranks_.size(); ++r) sum += ranks_[r].at_reference(speed[r]);
+  for (size_t r = 0; r < ranks_.size(); ++r) sum.add(ranks_[r], speed[r]);
   return sum;
 }
 

@@ -61,9 +61,8 @@ class LoadObserver {
   struct Moments {
     double count = 0, t = 0, a = 0, tt = 0, ta = 0, aa = 0;
     void fade();
-    /// Those of a rank `speed` times as fast at the reference speed.
-    Moments at_reference(double speed) const;
-    Moments& operator+=(const Moments& other);
+    /// Those of a rank `speed` times as fast as the reference, at the reference speed.
+    void add(const Moments& other, double speed = 1);
     /// With the k that minimises the sum of (k (T + gamma A)/s - 1)^2.
     Fit with_gamma(double gamma) const;
   };

@@ -139,37 +139,31 @@ Topology Topology::flattened(std::span<const int32_t> degrees) const {
 
 std::vector<Topology> Topology::flat_topologies() const {
   constexpr size_t kMaxChoices = 64;
-  std::vector<std::vector<int32_t>> choices = {{}};  // of a degree for each shape
-  for (const BagShape& shape : shapes_) {
-    std::vector<std::vector<int32_t>> longer;
-    for (const auto& choice : choices) {
-      for (const int32_t degree : shape.degrees) {
-        longer.push_back(choice);
-        longer.back().push_back(degree);
-      }
-    }
-    choices.swap(longer);
-    if (choices.size() > kMaxChoices) break;
-  }
-  if (choices.size() > kMaxChoices) {
-    std::set<int32_t> sizes;
-    for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
-    choices.clear();
-    for (const int32_t size : sizes) {
-      auto& choice = choices.emplace_back();
-      for (const BagShape& shape : shapes_) {
-        const auto above = std::upper_bound(shape.degrees.begin(), shape.degrees.end(), size);
-        choice.push_back(above == shape.degrees.begin() ? *above : *(above - 1));
-      }
-    }
-  }
+  size_t num_choices = 1;  // of a degree for each shape
+  for (const BagShape& shape : shapes_) num_choices = std::min(num_choices * shape.degrees.size(), kMaxChoices + 1);
   std::vector<Topology> flats;
-  for (const auto& choice : choices) flats.push_back(flattened(choice));
+  std::vector<int32_t> degrees(shapes_.size());
+  if (num_choices <= kMaxChoices) {
+    for (size_t choice = 0; choice < num_choices; ++choice) {
+      size_t rest = choice;  // the last shape's degree is its lowest digit
+      for (size_t s = shapes_.size(); s-- > 0; rest /= shapes_[s].degrees.size())
+        degrees[s] = shapes_[s].degrees[rest % shapes_[s].degrees.size()];
+      flats.push_back(flattened(degrees));
+    }
+    return flats;
+  }
+  std::set<int32_t> sizes;
+  for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
+  for (const int32_t size : sizes) {
+    for (size_t s = 0; s < shapes_.size(); ++s) {
+      const auto above = std::ranges::upper_bound(shapes_[s].degrees, size);
+      degrees[s] = above == shapes_[s].degrees.begin() ? *above : *(above - 1);
+    }
+    flats.push_back(flattened(degrees));
+  }
   return flats;
 }
 
-bool Topology::is_flat() const {
-  return std::all_of(shapes_.begin(), shapes_.end(), [](const BagShape& shape) { return shape.is_flat(); });
-}
+bool Topology::is_flat() const { return std::ranges::all_of(shapes_, &BagShape::is_flat); }
 
 }  // namespace knapformer

@@ -1,6 +1,7 @@
 #include "knapformer/core/plan/exchange_table.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "knapformer/core/util/error.h"
 
@@ -103,26 +104,24 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
 
   // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
   // the order of chunk indices, and so by home rank.
-  struct Held {
-    int32_t chunk = 0;
-    int64_t first_row = 0;
-    int64_t position = 0;
-  };
-  std::vector<Held> held;
+  const std::span<const int32_t> held = plan.chunks_on(rank);
+  std::vector<int64_t> first_rows;
   row = 0;
-  for (const int32_t index : plan.chunks_on(rank)) {
-    held.push_back({.chunk = index, .first_row = row, .position = static_cast<int64_t>(held.size())});
+  for (const int32_t index : held) {
+    first_rows.push_back(row);
     tables.chunk_lens.push_back(plan.chunk(index).num_tokens);
     row += plan.chunk(index).num_tokens;
   }
-  std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.chunk < b.chunk; });
+  std::vector<int32_t> wire_order(held.size());
+  std::iota(wire_order.begin(), wire_order.end(), 0);
+  std::ranges::sort(wire_order, {}, [&](int32_t i) { return held[i]; });
   tokens.clear();
   sequences.clear();
-  for (const Held& h : held) {
-    const Chunk& chunk = plan.chunk(h.chunk);
+  for (const int32_t i : wire_order) {
+    const Chunk& chunk = plan.chunk(held[i]);
     const int32_t home = lens.home_of(chunk.sequence).value;
-    tokens.push_back({.peer = home, .run = {.first_row = h.first_row, .num_rows = chunk.num_tokens}});
-    sequences.push_back({.peer = home, .run = {.first_row = h.position, .num_rows = 1}});
+    tokens.push_back({.peer = home, .run = {.first_row = first_rows[i], .num_rows = chunk.num_tokens}});
+    sequences.push_back({.peer = home, .run = {.first_row = i, .num_rows = 1}});
   }
   tables.tokens.recv = make_end(row, plan.num_ranks(), tokens);
   tables.sequences.recv = make_end(static_cast<int64_t>(held.size()), plan.num_ranks(), sequences);

@@ -156,10 +156,6 @@ std::vector<int64_t> Plan::chunk_lens() const {
   return lens;
 }
 
-int64_t Plan::max_tokens() const {
-  return tokens_after_.empty() ? 0 : *std::max_element(tokens_after_.begin(), tokens_after_.end());
-}
-
 void Plan::validate() const {
   const auto check = [](bool is_right, const auto&... found) {
     if (!is_right) throw StateError(text("plan: ", found...));
@@ -212,11 +208,6 @@ void Plan::validate() const {
     check(held == tokens[r] && held == tokens_after_[r], "rank ", r, " lists ", held, " tokens, expected ", tokens[r]);
   }
   check(num_held == chunks().size(), num_held, " of ", chunks().size(), " chunks are on a rank");
-}
-
-bool Plan::operator==(const Plan& other) const {
-  return input_ == other.input_ && solver_ == other.solver_ && placements_ == other.placements_ &&
-         chunks_ == other.chunks_;
 }
 
 }  // namespace knapformer

@@ -8,6 +8,7 @@
 //   sequence 7, 10 tokens, degree 4, group at rank 8:   rank 8 [0,3)  rank 9 [3,6)  rank 10 [6,8)  rank 11 [8,10)
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -140,13 +141,13 @@ class Plan {
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
   /// Tokens of the fullest rank.
-  int64_t max_tokens() const;
+  int64_t max_tokens() const { return tokens_after_.empty() ? 0 : std::ranges::max(tokens_after_); }
 
   /// Checks every promise above from the parts alone: each token of each sequence on exactly one rank, groups aligned
   /// and inside their bag and replica, order, sums. Throws StateError with the first one that is broken.
   void validate() const;
 
-  bool operator==(const Plan&) const;
+  bool operator==(const Plan&) const = default;
 
  private:
   void lay_out(std::span<const int64_t> chunk_lens);

@@ -88,10 +88,9 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
         const StepTime time = predict_step(plan);
         option.predicted_time_s += weight * time.total_s();
         option.efficiency_loss += weight * time.over_ideal();
-        const double ideal_step_s = time.ideal_s + time.fixed_s;
-        if (ideal_step_s > 0) {
-          exchange += weight * (time.exchange_s + time.route_s) / ideal_step_s;
-          fsdp += weight * time.fsdp_s / ideal_step_s;
+        if (time.ideal_step_s() > 0) {
+          exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
+          fsdp += weight * time.fsdp_s / time.ideal_step_s();
         }
         if (plan.num_tokens() > 0) {
           option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());

@@ -74,10 +74,10 @@ int32_t Construction::freest(Queue& queue) {
 
 int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
-  int32_t best = freest(queues_[first]);
-  if (last - first == 1) return best;
-  double min_load = occupancy(best) + trees_.cost(item, best);
-  for (size_t q = first + 1; q < last; ++q) {
+  if (last - first == 1) return freest(queues_[first]);
+  int32_t best = -1;
+  double min_load = std::numeric_limits<double>::infinity();
+  for (size_t q = first; q < last; ++q) {
     const int32_t v = freest(queues_[q]);
     const double now = occupancy(v) + trees_.cost(item, v);
     if (now < min_load) {

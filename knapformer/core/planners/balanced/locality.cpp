@@ -156,7 +156,7 @@ class Locality {
     places_.clear();
     for (const SequenceId id : ids) places_.push_back(placements_[id.index()]);
     std::ranges::sort(places_, {}, [](const Placement& place) { return std::pair(place.degree, place.first_rank); });
-    next_free_.resize(ids.size() + 1);  // or itself
+    next_free_.resize(ids.size() + 1);
     std::iota(next_free_.begin(), next_free_.end(), size_t{0});
     for (const int32_t reach : {1, input_.cluster.ranks_per_node, input_.topology.num_ranks()}) {
       std::erase_if(places_, [&](const Placement& place) {
@@ -179,7 +179,7 @@ class Locality {
   /// same are alike.
   std::vector<std::vector<double>> traits_;
   std::vector<Placement> places_;
-  std::vector<size_t> next_free_;
+  std::vector<size_t> next_free_;  // of equal sequences: itself where it is free
 };
 
 /// What a replica's placements move, where shared sequences are cut evenly: the slowest rank's seconds for a token's
