@@ -97,7 +97,7 @@ Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placement
 void Plan::lay_out(std::span<const int64_t> chunk_lens) {
   const auto num_ranks = static_cast<size_t>(this->num_ranks());
   KNAPFORMER_ASSERT(placements_.size() == static_cast<size_t>(num_sequences()));
-  chunks_.values.reserve(chunk_lens.size());
+  chunks_.values.resize(chunk_lens.size());
   chunks_.offsets.reserve(placements_.size() + 1);
   workload_before_.assign(num_ranks, 0.0);
   workload_after_.assign(num_ranks, 0.0);
@@ -111,6 +111,7 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     return input_.workload.token_work(tokens, input_.d_model) +
            input_.workload.attention_work_of_pairs(pairs, input_.d_model);
   };
+  size_t next = 0;
   for (size_t s = 0; s < placements_.size(); ++s) {
     const SequenceId id(s);
     const Placement& place = placements_[s];
@@ -123,17 +124,17 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     int64_t first_token = 0;
     for (int32_t i = 0; i < place.degree; ++i) {
       const Rank rank(place.first_rank.value + i);
-      const int64_t tokens = chunk_lens[chunks_.values.size()];
-      chunks_.values.push_back({.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens});
+      const int64_t tokens = chunk_lens[next];
+      chunks_.values[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
       first_token += tokens;
       pairs_after[rank.index()] += shares.part(pairs, place.degree, i);
       tokens_after_[rank.index()] += tokens;
       if (rank != home) tokens_moved_ += tokens;
     }
     attention_tokens_moved_ += static_cast<double>(length) * (place.degree - 1) / place.degree;
-    chunks_.end_list();
+    chunks_.offsets.push_back(static_cast<int32_t>(next));
   }
-  KNAPFORMER_ASSERT(chunks_.values.size() == chunk_lens.size());
+  KNAPFORMER_ASSERT(next == chunk_lens.size());
   for (size_t r = 0; r < num_ranks; ++r) {
     workload_before_[r] = work_of(tokens_before_[r], pairs_before[r]);
     workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
