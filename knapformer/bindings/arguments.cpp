@@ -18,14 +18,10 @@ std::string type_of(py::handle object) { return py::str(py::type::handle_of(obje
 
 std::string shown(py::handle object) {
   const py::object repr = steal(PyObject_Repr(object.ptr()));
-  Py_ssize_t size = 0;
-  const char* utf8 = repr ? PyUnicode_AsUTF8AndSize(repr.ptr(), &size) : nullptr;
-  if (utf8 == nullptr) PyErr_Clear();
-  const std::string_view form(utf8 == nullptr ? "" : utf8, static_cast<size_t>(size));
-  if (form.empty() || form.size() > kMostShown || form.find('\n') != std::string_view::npos) {
+  const std::string form = repr ? as_text(repr).value_or("") : "";
+  if (form.empty() || form.size() > kMostShown || form.find('\n') != std::string::npos)
     return text("an object of type ", type_of(object));
-  }
-  return std::string(form);
+  return form;
 }
 
 std::string first_line(const std::exception& error) {

@@ -156,9 +156,7 @@ void bind_cost_parameters(py::module_& m) {
       .def_static(
           "published", [](const Fields& changes) { return changed(Cluster::published(), changes); },
           "The cluster and the implementation that the paper measured.")
-      .def_static(
-          "names", [] { return std::vector<std::string>(Cluster::names().begin(), Cluster::names().end()); },
-          "The clusters that have a name.");
+      .def_static("names", &Cluster::names, "The clusters that have a name.");
   bind_record<TrainedModel>(m, "TrainedModel",
                             "What a step runs, as far as its cost depends on it. The default is the FLUX of the "
                             "published table.")
@@ -187,12 +185,11 @@ void bind_cost(py::module_& m) {
       },
       py::arg("plan"), py::arg("cluster") = py::none(), py::arg("model") = py::none(),
       py::arg("measured") = std::vector<std::tuple<double, double, double>>(),
-      "Predicted time of a step under `plan`, by phase.\n\n"
-      "cluster, model: None for those that it was planned for. measured: per rank the seconds of one block's forward "
-      "pass in\n"
-      "the per-token layers, in attention on whole sequences, and in attention on shared ones, in place of the plan's "
-      "work over\n"
-      "cluster.flops_per_s. Raises ArgumentError.");
+      R"(Predicted time of a step under `plan`, by phase.
+
+cluster, model: None for those that it was planned for. measured: per rank the seconds of one block's forward pass in
+the per-token layers, in attention on whole sequences, and in attention on shared ones, in place of the plan's work
+over cluster.flops_per_s. Raises ArgumentError.)");
   m.def(
       "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
       "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");
@@ -203,9 +200,7 @@ void bind_cost(py::module_& m) {
         return std::make_tuple(matrix.num_blocks, std::move(matrix.route), std::move(matrix.attention));
       },
       py::arg("plan"), py::arg("ranks_per_block") = 1,
-      "(number of blocks, route, attention): bytes that blocks of so many consecutive ranks send each other in a step, "
-      "as flat\n"
-      "lists, senders first. What ranks of one block send each other is on the diagonal; what stays on its rank is "
-      "nowhere.\n"
-      "Raises ArgumentError.");
+      R"((number of blocks, route, attention): bytes that blocks of so many consecutive ranks send each other in a
+step, as flat lists, senders first. What ranks of one block send each other is on the diagonal; what stays on its rank
+is nowhere. Raises ArgumentError.)");
 }

@@ -40,17 +40,13 @@ void bind_exchanges(BalancerClass& balancer) {
           "route",
           [](SequenceBalancer& self, const GivenTensor& x, const GivenTensors& features,
              const GivenTensors& sequence_features) -> py::typing::Tuple<py::object, py::ellipsis> {
-            struct Arguments {
-              at::Tensor x;
-              std::vector<at::Tensor> features, sequence_features;
-            };
             SequenceBalancer::Routed routed = convert_then_call(
                 self,
                 [&] {
-                  return Arguments{tensor_from(x, "x"), tensors_from(features, "features"),
-                                   tensors_from(sequence_features, "sequence_features")};
+                  return std::tuple(tensor_from(x, "x"), tensors_from(features, "features"),
+                                    tensors_from(sequence_features, "sequence_features"));
                 },
-                [&](const Arguments& a) { return self.route(a.x, a.features, a.sequence_features); });
+                [&](const auto&... tensors) { return self.route(tensors...); });
             if (sequence_features.is_none()) return py::make_tuple(routed.chunk_lens, routed.x, routed.features);
             return py::make_tuple(routed.chunk_lens, routed.x, routed.features, routed.sequence_features);
           },
@@ -71,7 +67,7 @@ others in whether gradients travel. With a group of one the tensors come back as
           "reverse_route",
           [](SequenceBalancer& self, const GivenTensor& x) {
             SequenceBalancer::Returned returned = convert_then_call(
-                self, [&] { return tensor_from(x, "x"); },
+                self, [&] { return std::tuple(tensor_from(x, "x")); },
                 [&](const at::Tensor& tensor) { return self.reverse_route(tensor); });
             return std::make_tuple(returned.seq_lens, returned.x);
           },
@@ -86,8 +82,8 @@ Collective over the balancer's group, one all-to-all, as route.)")
           "pre_attn",
           [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v) {
             SequenceBalancer::AttentionInputs inputs = convert_then_call(
-                self, [&] { return std::array{tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v")}; },
-                [&](const auto& a) { return self.pre_attn(a[0], a[1], a[2]); });
+                self, [&] { return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v")); },
+                [&](const auto&... tensors) { return self.pre_attn(tensors...); });
             return std::make_tuple(inputs.seq_lens, inputs.q, inputs.k, inputs.v);
           },
           py::arg("q"), py::arg("k"), py::arg("v"),
@@ -103,7 +99,7 @@ Collective over the ranks of this rank's bag, one all-to-all; none in a bag of o
           "post_attn",
           [](SequenceBalancer& self, const GivenTensor& o) {
             SequenceBalancer::AttentionOutput output = convert_then_call(
-                self, [&] { return tensor_from(o, "o"); },
+                self, [&] { return std::tuple(tensor_from(o, "o")); },
                 [&](const at::Tensor& tensor) { return self.post_attn(tensor); });
             return std::make_tuple(output.chunk_lens, output.o);
           },
@@ -118,17 +114,13 @@ Collective over the ranks of this rank's bag, one all-to-all; none in a bag of o
           "attention",
           [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v,
              const GivenKernel& attend) {
-            struct Arguments {
-              at::Tensor q, k, v;
-              Attend attend;
-            };
             return convert_then_call(
                 self,
                 [&] {
-                  return Arguments{tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
-                                   attend_from(self, attend)};
+                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
+                                    attend_from(self, attend));
                 },
-                [&](const Arguments& a) { return self.attention(a.q, a.k, a.v, a.attend); });
+                [&](const auto&... arguments) { return self.attention(arguments...); });
           },
           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"),
           R"(Every token of a chunk attends to its whole sequence, over flat and nested bags: o.

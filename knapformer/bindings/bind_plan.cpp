@@ -16,24 +16,20 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 namespace {
 
 template <class T>
-std::vector<T> to_list(std::span<const T> values) {
-  return {values.begin(), values.end()};
+auto listed(std::span<const T> (Plan::*values)() const) {
+  return [values](const Plan& plan) { return std::vector<T>((plan.*values)().begin(), (plan.*values)().end()); };
 }
 
-std::vector<std::vector<int64_t>> chunk_lens(const Plan& plan) {
-  std::vector<std::vector<int64_t>> lens(static_cast<size_t>(plan.num_ranks()));
-  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r))) lens[r].push_back(plan.chunk(index).num_tokens);
-  }
-  return lens;
-}
-
-std::vector<std::vector<int32_t>> sequences_on(const Plan& plan) {
-  std::vector<std::vector<int32_t>> ids(static_cast<size_t>(plan.num_ranks()));
-  for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    for (const int32_t index : plan.chunks_on(Rank(r))) ids[r].push_back(plan.chunk(index).sequence.value);
-  }
-  return ids;
+/// By rank, of each chunk there, in row order.
+template <class Field>
+auto per_chunk(Field field) {
+  return [field](const Plan& plan) {
+    std::vector<std::vector<int64_t>> out(static_cast<size_t>(plan.num_ranks()));
+    for (int32_t r = 0; r < plan.num_ranks(); ++r) {
+      for (const int32_t index : plan.chunks_on(Rank(r))) out[r].push_back(field(plan.chunk(index)));
+    }
+    return out;
+  };
 }
 
 py::typing::List<py::typing::Tuple<int, int, int, int>> chunks(const Plan& plan) {
@@ -55,10 +51,7 @@ Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model) 
   PlanInput input = plan.input();
   if (!cluster.is_none()) input.cluster = cluster_from(cluster);
   if (!model.is_none()) input.model = model_from(model);
-  std::vector<int64_t> chunk_lens;
-  for (const Chunk& chunk : plan.chunks()) chunk_lens.push_back(chunk.num_tokens);
-  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()},
-              std::move(chunk_lens));
+  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens());
 }
 
 std::vector<double> chunk_works(const Plan& plan) {
@@ -109,7 +102,10 @@ void bind_plan(py::module_& m) {
           "seq_lens",
           [](const Plan& p) {
             std::vector<std::vector<int64_t>> lens;
-            for (int32_t r = 0; r < p.num_ranks(); ++r) lens.push_back(to_list(p.seq_lens().lens(Rank(r))));
+            for (int32_t r = 0; r < p.num_ranks(); ++r) {
+              const auto of_rank = p.seq_lens().lens(Rank(r));
+              lens.emplace_back(of_rank.begin(), of_rank.end());
+            }
             return lens;
           },
           "Per home rank, the lengths of its sequences, in tokens.")
@@ -120,23 +116,19 @@ void bind_plan(py::module_& m) {
                              "Per sequence, the first of the consecutive ranks that hold it.")
       .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
                              "How many consecutive ranks share each sequence.")
-      .def_property_readonly("chunk_lens", &chunk_lens,
+      .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c) { return c.num_tokens; }),
                              "Per rank, the tokens of the chunks that it holds, in row order.")
-      .def_property_readonly("sequences_on", &sequences_on,
+      .def_property_readonly("sequences_on", per_chunk([](const Chunk& c) { return c.sequence.value; }),
                              "Per rank, the sequence of each of its chunks, in row order.")
       .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
-      .def_property_readonly(
-          "workload_before", [](const Plan& p) { return to_list(p.workload_before()); },
-          "Per rank, FLOPs of one block forward where every sequence stays at home.")
-      .def_property_readonly(
-          "workload_after", [](const Plan& p) { return to_list(p.workload_after()); },
-          "Per rank, FLOPs of one block forward under the plan.")
-      .def_property_readonly(
-          "tokens_before", [](const Plan& p) { return to_list(p.tokens_before()); },
-          "Per rank, the tokens of its own sequences.")
-      .def_property_readonly(
-          "tokens_after", [](const Plan& p) { return to_list(p.tokens_after()); },
-          "Per rank, the tokens that it holds under the plan.")
+      .def_property_readonly("workload_before", listed(&Plan::workload_before),
+                             "Per rank, FLOPs of one block forward where every sequence stays at home.")
+      .def_property_readonly("workload_after", listed(&Plan::workload_after),
+                             "Per rank, FLOPs of one block forward under the plan.")
+      .def_property_readonly("tokens_before", listed(&Plan::tokens_before),
+                             "Per rank, the tokens of its own sequences.")
+      .def_property_readonly("tokens_after", listed(&Plan::tokens_after),
+                             "Per rank, the tokens that it holds under the plan.")
       .def_property_readonly(
           "wir_before", [](const Plan& p) { return p.balance_before().wir(); },
           "Highest over lowest workload of a rank; infinite where a rank has none.")
@@ -161,11 +153,7 @@ void bind_plan(py::module_& m) {
           "gap", [](const Plan& p) { return prediction_of(p).gap(); },
           "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
-          "ideal_time",
-          [](const Plan& p) {
-            const StepTime step = predict_step(p);
-            return step.ideal_s + step.fixed_s;
-          },
+          "ideal_time", [](const Plan& p) { return predict_step(p).ideal_step_s(); },
           "Seconds of a step with the work spread evenly, no exchange, and what is fixed.")
       .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
       .def_property_readonly(

@@ -84,22 +84,17 @@ void bind_planner(py::module_& m) {
       py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
       py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(), py::arg("cluster") = py::none(),
       py::arg("num_heads") = 0, py::arg("model") = py::none(),
-      "Plans the sequences of all ranks, without process groups.\n\n"
-      "seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the "
-      "best of\n"
-      "rank_topologies for these lengths. d_model: width, in features.\n"
-      "solver: one of solver_names(). effort ('balanced'): 'low', 'default', 'high', or a number of moves; the plan "
-      "depends on it\n"
-      "and not on the machine. masks: the mask of all sequences, or of each, in lists like the lengths' (see "
-      "attention_pairs).\n"
-      "max_tokens_per_rank: a limit that the plan keeps or that is refused, 0 for none. rank_speed: per rank, "
-      "relative; "
-      "none where\n"
-      "all are equal. cluster: a Cluster, or the name of one; None: the default. model: a TrainedModel; None: the "
-      "default.\n"
-      "num_heads: in place of model's; where a group's ranks do not divide them, some have more attention to "
-      "compute.\n\n"
-      "Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.");
+      R"(Plans the sequences of all ranks, without process groups.
+
+seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the best of
+rank_topologies for these lengths. d_model: width, in features. solver: one of solver_names(). effort ('balanced'):
+'low', 'default', 'high', or a number of moves; the plan depends on it and not on the machine. masks: the mask of all
+sequences, or of each, in lists like the lengths' (see attention_pairs). max_tokens_per_rank: a limit that the plan
+keeps or that is refused, 0 for none. rank_speed: per rank, relative; none where all are equal. cluster: a Cluster, or
+the name of one; None: the default. model: a TrainedModel; None: the default. num_heads: in place of model's; where a
+group's ranks do not divide them, some have more attention to compute.
+
+Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
       .def_readonly("topology", &TopologyOption::topology, "Its text.")
       .def_readonly("predicted_time", &TopologyOption::predicted_time_s, "Seconds of a step; mean over the batches.")
@@ -135,14 +130,12 @@ void bind_planner(py::module_& m) {
       py::arg("batches"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma, py::arg("num_heads") = 0,
       py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
       py::arg("cluster") = py::none(), py::arg("model") = py::none(),
-      "Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time "
-      "first, with\n"
-      "reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Within a "
-      "thousandth of the\n"
-      "time the one that exchanges less comes first. mask: of all sequences. The rest as in plan. Where "
-      "max_tokens_per_rank cannot\n"
-      "be kept a topology comes last, its predicted_time infinite.\n\n"
-      "Raises ArgumentError.");
+      R"(Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time
+first, with reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Within a
+thousandth of the time the one that exchanges less comes first. mask: of all sequences. The rest as in plan. Where
+max_tokens_per_rank cannot be kept a topology comes last, its predicted_time infinite.
+
+Raises ArgumentError.)");
   m.def("head_shares", &head_shares, py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("degree"),
         "For each of the `degree` ranks that share a sequence, how many query heads and how many key/value heads it "
         "computes.\n\n"
@@ -150,8 +143,8 @@ void bind_planner(py::module_& m) {
   m.def(
       "solver_names",
       [] {
-        std::vector<std::string> names;
-        for (const Planner& planner : planners()) names.emplace_back(planner.name);
+        std::vector<std::string_view> names;
+        for (const Planner& planner : planners()) names.push_back(planner.name);
         return names;
       },
       "What `solver` may be, the default first.");

@@ -7,14 +7,10 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 namespace {
 
 /// What plan_routing and start_planning take alike.
-struct StepArguments {
-  std::vector<int64_t> lens;
-  int64_t d_model;
-  std::vector<Mask> masks;
-};
-
-StepArguments step_from(const GivenLengths& seq_lens, const GivenInteger& d_model, const GivenMasks& masks) {
-  return {.lens = lengths_from(seq_lens), .d_model = integer_from(d_model, "d_model"), .masks = masks_from(masks)};
+std::tuple<std::vector<int64_t>, int64_t, std::vector<Mask>> step_from(const GivenLengths& seq_lens,
+                                                                       const GivenInteger& d_model,
+                                                                       const GivenMasks& masks) {
+  return {lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks)};
 }
 
 StepMetrics prefixed_metrics(SequenceBalancer& self) {
@@ -43,7 +39,7 @@ void bind_planning(BalancerClass& balancer) {
              const GivenMasks& masks) {
             return convert_then_call(
                 self, [&] { return step_from(seq_lens, d_model, masks); },
-                [&](const StepArguments& step) { return self.plan_routing(step.lens, step.d_model, step.masks); });
+                [&](const auto&... step) { return self.plan_routing(step...); });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(),
           R"(Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.
@@ -61,9 +57,9 @@ Collective over the balancer's group, one collective; on CPU tensors where the g
              std::optional<std::string> failure, const GivenMasks& masks) {
             return convert_then_call(
                 self, [&] { return step_from(seq_lens, d_model, masks); },
-                [&](const StepArguments& step) {
-                  return self.start_planning(step.lens, step.d_model,
-                                             {.masks = step.masks, .ended = ended, .failure = std::move(failure)});
+                [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each) {
+                  return self.start_planning(lens, width,
+                                             {.masks = of_each, .ended = ended, .failure = std::move(failure)});
                 });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,

@@ -3,10 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-void bind_workload(pybind11::module_& m);         // FLOPs, masks, the fit
-void bind_topology(pybind11::module_& m);         // bags of ranks
+void bind_model(pybind11::module_& m);            // FLOPs, masks, the fit; bags of ranks; seeded lengths
 void bind_cost_parameters(pybind11::module_& m);  // clusters and models
 void bind_plan(pybind11::module_& m);             // the value
 void bind_planner(pybind11::module_& m);          // what makes it
-void bind_data_mix(pybind11::module_& m);         // seeded lengths
 void bind_cost(pybind11::module_& m);             // the predicted step time

@@ -41,11 +41,9 @@ PYBIND11_MODULE(_core, m) {
   m.attr("torch_version") = py::none();
 #endif
   bind_errors(m);
-  bind_workload(m);
-  bind_topology(m);
+  bind_model(m);
   bind_cost_parameters(m);
   bind_plan(m);
   bind_planner(m);
-  bind_data_mix(m);
   bind_cost(m);
 }

@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "knapformer/bindings/arguments.h"
@@ -42,15 +43,15 @@ auto convert_or_report(Convert convert, Report report) {
   }
 }
 
-/// `convert` under the GIL, then `call` with its result and without it: others of this process run while ranks wait for
-/// each other. What convert throws is reported: `call` reports itself. What Python raised inside of torch, in a hook of
-/// saved tensors say, goes on as it is.
+/// `convert` under the GIL, then `call` with the tuple that it returns and without it: others of this process run while
+/// ranks wait for each other. What convert throws is reported: `call` reports itself. What Python raised inside of
+/// torch, in a hook of saved tensors say, goes on as it is.
 template <class Convert, class Call>
 auto convert_then_call(SequenceBalancer& self, Convert convert, Call call) {
   auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });
   try {
     const pybind11::gil_scoped_release release;
-    return call(arguments);
+    return std::apply(call, arguments);
   } catch (python_error& error) {
     error.restore();
     throw pybind11::error_already_set();

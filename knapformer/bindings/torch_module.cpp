@@ -43,25 +43,21 @@ BalancerClass bind_balancer(py::module_& m) {
                        const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
                        const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
                        const GivenGroup& group, const MakeBagGroup& make_bag_group) {
-             struct Arguments {
-               std::string topology;
-               BalancerOptions options;
-             };
              const ProcessGroupPtr joined = group_from(group);
-             Arguments arguments = convert_or_report(
+             std::string bags;
+             BalancerOptions options = convert_or_report(
                  [&] {
-                   return Arguments{.topology = text_from(topology, "topology"),
-                                    .options = {.plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed,
-                                                                      cluster, model),
-                                                .solver = text_from(solver, "solver"),
-                                                .effort = effort_from(effort),
-                                                .mask = Mask::parse(text_from(mask, "mask")),
-                                                .engine = engine_from(engine)}};
+                   bags = text_from(topology, "topology");
+                   return BalancerOptions{
+                       .plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model),
+                       .solver = text_from(solver, "solver"),
+                       .effort = effort_from(effort),
+                       .mask = Mask::parse(text_from(mask, "mask")),
+                       .engine = engine_from(engine)};
                  },
                  [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
              const py::gil_scoped_release release;
-             return std::make_unique<SequenceBalancer>(arguments.topology, std::move(arguments.options), joined,
-                                                       make_bag_group);
+             return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group);
            }),
            py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
            py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -23,36 +24,29 @@ std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
 
 /// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.
 struct Offer {
-  double speed = 0;                                                            // summed
-  Traffic exchange_s_per_token = {.inside = kInfinity, .between = kInfinity};  // tokens of a chunk
+  double speed = 0;              // summed
+  Traffic exchange_s_per_token;  // tokens of a chunk
 };
 
-/// By ascending degree.
+/// One for each degree.
 std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica) {
   const AttentionShares shares = input.attention_shares();
-  std::vector<std::pair<int32_t, Offer>> offers;
-  for (const BagShape& shape : topology.shapes()) {
-    for (const int32_t degree : shape.degrees) {
-      if (std::ranges::find(offers, degree, &std::pair<int32_t, Offer>::first) == offers.end())
-        offers.push_back({degree, {}});
-    }
-  }
-  std::ranges::sort(offers, {}, &std::pair<int32_t, Offer>::first);
-  std::vector<Offer> out(offers.size());
-  for (size_t k = 0; k < offers.size(); ++k) {
-    const int32_t degree = offers[k].first;
-    Traffic min_sent = {.inside = kInfinity, .between = kInfinity};
-    for (const Bag& bag : bags_of(topology, replica)) {
-      if (!std::ranges::binary_search(topology.shapes()[bag.shape].degrees, degree)) continue;
+  std::map<int32_t, std::pair<double, Traffic>> best;  // by degree: summed speed, the part of a row that is sent
+  for (const Bag& bag : bags_of(topology, replica)) {
+    for (const int32_t degree : topology.shapes()[bag.shape].degrees) {
+      auto& [speed, sent] =
+          best.try_emplace(degree, 0.0, Traffic{.inside = kInfinity, .between = kInfinity}).first->second;
       for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
-        const Traffic sent = sent_range(input.cluster, shares, Rank(r), degree).min;
-        min_sent = {std::min(min_sent.inside, sent.inside), std::min(min_sent.between, sent.between)};
-        out[k].speed = std::max(out[k].speed, input.group_speed(Rank(r), degree).sum);
+        const Traffic min = sent_range(input.cluster, shares, Rank(r), degree).min;
+        sent = {.inside = std::min(sent.inside, min.inside), .between = std::min(sent.between, min.between)};
+        speed = std::max(speed, input.group_speed(Rank(r), degree).sum);
       }
     }
-    out[k].exchange_s_per_token = exchange_s_per_token(input, min_sent);
   }
-  return out;
+  std::vector<Offer> offers;
+  for (const auto& [degree, offer] : best)
+    offers.push_back({.speed = offer.first, .exchange_s_per_token = exchange_s_per_token(input, offer.second)});
+  return offers;
 }
 
 /// Of what is proven from sums that may round.
@@ -191,9 +185,8 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   double bound_s = std::max(longest_s, cheapest_s / total_speed);
 
   // Steps above the bound so far raise it. Few sequences have any.
-  const Offer& cheapest = *std::min_element(offers.begin(), offers.end(), [link](const Offer& a, const Offer& b) {
-    return a.exchange_s_per_token.*link < b.exchange_s_per_token.*link;
-  });
+  const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
+  const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "knapformer/core/util/error.h"
 
@@ -21,10 +20,7 @@ class TrafficSum {
     }
     tokens_ += tokens;
   }
-  Traffic sum() const {
-    Traffic sum = earlier_;
-    return sum += per_token_ * static_cast<double>(tokens_);
-  }
+  Traffic sum() const { return earlier_ + per_token_ * static_cast<double>(tokens_); }
 
  private:
   Traffic earlier_, per_token_;
@@ -37,54 +33,26 @@ struct RankLoad {
   double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, at its share of the heads
   TrafficSum sent;                           // rows in one exchange of one tensor
   double num_pieces = 0;
-  int64_t route_sent[2] = {}, route_received[2] = {};  // tokens: inside the node, between nodes
+  Traffic route_sent, route_received;  // tokens
+  // A sequence lies on consecutive ranks, so connected groups are runs of ranks, all but the first of which do:
+  bool shares_with_previous = false;
 };
 
-/// Groups of ranks that share sequences. Those of a planner are aligned and nest, but a plan read from a file is only
-/// trusted as far as it is checked: so ranks are joined by union-find, the lowest rank leading.
-class Groups {
- public:
-  explicit Groups(int32_t num_ranks) : leader_(static_cast<size_t>(num_ranks)) {
-    std::iota(leader_.begin(), leader_.end(), 0);
-  }
-  int32_t find(int32_t rank) {
-    while (leader_[rank] != rank) rank = leader_[rank] = leader_[leader_[rank]];
-    return rank;
-  }
-  void join(int32_t a, int32_t b) {
-    const int32_t leaders[] = {find(a), find(b)};
-    leader_[std::max(leaders[0], leaders[1])] = std::min(leaders[0], leaders[1]);
-  }
-
- private:
-  std::vector<int32_t> leader_;
-};
-
-struct PlanLoads {
-  std::vector<RankLoad> ranks;
-  Groups groups;
-  double total_tokens = 0, total_pairs = 0;
-};
-
-PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
-  const PlanInput& input = plan.input();
+std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
   const AttentionShares shares(model.num_heads, model.num_kv_heads);
-  PlanLoads loads{.ranks = std::vector<RankLoad>(static_cast<size_t>(plan.num_ranks())),
-                  .groups = Groups(plan.num_ranks())};
+  std::vector<RankLoad> loads(static_cast<size_t>(plan.num_ranks()));
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
     const Placement& place = plan.placement(id);
     const Rank home = plan.seq_lens().home_of(id);
-    const double pairs = input.pairs_of(id);
-    loads.total_tokens += static_cast<double>(plan.seq_lens()[id]);
-    loads.total_pairs += pairs;
+    const double pairs = plan.input().pairs_of(id);
     for (const Chunk& chunk : plan.chunks(id)) {
-      RankLoad& load = loads.ranks[chunk.rank.index()];
+      RankLoad& load = loads[chunk.rank.index()];
       load.tokens += chunk.num_tokens;
       if (chunk.rank != home) {
-        const bool leaves = !cluster.same_node(chunk.rank, home);
-        loads.ranks[home.index()].route_sent[leaves] += chunk.num_tokens;
-        load.route_received[leaves] += chunk.num_tokens;
+        const auto link = cluster.same_node(chunk.rank, home) ? &Traffic::inside : &Traffic::between;
+        loads[home.index()].route_sent.*link += static_cast<double>(chunk.num_tokens);
+        load.route_received.*link += static_cast<double>(chunk.num_tokens);
       }
       if (place.degree == 1) {
         load.whole_pairs += pairs;
@@ -93,23 +61,14 @@ PlanLoads loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel&
       load.shared_pairs += shares.part(pairs, place.degree, chunk.rank.value - place.first_rank.value);
       load.num_pieces += place.degree;
       load.sent.add(chunk.num_tokens, sent_part(cluster, shares, chunk.rank, place.first_rank, place.degree));
-      loads.groups.join(chunk.rank.value, place.first_rank.value);
+      if (chunk.rank != place.first_rank) load.shares_with_previous = true;
     }
   }
   return loads;
 }
 
-/// What one block costs a group, over all passes.
-struct BlockCost {
-  double token_s = 0;
-  double attention_s = 0;
-  double exchange_s = 0;
-  double host_s = 0;
-  double seconds() const { return token_s + attention_s + exchange_s + host_s; }
-};
-
-/// Adds `times` passes over the ranks' blocks, and sets how long each rank waits in them.
-void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, BlockCost& cost) {
+/// Adds `times` passes over a group's blocks to its time, and sets how long each rank waits in them.
+void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, StepTerms& block) {
   if (times == 0) return;
   const PassTime* longest = &(ranks[0].*pass);
   double token_s = 0;
@@ -119,9 +78,9 @@ void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times,
     token_s = std::max(token_s, t.token_s);
     if (phase_s(t) > phase_s(*longest)) longest = &t;
   }
-  cost.token_s += times * token_s;
-  cost.attention_s += times * longest->attention_s();
-  cost.exchange_s += times * longest->exchange_s();
+  block.token_s += times * token_s;
+  block.attention_s += times * longest->attention_s();
+  block.exchange_s += times * longest->exchange_s();
   const double longest_s = phase_s(*longest);
   for (RankTime& rank : ranks) {
     PassTime& t = rank.*pass;
@@ -173,11 +132,8 @@ double step_s_of(int32_t num_ranks, const Cluster& cluster, const TrainedModel& 
 double route_s_of(std::span<const RankLoad> ranks, double token_bytes, const Cluster& cluster, double num_routes) {
   double slowest_s = 0;
   for (const RankLoad& rank : ranks) {
-    for (const int64_t* tokens : {rank.route_sent, rank.route_received}) {
-      const Traffic bytes = {static_cast<double>(tokens[0]) * token_bytes,
-                             static_cast<double>(tokens[1]) * token_bytes};
-      slowest_s = std::max(slowest_s, bytes.seconds(cluster));
-    }
+    for (const Traffic& tokens : {rank.route_sent, rank.route_received})
+      slowest_s = std::max(slowest_s, (tokens * token_bytes).seconds(cluster));
   }
   return num_routes * slowest_s;
 }
@@ -194,12 +150,6 @@ void check(std::span<const RankCompute> measured, int32_t num_ranks) {
 }
 
 }  // namespace
-
-Traffic& Traffic::operator+=(const Traffic& other) {
-  inside += other.inside;
-  between += other.between;
-  return *this;
-}
 
 double Traffic::seconds(const Cluster& cluster) const {
   const double inside_s = inside > 0 ? cluster.node_latency_s + inside / cluster.node_bytes_per_s : 0;
@@ -265,9 +215,9 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   model.validate();
   check(measured, plan.num_ranks());
   const PlanInput& input = plan.input();
-  PlanLoads loads = loads_of(plan, cluster, model);
+  const std::vector<RankLoad> loads = loads_of(plan, cluster, model);
   const Passes passes = model.passes();
-  const double bytes = row_bytes(input.d_model, model);
+  const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
   const auto token_work = [&](double tokens) { return tokens * input.workload.token_work(1, input.d_model); };
   const auto attention_work = [&](double pairs) {
     return input.workload.attention_work_of_pairs(pairs, input.d_model);
@@ -275,10 +225,10 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
 
   StepTime out;
   out.fixed_s = cluster.fixed_s;
-  out.ranks.resize(loads.ranks.size());
-  double measured_s = 0;
+  out.ranks.resize(loads.size());
+  double measured_s = 0, pairs = 0;
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-    const RankLoad& load = loads.ranks[r];
+    const RankLoad& load = loads[r];
     const double rate = cluster.flops_per_s * input.speed_of(Rank(r));
     const RankCompute compute = measured.empty()
                                     ? RankCompute{.token_s = token_work(static_cast<double>(load.tokens)) / rate,
@@ -297,36 +247,35 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
       if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
       return t;
     };
-    out.ranks[r] = {.group = Rank(loads.groups.find(r)), .forward = pass(1, 1), .backward = {}};
+    const Rank group = load.shares_with_previous ? out.ranks[r - 1].group : Rank(r);
+    out.ranks[r] = {.group = group, .forward = pass(1, 1), .backward = {}};
     if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
-    out.attention_bytes += sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
-    const double token_bytes = (bytes + model.side_bytes_per_token) * passes.routes;
-    out.route_bytes += Traffic{.inside = static_cast<double>(load.route_sent[0]) * token_bytes,
-                               .between = static_cast<double>(load.route_sent[1]) * token_bytes};
+    out.attention_bytes =
+        out.attention_bytes + sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
+    out.route_bytes = out.route_bytes + load.route_sent * (token_bytes * passes.routes);
   }
 
   const int32_t num_ranks = plan.topology().num_ranks_per_replica();
   double slowest_s = -1;
   for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
     const int32_t begin = replica * num_ranks, end = begin + num_ranks;
-    BlockCost slowest;
+    StepTerms slowest;  // of one block
     Rank slowest_group(begin);
     for (int32_t first = begin, last = begin; first < end; first = last) {
       for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
       const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
-      BlockCost block;
+      StepTerms block;
       add_pass(group, &RankTime::forward, passes.forwards, block);
       add_pass(group, &RankTime::backward, passes.backwards, block);
       for (int32_t r = first; r < last; ++r)
-        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads.ranks[r].num_pieces);
-      if (block.seconds() > slowest.seconds()) {
+        block.host_s = std::max(block.host_s, cluster.host_s_per_piece * loads[r].num_pieces);
+      if (block.blocks_s() > slowest.blocks_s()) {
         slowest = block;
         slowest_group = Rank(first);
       }
     }
-    const double route_s = route_s_of(std::span(loads.ranks).subspan(begin, num_ranks),
-                                      bytes + model.side_bytes_per_token, cluster, passes.routes);
-    const double block_s = slowest.seconds();
+    const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
+    const double block_s = slowest.blocks_s();
     const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
     if (step_s <= slowest_s) continue;
@@ -339,10 +288,12 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     out.route_s = route_s;
     out.fsdp_s = exposed_fsdp_s(plan.num_ranks(), cluster, model, block_s);
   }
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
   const double work =
-      passes.token() * token_work(loads.total_tokens) + passes.attention() * attention_work(loads.total_pairs);
-  out.ideal_s = model.num_blocks *
-                (measured.empty() ? work / input.total_speed() / cluster.flops_per_s : measured_s / plan.num_ranks());
+      passes.token() * token_work(static_cast<double>(plan.num_tokens())) + passes.attention() * attention_work(pairs);
+  out.ideal_s = model.num_blocks * (measured.empty()
+                                        ? work / input.group_speed(Rank(0), plan.num_ranks()).sum / cluster.flops_per_s
+                                        : measured_s / plan.num_ranks());
   return out;
 }
 

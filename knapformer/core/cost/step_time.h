@@ -37,7 +37,7 @@ struct Traffic {
 
   double total() const { return inside + between; }
   Traffic operator*(double by) const { return {inside * by, between * by}; }
-  Traffic& operator+=(const Traffic& other);
+  Traffic operator+(const Traffic& other) const { return {inside + other.inside, between + other.between}; }
   /// Of bytes: the slower link, with its latency.
   double seconds(const Cluster& cluster) const;
 };
@@ -108,6 +108,9 @@ struct StepTerms {
   double fsdp_s = 0;
   double fixed_s = 0;
 
+  /// The blocks alone.
+  double blocks_s() const { return token_s + attention_s + exchange_s + host_s; }
+
   static constexpr auto fields() {
     return std::tuple{field("token_s", &StepTerms::token_s, "per-token layers"),
                       field("attention_s", &StepTerms::attention_s, "attention"),
@@ -123,15 +126,14 @@ static_assert(kListsEveryField<StepTerms>);
 struct StepTime : StepTerms {
   /// All terms.
   double total_s() const;
-  /// The blocks alone.
-  double blocks_s() const { return token_s + attention_s + exchange_s + host_s; }
 
   /// The work divided evenly, and nothing else.
   double ideal_s = 0;
   /// The work alone over all.
   double efficiency() const { return ideal_s == 0 ? 1 : ideal_s / total_s(); }
-  /// How much longer than the work divided evenly and the fixed time; 1 where there is no work.
-  double over_ideal() const { return ideal_s > 0 ? total_s() / (ideal_s + fixed_s) : 1; }
+  /// With the fixed time; and how much longer than that the step is, 1 where there is no work.
+  double ideal_step_s() const { return ideal_s + fixed_s; }
+  double over_ideal() const { return ideal_s > 0 ? total_s() / ideal_step_s() : 1; }
   /// First rank of the slowest group.
   Rank slowest_group;
 

@@ -20,25 +20,20 @@ struct NamedCluster {
 constexpr double kSustained = 2.98e14 / 989e12, kNvlinkShare = 1.20e11 / 450e9, kNetworkShare = 0.5;
 
 constexpr Cluster from_sheet(double peak_flops_per_s, double link_bytes_per_s, double network_line_bytes_per_s) {
-  Cluster cluster;
-  cluster.flops_per_s = kSustained * peak_flops_per_s;
-  cluster.node_bytes_per_s = kNvlinkShare * link_bytes_per_s;
-  cluster.network_bytes_per_s = kNetworkShare * network_line_bytes_per_s;
-  return cluster;
+  return {.flops_per_s = kSustained * peak_flops_per_s,
+          .node_bytes_per_s = kNvlinkShare * link_bytes_per_s,
+          .network_bytes_per_s = kNetworkShare * network_line_bytes_per_s};
 }
 
 /// Ranks of one thread each over Gloo's loopback, as the simulator starts them; orders of magnitude for a core of a
 /// present server. What matters there is measured: knapformer calibrate.
-constexpr Cluster cpu() {
-  Cluster cluster;
-  cluster.flops_per_s = 5e10;
-  cluster.node_bytes_per_s = 1e9;
-  cluster.network_bytes_per_s = 1e9;
-  cluster.node_latency_s = cluster.network_latency_s = 2e-4;
-  cluster.fixed_s = 0;
-  cluster.overlaps_attention = false;
-  return cluster;
-}
+constexpr Cluster kCpu = {.flops_per_s = 5e10,
+                          .node_bytes_per_s = 1e9,
+                          .network_bytes_per_s = 1e9,
+                          .node_latency_s = 2e-4,
+                          .network_latency_s = 2e-4,
+                          .fixed_s = 0,
+                          .overlaps_attention = false};
 
 constexpr std::array<NamedCluster, 6> kNamed = {{
     {"h100", Cluster{}},
@@ -46,32 +41,25 @@ constexpr std::array<NamedCluster, 6> kNamed = {{
     {"h200", Cluster{}},
     {"b200", from_sheet(2250e12, 900e9, 50e9)},
     {"a100", from_sheet(312e12, 300e9, 25e9)},
-    {"cpu", cpu()},
+    {"cpu", kCpu},
 }};
-
-constexpr auto kNames = [] {
-  std::array<std::string_view, kNamed.size()> names;
-  for (size_t i = 0; i < names.size(); ++i) names[i] = kNamed[i].name;
-  return names;
-}();
 
 }  // namespace
 
-std::span<const std::string_view> Cluster::names() { return kNames; }
+std::vector<std::string_view> Cluster::names() {
+  std::vector<std::string_view> names;
+  for (const NamedCluster& cluster : kNamed) names.push_back(cluster.name);
+  return names;
+}
 
 Cluster Cluster::named(std::string_view name) {
   const auto found = std::ranges::find(kNamed, name, &NamedCluster::name);
   if (found != kNamed.end()) return found->cluster;
   std::string expected;
-  for (const std::string_view known : kNames) expected += text(expected.empty() ? "one of '" : "', '", known);
+  for (const std::string_view known : names()) expected += text(expected.empty() ? "one of '" : "', '", known);
   throw_argument("cluster", text("'", name, "'"), expected + "'");
 }
 
-Cluster Cluster::published() {
-  Cluster cluster;
-  cluster.host_s_per_piece = kPublishedHostSPerPiece;
-  cluster.overlaps_attention = false;
-  return cluster;
-}
+Cluster Cluster::published() { return {.host_s_per_piece = kPublishedHostSPerPiece, .overlaps_attention = false}; }
 
 }  // namespace knapformer

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 #include <limits>
-#include <span>
 #include <string_view>
+#include <vector>
 
 #include "knapformer/core/util/ids.h"
 #include "knapformer/core/util/record.h"
@@ -27,7 +27,7 @@ struct Cluster {
 
   /// Throws ArgumentError (argument "cluster") for a name that is not in names().
   static Cluster named(std::string_view name);
-  static std::span<const std::string_view> names();
+  static std::vector<std::string_view> names();
   /// The cluster and the implementation that the paper measured: the default with the host's cost per piece (fitted),
   /// and no overlap.
   static Cluster published();

@@ -30,8 +30,6 @@ constexpr std::array<NamedMix, 3> kPublishedMixes = {{
     {"joint",
      "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"},
 }};
-constexpr std::array<std::string_view, 3> kNames = {kPublishedMixes[0].name, kPublishedMixes[1].name,
-                                                    kPublishedMixes[2].name};
 
 /// Of one rank's draw in one step.
 Random random_of(uint64_t seed, uint64_t step, uint64_t rank) {
@@ -39,18 +37,15 @@ Random random_of(uint64_t seed, uint64_t step, uint64_t rank) {
   return Random(mix(mix(mix(seed) + step) + rank));
 }
 
-[[noreturn]] void throw_malformed(std::string_view data, size_t position, std::string_view expected) {
-  throw_argument("data", text("'", data, "'"),
-                 text("'low', 'mixed', 'joint', or codes like 'g8b4i256f1s0' joined by commas: ", expected,
-                      " at character ", position + 1));
+[[noreturn]] void throw_malformed(const TextReader& reader, std::string_view expected) {
+  reader.fail("data", text("'low', 'mixed', 'joint', or codes like 'g8b4i256f1s0' joined by commas: ", expected));
 }
 
-DataCode parse_code(TextReader& reader, std::string_view data) {
+DataCode parse_code(TextReader& reader) {
   const auto field = [&](char letter, int32_t min, int32_t max) {
-    if (!reader.accept(letter)) throw_malformed(data, reader.position(), text("'", letter, "'"));
-    const size_t start = reader.position();
-    const std::optional<int32_t> value = reader.integer(min, max);
-    if (!value) throw_malformed(data, start, text("an integer from ", min, " to ", max, " after '", letter, "'"));
+    if (!reader.accept(letter)) throw_malformed(reader, text("'", letter, "'"));
+    const std::optional<int32_t> value = reader.number(min, max);
+    if (!value) throw_malformed(reader, text("an integer from ", min, " to ", max, " after '", letter, "'"));
     return *value;
   };
   DataCode code;
@@ -77,8 +72,7 @@ DataMix DataMix::parse(std::string_view data, double resolution_scale, int64_t m
   }
   if (max_text_tokens < 0 || max_text_tokens > 1 << 20)
     throw_argument("max_text_tokens", max_text_tokens, "0 to 1048576");
-  const auto named =
-      std::find_if(kPublishedMixes.begin(), kPublishedMixes.end(), [&](const NamedMix& m) { return m.name == data; });
+  const auto named = std::ranges::find(kPublishedMixes, data, &NamedMix::name);
   const std::string_view codes = named == kPublishedMixes.end() ? data : named->codes;
 
   DataMix mix;
@@ -87,21 +81,25 @@ DataMix DataMix::parse(std::string_view data, double resolution_scale, int64_t m
   int64_t num_ranks = 0;
   do {
     reader.skip_spaces();
-    DataCode code = parse_code(reader, codes);
+    DataCode code = parse_code(reader);
     const double scaled = std::floor(code.resolution / resolution_scale);
     code.resolution = static_cast<int32_t>(std::clamp(scaled, 1.0, double{kMaxResolution}));
     num_ranks += code.num_ranks;
     mix.codes_.push_back(code);
     reader.skip_spaces();
   } while (reader.accept(','));
-  if (!reader.at_end()) throw_malformed(codes, reader.position(), "',' or the end");
+  if (!reader.at_end()) throw_malformed(reader, "',' or the end");
   if (num_ranks > kMaxRanks)
     throw_argument("data", text("codes for ", num_ranks, " ranks"), text("at most ", kMaxRanks));
   mix.num_ranks_ = static_cast<int32_t>(num_ranks);
   return mix;
 }
 
-std::span<const std::string_view> DataMix::names() { return kNames; }
+std::vector<std::string_view> DataMix::names() {
+  std::vector<std::string_view> names;
+  for (const NamedMix& mix : kPublishedMixes) names.push_back(mix.name);
+  return names;
+}
 
 std::string DataMix::str() const {
   std::string out;

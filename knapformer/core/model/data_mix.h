@@ -49,7 +49,7 @@ class DataMix {
   /// ArgumentError (argument "data") where the text is malformed or unknown.
   static DataMix parse(std::string_view text, double resolution_scale = 1.0, int64_t max_text_tokens = kMaxTextTokens);
   /// "low", "mixed", "joint".
-  static std::span<const std::string_view> names();
+  static std::vector<std::string_view> names();
 
   std::string str() const;
   std::span<const DataCode> codes() const { return codes_; }

@@ -12,37 +12,20 @@ constexpr double kFlopsUnit = 1e12;
 /// Alternations between the common fit and the ranks' speeds: more change nothing that could be measured.
 constexpr int kAlternations = 4;
 
-/// The k that minimises the sum of (k x - 1)^2, from the sums of x and x^2.
-double best_k(double sum, double sum_of_squares) { return sum_of_squares > 0 ? sum / sum_of_squares : 0; }
-
 }  // namespace
 
 void LoadObserver::Moments::fade() {
   for (double* sum : {&count, &t, &a, &tt, &ta, &aa}) *sum *= kFade;
 }
 
-void LoadObserver::Moments::add(double t_over_s, double a_over_s) {
-  count += 1;
-  t += t_over_s;
-  a += a_over_s;
-  tt += t_over_s * t_over_s;
-  ta += t_over_s * a_over_s;
-  aa += a_over_s * a_over_s;
-}
-
-LoadObserver::Moments LoadObserver::Moments::at_reference(double speed) const {
+void LoadObserver::Moments::add(const Moments& other, double speed) {
   const double square = speed * speed;
-  return {.count = count, .t = t / speed, .a = a / speed, .tt = tt / square, .ta = ta / square, .aa = aa / square};
-}
-
-LoadObserver::Moments& LoadObserver::Moments::operator+=(const Moments& other) {
   count += other.count;
-  t += other.t;
-  a += other.a;
-  tt += other.tt;
-  ta += other.ta;
-  aa += other.aa;
-  return *this;
+  t += other.t / speed;
+  a += other.a / speed;
+  tt += other.tt / square;
+  ta += other.ta / square;
+  aa += other.aa / square;
 }
 
 LoadObserver::LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
@@ -59,7 +42,8 @@ void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
   for (Moments& rank : ranks_) rank.fade();
   for (const LoadMeasurement& m : measurements) {
     if (m.token_work + m.attention_work <= 0) continue;  // an idle rank tells nothing
-    ranks_[m.rank].add(m.token_work / kFlopsUnit / m.seconds, m.attention_work / kFlopsUnit / m.seconds);
+    const double t = m.token_work / kFlopsUnit / m.seconds, a = m.attention_work / kFlopsUnit / m.seconds;
+    ranks_[m.rank].add({.count = 1, .t = t, .a = a, .tt = t * t, .ta = t * a, .aa = a * a});
     ++num_measurements_;
   }
   if (num_measurements_ >= kMinMeasurements) learn();
@@ -67,19 +51,21 @@ void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
 
 LoadObserver::Moments LoadObserver::total(std::span<const double> speed) const {
   Moments sum;
-  for (size_t r = 0; r < ranks_.size(); ++r) sum += ranks_[r].at_reference(speed[r]);
+  for (size_t r = 0; r < ranks_.size(); ++r) sum.add(ranks_[r], speed[r]);
   return sum;
 }
 
+LoadObserver::Fit LoadObserver::Moments::with_gamma(double gamma) const {
+  const double sum = t + gamma * a, sum_of_squares = tt + 2 * gamma * ta + gamma * gamma * aa;
+  return {.k = sum_of_squares > 0 ? sum / sum_of_squares : 0, .gamma = gamma};
+}
+
 LoadObserver::Fit LoadObserver::fit(const Moments& m) const {
-  const auto with_gamma = [&](double gamma) {
-    return Fit{.k = best_k(m.t + gamma * m.a, m.tt + 2 * gamma * m.ta + gamma * gamma * m.aa), .gamma = gamma};
-  };
   const double determinant = m.tt * m.aa - m.ta * m.ta;
-  if (determinant <= 1e-12 * m.tt * m.aa) return with_gamma(given_gamma_);  // the two kinds can not be told apart
+  if (determinant <= 1e-12 * m.tt * m.aa) return m.with_gamma(given_gamma_);  // the two kinds can not be told apart
   const double k = (m.aa * m.t - m.ta * m.a) / determinant;
   const double k_gamma = (m.tt * m.a - m.ta * m.t) / determinant;
-  if (!(k > 0)) return with_gamma(given_gamma_);
+  if (!(k > 0)) return m.with_gamma(given_gamma_);
   const double gamma = std::max(k_gamma / k, 0.0);
   const double free = std::max(m.count - 2, 1.0);
   const double error = error_of(m, {.k = k, .gamma = k_gamma / k});
@@ -88,8 +74,8 @@ LoadObserver::Fit LoadObserver::fit(const Moments& m) const {
   const double variance = noise / determinant * (m.tt + 2 * gamma * m.ta + gamma * gamma * m.aa) / (k * k);
   const double spread = kPriorSpread * given_gamma_;
   const double prior = spread * spread;
-  if (prior <= 0) return with_gamma(given_gamma_);  // gamma 0: attention was said to cost nothing
-  return with_gamma((gamma * prior + given_gamma_ * variance) / (prior + variance));
+  if (prior <= 0) return m.with_gamma(given_gamma_);  // gamma 0: attention was said to cost nothing
+  return m.with_gamma((gamma * prior + given_gamma_ * variance) / (prior + variance));
 }
 
 double LoadObserver::error_of(const Moments& m, const Fit& f) {
@@ -100,9 +86,7 @@ double LoadObserver::error_of(const Moments& m, const Fit& f) {
 
 void LoadObserver::learn() {
   const Moments as_given = total(given_speed_);
-  const double k = best_k(as_given.t + given_gamma_ * as_given.a,
-                          as_given.tt + 2 * given_gamma_ * as_given.ta + given_gamma_ * given_gamma_ * as_given.aa);
-  given_error_ = error_of(as_given, {.k = k, .gamma = given_gamma_});
+  given_error_ = error_of(as_given, as_given.with_gamma(given_gamma_));
 
   std::vector<double> speed = given_speed_;
   Fit learned;

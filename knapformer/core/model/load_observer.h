@@ -54,17 +54,17 @@ class LoadObserver {
   static constexpr double kDriftError = 0.1;
 
  private:
+  struct Fit {
+    double k = 0, gamma = 0;
+  };
   /// Of one rank: sums over its measurements of T/s, A/s and their products.
   struct Moments {
     double count = 0, t = 0, a = 0, tt = 0, ta = 0, aa = 0;
     void fade();
-    void add(double t_over_s, double a_over_s);
-    /// Those of a rank `speed` times as fast at the reference speed.
-    Moments at_reference(double speed) const;
-    Moments& operator+=(const Moments& other);
-  };
-  struct Fit {
-    double k = 0, gamma = 0;
+    /// Those of a rank `speed` times as fast as the reference, at the reference speed.
+    void add(const Moments& other, double speed = 1);
+    /// With the k that minimises the sum of (k (T + gamma A)/s - 1)^2.
+    Fit with_gamma(double gamma) const;
   };
 
   Moments total(std::span<const double> speed) const;

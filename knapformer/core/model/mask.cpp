@@ -1,6 +1,8 @@
 #include "knapformer/core/model/mask.h"
 
 #include <algorithm>
+#include <array>
+#include <type_traits>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/text_reader.h"
@@ -19,8 +21,20 @@ int64_t one_side(int64_t seq_len, int64_t reach) {
   return triangle(r) + (seq_len - 1 - r) * r;
 }
 
-[[noreturn]] void throw_malformed(std::string_view text) {
-  throw_argument("mask", knapformer::text("'", text, "'"), Mask::kForms);
+constexpr std::array<std::string_view, 6> kNames = {"full",         "causal", "prefix",
+                                                    "block_causal", "window", "density"};  // by Kind
+
+/// Visits the numbers of the mask's text form, in order: visit(member, least).
+template <class Self, class Visit>
+void for_each_number(Self& mask, Visit visit) {
+  using enum Mask::Kind;
+  if (mask.kind == kPrefix || mask.kind == kBlockCausal) visit(mask.text_tokens, 0);
+  if (mask.kind == kBlockCausal) visit(mask.frame_tokens, 1);
+  if (mask.kind == kWindow) {
+    visit(mask.left, 0);
+    visit(mask.right, 0);
+  }
+  if (mask.kind == kDensity) visit(mask.density, 0);
 }
 
 }  // namespace
@@ -28,56 +42,24 @@ int64_t one_side(int64_t seq_len, int64_t reach) {
 Mask Mask::parse(std::string_view text) {
   const std::string_view name = text.substr(0, text.find(':'));
   TextReader reader(text.substr(name.size()));
-  const auto count = [&](int32_t min) {
-    if (!reader.accept(':')) throw_malformed(text);
-    const auto value = reader.integer(min, kMaxTokens);
-    if (!value) throw_malformed(text);
-    return int64_t{*value};
-  };
+  const auto found = std::ranges::find(kNames, name);
+  bool is_good = found != kNames.end();
   Mask mask;
-  if (name == "full") {
-    mask.kind = Kind::kFull;
-  } else if (name == "causal") {
-    mask.kind = Kind::kCausal;
-  } else if (name == "prefix") {
-    mask.kind = Kind::kPrefix;
-    mask.text_tokens = count(0);
-  } else if (name == "block_causal") {
-    mask.kind = Kind::kBlockCausal;
-    mask.text_tokens = count(0);
-    mask.frame_tokens = count(1);
-  } else if (name == "window") {
-    mask.kind = Kind::kWindow;
-    mask.left = count(0);
-    mask.right = count(0);
-  } else if (name == "density") {
-    mask.kind = Kind::kDensity;
-    const auto share = reader.accept(':') ? reader.number(0, 1) : std::nullopt;
-    if (!share) throw_malformed(text);
-    mask.density = *share;
-  } else {
-    throw_malformed(text);
-  }
-  if (!reader.at_end()) throw_malformed(text);
+  if (is_good) mask.kind = static_cast<Kind>(found - kNames.begin());
+  for_each_number(mask, [&]<class Number>(Number& number, int32_t least) {
+    const auto read = reader.accept(':') ? reader.number<Number>(least, std::is_same_v<Number, double> ? 1 : kMaxTokens)
+                                         : std::nullopt;
+    is_good = is_good && read;
+    number = read.value_or(least);
+  });
+  if (!is_good || !reader.at_end()) throw_argument("mask", knapformer::text("'", text, "'"), kForms);
   return mask;
 }
 
 std::string Mask::str() const {
-  switch (kind) {
-    case Kind::kFull:
-      return "full";
-    case Kind::kCausal:
-      return "causal";
-    case Kind::kPrefix:
-      return text("prefix:", text_tokens);
-    case Kind::kBlockCausal:
-      return text("block_causal:", text_tokens, ':', frame_tokens);
-    case Kind::kWindow:
-      return text("window:", left, ':', right);
-    case Kind::kDensity:
-      return text("density:", density);
-  }
-  KNAPFORMER_ASSERT(false);
+  std::string out(kNames[static_cast<size_t>(kind)]);
+  for_each_number(*this, [&](auto number, int32_t) { out += text(':', number); });
+  return out;
 }
 
 int64_t Mask::pairs(int64_t seq_len) const {

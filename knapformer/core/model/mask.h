@@ -22,9 +22,8 @@ struct Mask {
 
   /// Every text form, for messages and help.
   static constexpr const char* kForms =
-      "'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT' with counts of tokens (FRAME "
-      "at "
-      "least 1), or 'density:SHARE' with a share from 0 to 1";
+      "'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT' with counts of tokens "
+      "(FRAME at least 1), or 'density:SHARE' with a share from 0 to 1";
 
   Kind kind = Kind::kFull;
   int64_t text_tokens = 0;   // prefix, block causal

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/text_reader.h"
@@ -11,32 +12,25 @@ namespace {
 
 constexpr int32_t kMaxRanks = 1 << 20;
 
-[[noreturn]] void throw_malformed(std::string_view topology, size_t position, std::string_view expected) {
-  throw_argument("topology", text("'", topology, "'"), text(expected, " at character ", position + 1));
-}
-
-BagShape parse_term(TextReader& reader, std::string_view text) {
+BagShape parse_term(TextReader& reader) {
   BagShape shape;
   reader.skip_spaces();
-  if (!reader.accept('g'))
-    throw_malformed(text, reader.position(), "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
+  if (!reader.accept('g')) reader.fail("topology", "terms like 'g8n4' or 'g8/4/2/1n4' joined by '+'; 'g'");
   do {
-    const size_t start = reader.position();
-    const auto degree = reader.integer(1, kMaxRanks);
-    if (!degree) throw_malformed(text, start, knapformer::text("a number of ranks from 1 to ", kMaxRanks));
+    const TextReader start = reader;
+    const auto degree = reader.number(1, kMaxRanks);
+    if (!degree) reader.fail("topology", text("a number of ranks from 1 to ", kMaxRanks));
     if (!shape.degrees.empty() && (*degree >= shape.degrees.back() || shape.degrees.front() % *degree != 0 ||
                                    shape.degrees.back() % *degree != 0)) {
-      throw_malformed(text, start,
-                      knapformer::text("degrees that fall and divide each other, so a divisor of ",
-                                       shape.degrees.back(), " below it"));
+      start.fail("topology",
+                 text("degrees that fall and divide each other, so a divisor of ", shape.degrees.back(), " below it"));
     }
     shape.degrees.push_back(*degree);
   } while (reader.accept('/'));
   std::reverse(shape.degrees.begin(), shape.degrees.end());
-  if (!reader.accept('n')) throw_malformed(text, reader.position(), "'n' and a number of bags");
-  const size_t start = reader.position();
-  const auto num_bags = reader.integer(1, kMaxRanks);
-  if (!num_bags) throw_malformed(text, start, knapformer::text("a number of bags from 1 to ", kMaxRanks));
+  if (!reader.accept('n')) reader.fail("topology", "'n' and a number of bags");
+  const auto num_bags = reader.number(1, kMaxRanks);
+  if (!num_bags) reader.fail("topology", text("a number of bags from 1 to ", kMaxRanks));
   shape.num_bags = *num_bags;
   reader.skip_spaces();
   return shape;
@@ -57,10 +51,8 @@ std::vector<BagShape> joined(std::vector<BagShape> shapes) {
 
 /// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
 std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
-  std::stable_sort(shapes.begin(), shapes.end(), [](const BagShape& a, const BagShape& b) {
-    if (a.num_ranks_per_bag() != b.num_ranks_per_bag()) return a.num_ranks_per_bag() < b.num_ranks_per_bag();
-    if (a.degrees.size() != b.degrees.size()) return a.degrees.size() < b.degrees.size();
-    return a.degrees < b.degrees;
+  std::ranges::stable_sort(shapes, {}, [](const BagShape& shape) {
+    return std::tuple(shape.num_ranks_per_bag(), shape.degrees.size(), shape.degrees);
   });
   return joined(std::move(shapes));
 }
@@ -71,9 +63,9 @@ Topology Topology::parse(std::string_view text) {
   std::vector<BagShape> shapes;
   TextReader reader(text);
   do {
-    shapes.push_back(parse_term(reader, text));
+    shapes.push_back(parse_term(reader));
   } while (reader.accept('+'));
-  if (!reader.at_end()) throw_malformed(text, reader.position(), "'+' or the end");
+  if (!reader.at_end()) reader.fail("topology", "'+' or the end");
 
   Topology topology;
   topology.shapes_ = canonical(std::move(shapes));
@@ -147,37 +139,31 @@ Topology Topology::flattened(std::span<const int32_t> degrees) const {
 
 std::vector<Topology> Topology::flat_topologies() const {
   constexpr size_t kMaxChoices = 64;
-  std::vector<std::vector<int32_t>> choices = {{}};  // of a degree for each shape
-  for (const BagShape& shape : shapes_) {
-    std::vector<std::vector<int32_t>> longer;
-    for (const auto& choice : choices) {
-      for (const int32_t degree : shape.degrees) {
-        longer.push_back(choice);
-        longer.back().push_back(degree);
-      }
-    }
-    choices.swap(longer);
-    if (choices.size() > kMaxChoices) break;
-  }
-  if (choices.size() > kMaxChoices) {
-    std::set<int32_t> sizes;
-    for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
-    choices.clear();
-    for (const int32_t size : sizes) {
-      auto& choice = choices.emplace_back();
-      for (const BagShape& shape : shapes_) {
-        const auto above = std::upper_bound(shape.degrees.begin(), shape.degrees.end(), size);
-        choice.push_back(above == shape.degrees.begin() ? *above : *(above - 1));
-      }
-    }
-  }
+  size_t num_choices = 1;  // of a degree for each shape
+  for (const BagShape& shape : shapes_) num_choices = std::min(num_choices * shape.degrees.size(), kMaxChoices + 1);
   std::vector<Topology> flats;
-  for (const auto& choice : choices) flats.push_back(flattened(choice));
+  std::vector<int32_t> degrees(shapes_.size());
+  if (num_choices <= kMaxChoices) {
+    for (size_t choice = 0; choice < num_choices; ++choice) {
+      size_t rest = choice;  // the last shape's degree is its lowest digit
+      for (size_t s = shapes_.size(); s-- > 0; rest /= shapes_[s].degrees.size())
+        degrees[s] = shapes_[s].degrees[rest % shapes_[s].degrees.size()];
+      flats.push_back(flattened(degrees));
+    }
+    return flats;
+  }
+  std::set<int32_t> sizes;
+  for (const BagShape& shape : shapes_) sizes.insert(shape.degrees.begin(), shape.degrees.end());
+  for (const int32_t size : sizes) {
+    for (size_t s = 0; s < shapes_.size(); ++s) {
+      const auto above = std::ranges::upper_bound(shapes_[s].degrees, size);
+      degrees[s] = above == shapes_[s].degrees.begin() ? *above : *(above - 1);
+    }
+    flats.push_back(flattened(degrees));
+  }
   return flats;
 }
 
-bool Topology::is_flat() const {
-  return std::all_of(shapes_.begin(), shapes_.end(), [](const BagShape& shape) { return shape.is_flat(); });
-}
+bool Topology::is_flat() const { return std::ranges::all_of(shapes_, &BagShape::is_flat); }
 
 }  // namespace knapformer

@@ -1,5 +1,6 @@
 #include "knapformer/core/model/trained_model.h"
 
+#include <algorithm>
 #include <array>
 
 namespace knapformer {
@@ -26,9 +27,8 @@ void TrainedModel::validate() const {
 }
 
 StepMode parse_step_mode(std::string_view name) {
-  for (size_t i = 0; i < kModeNames.size(); ++i) {
-    if (kModeNames[i] == name) return static_cast<StepMode>(i);
-  }
+  const auto found = std::ranges::find(kModeNames, name);
+  if (found != kModeNames.end()) return static_cast<StepMode>(found - kModeNames.begin());
   throw_argument("mode", text("'", name, "'"), "'training', 'lora' or 'inference'");
 }
 

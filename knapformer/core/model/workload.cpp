@@ -1,6 +1,8 @@
 #include "knapformer/core/model/workload.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 #include "knapformer/core/util/error.h"
@@ -30,15 +32,13 @@ WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const doub
     throw_argument("latencies_s", text(latencies_s.size(), " latencies"),
                    text("one for each of the ", seq_lens.size(), " lengths"));
   }
-  bool distinct = false;
   for (size_t i = 0; i < seq_lens.size(); ++i) {
     if (seq_lens[i] < 1) throw_argument("seq_lens", text(seq_lens[i], " at index ", i), "at least 1 token");
     if (!std::isfinite(latencies_s[i]) || latencies_s[i] <= 0) {
       throw_argument("latencies_s", text(latencies_s[i], " at index ", i), "a positive finite number of seconds");
     }
-    distinct = distinct || seq_lens[i] != seq_lens[0];
   }
-  if (!distinct)
+  if (std::ranges::adjacent_find(seq_lens, std::not_equal_to()) == seq_lens.end())
     throw_argument("seq_lens", text(seq_lens.size(), " lengths, all equal"), "at least two distinct lengths");
 
   // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. Two unknowns: the normal equations,

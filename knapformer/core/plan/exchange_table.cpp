@@ -15,32 +15,24 @@ struct PeerRun {
 
 /// Runs in wire order within each peer -> an end: sorted by peer (stable), adjacent rows joined, empty runs dropped.
 ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRun> peer_runs) {
-  const auto peers = static_cast<size_t>(num_peers);
-  ExchangeEnd end{.num_rows = num_rows,
-                  .runs = {},
-                  .run_offsets = std::vector<int32_t>(peers + 1, 0),
-                  .peer_rows = std::vector<int64_t>(peers, 0)};
-  std::vector<int32_t> cursor(peers + 1, 0);
-  for (const PeerRun& r : peer_runs) ++cursor[static_cast<size_t>(r.peer) + 1];
-  std::partial_sum(cursor.begin(), cursor.end(), cursor.begin());
-  const std::vector<int32_t> starts = cursor;
-  std::vector<RowRun> sorted(peer_runs.size());
-  for (const PeerRun& r : peer_runs) sorted[cursor[r.peer]++] = r.run;
-
-  end.runs.reserve(sorted.size());
-  for (size_t peer = 0; peer < peers; ++peer) {
-    const size_t first_run = end.runs.size();
-    for (auto i = static_cast<size_t>(starts[peer]); i < static_cast<size_t>(starts[peer + 1]); ++i) {
-      const RowRun& run = sorted[i];
+  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = std::vector<int64_t>(static_cast<size_t>(num_peers))};
+  const Ragged<int32_t> by_peer =
+      grouped(num_peers, static_cast<int32_t>(peer_runs.size()), [&](int32_t i) { return peer_runs[i].peer; });
+  std::vector<RowRun>& runs = end.runs.values;
+  runs.reserve(peer_runs.size());
+  for (int32_t peer = 0; peer < num_peers; ++peer) {
+    for (const int32_t i : by_peer.of(peer)) {
+      const RowRun& run = peer_runs[i].run;
       if (run.num_rows == 0) continue;
       end.peer_rows[peer] += run.num_rows;
-      if (end.runs.size() > first_run && end.runs.back().first_row + end.runs.back().num_rows == run.first_row) {
-        end.runs.back().num_rows += run.num_rows;
+      const bool is_first = std::ssize(runs) == end.runs.offsets.back();
+      if (!is_first && runs.back().first_row + runs.back().num_rows == run.first_row) {
+        runs.back().num_rows += run.num_rows;
       } else {
-        end.runs.push_back(run);
+        runs.push_back(run);
       }
     }
-    end.run_offsets[peer + 1] = static_cast<int32_t>(end.runs.size());
+    end.runs.end_list();
   }
   return end;
 }
@@ -83,12 +75,6 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
 
 }  // namespace
 
-std::span<const RowRun> ExchangeEnd::runs_of(int32_t peer) const {
-  const auto p = static_cast<size_t>(peer);
-  return std::span(runs).subspan(static_cast<size_t>(run_offsets[p]),
-                                 static_cast<size_t>(run_offsets[p + 1] - run_offsets[p]));
-}
-
 ExchangeTable ExchangeTable::inverse() const {
   return {.this_peer = this_peer, .num_peers = num_peers, .send = recv, .recv = send};
 }
@@ -118,26 +104,24 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
 
   // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
   // the order of chunk indices, and so by home rank.
-  struct Held {
-    int32_t chunk = 0;
-    int64_t first_row = 0;
-    int64_t position = 0;
-  };
-  std::vector<Held> held;
+  const std::span<const int32_t> held = plan.chunks_on(rank);
+  std::vector<int64_t> first_rows;
   row = 0;
-  for (const int32_t index : plan.chunks_on(rank)) {
-    held.push_back({.chunk = index, .first_row = row, .position = static_cast<int64_t>(held.size())});
+  for (const int32_t index : held) {
+    first_rows.push_back(row);
     tables.chunk_lens.push_back(plan.chunk(index).num_tokens);
     row += plan.chunk(index).num_tokens;
   }
-  std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.chunk < b.chunk; });
+  std::vector<int32_t> wire_order(held.size());
+  std::iota(wire_order.begin(), wire_order.end(), 0);
+  std::ranges::sort(wire_order, {}, [&](int32_t i) { return held[i]; });
   tokens.clear();
   sequences.clear();
-  for (const Held& h : held) {
-    const Chunk& chunk = plan.chunk(h.chunk);
+  for (const int32_t i : wire_order) {
+    const Chunk& chunk = plan.chunk(held[i]);
     const int32_t home = lens.home_of(chunk.sequence).value;
-    tokens.push_back({.peer = home, .run = {.first_row = h.first_row, .num_rows = chunk.num_tokens}});
-    sequences.push_back({.peer = home, .run = {.first_row = h.position, .num_rows = 1}});
+    tokens.push_back({.peer = home, .run = {.first_row = first_rows[i], .num_rows = chunk.num_tokens}});
+    sequences.push_back({.peer = home, .run = {.first_row = i, .num_rows = 1}});
   }
   tables.tokens.recv = make_end(row, plan.num_ranks(), tokens);
   tables.sequences.recv = make_end(static_cast<int64_t>(held.size()), plan.num_ranks(), sequences);

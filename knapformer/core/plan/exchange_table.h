@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -38,9 +39,7 @@ struct ExchangeEnd {
   /// Rows of the tensor at this end.
   int64_t num_rows = 0;
   /// In wire order: by peer, then by sequence. Never empty runs; adjacent ones are joined.
-  std::vector<RowRun> runs;
-  /// num_peers + 1, into runs.
-  std::vector<int32_t> run_offsets;
+  Ragged<RowRun> runs;
   /// Rows per peer: the all-to-all's splits.
   std::vector<int64_t> peer_rows;
   /// This end meets each peer with that peer's share of the heads (see above).
@@ -48,7 +47,7 @@ struct ExchangeEnd {
   /// Some row meets several peers with the same columns: where this end receives (a backward), rows add up.
   bool has_duplicate_rows = false;
 
-  std::span<const RowRun> runs_of(int32_t peer) const;
+  std::span<const RowRun> runs_of(int32_t peer) const { return runs.of(peer); }
   bool operator==(const ExchangeEnd&) const = default;
 };
 

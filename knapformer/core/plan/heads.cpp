@@ -1,36 +1,28 @@
 #include "knapformer/core/plan/heads.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-/// `count` units in `degree` contiguous shares, the first ones larger: offsets.
-std::vector<int32_t> even_offsets(int32_t count, int32_t degree) {
-  std::vector<int32_t> offsets(static_cast<size_t>(degree) + 1, 0);
-  for (int32_t i = 0; i < degree; ++i) {
-    offsets[static_cast<size_t>(i) + 1] = offsets[i] + count / degree + (i < count % degree ? 1 : 0);
+/// All heads in `degree` consecutive shares of whole units, the first ones larger.
+HeadShares contiguous(int32_t num_heads, int32_t num_units, int32_t degree) {
+  HeadShares shares{.num_heads = num_heads, .heads = {}};
+  for (int32_t i = 0, head = 0; i < degree; ++i) {
+    const int32_t units = num_units / degree + (i < num_units % degree ? 1 : 0);
+    for (const int32_t end = head + units * (num_heads / num_units); head < end; ++head)
+      shares.heads.values.push_back(head);
+    shares.heads.end_list();
   }
-  return offsets;
-}
-
-/// Consecutive shares of all heads, `unit` heads an offset.
-HeadShares contiguous(int32_t num_heads, std::vector<int32_t> offsets, int32_t unit) {
-  for (int32_t& offset : offsets) offset *= unit;
-  HeadShares shares{.num_heads = num_heads,
-                    .heads = std::vector<int32_t>(static_cast<size_t>(num_heads)),
-                    .offsets = std::move(offsets)};
-  std::iota(shares.heads.begin(), shares.heads.end(), 0);
   return shares;
 }
 
-/// The key/value heads that query heads [first, last) use, `per_kv` query heads each.
-std::vector<int32_t> key_values_of(int32_t first, int32_t last, int32_t per_kv) {
+/// The key/value heads that these query heads use, `per_kv` query heads each.
+std::vector<int32_t> key_values_of(std::span<const int32_t> query_heads, int32_t per_kv) {
   std::vector<int32_t> of_each;
-  for (int32_t head = first; head < last; ++head) of_each.push_back(head / per_kv);
+  for (const int32_t head : query_heads) of_each.push_back(head / per_kv);
   std::vector<int32_t> once = of_each;
   once.erase(std::unique(once.begin(), once.end()), once.end());
   const bool uniform = std::all_of(once.begin(), once.end(), [&](int32_t kv) {
@@ -41,13 +33,6 @@ std::vector<int32_t> key_values_of(int32_t first, int32_t last, int32_t per_kv) 
 
 }  // namespace
 
-std::span<const int32_t> HeadShares::of(int32_t index_in_group) const {
-  const auto i = static_cast<size_t>(index_in_group);
-  return std::span(heads).subspan(static_cast<size_t>(offsets[i]), static_cast<size_t>(offsets[i + 1] - offsets[i]));
-}
-
-bool HeadShares::has_duplicates() const { return heads.size() != static_cast<size_t>(num_heads); }
-
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree) {
   constexpr int64_t kMaxHeads = 1 << 20;
   if (num_heads < 1 || num_heads > kMaxHeads) throw_argument("q", text(num_heads, " heads"), "at least 1 head");
@@ -56,17 +41,14 @@ HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t d
   }
   const auto heads = static_cast<int32_t>(num_heads), kv_heads = static_cast<int32_t>(num_kv_heads);
   const int32_t per_kv = heads / kv_heads;
-  if (kv_heads >= degree) {
-    const std::vector<int32_t> offsets = even_offsets(kv_heads, degree);
-    return {.query = contiguous(heads, offsets, per_kv), .key_value = contiguous(kv_heads, offsets, 1)};
-  }
-  HeadPartition partition{.query = contiguous(heads, even_offsets(heads, degree), 1),
-                          .key_value = {.num_heads = kv_heads, .heads = {}, .offsets = {0}}};
+  if (kv_heads >= degree)
+    return {.query = contiguous(heads, kv_heads, degree), .key_value = contiguous(kv_heads, kv_heads, degree)};
+  HeadPartition partition{.query = contiguous(heads, heads, degree), .key_value = {.num_heads = kv_heads, .heads = {}}};
   for (int32_t i = 0; i < degree; ++i) {
-    const auto share = static_cast<size_t>(i);
-    const auto used = key_values_of(partition.query.offsets[share], partition.query.offsets[share + 1], per_kv);
-    partition.key_value.heads.insert(partition.key_value.heads.end(), used.begin(), used.end());
-    partition.key_value.offsets.push_back(static_cast<int32_t>(partition.key_value.heads.size()));
+    const std::vector<int32_t> used = key_values_of(partition.query.of(i), per_kv);
+    Ragged<int32_t>& key_values = partition.key_value.heads;
+    key_values.values.insert(key_values.values.end(), used.begin(), used.end());
+    key_values.end_list();
   }
   return partition;
 }
@@ -80,9 +62,8 @@ const std::vector<int32_t>& AttentionShares::heads(int32_t degree) const {
   return counts;
 }
 
-std::pair<double, double> AttentionShares::extreme(int32_t degree) const {
-  const auto [min, max] = std::minmax_element(heads(degree).begin(), heads(degree).end());
-  return {static_cast<double>(*min) / num_heads_, static_cast<double>(*max) / num_heads_};
+double AttentionShares::max(int32_t degree) const {
+  return is_even(degree) ? 1.0 / degree : static_cast<double>(std::ranges::max(heads(degree))) / num_heads_;
 }
 
 }  // namespace knapformer

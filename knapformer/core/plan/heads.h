@@ -9,20 +9,20 @@
 #include <cstdint>
 #include <map>
 #include <span>
-#include <utility>
 #include <vector>
+
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
 /// For each of `degree` ranks the heads that it gets, in order.
 struct HeadShares {
   int32_t num_heads = 0;
-  std::vector<int32_t> heads;    // concatenated
-  std::vector<int32_t> offsets;  // degree + 1, into heads
+  Ragged<int32_t> heads;
 
-  std::span<const int32_t> of(int32_t index_in_group) const;
+  std::span<const int32_t> of(int32_t index_in_group) const { return heads.of(index_in_group); }
   /// Whether some head is in several shares (or twice in one): then gradients add up.
-  bool has_duplicates() const;
+  bool has_duplicates() const { return std::ssize(heads.values) != num_heads; }
   bool operator==(const HeadShares&) const = default;
 };
 
@@ -46,9 +46,8 @@ class AttentionShares {
     if (is_even(degree)) return whole / degree;
     return whole * heads(degree)[index_in_group] / num_heads_;
   }
-  /// The largest and the smallest share.
-  double max(int32_t degree) const { return is_even(degree) ? 1.0 / degree : extreme(degree).second; }
-  double min(int32_t degree) const { return is_even(degree) ? 1.0 / degree : extreme(degree).first; }
+  /// The largest share.
+  double max(int32_t degree) const;
 
   /// Whether every rank has the same share.
   bool is_even(int32_t degree) const {
@@ -58,7 +57,6 @@ class AttentionShares {
 
  private:
   const std::vector<int32_t>& heads(int32_t degree) const;
-  std::pair<double, double> extreme(int32_t degree) const;
 
   int32_t num_heads_, num_kv_heads_;
   mutable std::map<int32_t, std::vector<int32_t>> heads_;  // by degree: of each rank of a group

@@ -4,28 +4,29 @@
 
 namespace knapformer {
 
-SequenceLengths::SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts) : lens_(std::move(lens)) {
-  offsets_.reserve(counts.size() + 1);
-  homes_.resize(lens_.size());
+SequenceLengths::SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts) {
+  lens_.offsets.reserve(counts.size() + 1);
+  homes_.resize(lens.size());
   size_t next = 0;
   for (size_t rank = 0; rank < counts.size(); ++rank) {
-    if (counts[rank] < 0 || static_cast<size_t>(counts[rank]) > lens_.size() - next) {
+    if (counts[rank] < 0 || static_cast<size_t>(counts[rank]) > lens.size() - next) {
       throw_argument("seq_lens", text(counts[rank], " sequences for rank ", rank),
-                     text("counts of at least 0 that add up to the ", lens_.size(), " lengths"));
+                     text("counts of at least 0 that add up to the ", lens.size(), " lengths"));
     }
     for (int64_t i = 0; i < counts[rank]; ++i, ++next) {
-      if (lens_[next] < 1 || lens_[next] > kMaxSequenceTokens) {
-        throw_argument("seq_lens", text(lens_[next], " for sequence ", i, " of rank ", rank),
+      if (lens[next] < 1 || lens[next] > kMaxSequenceTokens) {
+        throw_argument("seq_lens", text(lens[next], " for sequence ", i, " of rank ", rank),
                        text("a length of 1 to ", kMaxSequenceTokens, " tokens"));
       }
       homes_[next] = Rank(rank);
     }
-    offsets_.push_back(static_cast<int32_t>(next));
+    lens_.offsets.push_back(static_cast<int32_t>(next));
   }
-  if (next != lens_.size()) {
+  if (next != lens.size()) {
     throw_argument("seq_lens", text("counts that add up to ", next),
-                   text("counts that add up to the ", lens_.size(), " lengths"));
+                   text("counts that add up to the ", lens.size(), " lengths"));
   }
+  lens_.values = std::move(lens);
 }
 
 SequenceLengths SequenceLengths::from_lists(const std::vector<std::vector<int64_t>>& per_rank) {
@@ -36,10 +37,6 @@ SequenceLengths SequenceLengths::from_lists(const std::vector<std::vector<int64_
     counts.push_back(static_cast<int64_t>(list.size()));
   }
   return SequenceLengths(std::move(lens), counts);
-}
-
-std::span<const int64_t> SequenceLengths::lens(Rank home) const {
-  return std::span(lens_).subspan(first_of(home).index(), last_of(home).index() - first_of(home).index());
 }
 
 }  // namespace knapformer

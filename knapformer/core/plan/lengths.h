@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "knapformer/core/util/ids.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -20,21 +21,20 @@ class SequenceLengths {
 
   static constexpr int64_t kMaxSequenceTokens = int64_t{1} << 31;
 
-  int32_t num_ranks() const { return static_cast<int32_t>(offsets_.size()) - 1; }
-  int32_t num_sequences() const { return static_cast<int32_t>(lens_.size()); }
-  int64_t operator[](SequenceId id) const { return lens_[id.index()]; }
-  std::span<const int64_t> lens() const { return lens_; }
-  std::span<const int64_t> lens(Rank home) const;
+  int32_t num_ranks() const { return lens_.size(); }
+  int32_t num_sequences() const { return static_cast<int32_t>(homes_.size()); }
+  int64_t operator[](SequenceId id) const { return lens_.values[id.index()]; }
+  std::span<const int64_t> lens() const { return lens_.values; }
+  std::span<const int64_t> lens(Rank home) const { return lens_.of(home.value); }
   /// Ids of the sequences of `home`: [first, last).
-  SequenceId first_of(Rank home) const { return SequenceId(offsets_[home.index()]); }
-  SequenceId last_of(Rank home) const { return SequenceId(offsets_[home.index() + 1]); }
+  SequenceId first_of(Rank home) const { return SequenceId(lens_.offsets[home.index()]); }
+  SequenceId last_of(Rank home) const { return SequenceId(lens_.offsets[home.index() + 1]); }
   Rank home_of(SequenceId id) const { return homes_[id.index()]; }
 
   bool operator==(const SequenceLengths&) const = default;
 
  private:
-  std::vector<int64_t> lens_;
-  std::vector<int32_t> offsets_ = {0};  // num_ranks + 1, into lens_
+  Ragged<int64_t> lens_;  // by home
   std::vector<Rank> homes_;
 };
 

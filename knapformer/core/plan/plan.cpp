@@ -66,10 +66,6 @@ std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const
   return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
 }
 
-double PlanInput::total_speed() const {
-  return rank_speed.empty() ? seq_lens.num_ranks() : std::accumulate(rank_speed.begin(), rank_speed.end(), 0.0);
-}
-
 Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placements)
     : input_(std::move(input)), solver_(std::move(solver)), placements_(std::move(placements)) {
   size_t num_chunks = 0;
@@ -101,13 +97,12 @@ Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placement
 void Plan::lay_out(std::span<const int64_t> chunk_lens) {
   const auto num_ranks = static_cast<size_t>(this->num_ranks());
   KNAPFORMER_ASSERT(placements_.size() == static_cast<size_t>(num_sequences()));
-  chunks_.resize(chunk_lens.size());
-  chunk_offsets_.resize(placements_.size() + 1, 0);
+  chunks_.values.resize(chunk_lens.size());
+  chunks_.offsets.reserve(placements_.size() + 1);
   workload_before_.assign(num_ranks, 0.0);
   workload_after_.assign(num_ranks, 0.0);
   tokens_before_.assign(num_ranks, 0);
   tokens_after_.assign(num_ranks, 0);
-  rank_chunk_offsets_.assign(num_ranks + 1, 0);
 
   // Sums of whole numbers, so that work does not depend on the order of sequences.
   std::vector<double> pairs_before(num_ranks), pairs_after(num_ranks);
@@ -130,15 +125,14 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     for (int32_t i = 0; i < place.degree; ++i) {
       const Rank rank(place.first_rank.value + i);
       const int64_t tokens = chunk_lens[next];
-      chunks_[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
+      chunks_.values[next++] = {.sequence = id, .rank = rank, .first_token = first_token, .num_tokens = tokens};
       first_token += tokens;
       pairs_after[rank.index()] += shares.part(pairs, place.degree, i);
       tokens_after_[rank.index()] += tokens;
       if (rank != home) tokens_moved_ += tokens;
-      ++rank_chunk_offsets_[rank.index() + 1];
     }
     attention_tokens_moved_ += static_cast<double>(length) * (place.degree - 1) / place.degree;
-    chunk_offsets_[s + 1] = static_cast<int32_t>(next);
+    chunks_.offsets.push_back(static_cast<int32_t>(next));
   }
   KNAPFORMER_ASSERT(next == chunk_lens.size());
   for (size_t r = 0; r < num_ranks; ++r) {
@@ -146,76 +140,58 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
   }
 
-  // Counting sort by rank keeps sequence order; within a rank of a nested bag, a stable sort by degree follows.
-  std::partial_sum(rank_chunk_offsets_.begin(), rank_chunk_offsets_.end(), rank_chunk_offsets_.begin());
-  rank_chunks_.resize(chunks_.size());
-  std::vector<int32_t> cursor(rank_chunk_offsets_.begin(), rank_chunk_offsets_.end() - 1);
-  for (size_t c = 0; c < chunks_.size(); ++c) {
-    rank_chunks_[cursor[chunks_[c].rank.index()]++] = static_cast<int32_t>(c);
-  }
+  // Grouped by rank they keep sequence order; within a rank of a nested bag, a stable sort by degree follows.
+  rank_chunks_ = grouped(this->num_ranks(), chunks_.offsets.back(), [&](int32_t c) { return chunk(c).rank.value; });
   if (!topology().is_flat()) {
-    for (size_t r = 0; r < num_ranks; ++r) {
-      std::stable_sort(rank_chunks_.begin() + rank_chunk_offsets_[r], rank_chunks_.begin() + rank_chunk_offsets_[r + 1],
-                       [&](int32_t a, int32_t b) { return degree_of(chunk(a)) < degree_of(chunk(b)); });
-    }
+    const auto by_degree = [&](int32_t a, int32_t b) { return degree_of(chunk(a)) < degree_of(chunk(b)); };
+    const auto begin = rank_chunks_.values.begin();
+    for (size_t r = 0; r < num_ranks; ++r)
+      std::stable_sort(begin + rank_chunks_.offsets[r], begin + rank_chunks_.offsets[r + 1], by_degree);
   }
 }
 
-std::span<const Chunk> Plan::chunks(SequenceId id) const {
-  const auto first = static_cast<size_t>(chunk_offsets_[id.index()]);
-  return std::span(chunks_).subspan(first, static_cast<size_t>(chunk_offsets_[id.index() + 1]) - first);
-}
-
-std::span<const int32_t> Plan::chunks_on(Rank rank) const {
-  const auto first = static_cast<size_t>(rank_chunk_offsets_[rank.index()]);
-  return std::span(rank_chunks_).subspan(first, static_cast<size_t>(rank_chunk_offsets_[rank.index() + 1]) - first);
-}
-
-int64_t Plan::max_tokens() const {
-  return tokens_after_.empty() ? 0 : *std::max_element(tokens_after_.begin(), tokens_after_.end());
+std::vector<int64_t> Plan::chunk_lens() const {
+  std::vector<int64_t> lens;
+  lens.reserve(chunks().size());
+  for (const Chunk& chunk : chunks()) lens.push_back(chunk.num_tokens);
+  return lens;
 }
 
 void Plan::validate() const {
+  const auto check = [](bool is_right, const auto&... found) {
+    if (!is_right) throw StateError(text("plan: ", found...));
+  };
   input_.validate();
-  if (placements_.size() != static_cast<size_t>(num_sequences())) {
-    throw StateError(text("plan: ", placements_.size(), " placements for ", num_sequences(), " sequences"));
-  }
+  check(std::ssize(placements_) == num_sequences(), placements_.size(), " placements for ", num_sequences(),
+        " sequences");
+  const std::string shape_text = topology().str();
   std::vector<int64_t> tokens(static_cast<size_t>(num_ranks()), 0);
   for (int32_t s = 0; s < num_sequences(); ++s) {
     const SequenceId id(s);
     const Placement& place = placement(id);
-    if (place.bag.value < 0 || place.bag.index() >= topology().bags().size()) {
-      throw StateError(
-          text("plan: sequence ", s, " is in bag ", place.bag.value, ", expected one of ", topology().bags().size()));
-    }
+    check(place.bag.value >= 0 && place.bag.index() < topology().bags().size(), "sequence ", s, " is in bag ",
+          place.bag.value, ", expected one of ", topology().bags().size());
     const Bag& bag = topology().bag(place.bag);
     const auto& degrees = topology().shapes()[bag.shape].degrees;
     const int32_t offset = place.first_rank.value - bag.first_rank.value;
-    if (std::find(degrees.begin(), degrees.end(), place.degree) == degrees.end() || offset < 0 ||
-        offset + place.degree > bag.num_ranks || offset % place.degree != 0) {
-      throw StateError(text("plan: sequence ", s, " is shared by ", place.degree, " ranks from rank ",
-                            place.first_rank.value, ", expected an aligned group of bag ", place.bag.value,
-                            " of topology ", topology().str()));
-    }
+    check(std::ranges::binary_search(degrees, place.degree) && offset >= 0 && offset + place.degree <= bag.num_ranks &&
+              offset % place.degree == 0,
+          "sequence ", s, " is shared by ", place.degree, " ranks from rank ", place.first_rank.value,
+          ", expected an aligned group of bag ", place.bag.value, " of topology ", shape_text);
     const int32_t replica = place.bag.value / topology().num_bags_per_replica();
-    if (seq_lens().home_of(id).value / topology().num_ranks_per_replica() != replica) {
-      throw StateError(text("plan: sequence ", s, " leaves its replica"));
-    }
+    check(seq_lens().home_of(id).value / topology().num_ranks_per_replica() == replica, "sequence ", s,
+          " leaves its replica");
     int64_t next_token = 0;
     int32_t next_rank = place.first_rank.value;
     for (const Chunk& chunk : chunks(id)) {
-      if (chunk.sequence != id || chunk.rank.value != next_rank++ || chunk.first_token != next_token ||
-          chunk.num_tokens < 0) {
-        throw StateError(
-            text("plan: the chunks of sequence ", s, " do not follow each other over the ranks of its group"));
-      }
+      check(chunk.sequence == id && chunk.rank.value == next_rank++ && chunk.first_token == next_token &&
+                chunk.num_tokens >= 0,
+            "the chunks of sequence ", s, " do not follow each other over the ranks of its group");
       next_token += chunk.num_tokens;
       tokens[chunk.rank.index()] += chunk.num_tokens;
     }
-    if (next_token != seq_lens()[id] || next_rank != place.first_rank.value + place.degree) {
-      throw StateError(
-          text("plan: the chunks of sequence ", s, " hold ", next_token, " tokens, expected ", seq_lens()[id]));
-    }
+    check(next_token == seq_lens()[id] && next_rank == place.first_rank.value + place.degree, "the chunks of sequence ",
+          s, " hold ", next_token, " tokens, expected ", seq_lens()[id]);
   }
   size_t num_held = 0;
   for (int32_t r = 0; r < num_ranks(); ++r) {
@@ -225,22 +201,14 @@ void Plan::validate() const {
       const Chunk& c = chunk(index);
       const bool in_order = last == nullptr || degree_of(*last) < degree_of(c) ||
                             (degree_of(*last) == degree_of(c) && last->sequence < c.sequence);
-      if (c.rank != Rank(r) || !in_order) throw StateError(text("plan: the chunks of rank ", r, " are out of order"));
+      check(c.rank == Rank(r) && in_order, "the chunks of rank ", r, " are out of order");
       held += c.num_tokens;
       last = &c;
       ++num_held;
     }
-    if (held != tokens[r] || held != tokens_after_[r]) {
-      throw StateError(text("plan: rank ", r, " lists ", held, " tokens, expected ", tokens[r]));
-    }
+    check(held == tokens[r] && held == tokens_after_[r], "rank ", r, " lists ", held, " tokens, expected ", tokens[r]);
   }
-  if (num_held != chunks_.size())
-    throw StateError(text("plan: ", num_held, " of ", chunks_.size(), " chunks are on a rank"));
-}
-
-bool Plan::operator==(const Plan& other) const {
-  return input_ == other.input_ && solver_ == other.solver_ && placements_ == other.placements_ &&
-         chunks_ == other.chunks_;
+  check(num_held == chunks().size(), num_held, " of ", chunks().size(), " chunks are on a rank");
 }
 
 }  // namespace knapformer

@@ -8,6 +8,7 @@
 //   sequence 7, 10 tokens, degree 4, group at rank 8:   rank 8 [0,3)  rank 9 [3,6)  rank 10 [6,8)  rank 11 [8,10)
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -22,6 +23,7 @@
 #include "knapformer/core/plan/lengths.h"
 #include "knapformer/core/plan/load_balance.h"
 #include "knapformer/core/util/ids.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -73,7 +75,6 @@ struct PlanInput {
     double sum = 0, slowest = 0;
   };
   GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
-  double total_speed() const;
   AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
@@ -115,12 +116,14 @@ class Plan {
   std::span<const Placement> placements() const { return placements_; }
   const Placement& placement(SequenceId id) const { return placements_[id.index()]; }
   /// The chunks of a sequence, in token order, which is rank order.
-  std::span<const Chunk> chunks(SequenceId id) const;
+  std::span<const Chunk> chunks(SequenceId id) const { return chunks_.of(id.value); }
   /// All chunks, in sequence order.
-  std::span<const Chunk> chunks() const { return chunks_; }
+  std::span<const Chunk> chunks() const { return chunks_.values; }
+  /// Their tokens.
+  std::vector<int64_t> chunk_lens() const;
   /// The chunks that a rank holds, as indices into chunks(), in the order of its rows.
-  std::span<const int32_t> chunks_on(Rank rank) const;
-  const Chunk& chunk(int32_t index) const { return chunks_[index]; }
+  std::span<const int32_t> chunks_on(Rank rank) const { return rank_chunks_.of(rank.value); }
+  const Chunk& chunk(int32_t index) const { return chunks_.values[index]; }
   int32_t degree_of(const Chunk& chunk) const { return placement(chunk.sequence).degree; }
 
   /// Per rank, without and with the plan: FLOPs of one block, forward, as in workload.h.
@@ -138,13 +141,13 @@ class Plan {
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
   /// Tokens of the fullest rank.
-  int64_t max_tokens() const;
+  int64_t max_tokens() const { return tokens_after_.empty() ? 0 : std::ranges::max(tokens_after_); }
 
   /// Checks every promise above from the parts alone: each token of each sequence on exactly one rank, groups aligned
   /// and inside their bag and replica, order, sums. Throws StateError with the first one that is broken.
   void validate() const;
 
-  bool operator==(const Plan&) const;
+  bool operator==(const Plan&) const = default;
 
  private:
   void lay_out(std::span<const int64_t> chunk_lens);
@@ -152,10 +155,8 @@ class Plan {
   PlanInput input_;
   std::string solver_;
   std::vector<Placement> placements_;
-  std::vector<Chunk> chunks_;
-  std::vector<int32_t> chunk_offsets_;       // num_sequences + 1, into chunks_
-  std::vector<int32_t> rank_chunks_;         // indices into chunks_, by rank
-  std::vector<int32_t> rank_chunk_offsets_;  // num_ranks + 1, into rank_chunks_
+  Ragged<Chunk> chunks_;         // by sequence
+  Ragged<int32_t> rank_chunks_;  // by rank, as indices
   std::vector<double> workload_before_, workload_after_;
   std::vector<int64_t> tokens_before_, tokens_after_;
   int64_t num_tokens_ = 0;

@@ -24,11 +24,10 @@ void check_token_limit(const Plan& plan) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   int64_t max_replica = 0;  // tokens
   for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
-    const auto tokens = plan.tokens_after().subspan(static_cast<size_t>(replica * num_ranks));
-    max_replica = std::max(max_replica, std::accumulate(tokens.begin(), tokens.begin() + num_ranks, int64_t{0}));
+    const auto tokens = plan.tokens_after().subspan(static_cast<size_t>(replica * num_ranks), num_ranks);
+    max_replica = std::max(max_replica, std::accumulate(tokens.begin(), tokens.end(), int64_t{0}));
   }
-  const auto lens = plan.seq_lens().lens();
-  const int64_t longest = *std::max_element(lens.begin(), lens.end());
+  const int64_t longest = std::ranges::max(plan.seq_lens().lens());
   const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
   const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
   const int64_t of_replica = share(max_replica, num_ranks), of_longest = share(longest, sharing);

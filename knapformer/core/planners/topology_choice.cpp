@@ -16,7 +16,7 @@ namespace {
 constexpr double kEqualTime = 1e-3;
 
 struct Candidate {
-  std::string text;
+  TopologyOption option;
   int32_t bag_ranks = 1;
   bool nested = false;
 };
@@ -26,7 +26,7 @@ std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, bool may_nest
   for (int32_t size = 1; size <= std::min(2 * static_cast<int64_t>(node), int64_t{num_ranks}); ++size) {
     const bool tiles_nodes = node % size == 0 || size % node == 0;
     if (num_ranks % size != 0 || !tiles_nodes) continue;
-    out.push_back({.text = text('g', size, 'n', num_ranks / size), .bag_ranks = size});
+    out.push_back({.option = {.topology = text('g', size, 'n', num_ranks / size)}, .bag_ranks = size});
     if (size == 1 || !may_nest) continue;
     // All the way down to 1, by the smallest prime each time: the most degrees that divide each other.
     std::string nested = text('g', size);
@@ -36,15 +36,16 @@ std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, bool may_nest
       degree /= prime;
       nested += text('/', degree);
     }
-    out.push_back({.text = nested + text('n', num_ranks / size), .bag_ranks = size, .nested = true});
+    nested += text('n', num_ranks / size);
+    out.push_back({.option = {.topology = nested}, .bag_ranks = size, .nested = true});
   }
   return out;
 }
 
 std::string percent(double share) { return text(std::round(share * 1000) / 10, " %"); }
 
-std::string reason_for(const Candidate& candidate, const TopologyOption& option, double exchange, double fsdp,
-                       double ideal_s, double longest_s) {
+std::string reason_for(const Candidate& candidate, double exchange, double fsdp, double ideal_s, double longest_s) {
+  const TopologyOption& option = candidate.option;
   const double share = longest_s / candidate.bag_ranks / ideal_s;
   if (share > 1.02) {
     return text("the longest sequence alone is ", std::round(longest_s / ideal_s * 10) / 10,
@@ -73,24 +74,23 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
     if (batch.cluster != cluster) throw_argument("batches", "several clusters", "one for all");
   }
 
-  std::vector<std::pair<TopologyOption, Candidate>> ranked;
-  for (const Candidate& candidate : candidates(num_ranks, cluster.ranks_per_node, may_nest)) {
-    TopologyOption option{.topology = candidate.text};
+  std::vector<Candidate> ranked = candidates(num_ranks, cluster.ranks_per_node, may_nest);
+  for (Candidate& candidate : ranked) {
+    TopologyOption& option = candidate.option;
     double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
     const double weight = 1.0 / static_cast<double>(batches.size());
     for (const PlanInput& batch : batches) {
       PlanInput input = batch;
-      input.topology = Topology::parse(candidate.text, num_ranks);
+      input.topology = Topology::parse(option.topology, num_ranks);
       input.validate();
       try {
         const Plan plan = make_plan(std::move(input), solver);
         const StepTime time = predict_step(plan);
         option.predicted_time_s += weight * time.total_s();
         option.efficiency_loss += weight * time.over_ideal();
-        const double ideal_step_s = time.ideal_s + time.fixed_s;
-        if (ideal_step_s > 0) {
-          exchange += weight * (time.exchange_s + time.route_s) / ideal_step_s;
-          fsdp += weight * time.fsdp_s / ideal_step_s;
+        if (time.ideal_step_s() > 0) {
+          exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
+          fsdp += weight * time.fsdp_s / time.ideal_step_s();
         }
         if (plan.num_tokens() > 0) {
           option.exchanged_fraction += weight * plan.attention_tokens_moved() / static_cast<double>(plan.num_tokens());
@@ -106,20 +106,19 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
         const std::string_view refusal = error.what();
         if (!refusal.starts_with("max_tokens_per_rank:")) throw;
         constexpr double kNever = std::numeric_limits<double>::infinity();
-        option = {.topology = candidate.text,
+        option = {.topology = option.topology,
                   .predicted_time_s = kNever,
                   .efficiency_loss = kNever,
                   .reason = std::string(refusal)};
         break;
       }
     }
-    if (option.reason.empty()) option.reason = reason_for(candidate, option, exchange, fsdp, ideal_s, longest_s);
-    ranked.emplace_back(std::move(option), candidate);
+    if (option.reason.empty()) option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
   }
   double best_s = std::numeric_limits<double>::infinity();
-  for (const auto& [option, candidate] : ranked) best_s = std::min(best_s, option.predicted_time_s);
-  const auto order = [&](const std::pair<TopologyOption, Candidate>& ranked_option) {
-    const auto& [option, candidate] = ranked_option;
+  for (const Candidate& candidate : ranked) best_s = std::min(best_s, candidate.option.predicted_time_s);
+  const auto order = [&](const Candidate& candidate) {
+    const TopologyOption& option = candidate.option;
     // Of those that cannot keep a limit of tokens first the one that comes closest: large bags share the most.
     const int32_t sign = std::isinf(option.predicted_time_s) ? -1 : 1;
     const double time = sign < 0 ? option.predicted_time_s : std::round(option.predicted_time_s / best_s / kEqualTime);
@@ -127,7 +126,7 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
   };
   std::ranges::stable_sort(ranked, {}, order);
   std::vector<TopologyOption> out;
-  for (auto& [option, candidate] : ranked) out.push_back(std::move(option));
+  for (Candidate& candidate : ranked) out.push_back(std::move(candidate.option));
   return out;
 }
 

@@ -4,6 +4,8 @@
 // StateError: a call came out of order, or ranks disagree. Python sees a RuntimeError.
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -46,9 +48,16 @@ template <class Got>
 inline constexpr double kMaxMagnitude = 1e30;
 
 /// Throws ArgumentError unless `value` is a number from `min` to `max`.
-void check_range(std::string_view argument, double value, double min, double max = kMaxMagnitude);
+inline void check_range(std::string_view argument, double value, double min, double max = kMaxMagnitude) {
+  if (value >= min && value <= max) return;  // not a number is refused
+  throw_argument(argument, value, text("a number from ", min, " to ", max));
+}
 
-[[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
+[[noreturn]] inline void assertion_failed(const char* condition, const char* file, int line) {
+  std::fprintf(stderr, "knapformer: assertion failed at %s:%d: %s\nThis is a bug in knapformer, not in your code.\n",
+               file, line, condition);
+  std::abort();
+}
 
 }  // namespace knapformer
 

@@ -11,8 +11,6 @@ namespace knapformer {
 struct KeyedIndex {
   uint64_t key = 0;
   int32_t index = 0;
-
-  bool operator==(const KeyedIndex&) const = default;
 };
 
 /// Ascending by key; equal keys keep their order. Least significant digit first, skipping digits that are all alike.

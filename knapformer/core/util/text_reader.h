@@ -6,6 +6,8 @@
 #include <optional>
 #include <string_view>
 
+#include "knapformer/core/util/error.h"
+
 namespace knapformer {
 
 class TextReader {
@@ -13,7 +15,6 @@ class TextReader {
   explicit TextReader(std::string_view text) : text_(text) {}
 
   bool at_end() const { return position_ == text_.size(); }
-  size_t position() const { return position_; }
 
   void skip_spaces() {
     while (!at_end() && text_[position_] == ' ') ++position_;
@@ -25,14 +26,9 @@ class TextReader {
     return true;
   }
 
-  /// A decimal integer in [min, max], without sign.
-  std::optional<int32_t> integer(int32_t min, int32_t max) { return parse(min, max); }
   /// A decimal number in [min, max], without sign.
-  std::optional<double> number(double min, double max) { return parse(min, max); }
-
- private:
   template <class T>
-  std::optional<T> parse(T min, T max) {
+  std::optional<T> number(T min, T max) {
     if (at_end() || text_[position_] < '0' || text_[position_] > '9') return std::nullopt;
     T value = 0;
     const auto [end, error] = std::from_chars(text_.data() + position_, text_.data() + text_.size(), value);
@@ -41,6 +37,12 @@ class TextReader {
     return value;
   }
 
+  /// Throws ArgumentError: at this position something else was expected.
+  [[noreturn]] void fail(std::string_view argument, std::string_view expected) const {
+    throw_argument(argument, text("'", text_, "'"), text(expected, " at character ", position_ + 1));
+  }
+
+ private:
   std::string_view text_;
   size_t position_ = 0;
 };

@@ -26,8 +26,9 @@ class WinnerTree {
   int32_t winner() const { return nodes_[1].index; }
   double min() const { return nodes_[1].key; }
 
-  void set_min(double key) {
-    Node best{.key = key, .index = winner()};
+  void set_min(double key) { set(winner(), key); }
+  void set(int32_t index, double key) {
+    Node best{.key = key, .index = index};
     size_t i = width_ + static_cast<size_t>(best.index);
     nodes_[i] = best;
     for (; i > 1; i /= 2) {

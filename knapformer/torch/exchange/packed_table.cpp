@@ -19,7 +19,7 @@ static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
 int64_t max_duplicates_of(const ExchangeEnd& end) {
   if (!end.has_duplicate_rows) return 1;
   std::vector<int64_t> counts(static_cast<size_t>(end.num_rows), 0);
-  for (const RowRun& run : end.runs) {
+  for (const RowRun& run : end.runs.values) {
     for (int64_t i = 0; i < run.num_rows; ++i) ++counts[static_cast<size_t>(run.first_row + i)];
   }
   return counts.empty() ? 1 : std::max<int64_t>(1, *std::max_element(counts.begin(), counts.end()));
@@ -31,7 +31,7 @@ at::TensorOptions int64_cpu() { return at::TensorOptions().dtype(at::kLong).devi
 
 at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine) {
   const auto peers = static_cast<size_t>(table.num_peers);
-  const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.size();
+  const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.values.size();
   at::Tensor packed = at::empty({static_cast<int64_t>(size)}, int64_cpu());
   int64_t* out = packed.mutable_data_ptr<int64_t>();
   out[kMagic] = kTableMagic;
@@ -45,8 +45,9 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kMaxDuplicates] = max_duplicates_of(end);
   out += kNumFields;
   out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
-  out = std::copy(end.run_offsets.begin(), end.run_offsets.end(), out);
-  if (!end.runs.empty()) std::memcpy(out, end.runs.data(), end.runs.size() * sizeof(RowRun));
+  out = std::copy(end.runs.offsets.begin(), end.runs.offsets.end(), out);
+  const std::vector<RowRun>& runs = end.runs.values;
+  if (!runs.empty()) std::memcpy(out, runs.data(), runs.size() * sizeof(RowRun));
   return packed;
 }
 

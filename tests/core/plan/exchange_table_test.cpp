@@ -28,7 +28,7 @@ std::vector<int64_t> wire_rows(const ExchangeEnd& end, int32_t peer) {
 }
 
 void check_end(const ExchangeEnd& end, int32_t num_peers) {
-  ASSERT_EQ(end.run_offsets.size(), static_cast<size_t>(num_peers) + 1);
+  ASSERT_EQ(end.runs.size(), num_peers);
   ASSERT_EQ(end.peer_rows.size(), static_cast<size_t>(num_peers));
   for (int32_t peer = 0; peer < num_peers; ++peer) {
     const auto runs = end.runs_of(peer);
@@ -213,8 +213,8 @@ TEST(ExchangeTables, NeighbouringRowsOfAPeerAreOneRun) {
                   .workload = {}};
   const Placement to_1{.bag = BagId(1), .first_rank = Rank(1), .degree = 1};
   const Plan plan(std::move(input), "any", {to_1, to_1, to_1});
-  EXPECT_EQ(make_route_tables(plan, Rank(0)).tokens.send.runs, (std::vector<RowRun>{{0, 18}}));
-  EXPECT_EQ(make_route_tables(plan, Rank(1)).tokens.recv.runs, (std::vector<RowRun>{{0, 18}}));
+  EXPECT_EQ(make_route_tables(plan, Rank(0)).tokens.send.runs.values, (std::vector<RowRun>{{0, 18}}));
+  EXPECT_EQ(make_route_tables(plan, Rank(1)).tokens.recv.runs.values, (std::vector<RowRun>{{0, 18}}));
 }
 
 }  // namespace

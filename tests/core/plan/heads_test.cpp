@@ -21,7 +21,7 @@ TEST(Heads, EveryRankComputesGroupedQueryAttentionOfItsShare) {
         const HeadPartition partition = partition_heads(heads, kv_heads, degree);
         std::vector<int32_t> all(static_cast<size_t>(heads));
         std::iota(all.begin(), all.end(), 0);
-        EXPECT_EQ(partition.query.heads, all);
+        EXPECT_EQ(partition.query.heads.values, all);
         for (int i = 0; i < degree; ++i) {
           const auto query = partition.query.of(i), key_value = partition.key_value.of(i);
           if (query.empty()) {
@@ -39,7 +39,7 @@ TEST(Heads, EveryRankComputesGroupedQueryAttentionOfItsShare) {
         }
         EXPECT_FALSE(partition.query.has_duplicates());
         EXPECT_EQ(partition.key_value.has_duplicates(),
-                  partition.key_value.heads.size() > static_cast<size_t>(kv_heads));
+                  partition.key_value.heads.values.size() > static_cast<size_t>(kv_heads));
       }
     }
   }

@@ -20,6 +20,9 @@ TEST(WinnerTree, HasTheLeastKeyTheFirstOfEqualOnes) {
       ASSERT_EQ(tree.min(), *least);
       *least += static_cast<double>(random() % 4);  // often ties
       tree.set_min(*least);
+      const size_t any = random() % count;
+      keys[any] = static_cast<double>(random() % 4);
+      tree.set(static_cast<int32_t>(any), keys[any]);
     }
   }
 }

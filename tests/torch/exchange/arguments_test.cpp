@@ -9,7 +9,7 @@ namespace {
 /// A table of `sent` rows that become `received` ones.
 PackedTable packed(int64_t sent, int64_t received) {
   const auto end = [](int64_t rows) {
-    return ExchangeEnd{.num_rows = rows, .runs = {{0, rows}}, .run_offsets = {0, 1}, .peer_rows = {rows}};
+    return ExchangeEnd{.num_rows = rows, .runs = {.values = {{0, rows}}, .offsets = {0, 1}}, .peer_rows = {rows}};
   };
   const ExchangeTable table{.this_peer = 0, .num_peers = 1, .send = end(sent), .recv = end(received)};
   return pack_tables(std::vector{&table}, ExchangeEngine::kCpu, at::kCPU)[0];

@@ -115,7 +115,7 @@ void check_rank(testing::InProcessWorld& world, const Plan& plan, int32_t rank, 
     // A key head's gradient comes from every rank that was given it, as often as it was.
     const HeadShares shares = partition_heads(kHeads, kKeyValueHeads, level.degree).key_value;
     for (int64_t head = 0; head < kKeyValueHeads; ++head) {
-      const auto times = std::count(shares.heads.begin(), shares.heads.end(), head);
+      const auto times = std::ranges::count(shares.heads.values, head);
       const at::Tensor of_head = k.grad().narrow(0, level.first_row, level.num_rows).select(1, head);
       ASSERT_TRUE(at::equal(of_head, at::full_like(of_head, static_cast<double>(times))));
     }

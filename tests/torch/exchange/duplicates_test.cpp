@@ -31,8 +31,7 @@ Segment segment(const PackedTable& table, const at::Tensor& output) {
 
 TEST(Duplicates, AddBlocksWhereverTheyBeginOnTheWire) {
   const ExchangeEnd end{.num_rows = 4,
-                        .runs = {{0, 2}, {1, 1}, {3, 1}},
-                        .run_offsets = {0, 1, 3},
+                        .runs = {.values = {{0, 2}, {1, 1}, {3, 1}}, .offsets = {0, 1, 3}},
                         .peer_rows = {2, 2},
                         .has_duplicate_rows = true};
   const ExchangeTable table{.this_peer = 0, .num_peers = 2, .send = end, .recv = end};

@@ -26,16 +26,16 @@ struct Pattern {
 void PrintTo(const Pattern& pattern, std::ostream* out) { *out << pattern.name; }
 
 ExchangeEnd make_end(const std::vector<std::vector<int64_t>>& rows_of_peer, int64_t num_rows) {
-  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .run_offsets = {0}, .peer_rows = {}};
+  ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = {}};
   for (const auto& rows : rows_of_peer) {
     for (size_t i = 0; i < rows.size(); ++i) {
       if (i > 0 && rows[i] == rows[i - 1] + 1) {
-        ++end.runs.back().num_rows;
+        ++end.runs.values.back().num_rows;
       } else {
-        end.runs.push_back({.first_row = rows[i], .num_rows = 1});
+        end.runs.values.push_back({.first_row = rows[i], .num_rows = 1});
       }
     }
-    end.run_offsets.push_back(static_cast<int32_t>(end.runs.size()));
+    end.runs.end_list();
     end.peer_rows.push_back(static_cast<int64_t>(rows.size()));
   }
   return end;

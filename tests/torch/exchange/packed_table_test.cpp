@@ -11,11 +11,11 @@ namespace {
 /// Peer 1 of 3: rows 0 1 4 to peer 0, row 2 to itself, rows 1 3 to peer 2; row 1 goes to two. Whole at both ends.
 ExchangeTable table() {
   const ExchangeEnd send{.num_rows = 5,
-                         .runs = {{0, 2}, {4, 1}, {2, 1}, {1, 1}, {3, 1}},
-                         .run_offsets = {0, 2, 3, 5},
+                         .runs = {.values = {{0, 2}, {4, 1}, {2, 1}, {1, 1}, {3, 1}}, .offsets = {0, 2, 3, 5}},
                          .peer_rows = {3, 1, 2},
                          .has_duplicate_rows = true};
-  const ExchangeEnd recv{.num_rows = 3, .runs = {{1, 2}, {0, 1}}, .run_offsets = {0, 1, 2, 2}, .peer_rows = {2, 1, 0}};
+  const ExchangeEnd recv{
+      .num_rows = 3, .runs = {.values = {{1, 2}, {0, 1}}, .offsets = {0, 1, 2, 2}}, .peer_rows = {2, 1, 0}};
   return {.this_peer = 1, .num_peers = 3, .send = send, .recv = recv};
 }
 

@@ -1,42 +1,13 @@
 #include "knapformer/core/planners/balanced/anneal.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 #include "knapformer/core/util/random.h"
+#include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
 namespace {
-
-/// The highest of the bags' times, kept up to date: a binary tree of maxima.
-class SlowestBag {
- public:
-  explicit SlowestBag(const PlacementTrees& trees)
-      : trees_(trees), num_leaves_(std::bit_ceil(static_cast<size_t>(trees.num_bags()))) {
-    best_.resize(2 * num_leaves_, 0);
-    for (size_t i = 0; i < num_leaves_; ++i) {
-      best_[num_leaves_ + i] = static_cast<int32_t>(std::min(i, static_cast<size_t>(trees.num_bags() - 1)));
-    }
-    for (size_t i = num_leaves_ - 1; i > 0; --i) update(i);
-  }
-
-  int32_t bag() const { return best_[1]; }
-  double time() const { return trees_.bag_time(bag()); }
-  void refresh(int32_t bag) {
-    for (size_t i = (num_leaves_ + static_cast<size_t>(bag)) / 2; i > 0; i /= 2) update(i);
-  }
-
- private:
-  void update(size_t i) {
-    const int32_t a = best_[2 * i], b = best_[2 * i + 1];
-    best_[i] = trees_.bag_time(b) > trees_.bag_time(a) ? b : a;
-  }
-
-  const PlacementTrees& trees_;
-  size_t num_leaves_;
-  std::vector<int32_t> best_;
-};
 
 /// Which degrees an item may take: as indices into trees.degrees().
 struct DegreeRange {
@@ -47,7 +18,12 @@ struct DegreeRange {
 class Search {
  public:
   Search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options)
-      : trees_(trees), node_(node_of_item), options_(options), random_(options.key), slowest_(trees) {
+      : trees_(trees),
+        node_(node_of_item),
+        options_(options),
+        random_(options.key),
+        slowest_bag_(static_cast<size_t>(trees.num_bags())) {
+    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) refresh(bag);
     const auto items = trees.items();
     items_of_bag_.resize(static_cast<size_t>(trees.num_bags()));
     position_.resize(items.size());
@@ -56,7 +32,7 @@ class Search {
   }
 
   double run() {
-    double best = slowest_.time();
+    double best = slowest_time();
     double temperature = options_.first_temperature;
     // Cooling by a constant factor every so many moves; the factor by repeated square roots would need libm, so it is
     // linear in pieces: the temperature halves over equal numbers of moves.
@@ -66,8 +42,8 @@ class Search {
     for (int64_t move = 0; move < options_.num_moves; ++move) {
       if (move > 0 && move % moves_per_halving == 0) temperature /= 2;
       if (!step(temperature)) continue;
-      if (slowest_.time() < best) {
-        best = slowest_.time();
+      if (slowest_time() < best) {
+        best = slowest_time();
         journal_.clear();
         best_.clear();
         if (best <= options_.good_enough) break;
@@ -98,6 +74,8 @@ class Search {
     }
   }
 
+  double slowest_time() const { return -slowest_bag_.min(); }
+  void refresh(int32_t bag) { slowest_bag_.set(bag, -trees_.bag_time(bag)); }
   int32_t bag_of(int32_t item) const { return trees_.node(node_[item]).bag; }
 
   void insert(int32_t item, int32_t bag) {
@@ -125,7 +103,7 @@ class Search {
                                          degrees.begin());
       if (fastest[k] < 0 || trees_.node(v).load_per_token < trees_.node(fastest[k]).load_per_token) fastest[k] = v;
     }
-    const double limit = slowest_.time();
+    const double limit = slowest_time();
     const bool is_limited = std::isfinite(trees_.node(0).token_capacity);
     ranges_.resize(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
@@ -164,7 +142,7 @@ class Search {
 
   int32_t random_item() {
     if (random_.below(2) == 0) {
-      int32_t bag = slowest_.bag();
+      int32_t bag = slowest_bag_.winner();
       if (trees_.num_bags() > 8 && random_.below(4) != 0) {  // and other slow ones
         bag = random_.below(trees_.num_bags());
         for (int32_t i = 0; i < 3; ++i) {
@@ -228,8 +206,8 @@ class Search {
         insert(b, from_bag);
       }
     }
-    slowest_.refresh(from_bag);
-    slowest_.refresh(to_bag);
+    refresh(from_bag);
+    refresh(to_bag);
     return true;
   }
 
@@ -237,7 +215,7 @@ class Search {
   std::vector<int32_t>& node_;
   SearchOptions options_;
   Random random_;
-  SlowestBag slowest_;
+  WinnerTree slowest_bag_;  // by bag, its time, negated
   std::vector<std::vector<int32_t>> items_of_bag_;
   std::vector<int32_t> position_;  // of an item in its bag's list
   std::vector<DegreeRange> ranges_;

@@ -37,13 +37,13 @@ void Construction::refresh_bag_of(int32_t v) {
   trees_.update_bag(bag);
 }
 
-bool Construction::place_alone(const TreeItem& item, int32_t v, double target) {
+bool Construction::place_alone(const TreeItem& item, int32_t v) {
   const PlacementTrees::Node& n = trees_.node(v);
   if (n.num_children > 0 || n.parent < 0) return false;
   for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent) {
     if (trees_.state(x).num_sequences > 0) return false;
   }
-  if (trees_.group_time(v) + trees_.cost(item, v) > target || trees_.state(v).tokens + item.tokens > n.token_capacity)
+  if (trees_.group_time(v) + trees_.cost(item, v) > target_ || trees_.state(v).tokens + item.tokens > n.token_capacity)
     return false;
   trees_.add(item, v);
   trees_.update_node(v);
@@ -74,10 +74,10 @@ int32_t Construction::freest(Queue& queue) {
 
 int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
-  int32_t best = freest(queues_[first]);
-  if (last - first == 1) return best;
-  double min_load = occupancy(best) + trees_.cost(item, best);
-  for (size_t q = first + 1; q < last; ++q) {
+  if (last - first == 1) return freest(queues_[first]);
+  int32_t best = -1;
+  double min_load = std::numeric_limits<double>::infinity();
+  for (size_t q = first; q < last; ++q) {
     const int32_t v = freest(queues_[q]);
     const double now = occupancy(v) + trees_.cost(item, v);
     if (now < min_load) {
@@ -88,52 +88,41 @@ int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   return best;
 }
 
+int32_t Construction::place(const TreeItem& item) {
+  const size_t num_degrees = trees_.degrees().size();
+  int32_t best = -1;
+  double best_time = std::numeric_limits<double>::infinity();
+  for (size_t k = 0; k < num_degrees; ++k) {
+    const int32_t v = freest_for(item, k);
+    const bool must_try = k + 1 == num_degrees && best < 0;
+    if (trees_.cost(item, v) > target_ && !must_try) continue;
+    if (place_alone(item, v)) return v;
+    refresh_bag_of(v);
+    trees_.save(v, saved_);
+    trees_.add(item, v);
+    trees_.update_path(v);
+    const double time = trees_.group_time(v);
+    if (time <= target_) return v;
+    trees_.restore(v, saved_);
+    if (time < best_time) {
+      best_time = time;
+      best = v;
+    }
+  }
+  KNAPFORMER_ASSERT(best >= 0);
+  refresh_bag_of(best);
+  trees_.add(item, best);
+  trees_.update_path(best);
+  return best;
+}
+
 double Construction::place_all(double target, std::vector<int32_t>& node_of_item) {
   target_ = target;
   trees_.clear();
   for (Queue& queue : queues_) queue.occupancy = WinnerTree(queue.nodes.size());
   is_stale_.assign(static_cast<size_t>(trees_.num_bags()), 0);
-  const auto items = trees_.items();
-  node_of_item.resize(items.size());
-  PlacementTrees::SavedPath saved;
-  for (size_t i = 0; i < items.size(); ++i) {
-    const TreeItem& item = items[i];
-    int32_t best = -1;
-    double best_time = std::numeric_limits<double>::infinity();
-    bool placed = false;
-    const size_t num_degrees = trees_.degrees().size();
-    for (size_t k = 0; k < num_degrees && !placed; ++k) {
-      const int32_t v = freest_for(item, k);
-      const bool last = k + 1 == num_degrees;
-      if (trees_.cost(item, v) > target && !(last && best < 0)) continue;
-      if (place_alone(item, v, target)) {
-        node_of_item[i] = v;
-        placed = true;
-        break;
-      }
-      refresh_bag_of(v);
-      trees_.save(v, saved);
-      trees_.add(item, v);
-      trees_.update_path(v);
-      const double time = trees_.group_time(v);
-      if (time <= target) {
-        node_of_item[i] = v;
-        placed = true;
-        break;
-      }
-      trees_.restore(v, saved);
-      if (time < best_time) {
-        best_time = time;
-        best = v;
-      }
-    }
-    if (placed) continue;
-    KNAPFORMER_ASSERT(best >= 0);
-    refresh_bag_of(best);
-    trees_.add(item, best);
-    trees_.update_path(best);
-    node_of_item[i] = best;
-  }
+  node_of_item.clear();
+  for (const TreeItem& item : trees_.items()) node_of_item.push_back(place(item));
   trees_.update_all();
   return trees_.slowest();
 }

@@ -36,14 +36,17 @@ class Construction {
   int32_t freest_for(const TreeItem& item, size_t k);
   /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target.
   /// What is above v is brought up to date later.
-  bool place_alone(const TreeItem& item, int32_t v, double target);
+  bool place_alone(const TreeItem& item, int32_t v);
   void refresh_bag_of(int32_t v);
+  /// Adds the item at the first node that fits it, or where it misses the target by the least.
+  int32_t place(const TreeItem& item);
 
   PlacementTrees& trees_;
   double target_ = 0;
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, and one past the last
-  std::vector<char> is_stale_;       // by bag: nodes above the smallest groups are out of date
+  PlacementTrees::SavedPath saved_;
+  std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
 };
 
 }  // namespace knapformer

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <span>
+#include <vector>
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
@@ -22,48 +23,37 @@ constexpr double kGoodEnough = 1.0002;
 /// At low effort, of the greedy plan of single ranks.
 constexpr double kGoodEnoughAtLowEffort = 1.001;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
-constexpr double kEven = 1.00005;
+constexpr double kEvenEnough = 1.00005;
 
-/// Tries targets around an estimate of the time: doubling the margin while the placement misses its target, halving it
-/// while it meets it. Leaves the best placement in the trees.
-class TargetSearch {
- public:
-  TargetSearch(PlacementTrees& trees, double bound, double estimate)
-      : trees_(trees), fit_(trees), bound_(bound), estimate_(std::max(bound, estimate)) {}
-
-  void run(int32_t num_targets, double first_margin) {
-    double low = bound_ / estimate_ - 1, high = 0;  // margins: missed, met; 0 where none yet
-    double margin = first_margin;
-    bool is_met = false;
-    for (int32_t i = 0; i < num_targets; ++i) {
-      const double target = estimate_ * (1 + margin);
-      const double time = fit_.place_all(target, trial_);
-      if (time < best_time_) {
-        best_time_ = time;
-        best_.swap(trial_);
-      }
-      if (best_time_ <= bound_ * kGoodEnough) break;
-      if (time <= target) {
-        high = std::min(margin, time / estimate_ - 1);
-        is_met = true;
-      } else {
-        low = margin;
-      }
-      margin = is_met ? (low + high) / 2 : 2 * margin;
-      if (is_met && high - low < 0.0005) break;
+/// Constructs under targets around an estimate of the time: doubling the margin while the placement misses its target,
+/// halving it while it meets it. Returns the best placement.
+std::vector<int32_t> constructed(PlacementTrees& trees, double bound, double estimate, int32_t num_targets,
+                                 double first_margin) {
+  Construction fit(trees);
+  double best_time = std::numeric_limits<double>::infinity();
+  std::vector<int32_t> best, trial;
+  double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
+  double margin = first_margin;
+  bool is_met = false;
+  for (int32_t i = 0; i < num_targets; ++i) {
+    const double target = estimate * (1 + margin);
+    const double time = fit.place_all(target, trial);
+    if (time < best_time) {
+      best_time = time;
+      best.swap(trial);
     }
+    if (best_time <= bound * kGoodEnough) break;
+    if (time <= target) {
+      high = std::min(margin, time / estimate - 1);
+      is_met = true;
+    } else {
+      low = margin;
+    }
+    margin = is_met ? (low + high) / 2 : 2 * margin;
+    if (is_met && high - low < 0.0005) break;
   }
-
-  double best_time() const { return best_time_; }
-  std::vector<int32_t>& best() { return best_; }
-
- private:
-  PlacementTrees& trees_;
-  Construction fit_;
-  double bound_, estimate_;
-  double best_time_ = std::numeric_limits<double>::infinity();
-  std::vector<int32_t> best_, trial_;
-};
+  return best;
+}
 
 /// A replica's plan depends on its own lengths alone.
 uint64_t random_key(const PlanInput& input, int32_t replica) {
@@ -88,12 +78,6 @@ void load(PlacementTrees& trees, const std::vector<int32_t>& node_of_item) {
   trees.clear();
   for (size_t i = 0; i < node_of_item.size(); ++i) trees.add(trees.items()[i], node_of_item[i]);
   trees.update_all();
-}
-
-/// Puts the floor of the energy as far below the bound that what remains to be gained is this part of the range.
-void set_reference(PlacementTrees& trees, double bound, double time) {
-  constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
-  trees.set_reference(time - kRangeOverGain * std::max(time - bound, kMinGain), time);
 }
 
 /// What a replica of a plan is judged by.
@@ -134,10 +118,6 @@ std::vector<Figures> figures_of(const Plan& plan) {
   return figures;
 }
 
-int32_t replica_of(const Plan& plan, const Placement& place) {
-  return place.bag.value / plan.topology().num_bags_per_replica();
-}
-
 bool contains(std::span<const char> marks, bool mark) {
   return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
 }
@@ -150,7 +130,7 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   std::vector<int64_t> chunk_lens;
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
-    const bool takes = from_other[replica_of(plan, plan.placement(id))] != 0;
+    const bool takes = from_other[plan.placement(id).bag.value / plan.topology().num_bags_per_replica()] != 0;
     const Plan& source = takes ? other : plan;
     placements.push_back(source.placement(id));
     for (const Chunk& chunk : source.chunks(id)) chunk_lens.push_back(chunk.num_tokens);
@@ -158,252 +138,271 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
-std::vector<int64_t> chunk_lens_of(const Plan& plan) {
-  std::vector<int64_t> lens;
-  lens.reserve(plan.chunks().size());
-  for (const Chunk& chunk : plan.chunks()) lens.push_back(chunk.num_tokens);
-  return lens;
-}
+class BalancedSolver {
+ public:
+  /// `effort` as in Effort::moves.
+  BalancedSolver(PlanInput input, int64_t effort)
+      : input_(std::move(input)),
+        effort_(effort),
+        placements_(static_cast<size_t>(input_.seq_lens.num_sequences())),
+        bounds_s_(static_cast<size_t>(input_.topology.num_replicas())),
+        is_greedy_(bounds_s_.size()) {}
 
-std::vector<int32_t> nodes_of(const PlacementTrees& trees, const std::vector<Placement>& placements) {
-  std::vector<int32_t> nodes;
-  nodes.reserve(trees.items().size());
-  for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements[item.id.index()]));
-  return nodes;
-}
+  Plan solve() {
+    if (input_.topology.is_flat()) return solve_all_flat(std::vector<char>(bounds_s_.size(), 1), FlatGoal::kEven);
+    for (size_t r = 0; r < bounds_s_.size(); ++r)
+      bounds_s_[r] = replica_lower_bound_s(input_, input_.topology, static_cast<int32_t>(r));
+    if (effort_ == Effort::kLow) place_greedily();
+    for (size_t r = 0; r < bounds_s_.size(); ++r) {
+      if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
+    }
+    return with_flat_replicas(finish(std::move(placements_)));
+  }
+
+ private:
+  struct SearchRange {
+    double bound = 0;  // no placement takes less time
+    double time = 0;   // of the placement to start from
+    /// Whether high effort starts from the result of default effort, or from the same placement as that.
+    bool high_goes_on = false;
+    SearchOptions options;  // but for what each round sets
+  };
+  /// What a plan of flat bags is to be better in: even work, without slower blocks (the published measure), or, as a
+  /// candidate beside a nested plan, the whole step.
+  enum class FlatGoal { kEven, kStep };
+
+  /// Improves the placement; at high effort by at least as much as at default effort.
+  void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
+              const SearchRange& range) const {
+    if (effort_ != Effort::kHigh) return improve_in_rounds(trees, node_of_item, replica, range, effort_);
+    const std::vector<int32_t> start = node_of_item;
+    improve_in_rounds(trees, node_of_item, replica, range, Effort::kDefault);
+    SearchRange from_here = range;
+    from_here.time = trees.slowest();
+    if (range.high_goes_on) return improve_in_rounds(trees, node_of_item, replica, from_here, Effort::kHigh);
+    std::vector<int32_t> other = start;
+    load(trees, other);
+    improve_in_rounds(trees, other, replica, range, Effort::kHigh);
+    if (trees.slowest() < from_here.time) {
+      node_of_item.swap(other);
+    } else {
+      load(trees, node_of_item);
+    }
+  }
+
+  /// Anneals, and again while a round gains much: its energy was scaled to the time at its start.
+  void improve_in_rounds(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
+                         const SearchRange& range, int64_t effort) const {
+    constexpr uint64_t kMaxRounds = 4;
+    constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
+    double time = range.time;
+    for (uint64_t round = 0; round < kMaxRounds; ++round) {
+      const double before = time;
+      const int64_t moves = num_moves(trees, effort);
+      if (moves == 0 || before <= range.options.good_enough) return;
+      // The floor is as far below the bound that what remains to be gained is this part of the range.
+      trees.set_reference(before - kRangeOverGain * std::max(before - range.bound, kMinGain), before);
+      SearchOptions options = range.options;
+      options.num_moves = moves;
+      options.key = random_key(input_, replica) + (round << 32);
+      improve(trees, node_of_item, options);
+      time = trees.slowest();
+      if (time > (before + range.bound) / 2) return;
+    }
+  }
+
+  /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
+  void place_greedily() {
+    const Topology smallest = input_.topology.flat_topologies().front();
+    const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
+    if (!is_whole || input_.max_tokens_per_rank > 0) return;
+    const auto is_good = [&](size_t r, double time_s) { return time_s <= bounds_s_[r] * kGoodEnoughAtLowEffort; };
+    for (size_t r = 0; r < is_greedy_.size(); ++r)
+      is_greedy_[r] = is_good(r, replica_lower_bound_s(input_, smallest, static_cast<int32_t>(r)));
+    if (!contains(is_greedy_, true)) return;
+    placements_ = greedy_placements(input_, smallest);
+    for (size_t r = 0; r < is_greedy_.size(); ++r) {
+      is_greedy_[r] =
+          is_greedy_[r] && is_good(r, flat_lower_bound_s(input_, smallest, static_cast<int32_t>(r), placements_));
+    }
+    for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
+  }
+
+  void solve(int32_t replica, Objective objective) {
+    PlacementTrees trees(input_, replica, objective);
+    if (trees.items().empty()) return;
+    const auto place_all = [&] {
+      return objective == Objective::kTime ? placed_nested(trees, replica) : placed_flat(trees, replica);
+    };
+    std::vector<int32_t> node_of_item = place_all();
+    if (input_.max_tokens_per_rank > 0) {
+      // A limit that is kept anyway costs nothing.
+      trees.set_token_limit(input_.max_tokens_per_rank);
+      if (!trees.keeps_limit()) node_of_item = place_all();
+    }
+    for (size_t i = 0; i < node_of_item.size(); ++i)
+      placements_[trees.items()[i].id.index()] = trees.placement(node_of_item[i]);
+  }
+
+  /// The nodes of the items, which are left in the trees.
+  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica) const {
+    const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
+    constexpr size_t kFewSequences = 512;  // then there is time to try more
+    const int32_t few_targets = trees.items().size() <= kFewSequences ? 4 : 2;
+    const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
+    // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
+    // close to the bound.
+    const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
+    const int32_t num_targets = effort_ == Effort::kLow ? few_targets : 10;
+    std::vector<int32_t> best = constructed(trees, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004);
+    SearchRange range{.bound = bound,
+                      .high_goes_on = true,
+                      .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.03}};
+    const auto time_from = [&](std::vector<int32_t>& placement) {
+      load(trees, placement);
+      range.time = trees.slowest();
+      search(trees, placement, replica, range);
+      return trees.slowest();
+    };
+    const double time = time_from(best);
+    if (std::isfinite(trees.node(0).token_capacity) && time > range.options.good_enough) {
+      // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
+      // there.
+      std::vector<int32_t> spread;
+      Construction(trees).place_all(0, spread);
+      range.options.first_temperature = 32;
+      if (time_from(spread) < time) {
+        best.swap(spread);
+      } else {
+        load(trees, best);
+      }
+    }
+    return best;
+  }
+
+  std::vector<int32_t> placed_flat(PlacementTrees& trees, int32_t replica) const {
+    std::vector<int32_t> nodes;  // greedy
+    for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements_[item.id.index()]));
+    load(trees, nodes);
+    if (num_moves(trees, effort_) == 0) return nodes;
+    // Tokens that do not divide make ranks of a bag differ by one, which the trees does not see.
+    double mean_time = 0, time_of_a_token = 0;
+    int32_t num_ranks = 0;
+    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+      const PlacementTrees::Node& node = trees.node(trees.root(bag));
+      mean_time += trees.time_with_exchange(bag) * node.degree;
+      num_ranks += node.degree;
+      time_of_a_token = std::max(time_of_a_token, node.time_per_token * node.degree + node.exchange_per_token);
+    }
+    mean_time /= num_ranks;
+    const auto search_for = [&](const PlacementTrees::FlatGoal& goal, double bound) {
+      trees.set_flat_goal({.of_time = goal.of_time});
+      const double time = trees.slowest();  // without what is beyond a limit
+      trees.set_flat_goal(goal);
+      search(trees, nodes, replica,
+             {.bound = bound, .time = time, .options = {.good_enough = bound * kEvenEnough, .last_temperature = 1e-6}});
+    };
+    if (!trees.keeps_limit()) search_for({}, 1);
+    trees.set_flat_goal({});
+    const double greedy_work = trees.slowest(), greedy_time = trees.slowest_with_exchange() - time_of_a_token;
+    if (input_.topology.shapes().size() == 1) {
+      // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
+      // that first, without taking longer than greedy. Then the time, with the work as even.
+      search_for({.of_time = false, .max_time = greedy_time}, 1);
+      trees.set_flat_goal({});
+      search_for({.of_time = true, .max_work = std::max(trees.slowest(), kEvenEnough)}, mean_time);
+    } else {
+      // Small bags exchange less. First the time, with the work no less even than greedy's; then the work.
+      search_for({.of_time = true, .max_work = greedy_work}, 1);
+      search_for({.of_time = false, .max_time = trees.slowest_with_exchange()}, 1);
+    }
+    return nodes;
+  }
+
+  Plan finish(std::vector<Placement> placements) const {
+    improve_locality(input_, placements);
+    if (input_.topology.is_flat() && input_.rank_speed.empty()) return Plan(input_, "balanced", std::move(placements));
+    std::vector<int64_t> chunk_lens = uneven_chunk_lens(input_, placements);
+    return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
+  }
+
+  /// The plan, with those replicas from plans of flat topologies that are better there.
+  Plan with_flat_replicas(Plan plan) const {
+    std::vector<Figures> best = figures_of(plan);
+    std::vector<char> may_win(best.size()), wins(best.size());
+    const std::vector<Topology> flats = input_.topology.flat_topologies();
+    // Then a flat plan is greedy's; a limit of tokens may have it search.
+    const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
+    std::vector<double> budgets_s(best.size());  // the longest block with which a flat plan could win
+    for (const Topology& topology : flats) {
+      const bool is_smallest = &topology == &flats.front();
+      for (size_t r = 0; r < best.size(); ++r) {
+        const auto replica = static_cast<int32_t>(r);
+        budgets_s[r] = block_budget_s(input_, best[r].step_s);
+        const auto may_be_below = [&](double block_s) {
+          return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
+                           : flat_may_take_less(input_, topology, replica, block_s);
+        };
+        may_win[r] = !(is_smallest && is_greedy_[r]) && (!best[r].keeps_limit() || may_be_below(budgets_s[r]));
+      }
+      if (is_greedy && contains(may_win, true)) {
+        const std::vector<Placement> greedy = greedy_placements(input_, topology);
+        for (size_t r = 0; r < best.size(); ++r) {
+          may_win[r] =
+              may_win[r] && flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy) < budgets_s[r];
+        }
+      }
+      if (!contains(may_win, true)) continue;
+      PlanInput input = input_;
+      input.topology = topology;
+      const Plan flat =
+          in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
+      const std::vector<Figures> figures = figures_of(flat);
+      for (size_t r = 0; r < best.size(); ++r) {
+        wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
+        if (wins[r]) best[r] = figures[r];
+      }
+      plan = merged(std::move(plan), flat, wins);
+    }
+    return plan;
+  }
+
+  /// The plan of a flat topology, as one of this input's nested bags.
+  Plan in_nested_bags(const Plan& flat) const {
+    std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
+    for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
+    return Plan(input_, "balanced", std::move(placements), flat.chunk_lens());
+  }
+
+  /// `replicas`: marks those to improve; the others stay greedy.
+  Plan solve_all_flat(std::span<const char> replicas, FlatGoal goal) {
+    const std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
+    placements_ = greedy;
+    for (size_t r = 0; r < replicas.size(); ++r) {
+      if (replicas[r]) solve(static_cast<int32_t>(r), Objective::kFlat);
+    }
+    // Bags were compared; ranks may differ by the tokens that do not divide.
+    const auto better_of = [&](Plan plan, const Plan& other) {
+      const std::vector<Figures> before = figures_of(plan), after = figures_of(other);
+      std::vector<char> takes(before.size());
+      for (size_t r = 0; r < before.size(); ++r) {
+        takes[r] = goal == FlatGoal::kEven ? after[r].is_no_worse_than(before[r]) : after[r].is_better_than(before[r]);
+      }
+      return merged(std::move(plan), other, takes);
+    };
+    Plan plan = better_of(Plan(input_, "balanced", greedy), finish(greedy));  // closer to home
+    return placements_ == greedy ? plan : better_of(std::move(plan), finish(std::move(placements_)));
+  }
+
+  PlanInput input_;
+  int64_t effort_;
+  std::vector<Placement> placements_;
+  std::vector<double> bounds_s_;  // of a block in nested bags, by replica
+  std::vector<char> is_greedy_;   // by replica: placed by place_greedily
+};
 
 }  // namespace
 
-BalancedSolver::BalancedSolver(PlanInput input, int64_t effort) : input_(std::move(input)), effort_(effort) {
-  placements_.resize(static_cast<size_t>(input_.seq_lens.num_sequences()));
-  bounds_s_.resize(static_cast<size_t>(input_.topology.num_replicas()));
-  is_greedy_.resize(bounds_s_.size());
-}
-
-void BalancedSolver::search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-                            const SearchRange& range) const {
-  if (effort_ != Effort::kHigh) return improve_in_rounds(trees, node_of_item, replica, range, effort_);
-  const std::vector<int32_t> start = node_of_item;
-  improve_in_rounds(trees, node_of_item, replica, range, Effort::kDefault);
-  SearchRange from_here = range;
-  from_here.time = trees.slowest();
-  if (range.high_goes_on) return improve_in_rounds(trees, node_of_item, replica, from_here, Effort::kHigh);
-  std::vector<int32_t> other = start;
-  load(trees, other);
-  improve_in_rounds(trees, other, replica, range, Effort::kHigh);
-  if (trees.slowest() < from_here.time) {
-    node_of_item.swap(other);
-  } else {
-    load(trees, node_of_item);
-  }
-}
-
-void BalancedSolver::improve_in_rounds(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-                                       const SearchRange& range, int64_t effort) const {
-  constexpr uint64_t kMaxRounds = 4;
-  double time = range.time;
-  for (uint64_t round = 0; round < kMaxRounds; ++round) {
-    const double before = time;
-    const int64_t moves = num_moves(trees, effort);
-    if (moves == 0 || before <= range.good_enough) return;
-    set_reference(trees, range.bound, before);
-    improve(trees, node_of_item,
-            {.num_moves = moves,
-             .key = random_key(input_, replica) + (round << 32),
-             .good_enough = range.good_enough,
-             .first_temperature = range.first_temperature,
-             .last_temperature = range.last_temperature});
-    time = trees.slowest();
-    if (time > (before + range.bound) / 2) return;
-  }
-}
-
-void BalancedSolver::place_greedily() {
-  const Topology smallest = input_.topology.flat_topologies().front();
-  const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
-  if (!is_whole || input_.max_tokens_per_rank > 0) return;
-  const auto is_good = [&](size_t r, double time_s) { return time_s <= bounds_s_[r] * kGoodEnoughAtLowEffort; };
-  for (size_t r = 0; r < is_greedy_.size(); ++r)
-    is_greedy_[r] = is_good(r, replica_lower_bound_s(input_, smallest, static_cast<int32_t>(r)));
-  if (!contains(is_greedy_, true)) return;
-  placements_ = greedy_placements(input_, smallest);
-  for (size_t r = 0; r < is_greedy_.size(); ++r) {
-    is_greedy_[r] =
-        is_greedy_[r] && is_good(r, flat_lower_bound_s(input_, smallest, static_cast<int32_t>(r), placements_));
-  }
-  for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
-}
-
-void BalancedSolver::solve(int32_t replica, Objective objective) {
-  PlacementTrees trees(input_, replica, objective);
-  if (trees.items().empty()) return;
-  const auto place_all = [&] {
-    return objective == Objective::kTime ? placed_nested(trees, replica) : placed_flat(trees, replica);
-  };
-  std::vector<int32_t> node_of_item = place_all();
-  if (input_.max_tokens_per_rank > 0) {
-    // A limit that is kept anyway costs nothing.
-    trees.set_token_limit(input_.max_tokens_per_rank);
-    if (!trees.keeps_limit()) node_of_item = place_all();
-  }
-  for (size_t i = 0; i < node_of_item.size(); ++i)
-    placements_[trees.items()[i].id.index()] = trees.placement(node_of_item[i]);
-}
-
-std::vector<int32_t> BalancedSolver::placed_nested(PlacementTrees& trees, int32_t replica) const {
-  const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
-  constexpr size_t kFewSequences = 512;  // then there is time to try more
-  const int32_t few_targets = trees.items().size() <= kFewSequences ? 4 : 2;
-  TargetSearch targets(trees, bound, replica_estimate_s(input_, replica) / trees.unit_s());
-  // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
-  // close to the bound.
-  const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
-  targets.run(effort_ == Effort::kLow ? few_targets : 10, needs_sharing ? 0.02 : 0.0004);
-  SearchRange range{.bound = bound,
-                    .good_enough = bound * kGoodEnough,
-                    .high_goes_on = true,
-                    .first_temperature = 1.0,
-                    .last_temperature = 0.03};
-  const auto time_from = [&](std::vector<int32_t>& placement) {
-    load(trees, placement);
-    range.time = trees.slowest();
-    search(trees, placement, replica, range);
-    return trees.slowest();
-  };
-  const double time = time_from(targets.best());
-  if (std::isfinite(trees.node(0).token_capacity) && time > range.good_enough) {
-    // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
-    // there.
-    std::vector<int32_t> spread;
-    Construction(trees).place_all(0, spread);
-    range.first_temperature = 32;
-    if (time_from(spread) < time) {
-      targets.best().swap(spread);
-    } else {
-      load(trees, targets.best());
-    }
-  }
-  return std::move(targets.best());
-}
-
-std::vector<int32_t> BalancedSolver::placed_flat(PlacementTrees& trees, int32_t replica) const {
-  std::vector<int32_t> nodes = nodes_of(trees, placements_);  // greedy
-  load(trees, nodes);
-  if (num_moves(trees, effort_) == 0) return nodes;
-  // Tokens that do not divide make ranks of a bag differ by one, which the trees does not see.
-  double mean_time = 0, time_of_a_token = 0;
-  int32_t num_ranks = 0;
-  for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
-    const PlacementTrees::Node& node = trees.node(trees.root(bag));
-    mean_time += trees.time_with_exchange(bag) * node.degree;
-    num_ranks += node.degree;
-    time_of_a_token = std::max(time_of_a_token, node.time_per_token * node.degree + node.exchange_per_token);
-  }
-  mean_time /= num_ranks;
-  const auto search_for = [&](const PlacementTrees::FlatGoal& goal, double bound) {
-    trees.set_flat_goal({.of_time = goal.of_time});
-    const double time = trees.slowest();  // without what is beyond a limit
-    trees.set_flat_goal(goal);
-    search(trees, nodes, replica,
-           {.bound = bound, .time = time, .good_enough = bound * kEven, .last_temperature = 1e-6});
-  };
-  if (!trees.keeps_limit()) search_for({}, 1);
-  trees.set_flat_goal({});
-  const double greedy_work = trees.slowest(), greedy_time = trees.slowest_with_exchange() - time_of_a_token;
-  if (input_.topology.shapes().size() == 1) {
-    // What is exchanged in all is the same however the bags are filled, so even work is nearly all there is to gain:
-    // that first, without taking longer than greedy. Then the time, with the work as even.
-    search_for({.of_time = false, .max_time = greedy_time}, 1);
-    trees.set_flat_goal({});
-    search_for({.of_time = true, .max_work = std::max(trees.slowest(), kEven)}, mean_time);
-  } else {
-    // Small bags exchange less. First the time, with the work no less even than greedy's; then the work.
-    search_for({.of_time = true, .max_work = greedy_work}, 1);
-    search_for({.of_time = false, .max_time = trees.slowest_with_exchange()}, 1);
-  }
-  return nodes;
-}
-
-Plan BalancedSolver::finish(std::vector<Placement> placements) const {
-  improve_locality(input_, placements);
-  if (input_.topology.is_flat() && input_.rank_speed.empty()) return Plan(input_, "balanced", std::move(placements));
-  std::vector<int64_t> chunk_lens = uneven_chunk_lens(input_, placements);
-  return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
-}
-
-Plan BalancedSolver::with_flat_replicas(Plan plan) const {
-  std::vector<Figures> best = figures_of(plan);
-  std::vector<char> may_win(best.size()), wins(best.size());
-  const std::vector<Topology> flats = input_.topology.flat_topologies();
-  // Then a flat plan is greedy's; a limit of tokens may have it search.
-  const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
-  std::vector<double> budgets_s(best.size());  // the longest block with which a flat plan could win
-  for (const Topology& topology : flats) {
-    const bool is_smallest = &topology == &flats.front();
-    for (size_t r = 0; r < best.size(); ++r) {
-      const auto replica = static_cast<int32_t>(r);
-      budgets_s[r] = block_budget_s(input_, best[r].step_s);
-      const auto may_be_below = [&](double block_s) {
-        return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
-                         : flat_may_take_less(input_, topology, replica, block_s);
-      };
-      may_win[r] = !(is_smallest && is_greedy_[r]) && (!best[r].keeps_limit() || may_be_below(budgets_s[r]));
-    }
-    if (is_greedy && contains(may_win, true)) {
-      const std::vector<Placement> greedy = greedy_placements(input_, topology);
-      for (size_t r = 0; r < best.size(); ++r) {
-        may_win[r] = may_win[r] && flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy) < budgets_s[r];
-      }
-    }
-    if (!contains(may_win, true)) continue;
-    PlanInput input = input_;
-    input.topology = topology;
-    const Plan flat =
-        in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
-    const std::vector<Figures> figures = figures_of(flat);
-    for (size_t r = 0; r < best.size(); ++r) {
-      wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
-      if (wins[r]) best[r] = figures[r];
-    }
-    plan = merged(std::move(plan), flat, wins);
-  }
-  return plan;
-}
-
-Plan BalancedSolver::in_nested_bags(const Plan& flat) const {
-  std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
-  for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
-  return Plan(input_, "balanced", std::move(placements), chunk_lens_of(flat));
-}
-
-Plan BalancedSolver::solve() {
-  if (input_.topology.is_flat()) return solve_all_flat(std::vector<char>(bounds_s_.size(), 1), FlatGoal::kEven);
-  for (size_t r = 0; r < bounds_s_.size(); ++r)
-    bounds_s_[r] = replica_lower_bound_s(input_, input_.topology, static_cast<int32_t>(r));
-  if (effort_ == Effort::kLow) place_greedily();
-  for (size_t r = 0; r < bounds_s_.size(); ++r) {
-    if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
-  }
-  return with_flat_replicas(finish(std::move(placements_)));
-}
-
-Plan BalancedSolver::solve_all_flat(std::span<const char> replicas, FlatGoal goal) {
-  const std::vector<Placement> greedy = greedy_placements(input_, input_.topology);
-  placements_ = greedy;
-  for (size_t r = 0; r < replicas.size(); ++r) {
-    if (replicas[r]) solve(static_cast<int32_t>(r), Objective::kFlat);
-  }
-  // Bags were compared; ranks may differ by the tokens that do not divide.
-  const auto better_of = [&](Plan plan, const Plan& other) {
-    const std::vector<Figures> before = figures_of(plan), after = figures_of(other);
-    std::vector<char> takes(before.size());
-    for (size_t r = 0; r < before.size(); ++r) {
-      takes[r] = goal == FlatGoal::kEven ? after[r].is_no_worse_than(before[r]) : after[r].is_better_than(before[r]);
-    }
-    return merged(std::move(plan), other, takes);
-  };
-  Plan plan = better_of(Plan(input_, "balanced", greedy), finish(greedy));  // closer to home
-  return placements_ == greedy ? plan : better_of(std::move(plan), finish(std::move(placements_)));
-}
+Plan plan_balanced(PlanInput input, Effort effort) { return BalancedSolver(std::move(input), effort.moves).solve(); }
 
 }  // namespace knapformer

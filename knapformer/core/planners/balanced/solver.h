@@ -18,65 +18,12 @@
 // proven not to be faster is not planned.
 #pragma once
 
-#include <span>
-#include <vector>
-
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
-#include "knapformer/core/planners/balanced/placement_tree.h"
 
 namespace knapformer {
 
-class BalancedSolver {
- public:
-  /// `effort` as in Effort::moves.
-  BalancedSolver(PlanInput input, int64_t effort);
-
-  Plan solve();
-
- private:
-  /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
-  void place_greedily();
-  void solve(int32_t replica, Objective objective);
-  /// The nodes of the items, which are left in the trees.
-  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica) const;
-  std::vector<int32_t> placed_flat(PlacementTrees& trees, int32_t replica) const;
-  struct SearchRange {
-    double bound = 0;        // no placement takes less time
-    double time = 0;         // of the placement to start from
-    double good_enough = 0;  // a time at which the search stops
-    /// Whether high effort starts from the result of default effort, or from the same placement as that.
-    bool high_goes_on = false;
-    double first_temperature = 1;
-    double last_temperature = 0;
-  };
-  /// Improves the placement; at high effort by at least as much as at default effort.
-  void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-              const SearchRange& range) const;
-  /// Anneals, and again while a round gains much: its energy was scaled to the time at its start.
-  void improve_in_rounds(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-                         const SearchRange& range, int64_t effort) const;
-  Plan finish(std::vector<Placement> placements) const;
-  /// What a plan of flat bags is to be better in: even work, without slower blocks (the published measure), or, as a
-  /// candidate beside a nested plan, the whole step.
-  enum class FlatGoal { kEven, kStep };
-  /// `replicas`: marks those to improve; the others stay greedy.
-  Plan solve_all_flat(std::span<const char> replicas, FlatGoal goal);
-  /// The plan, with those replicas from plans of flat topologies that are better there.
-  Plan with_flat_replicas(Plan plan) const;
-  /// The plan of a flat topology, as one of this input's nested bags.
-  Plan in_nested_bags(const Plan& flat) const;
-
-  PlanInput input_;
-  int64_t effort_;
-  std::vector<Placement> placements_;
-  std::vector<double> bounds_s_;  // of a block in nested bags, by replica
-  std::vector<char> is_greedy_;   // by replica: placed by place_greedily
-};
-
 /// Of valid input.
-inline Plan plan_balanced(PlanInput input, Effort effort) {
-  return BalancedSolver(std::move(input), effort.moves).solve();
-}
+Plan plan_balanced(PlanInput input, Effort effort);
 
 }  // namespace knapformer

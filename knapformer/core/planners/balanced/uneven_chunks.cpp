@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 namespace {
@@ -20,33 +21,27 @@ class BagChunks {
       : input_(input), placements_(placements), chunk_offsets_(chunk_offsets), chunk_lens_(chunk_lens) {}
 
   /// `ids`: the bag's sequences, in any order that is the same everywhere.
-  void cut(const Bag& bag, std::span<const int32_t> degrees, std::span<const int32_t> ids) {
+  void cut(const Bag& bag, std::span<const int32_t> degrees, std::vector<int32_t> ids) {
     first_rank_ = bag.first_rank.value;
     const auto num_ranks = static_cast<size_t>(bag.num_ranks);
     tokens_.assign(num_ranks, 0);
     limits_.assign(num_ranks, 0);
-    group_tokens_.assign(degrees.size(), std::vector<int64_t>());
-    members_.assign(degrees.size(), std::vector<std::vector<int32_t>>());
-    for (size_t k = 0; k < degrees.size(); ++k) {
-      group_tokens_[k].assign(num_ranks / static_cast<size_t>(degrees[k]), 0);
-      members_[k].resize(group_tokens_[k].size());
-    }
+    group_tokens_.clear();
+    for (const int32_t degree : degrees) group_tokens_.emplace_back(num_ranks / static_cast<size_t>(degree), 0);
     for (const int32_t id : ids) {
       const Placement& place = placements_[id];
-      const auto k = static_cast<size_t>(std::find(degrees.begin(), degrees.end(), place.degree) - degrees.begin());
-      const auto group = static_cast<size_t>((place.first_rank.value - first_rank_) / place.degree);
-      members_[k][group].push_back(id);
-      group_tokens_[k][group] += input_.seq_lens[SequenceId(id)];
+      const auto k = std::ranges::find(degrees, place.degree) - degrees.begin();
+      group_tokens_[k][(place.first_rank.value - first_rank_) / place.degree] += input_.seq_lens[SequenceId(id)];
     }
     set_levels(bag);
     set_limits(degrees);
     // Small groups first: what a group needs of its ranks' room does not depend on how smaller ones inside it filled
     // theirs, and larger ones take what is left.
-    for (size_t k = 0; k < degrees.size(); ++k) {
-      for (size_t group = 0; group < members_[k].size(); ++group) {
-        if (!members_[k][group].empty())
-          fill(degrees[k], static_cast<int32_t>(group), group_tokens_[k][group], members_[k][group]);
-      }
+    const auto group_of = [&](int32_t id) { return std::pair(placements_[id].degree, placements_[id].first_rank); };
+    std::ranges::stable_sort(ids, {}, group_of);
+    for (auto first = ids.begin(), last = first; first != ids.end(); first = last) {
+      last = std::find_if(first, ids.end(), [&](int32_t id) { return group_of(id) != group_of(*first); });
+      fill(placements_[*first], {first, last});
     }
   }
 
@@ -82,11 +77,11 @@ class BagChunks {
       const auto ratio = static_cast<size_t>(degrees[k] / degrees[k - 1]);
       for (size_t group = 0; group < below[k - 1].size(); ++group) below[k][group / ratio] += below[k - 1][group];
     }
-    // Connected groups: the largest with members; ranks in none are on their own, and hold only what is whole there.
+    // Connected groups: the largest with tokens; ranks in none are on their own, and hold only what is whole there.
     for (size_t r = 0; r < limits_.size();) {
       size_t top = 0;
       for (size_t k = 0; k < degrees.size(); ++k) {
-        if (!members_[k][r / static_cast<size_t>(degrees[k])].empty()) top = k;
+        if (group_tokens_[k][r / static_cast<size_t>(degrees[k])] > 0) top = k;
       }
       const auto size = static_cast<size_t>(degrees[top]);
       const auto fits = [&](int64_t level) {
@@ -120,9 +115,11 @@ class BagChunks {
   }
 
   /// Spreads the sequences of one group over its ranks: the emptiest first, within the limits.
-  void fill(int32_t degree, int32_t group, int64_t tokens, std::span<const int32_t> ids) {
-    const auto first = static_cast<size_t>(group) * static_cast<size_t>(degree);
-    const auto size = static_cast<size_t>(degree);
+  void fill(const Placement& group, std::span<const int32_t> ids) {
+    const auto first = static_cast<size_t>(group.first_rank.value - first_rank_);
+    const auto size = static_cast<size_t>(group.degree);
+    int64_t tokens = 0;
+    for (const int32_t id : ids) tokens += input_.seq_lens[SequenceId(id)];
     if (size == 1) {
       tokens_[first] += tokens;
       for (const int32_t id : ids) chunk_lens_[chunk_offsets_[id]] = input_.seq_lens[SequenceId(id)];
@@ -185,37 +182,29 @@ class BagChunks {
   double levels_per_token_ = 1;
   std::vector<int64_t> tokens_;  // of each rank of the bag, so far
   std::vector<int64_t> limits_;
-  std::vector<std::vector<int64_t>> group_tokens_;          // by degree, then group
-  std::vector<std::vector<std::vector<int32_t>>> members_;  // sequences, by degree, then group
+  std::vector<std::vector<int64_t>> group_tokens_;  // by degree, then group
   std::vector<int64_t> shares_;
 };
 
 }  // namespace
 
 std::vector<int64_t> uneven_chunk_lens(const PlanInput& input, std::span<const Placement> placements) {
-  std::vector<int64_t> chunk_offsets(placements.size() + 1, 0);
-  std::vector<int32_t> bag_offsets(input.topology.bags().size() + 1, 0);
-  for (size_t s = 0; s < placements.size(); ++s) {
-    chunk_offsets[s + 1] = chunk_offsets[s] + placements[s].degree;
-    ++bag_offsets[placements[s].bag.index() + 1];
-  }
-  for (size_t b = 1; b < bag_offsets.size(); ++b) bag_offsets[b] += bag_offsets[b - 1];
-  std::vector<int32_t> ids(placements.size()), cursor(bag_offsets.begin(), bag_offsets.end() - 1);
-  for (size_t s = 0; s < placements.size(); ++s) {
-    ids[cursor[placements[s].bag.index()]++] = static_cast<int32_t>(s);
-  }
+  std::vector<int64_t> chunk_offsets = {0};
+  for (const Placement& place : placements) chunk_offsets.push_back(chunk_offsets.back() + place.degree);
+  const auto num_bags = static_cast<int32_t>(input.topology.bags().size());
+  const Ragged<int32_t> by_bag =
+      grouped(num_bags, static_cast<int32_t>(placements.size()), [&](int32_t s) { return placements[s].bag.value; });
   std::vector<int64_t> chunk_lens(static_cast<size_t>(chunk_offsets.back()), 0);
   BagChunks cutter(input, placements, chunk_offsets, chunk_lens);
-  for (size_t b = 0; b < input.topology.bags().size(); ++b) {
+  for (int32_t b = 0; b < num_bags; ++b) {
     const Bag& bag = input.topology.bag(BagId(b));
-    const auto first = static_cast<size_t>(bag_offsets[b]), last = static_cast<size_t>(bag_offsets[b + 1]);
-    const auto in_bag = std::span(ids).subspan(first, last - first);
+    const std::span<const int32_t> in_bag = by_bag.of(b);
     const auto is_whole = [&](int32_t id) { return placements[id].degree == 1; };
     if (std::all_of(in_bag.begin(), in_bag.end(), is_whole)) {
       for (const int32_t id : in_bag) chunk_lens[chunk_offsets[id]] = input.seq_lens[SequenceId(id)];
       continue;
     }
-    cutter.cut(bag, input.topology.shapes()[bag.shape].degrees, in_bag);
+    cutter.cut(bag, input.topology.shapes()[bag.shape].degrees, {in_bag.begin(), in_bag.end()});
   }
   return chunk_lens;
 }

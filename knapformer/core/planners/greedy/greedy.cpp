@@ -1,9 +1,10 @@
 #include "knapformer/core/planners/greedy/greedy.h"
 
 #include <algorithm>
+#include <bit>
 #include <span>
 
-#include "knapformer/core/planners/greedy/sequence_order.h"
+#include "knapformer/core/util/sort.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
@@ -30,8 +31,7 @@ std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, dou
                       .occupancy = WinnerTree(static_cast<size_t>(shape.num_bags))});
     first += shape.num_bags;
   }
-  std::stable_sort(queues.begin(), queues.end(),
-                   [](const BagQueue& a, const BagQueue& b) { return a.num_ranks < b.num_ranks; });
+  std::ranges::stable_sort(queues, {}, &BagQueue::num_ranks);
   return queues;
 }
 
@@ -46,8 +46,7 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
 
   std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
   // Bags of one size are in several queues where a flattened topology has other bags between them.
-  const auto first_largest = std::find_if(
-      queues.begin(), queues.end(), [&](const BagQueue& queue) { return queue.num_ranks == queues.back().num_ranks; });
+  const auto first_largest = std::ranges::find(queues, queues.back().num_ranks, &BagQueue::num_ranks);
   for (const SequenceId id : by_descending_work(input, replica)) {
     const double work = work_of(id);
     const int64_t length = input.seq_lens[id];
@@ -57,9 +56,8 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
       if (candidate && (best == nullptr || queue.occupancy.min() < best->occupancy.min())) best = &queue;
     }
     if (best == nullptr) {
-      best = &*std::min_element(first_largest, queues.end(), [](const BagQueue& a, const BagQueue& b) {
-        return a.occupancy.min() < b.occupancy.min();
-      });
+      best = &*std::ranges::min_element(first_largest, queues.end(), {},
+                                        [](const BagQueue& queue) { return queue.occupancy.min(); });
     }
     const BagId bag = best->least_occupied();
     placements[id.index()] = {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = best->num_ranks};
@@ -68,6 +66,26 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
 }
 
 }  // namespace
+
+std::vector<SequenceId> by_descending_work(const PlanInput& input, int32_t replica) {
+  const auto [first, last] = input.sequences_of(replica);
+  // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
+  // as it does. Inverted, the most work comes first.
+  const bool is_full = input.attention_pairs.empty();
+  std::vector<KeyedIndex> order;
+  order.reserve(last.index() - first.index());
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const SequenceId id(s);
+    order.push_back(
+        {.key = ~(is_full ? static_cast<uint64_t>(input.seq_lens[id]) : std::bit_cast<uint64_t>(input.work(id))),
+         .index = s});
+  }
+  sort_by_key(order);
+  std::vector<SequenceId> ids;
+  ids.reserve(order.size());
+  for (const KeyedIndex& ranked : order) ids.push_back(SequenceId(ranked.index));
+  return ids;
+}
 
 std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology) {
   std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));

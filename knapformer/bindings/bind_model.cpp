@@ -1,0 +1,145 @@
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include "knapformer/bindings/arguments.h"
+#include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/model/data_mix.h"
+#include "knapformer/core/model/mask.h"
+#include "knapformer/core/model/topology.h"
+#include "knapformer/core/model/workload.h"
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/util/error.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+namespace {
+
+void bind_workload(py::module_& m) {
+  py::class_<WorkloadModel>(m, "WorkloadModel", "FLOPs of one transformer block: 24 l d^2 + gamma * 4 l^2 d.")
+      .def(py::init([](double gamma) {
+             const WorkloadModel model{.gamma = gamma};
+             model.validate();
+             return model;
+           }),
+           py::arg("gamma") = kDefaultGamma)
+      .def_readonly("gamma", &WorkloadModel::gamma, "Attention's cost per FLOP over that of the matrix products.")
+      .def(
+          "work",
+          [](const WorkloadModel& w, int64_t seq_len, int64_t d_model, const std::string& mask) {
+            return w.work(seq_len, d_model, Mask::parse(mask));
+          },
+          py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.")
+      .def(py::self == py::self)
+      .def("__repr__", [](const WorkloadModel& w) { return text("WorkloadModel(gamma=", w.gamma, ")"); });
+
+  py::class_<WorkloadFit>(m, "WorkloadFit", "k and gamma of t = k (24 l d^2 + gamma 4 l^2 d), fitted by least squares.")
+      .def_readonly("seconds_per_flop", &WorkloadFit::seconds_per_flop, "k, in seconds per FLOP.")
+      .def_readonly("gamma", &WorkloadFit::gamma, "Cost of attention's FLOPs over that of the matrix products'.")
+      .def_readonly("relative_rms_error", &WorkloadFit::relative_rms_error,
+                    "Root mean square of (fitted - measured) / measured.")
+      .def_readonly("relative_rms_error_without_gamma", &WorkloadFit::relative_rms_error_without_gamma,
+                    "The same, of the best k with gamma 1.")
+      .def("__repr__", [](const WorkloadFit& f) {
+        return text("WorkloadFit(seconds_per_flop=", f.seconds_per_flop, ", gamma=", f.gamma,
+                    ", relative_rms_error=", f.relative_rms_error, ")");
+      });
+  m.def(
+      "fit_workload",
+      [](const std::vector<int64_t>& seq_lens, const std::vector<double>& latencies_s, int64_t d_model,
+         const std::string& mask) { return fit_workload(seq_lens, latencies_s, d_model, Mask::parse(mask)); },
+      py::arg("seq_lens"), py::arg("latencies_s"), py::arg("d_model"), py::arg("mask") = "full",
+      "Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), by least squares.\n\n"
+      "Raises ArgumentError for fewer than two distinct lengths or latencies that are not positive and finite, "
+      "StateError where the\n"
+      "best k is not positive.");
+
+  m.attr("MASK_FORMS") = Mask::kForms;
+  m.attr("DEFAULT_GAMMA") = kDefaultGamma;
+  m.attr("MAX_SEQUENCE_TOKENS") = SequenceLengths::kMaxSequenceTokens;
+  m.def(
+      "attention_pairs",
+      [](const std::string& mask, int64_t seq_len) {
+        if (seq_len < 1 || seq_len > SequenceLengths::kMaxSequenceTokens) {
+          throw_argument("seq_len", seq_len, text("1 to ", SequenceLengths::kMaxSequenceTokens, " tokens"));
+        }
+        return Mask::parse(mask).pairs(seq_len);
+      },
+      py::arg("mask"), py::arg("seq_len"),
+      text("(query, key) pairs that a mask leaves of a sequence. mask: ", Mask::kForms, ".\n\nRaises ArgumentError.")
+          .c_str());
+}
+
+void bind_topology(py::module_& m) {
+  py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
+      .def(py::init([](const GivenText& text_form, const Given<"typing.SupportsIndex | None">& num_ranks) {
+             const std::string topology = text_from(text_form, "topology");
+             return num_ranks.is_none() ? Topology::parse(topology)
+                                        : Topology::parse(topology, integer_from(num_ranks, "num_ranks"));
+           }),
+           py::arg("text"), py::arg("num_ranks") = py::none(),
+           "Parses one replica, repeated over `num_ranks` ranks where given. Raises ArgumentError.")
+      .def_property_readonly("num_ranks", &Topology::num_ranks, "Of all replicas.")
+      .def_property_readonly("num_replicas", &Topology::num_replicas, "How often the text's bags are repeated.")
+      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica, "Of the text's bags, once.")
+      .def_property_readonly("is_flat", &Topology::is_flat,
+                             "Whether every bag shares its sequences by all of its ranks: none is nested.")
+      .def_property_readonly(
+          "bags",
+          [](const Topology& t) {
+            std::vector<std::vector<int32_t>> bags;
+            for (const Bag& bag : t.bags()) {
+              auto& ranks = bags.emplace_back();
+              for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
+            }
+            return bags;
+          },
+          "The ranks of each bag, of all replicas.")
+      .def(
+          "bag_of",
+          [](const Topology& t, int64_t rank) {
+            if (rank < 0 || rank >= t.num_ranks()) throw_argument("rank", rank, text("0 to ", t.num_ranks() - 1));
+            return t.bag_of(Rank(rank)).value;
+          },
+          py::arg("rank"), "The number of the bag that a rank is in.")
+      .def(py::self == py::self)
+      .def("__str__", &Topology::str)
+      .def("__repr__",
+           [](const Topology& t) { return text("Topology('", t.str(), "', num_ranks=", t.num_ranks(), ")"); });
+}
+
+void bind_data_mix(py::module_& m) {
+  py::class_<Sample>(m, "Sample", "The size of one sample.")
+      .def_readonly("text_tokens", &Sample::text_tokens, "Of its text.")
+      .def_readonly("visual_tokens", &Sample::visual_tokens, "Of its picture or video.")
+      .def_property_readonly("num_tokens", &Sample::num_tokens, "Of both.")
+      .def("__repr__", [](const Sample& s) {
+        return text("Sample(text_tokens=", s.text_tokens, ", visual_tokens=", s.visual_tokens, ")");
+      });
+  py::class_<DataMix>(m, "DataMix", "Seeded sequence lengths from data codes, reproducible on any machine.")
+      .def_static("parse", &DataMix::parse, py::arg("text"), py::arg("resolution_scale") = 1.0,
+                  py::arg("max_text_tokens") = DataMix::kMaxTextTokens,
+                  "Data codes such as 'g8b4i256f1s0,g4b1i2048f1s0', or 'low', 'mixed', 'joint'. Raises ArgumentError.")
+      .def_static("names", &DataMix::names, "Of the published mixes.")
+      .def_property_readonly("num_ranks", &DataMix::num_ranks, "Of one repetition of the codes.")
+      .def("check_divides", &DataMix::check_divides, py::arg("num_ranks"),
+           "Raises ArgumentError where the mix does not divide them.")
+      .def(
+          "draw",
+          [](const DataMix& mix, uint64_t seed, int64_t step, int64_t rank) {
+            return mix.draw(seed, step, Rank(rank));
+          },
+          py::arg("seed"), py::arg("step"), py::arg("rank"), "The samples that a rank draws in a step.")
+      .def("draw_lengths", &DataMix::draw_lengths, py::arg("seed"), py::arg("step"), py::arg("num_ranks"),
+           "Per rank, the lengths of its samples in a step, in tokens.")
+      .def("__str__", &DataMix::str)
+      .def("__repr__", [](const DataMix& mix) { return text("DataMix('", mix.str(), "')"); });
+}
+
+}  // namespace
+
+void bind_model(py::module_& m) {
+  bind_workload(m);
+  bind_topology(m);
+  bind_data_mix(m);
+}
