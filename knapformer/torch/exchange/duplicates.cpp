@@ -29,7 +29,7 @@ void add_block(const at::Tensor& sum, const Segment& segment, const Slot& slot, 
     }
     return;
   }
-  segment.recv.for_each_column_run(slot, peer, slot.output_row_bytes, [&](ColumnRun run) {
+  segment.recv.for_each_column_run(slot, peer, [&](ColumnRun run) {
     const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;
     sum.narrow(1, first_head, num_heads).add_(values.narrow(1, next, num_heads));
     next += num_heads;

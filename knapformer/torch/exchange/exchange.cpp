@@ -111,12 +111,13 @@ class InFlight {
  public:
   explicit InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
     RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
-    group_->errors().guard([&] {
+    group_->watchdog().guard([&] {
       call_ = std::make_unique<ExchangeCall>(arguments);
       group_->fingerprints().agree(arguments.fingerprint());
       engine_ = call_->engine() == ExchangeEngine::kCpu ? make_cpu_engine(*call_) : make_device_engine(*call_);
-      WireBuffers wire = engine_->pack();
-      work_ = group_->start_all_to_all(wire.recv, wire.send, call_->received_bytes(), call_->sent_bytes());
+      engine_->pack();
+      at::Tensor received = call_->received(), sent = call_->sent();
+      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes());
       engine_->move_own();
     });
     arguments.tensors.clear();
@@ -124,7 +125,7 @@ class InFlight {
   }
 
   Tensors finish() {
-    return group_->errors().guard([&] {
+    return group_->watchdog().guard([&] {
       if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
       group_->wait(*work_, call_->device(), arguments_.label);
       work_.reset();

@@ -11,7 +11,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583032;  // "KNAPEX02"
+constexpr int64_t kTableMagic = 0x4b4e415045583033;  // "KNAPEX03"
 
 // A run is read in place from the packed table.
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
@@ -39,7 +39,6 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kThisPeer] = table.this_peer;
   out[kNumPeers] = table.num_peers;
   out[kHeadsShared] = end.heads_shared;
-  out[kHasDuplicates] = end.has_duplicate_rows;
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
@@ -67,7 +66,7 @@ std::span<const RowRun> PackedEndView::runs_of(int32_t peer) const {
   return {runs + offsets[p], static_cast<size_t>(offsets[p + 1] - offsets[p])};
 }
 
-void PackedEndView::append_index(const ExchangeEnd& end, std::vector<int64_t>& index) const {
+void PackedEndView::append_index(std::vector<int64_t>& index) const {
   const int64_t max_duplicates = field(kMaxDuplicates);
   const size_t gather = index.size(), scatter = gather + static_cast<size_t>(num_wire_rows());
   index.resize(scatter + static_cast<size_t>(num_rows() * max_duplicates), num_wire_rows());
@@ -79,7 +78,7 @@ void PackedEndView::append_index(const ExchangeEnd& end, std::vector<int64_t>& i
     const bool own = peer == this_peer();
     int64_t sent_at = own ? num_wire_rows() - own_rows : next;
     int64_t received_at = own ? 0 : own_rows + next;
-    for (const RowRun& run : end.runs_of(peer)) {
+    for (const RowRun& run : runs_of(peer)) {
       for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row, ++sent_at, ++received_at) {
         index[gather + static_cast<size_t>(sent_at)] = row;
         const int64_t duplicate = max_duplicates > 1 ? num_places[static_cast<size_t>(row)]++ : 0;
@@ -111,9 +110,7 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
       // A shared end needs none: the same rows, in order, meet every peer.
-      if (engine == ExchangeEngine::kDevice && !end.heads_shared) {
-        PackedEndView(tensors).append_index(end, index);
-      }
+      if (engine == ExchangeEngine::kDevice && !end.heads_shared) PackedEndView(tensors).append_index(index);
     }
   }
   at::Tensor host = at::empty({static_cast<int64_t>(index.size())}, int64_cpu().pinned_memory(!device.is_cpu()));

@@ -22,7 +22,10 @@ TEST(Duplicates, SumHalfTypesInFloat) {
 
 /// Rows 0 1 of this end meet peer 0, rows 1 3 meet peer 1.
 Segment segment(const PackedTable& table, const at::Tensor& output) {
-  Segment made{.send = SegmentEnd(table.send, {}), .recv = SegmentEnd(table.recv, {}), .heads = {}, .slots = {}};
+  Segment made{.send = {PackedEndView(table.send), HeadSharing::kSend, {}},
+               .recv = {PackedEndView(table.recv), HeadSharing::kRecv, {}},
+               .heads = {},
+               .slots = {}};
   Slot& slot = made.slots.emplace_back();
   slot.output = output;
   slot.output_row_bytes = static_cast<int64_t>(output.nbytes()) / output.size(0);
