@@ -79,17 +79,15 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     any_pairs = any_pairs || sent[kPairs] > 0;
     result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
     result.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
-    lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
-  }
-  if (!fit) return std::nullopt;
-  result.lengths = SequenceLengths(std::move(lens), counts);
-  for (size_t rank = 0; any_pairs && rank < num_ranks; ++rank) {
-    const int64_t* sent = gathered.data() + rank * stride;
-    const int64_t* pairs = sent + kHeaderSize + counts[rank];
+    const int64_t *own_lens = sent + kHeaderSize, *own_pairs = own_lens + counts[rank];
+    lens.insert(lens.end(), own_lens, own_pairs);
     for (int64_t i = 0; i < counts[rank]; ++i) {
-      result.attention_pairs.push_back(sent[kPairs] > 0 ? pairs[i] : kDefaultPairs);
+      result.attention_pairs.push_back(sent[kPairs] > 0 ? own_pairs[i] : kDefaultPairs);
     }
   }
+  if (!fit) return std::nullopt;
+  if (!any_pairs) result.attention_pairs.clear();
+  result.lengths = SequenceLengths(std::move(lens), counts);
   return result;
 }
 

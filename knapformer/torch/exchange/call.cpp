@@ -1,7 +1,5 @@
 #include "knapformer/torch/exchange/call.h"
 
-#include <ATen/ops/empty.h>
-
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/recycled_memory.h"
 
@@ -98,7 +96,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   if (tensor.device() != device_) throw_argument(name, tensor.device(), text(device_, ", as the first one is on"));
 
   Slot& slot = segment.slots.emplace_back(
-      Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .output = {}, .shares = shares});
+      Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   slot.input_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.output_shape[0] = segment.recv.num_rows();
@@ -139,14 +137,13 @@ void ExchangeCall::lay_out_wire() {
   KNAPFORMER_ASSERT(own_bytes_received == own_bytes);
   own_end_ = next_byte;
   received_bytes_ = add_others(received_blocks_, &Segment::recv);
-  wire_ = at::empty({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
+  wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 void ExchangeCall::allocate_outputs() {
   for (Segment& segment : segments_) {
     for (Slot& slot : segment.slots) {
-      slot.output = device_.is_cpu() ? empty_recycled(slot.output_shape, slot.input.scalar_type())
-                                     : at::empty(slot.output_shape, slot.input.options());
+      slot.output = empty_recycled(slot.output_shape, slot.input.options());
     }
   }
 }
@@ -154,7 +151,10 @@ void ExchangeCall::allocate_outputs() {
 std::vector<at::Tensor> ExchangeCall::outputs() const {
   std::vector<at::Tensor> outputs;
   for (const Segment& segment : segments_) {
-    for (const Slot& slot : segment.slots) outputs.push_back(slot.output);
+    for (const Slot& slot : segment.slots) {
+      if (slot.sum.defined()) slot.output.copy_(slot.sum);
+      outputs.push_back(slot.output);
+    }
   }
   return outputs;
 }

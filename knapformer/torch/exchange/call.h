@@ -29,7 +29,8 @@ struct ColumnRun {
 struct Slot {
   at::Tensor input;  // rows are dense in themselves; between them input.stride(0)
   std::vector<int64_t> output_shape;
-  at::Tensor output;                   // contiguous; allocated by ExchangeCall::allocate_outputs
+  at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
+  at::Tensor sum = {};                 // of what add_block added, which becomes the output (duplicates.h)
   const HeadShares* shares = nullptr;  // of its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
   int64_t input_row_bytes = 0;         // of all columns, as the next
@@ -87,6 +88,7 @@ class ExchangeCall {
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   void allocate_outputs();
+  /// Of an exchange that is unpacked.
   std::vector<at::Tensor> outputs() const;
 
   std::span<Segment> segments() { return segments_; }

@@ -1,7 +1,6 @@
 // The CPU engine: copies of rows, listed from the tables.
 
 #include <algorithm>
-#include <unordered_map>
 #include <vector>
 
 #include "knapformer/core/util/error.h"
@@ -63,22 +62,17 @@ class CpuEngine final : public Engine {
   }
 
   void unpack() override {
-    std::unordered_map<const Slot*, at::Tensor> sums;
     CopyList copies;
-    for_each_slot(call_.received_blocks(),
-                  [&](const WireBlock& block, const Segment& segment, const Slot& slot, int64_t byte) {
-                    if (!segment.sums(slot)) {
-                      if (block.peer != call_.this_peer()) add_wire_copies(copies, slot, block, byte);
-                      return;
-                    }
-                    at::Tensor& sum = sums[&slot];
-                    if (!sum.defined()) sum = zeros_to_sum(slot.output);
-                    const at::Tensor columns = call_.wire().as_strided(
-                        {block.num_rows, block.end->wire_bytes(slot, block.peer)}, {block.row_bytes, 1}, byte);
-                    add_block(sum, segment, slot, block.peer, columns);
-                  });
+    for_each_slot(call_.received_blocks(), [&](const WireBlock& block, const Segment& s, Slot& slot, int64_t byte) {
+      if (s.sums(slot)) {
+        const int64_t width = s.recv.wire_bytes(slot, block.peer);
+        add_block(s.recv, slot, block.peer,
+                  call_.wire().as_strided({block.num_rows, width}, {block.row_bytes, 1}, byte));
+      } else if (block.peer != call_.this_peer()) {
+        add_wire_copies(copies, slot, block, byte);
+      }
+    });
     copies.run();
-    for (const auto& [slot, sum] : sums) slot->output.copy_(sum);
   }
 
  private:
@@ -86,9 +80,9 @@ class CpuEngine final : public Engine {
   template <class Visit>
   void for_each_slot(const std::vector<WireBlock>& blocks, Visit visit) {
     for (const WireBlock& block : blocks) {
-      const Segment& segment = call_.segments()[block.segment];
+      Segment& segment = call_.segments()[block.segment];
       int64_t first_byte = block.first_byte;
-      for (const Slot& slot : segment.slots) {
+      for (Slot& slot : segment.slots) {
         visit(block, segment, slot, first_byte);
         first_byte += block.end->wire_bytes(slot, block.peer);
       }

@@ -173,22 +173,16 @@ class DeviceEngine final : public Engine {
   }
 
   void unpack_shared(size_t s) const {
-    const Segment& segment = call_.segments()[s];
-    std::vector<at::Tensor> sums(segment.slots.size());
-    for (size_t i = 0; i < segment.slots.size(); ++i) {
-      if (segment.sums(segment.slots[i])) sums[i] = zeros_to_sum(segment.slots[i].output);
-    }
+    Segment& segment = call_.segments()[s];
     for (const WireBlock& block : blocks_of(s, call_.received_blocks())) {
       const at::Tensor from = matrix(block);
       int64_t column = 0;
-      for (size_t i = 0; i < segment.slots.size(); ++i) {
-        const Slot& slot = segment.slots[i];
+      for (Slot& slot : segment.slots) {
         const int64_t words = segment.recv.wire_bytes(slot, block.peer) / word_bytes_;
         const at::Tensor columns = from.narrow(1, column, words);
         column += words;
-        if (words == 0) continue;
-        if (sums[i].defined()) {
-          add_block(sums[i], segment, slot, block.peer, columns);
+        if (segment.sums(slot)) {
+          add_block(segment.recv, slot, block.peer, columns);
           continue;
         }
         const at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes);
@@ -199,9 +193,6 @@ class DeviceEngine final : public Engine {
           first += run_words;
         });
       }
-    }
-    for (size_t i = 0; i < segment.slots.size(); ++i) {
-      if (sums[i].defined()) segment.slots[i].output.copy_(sums[i]);
     }
   }
 

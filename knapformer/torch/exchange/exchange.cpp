@@ -87,22 +87,23 @@ Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const Ex
   return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label);
 }
 
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
 Tensors call_exchange(const ExchangeArguments& arguments) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "").typed<OpSignature<Tensors>>();
+  static const auto op = find_op<OpSignature<Tensors>>("knapformer::exchange");
   return call_op<Tensors>(op, arguments);
 }
 
 at::Tensor call_start(const ExchangeArguments& arguments) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_start", "").typed<OpSignature<at::Tensor>>();
+  static const auto op = find_op<OpSignature<at::Tensor>>("knapformer::exchange_start");
   return call_op<at::Tensor>(op, arguments);
 }
 
 Tensors call_finish(const at::Tensor& started) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("knapformer::exchange_finish", "")
-                             .typed<Tensors(const at::Tensor&)>();
+  static const auto op = find_op<Tensors(const at::Tensor&)>("knapformer::exchange_finish");
   return op.call(started);
 }
 
@@ -260,14 +261,6 @@ auto differentiable_kernel(const ExchangeArguments& arguments) {
   return kBelow(arguments);
 }
 
-Tensors exchange_autograd(const ExchangeArguments& arguments) {
-  return differentiable_kernel<ExchangeFunction, call_exchange>(arguments);
-}
-
-at::Tensor start_autograd(const ExchangeArguments& arguments) {
-  return differentiable_kernel<StartFunction, call_start>(arguments);
-}
-
 Tensors finish_autograd(const at::Tensor& started) {
   if (started.requires_grad()) return FinishFunction::apply(started);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -281,11 +274,11 @@ TORCH_LIBRARY(knapformer, library) {
   library.def(text("exchange", kSchema, " -> Tensor[]").c_str());
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
-  library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
+  library.impl("exchange", c10::DispatchKey::Autograd, kernel<differentiable_kernel<ExchangeFunction, call_exchange>>);
 
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str());
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
-  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
+  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<differentiable_kernel<StartFunction, call_start>>);
 
   library.def("exchange_finish(Tensor started) -> Tensor[]");
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
