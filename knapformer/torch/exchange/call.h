@@ -105,8 +105,8 @@ class ExchangeCall {
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
 
   /// What the all-to-all sends and receives, and its splits. What a rank sends to itself does not enter it: 0.
-  at::Tensor sent() const { return wire_.narrow(0, 0, own_begin_); }
-  at::Tensor received() const { return wire_.narrow(0, own_end_, wire_.numel() - own_end_); }
+  at::Tensor sent() const { return wire_.as_strided({own_begin_}, {1}, 0); }
+  at::Tensor received() const { return wire_.as_strided({wire_.numel() - own_end_}, {1}, own_end_); }
   const std::vector<int64_t>& sent_bytes() const { return sent_bytes_; }
   const std::vector<int64_t>& received_bytes() const { return received_bytes_; }
 

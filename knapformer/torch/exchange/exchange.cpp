@@ -188,35 +188,35 @@ struct KeptArguments : torch::CustomClassHolder {
   ExchangeArguments arguments;
 };
 
-void keep(AutogradContext& context, const ExchangeArguments& arguments) {
+void keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
   context.saved_data["arguments"] = c10::IValue::make_capsule(c10::make_intrusive<KeptArguments>(arguments));
 }
 
-const ExchangeArguments& kept(AutogradContext& context) {
+const ExchangeArguments& kept_arguments(AutogradContext& context) {
   // The context holds it for longer than this reference lives.
   return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule()).arguments;
 }
 
-void mark_fixed(AutogradContext& context, const Tensors& outputs, const std::vector<int64_t>& differentiable) {
+/// Outputs of a forward, with all that its backward needs kept.
+Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (differentiable[i] == 0) fixed.push_back(outputs[i]);
+    if (arguments.differentiable[i] == 0) fixed.push_back(outputs[i]);
   }
   context.mark_non_differentiable(fixed);
+  keep_arguments(context, arguments);
+  return outputs;
 }
 
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
   static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensors outputs = call_exchange(arguments);
-    mark_fixed(*context, outputs, arguments.differentiable);
-    keep(*context, arguments);
-    return outputs;
+    return kept_outputs(*context, call_exchange(arguments), arguments);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const ExchangeArguments& arguments = kept(*context);
+    const ExchangeArguments& arguments = kept_arguments(*context);
     Tensors results = arguments.gradients_from(call_exchange(arguments.inverse(gradients)));
     results.emplace_back();  // of the arguments
     return results;
@@ -227,12 +227,12 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    keep(*context, arguments);
+    keep_arguments(*context, arguments);
     return call_start(arguments);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& started) {
-    Tensors results = kept(*context).gradients_from(call_finish(started[0]));
+    Tensors results = kept_arguments(*context).gradients_from(call_finish(started[0]));
     results.emplace_back();
     return results;
   }
@@ -242,15 +242,11 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
  public:
   static Tensors forward(AutogradContext* context, const at::Tensor& started) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const ExchangeArguments& arguments = in_flight_of(started).arguments();
-    Tensors outputs = call_finish(started);
-    mark_fixed(*context, outputs, arguments.differentiable);
-    keep(*context, arguments);
-    return outputs;
+    return kept_outputs(*context, call_finish(started), in_flight_of(started).arguments());
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    return {call_start(kept(*context).inverse(gradients))};
+    return {call_start(kept_arguments(*context).inverse(gradients))};
   }
 };
 

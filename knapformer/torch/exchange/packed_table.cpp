@@ -25,14 +25,12 @@ int64_t max_duplicates_of(const ExchangeEnd& end) {
   return counts.empty() ? 1 : std::max<int64_t>(1, *std::max_element(counts.begin(), counts.end()));
 }
 
-at::TensorOptions int64_cpu() { return at::TensorOptions().dtype(at::kLong).device(at::kCPU); }
-
 }  // namespace
 
 at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine) {
   const auto peers = static_cast<size_t>(table.num_peers);
   const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.size();
-  at::Tensor packed = at::empty({static_cast<int64_t>(size)}, int64_cpu());
+  at::Tensor packed = at::empty({static_cast<int64_t>(size)}, at::kLong);
   int64_t* out = packed.mutable_data_ptr<int64_t>();
   out[kMagic] = kTableMagic;
   out[kNumRows] = end.num_rows;
@@ -113,7 +111,8 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       if (engine == ExchangeEngine::kDevice && !end.heads_shared) PackedEndView(tensors).append_index(index);
     }
   }
-  at::Tensor host = at::empty({static_cast<int64_t>(index.size())}, int64_cpu().pinned_memory(!device.is_cpu()));
+  at::Tensor host =
+      at::empty({static_cast<int64_t>(index.size())}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
   if (!index.empty()) std::memcpy(host.mutable_data_ptr<int64_t>(), index.data(), index.size() * sizeof(int64_t));
   const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
   for (size_t i = 0; i < ends.size(); ++i) {
