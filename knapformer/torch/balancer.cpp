@@ -107,21 +107,15 @@ constexpr const char* kStorePrefix = "knapformer/";
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
 constexpr int32_t kProtocolVersion = 1;
 
-/// What one balancer's ranks share in the group's store.
-struct SharedStore {
-  std::string prefix;
-  std::shared_ptr<ErrorStore> errors;
-};
-
-SharedStore join_store(c10d::ProcessGroup& group) {
+/// The watchdog of one balancer, and the prefix of the keys that its ranks share in the group's store.
+std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup& group) {
   const c10::intrusive_ptr<c10d::Store> store = group.getStore();
   if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
   // All ranks give this balancer the same number: each counts those that it made on this group, and making one is
   // collective.
   const int32_t rank = group.getRank();
   const std::string prefix = text(kStorePrefix, "number ", store->add(text(kStorePrefix, rank), 1));
-  return {.prefix = prefix,
-          .errors = std::make_shared<ErrorStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank)};
+  return {std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank), prefix};
 }
 
 /// The same on all ranks where the group has a name, as groups made by torch.distributed have.
@@ -131,15 +125,6 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   } catch (const std::exception&) {
     return text(kStorePrefix, "group");
   }
-}
-
-std::string element(std::string_view list, size_t i) { return text(list, "[", i, "]"); }
-
-std::string route_label(size_t num_features, size_t num_sequence_features) {
-  std::string label = "route(x";
-  for (size_t i = 0; i < num_features; ++i) label.append(",").append(element("features", i));
-  for (size_t i = 0; i < num_sequence_features; ++i) label.append(",").append(element("sequence_features", i));
-  return label + ")";
 }
 
 /// Of a rank, why its data failed.
@@ -182,10 +167,10 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     return;
   }
   rank_ = Rank(group->getRank());
-  const auto [prefix, errors] = join_store(*group);
-  watchdog_ = std::make_shared<Watchdog>(errors);
+  std::string prefix;
+  std::tie(watchdog_, prefix) = join_store(*group);
   all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
-  errors->guard([&, &prefix = prefix] {
+  watchdog_->guard([&] {
     all_->fingerprints().agree(parse(group->getSize()));
     gatherer_ = std::make_shared<LengthGatherer>(all_);
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
@@ -196,7 +181,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
 void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
   if (!group || group->getSize() == 1) return;
   try {
-    join_store(*group).errors->post(error);
+    join_store(*group).first->post(error);
   } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
   }
 }
@@ -241,20 +226,17 @@ std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const ProcessGroupPtr& gro
 }
 
 void SequenceBalancer::report(const std::exception& error) noexcept {
-  if (watchdog_) watchdog_->errors().post(error);
+  if (watchdog_) watchdog_->post(error);
 }
 
-SequenceBalancer::Step& SequenceBalancer::step() {
+SequenceBalancer::Step& SequenceBalancer::step() const {
   if (!step_) throw StateError("plan_routing: has made no plan, expected one before anything moves");
   return *step_;
 }
 
-const Plan& SequenceBalancer::plan() const {
-  if (!step_) throw StateError("plan_routing: has made no plan, expected one before plan");
-  return step_->plan;
-}
+const Plan& SequenceBalancer::plan() const { return step().plan; }
 
-const at::Tensor& SequenceBalancer::seq_lens() { return step().seq_lens; }
+const at::Tensor& SequenceBalancer::seq_lens() const { return step().seq_lens; }
 
 const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
   Step& s = step();
@@ -389,7 +371,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     ahead->d_model_ = d_model;
     ahead->options_ = learned_options();
     if (all_) {
-      if (options.failure) all_->errors().leave_note(kFailureNote, *options.failure);
+      if (options.failure) watchdog_->leave_note(kFailureNote, *options.failure);
       all_->fingerprints().agree(Fingerprint("start_planning"));
       ahead->gather_ = gatherer_->start(own, d_model);
     }
@@ -428,7 +410,7 @@ const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
     for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
       if (planned.statuses[rank] != DataStatus::kFailed) continue;
       const std::string reason =
-          all_ ? all_->errors().note_of(static_cast<int32_t>(rank), kFailureNote).value_or("") : "its data failed";
+          watchdog_ ? watchdog_->note_of(static_cast<int32_t>(rank), kFailureNote).value_or("") : "its data failed";
       throw StateError(text("rank ", rank, ": ", reason));
     }
     ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
@@ -493,16 +475,17 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
     Step& s = step();
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     check_has_memory(x, "x");
-    for (size_t i = 0; i < features.size(); ++i) {
-      const std::string name = element("features", i);
-      check_rows(features[i], name, s.route.tokens.send.num_rows, kOwnToken, 1);
-      check_device(features[i], name, x, "x");
-    }
-    for (size_t i = 0; i < sequence_features.size(); ++i) {
-      const std::string name = element("sequence_features", i);
-      check_rows(sequence_features[i], name, s.route.sequences.send.num_rows, kOwnSequence, 1);
-      check_device(sequence_features[i], name, x, "x");
-    }
+    std::string label = "route(x";
+    const auto check_list = [&](const char* list, at::TensorList tensors, int64_t num_rows, const char* rows) {
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        const std::string name = text(list, "[", i, "]");
+        check_rows(tensors[i], name, num_rows, rows, 1);
+        check_device(tensors[i], name, x, "x");
+        label.append(",").append(name);
+      }
+    };
+    check_list("features", features, s.route.tokens.send.num_rows, kOwnToken);
+    check_list("sequence_features", sequence_features, s.route.sequences.send.num_rows, kOwnSequence);
     if (is_identity(s.route.tokens)) {
       return {.chunk_lens = s.chunk_lens,
               .x = as_view(x),
@@ -512,7 +495,7 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
     const std::vector<PackedTable>& tables = tables_on(x.device());
     std::vector<at::Tensor> of_tokens = {x};
     of_tokens.insert(of_tokens.end(), features.begin(), features.end());
-    ExchangeArguments arguments{.group = all_->name(), .label = route_label(features.size(), sequence_features.size())};
+    ExchangeArguments arguments{.group = all_->name(), .label = label + ")"};
     arguments.add(tables[Step::kTokenTable], of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
     arguments.add(tables[Step::kSequenceTable], sequence_features.vec(),
                   std::vector(sequence_features.size(), HeadRole::kNone));

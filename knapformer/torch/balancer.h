@@ -170,7 +170,7 @@ class SequenceBalancer {
   /// Of the last plan_routing. Throws StateError where there was none.
   const Plan& plan() const;
   /// int32 CPU: tokens of this rank's sequences in it.
-  const at::Tensor& seq_lens();
+  const at::Tensor& seq_lens() const;
   const Topology& topology() const { return topology_; }
   const BalancerOptions& options() const { return options_; }
   int32_t rank() const { return rank_.value; }
@@ -205,7 +205,7 @@ class SequenceBalancer {
   /// Makes it the plan in force. Throws where there is none.
   const Plan& take_up(Planned planned);
   Traffic traffic() const;
-  Step& step();
+  Step& step() const;
   const std::vector<PackedTable>& tables_on(at::Device device);
   /// Notes in step_in_backward_ when a backward pass comes by `output`, which is of the present step.
   void watch_backward(const at::Tensor& output);
@@ -237,8 +237,8 @@ class SequenceBalancer {
 template <class Body>
 decltype(auto) SequenceBalancer::collective(Body body) {
   if (!watchdog_) return body();
-  watchdog_->errors().check_usable();
-  return watchdog_->errors().guard(body);
+  watchdog_->check_usable();
+  return watchdog_->guard(body);
 }
 
 /// Held by the caller, who may drop it unfinished if all ranks do. Its destructor waits for its thread, which ends soon

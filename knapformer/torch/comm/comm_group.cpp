@@ -45,23 +45,6 @@ WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
   }
 }
 
-/// Counts its own life as waiting, where there is a counter.
-class WaitClock {
- public:
-  explicit WaitClock(std::atomic<int64_t>* waited_ns) : waited_ns_(waited_ns) {}
-  ~WaitClock() {
-    if (waited_ns_ == nullptr) return;
-    const auto waited = std::chrono::steady_clock::now() - begin_;
-    *waited_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
-  }
-  WaitClock(const WaitClock&) = delete;
-  WaitClock& operator=(const WaitClock&) = delete;
-
- private:
-  std::atomic<int64_t>* waited_ns_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
-
 }  // namespace
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
@@ -163,7 +146,6 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
                      const std::stop_token& stop) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
   const bool in_background = stop.stop_possible();  // no call waits
-  const WaitClock clock(in_background ? nullptr : &counters_.waited_ns);
   const auto fail = [&](const std::exception& error) {
     watchdog_->look();  // a rank that raised and left is the better reason
     const std::string absent = watchdog_->absent_ranks(*fingerprints_);
@@ -171,6 +153,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
                           error.what(), absent.empty() ? "" : "; not in this call: ", absent));
   };
   using Clock = std::chrono::steady_clock;
+  const Clock::time_point wait_begin = Clock::now();
   const auto poll = [&](std::chrono::milliseconds patience) {
     if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
     const Clock::time_point begin = Clock::now();
@@ -193,6 +176,9 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     return false;
   };
   watchdog_->wait(label, poll, in_background);
+  if (!in_background) {
+    counters_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - wait_begin).count();
+  }
 }
 
 }  // namespace knapformer

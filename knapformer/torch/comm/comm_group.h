@@ -53,7 +53,7 @@ class CommGroup {
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
   const CommCounters& counters() const { return counters_; }
-  ErrorStore& errors() { return watchdog_->errors(); }
+  Watchdog& watchdog() { return *watchdog_; }
   /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
   at::Device control_device() const;
 

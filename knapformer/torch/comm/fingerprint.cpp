@@ -9,12 +9,12 @@
 namespace knapformer {
 namespace {
 
-// Of each announced call the store holds what the first rank said (its number, a space, the text), how many ranks have
-// come, and that all have.
+// Of each announced call the store holds what the first rank said (its number, a space, the text), and how many ranks
+// have come.
 constexpr const char* kFields = "fields";
 constexpr const char* kGradients = "gradients";              // of the first rank with rows
 constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: counts where none has any
-constexpr const char *kCount = "count", *kDone = "done";
+constexpr const char* kCount = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
 
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
@@ -51,14 +51,15 @@ std::string value_of(const std::string& name, const std::string& fields) {
   return found == std::string::npos ? "none" : lines.substr(begin, lines.find('\n', begin) - begin);
 }
 
-/// With a line for each tensor's gradient; the last lines of `fields` are the tensors'.
-std::string with_gradients(std::string fields, const std::string& gradients) {
+/// A line for each tensor, of which the last lines of `fields` are.
+std::string gradient_lines(const std::string& fields, const std::string& gradients) {
   const std::vector<std::string> names = names_of(fields);
   const size_t first_tensor = names.size() - gradients.size();
+  std::string lines;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    fields += names[first_tensor + i] + ".requires_grad\t" + (gradients[i] == '1' ? "True" : "False") + "\n";
+    lines += names[first_tensor + i] + ".requires_grad\t" + (gradients[i] == '1' ? "True" : "False") + "\n";
   }
-  return fields;
+  return lines;
 }
 
 }  // namespace
@@ -120,19 +121,17 @@ std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
   const int64_t call = num_calls_;
   num_calls_begun_ = call + 1;
   const Said first = say_first(*store_, key(call, kFields), place_.number(), own.fields);
-  if (first.text != own.fields) throw_mismatch(own.fields, first.rank, first.text);
+  if (first.text != own.fields) throw_mismatch(own, first.rank, first.text);
   Said gradients = say_first(*store_, key(call, follows ? kFollowed : kGradients), place_.number(), own.gradients);
   if (!follows && gradients.text != own.gradients) {
-    throw_mismatch(with_gradients(own.fields, own.gradients), gradients.rank,
-                   with_gradients(own.fields, gradients.text));
+    throw_mismatch(own, gradients.rank, own.fields, gradients.text);
   }
   store_->set(kLastAnnounced, std::to_string(call));
   if (store_->add(key(call, kCount), 1) == place_.num_ranks) {
     // All ranks are here, so all have read what was announced before.
-    for (const char* name : {kFields, kGradients, kFollowed, kCount, kDone}) {
+    for (const char* name : {kFields, kGradients, kFollowed, kCount}) {
       if (last_announced_ >= 0) store_->deleteKey(key(last_announced_, name));
     }
-    store_->set(key(call, kDone), "1");
   } else {
     await_all(call, value_of("call", own.fields));
   }
@@ -148,8 +147,8 @@ void CallFingerprints::await_all(int64_t call, const std::string& name) {
   std::chrono::microseconds pause(100);
   watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
     for (const auto look = Clock::now() + patience; Clock::now() < look; std::this_thread::sleep_for(pause)) {
-      if (store_->check({key(call, kDone)})) return true;
-      watchdog_->errors().check();
+      if (store_->add(key(call, kCount), 0) == place_.num_ranks) return true;
+      watchdog_->check_errors();
       if (Clock::now() > give_up) {
         const std::string absent = watchdog_->absent_ranks(*this);
         throw StateError(text(name, ": rank ", place_.number(), " waited ",
@@ -163,10 +162,14 @@ void CallFingerprints::await_all(int64_t call, const std::string& name) {
   });
 }
 
-void CallFingerprints::throw_mismatch(const std::string& own, int32_t other_rank, const std::string& other) const {
-  const std::string call = value_of("call", own);
-  for (const std::string& name : names_of(own + other)) {
-    const std::string got = value_of(name, own), expected = value_of(name, other);
+void CallFingerprints::throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields,
+                                      const std::string& gradients) const {
+  const std::string call = value_of("call", own.fields);
+  const bool same_fields = own.fields == fields;
+  const std::string own_lines = same_fields ? gradient_lines(fields, own.gradients) : own.fields;
+  const std::string other_lines = same_fields ? gradient_lines(fields, gradients) : fields;
+  for (const std::string& name : names_of(own_lines + other_lines)) {
+    const std::string got = value_of(name, own_lines), expected = value_of(name, other_lines);
     if (got == expected) continue;
     const std::string message =
         text(name, ": got ", got, " on rank ", place_.number(), ", expected ", expected, ", as on rank ", other_rank);
@@ -187,10 +190,10 @@ void CallFingerprints::check_announcements() {
   const Fingerprint own = made != nullptr ? *made : Fingerprint("a call of an earlier step");
   const Said said = parse_said(store_->get_to_str(key(call, kFields)));
   if (said.text != own.fields || !store_->check({key(call, kGradients)})) {
-    throw_mismatch(own.fields, said.rank, said.text);
+    throw_mismatch(own, said.rank, said.text, own.gradients);
   }
   const Said gradients = parse_said(store_->get_to_str(key(call, kGradients)));
-  throw_mismatch(with_gradients(own.fields, own.gradients), gradients.rank, with_gradients(own.fields, gradients.text));
+  throw_mismatch(own, gradients.rank, own.fields, gradients.text);
 }
 
 }  // namespace knapformer

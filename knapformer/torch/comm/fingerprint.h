@@ -65,8 +65,9 @@ class CallFingerprints final : public WatchedGroup {
   Fingerprint resolve(const Fingerprint& own, bool follows);
   std::string announce(const Fingerprint& own, bool follows);
   void await_all(int64_t call, const std::string& name);
-  /// Names the first line that differs.
-  [[noreturn]] void throw_mismatch(const std::string& own, int32_t other_rank, const std::string& other) const;
+  /// Names the first line that differs from the other rank's; where none does, the first gradient.
+  [[noreturn]] void throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields,
+                                   const std::string& gradients = "") const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::chrono::milliseconds timeout_;

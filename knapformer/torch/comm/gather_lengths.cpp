@@ -24,22 +24,20 @@ LengthGatherer::LengthGatherer(std::shared_ptr<CommGroup> group) : group_(std::m
 }
 
 LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_model) {
-  Pending pending;
-  pending.said_ = std::move(own);
-  pending.d_model_ = d_model;
+  Pending pending{.said = std::move(own), .d_model = d_model};
   launch(pending);
   return pending;
 }
 
 void LengthGatherer::launch(Pending& pending) {
-  const auto& [lengths, pairs, statuses, observed] = pending.said_;
+  const auto& [lengths, pairs, statuses, observed] = pending.said;
   const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
   int64_t* out = host.mutable_data_ptr<int64_t>();
   std::fill(out, out + size, 0);
   out[kMagic] = kLengthsMagic;
-  out[kWidth] = pending.d_model_;
+  out[kWidth] = pending.d_model;
   out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
   out[kObservedPlan] = step.plan;
@@ -49,14 +47,14 @@ void LengthGatherer::launch(Pending& pending) {
   if (out[kCount] + out[kPairs] <= capacity_) {  // else all ranks see the counts, and gather once more
     std::copy(pairs.begin(), pairs.end(), std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize));
   }
-  pending.own_ = host.to(device_, /*non_blocking=*/true);
-  pending.gathered_ = at::empty({size * group_->num_ranks()}, options.device(device_));
-  pending.work_ = group_->start_all_gather(pending.gathered_, pending.own_);
+  pending.own = host.to(device_, /*non_blocking=*/true);
+  pending.gathered = at::empty({size * group_->num_ranks()}, options.device(device_));
+  pending.work = group_->start_all_gather(pending.gathered, pending.own);
 }
 
 std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, const std::stop_token& stop) const {
-  group_->wait(*pending.work_, device_, "plan_routing", /*on_host=*/true, stop);
-  const at::Tensor host = pending.gathered_.to(at::kCPU);  // from an accelerator: waits for it
+  group_->wait(*pending.work, device_, "plan_routing", /*on_host=*/true, stop);
+  const at::Tensor host = pending.gathered.to(at::kCPU);  // from an accelerator: waits for it
   const auto num_ranks = static_cast<size_t>(group_->num_ranks());
   const std::span<const int64_t> gathered(host.const_data_ptr<int64_t>(), static_cast<size_t>(host.numel()));
   const size_t stride = gathered.size() / num_ranks;
@@ -79,24 +77,22 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     any_pairs = any_pairs || sent[kPairs] > 0;
     result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
     result.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
-    lens.insert(lens.end(), sent + kHeaderSize, sent + kHeaderSize + counts[rank]);
-  }
-  if (!fit) return std::nullopt;
-  result.lengths = SequenceLengths(std::move(lens), counts);
-  for (size_t rank = 0; any_pairs && rank < num_ranks; ++rank) {
-    const int64_t* sent = gathered.data() + rank * stride;
-    const int64_t* pairs = sent + kHeaderSize + counts[rank];
+    const int64_t *own_lens = sent + kHeaderSize, *own_pairs = own_lens + counts[rank];
+    lens.insert(lens.end(), own_lens, own_pairs);
     for (int64_t i = 0; i < counts[rank]; ++i) {
-      result.attention_pairs.push_back(sent[kPairs] > 0 ? pairs[i] : kDefaultPairs);
+      result.attention_pairs.push_back(sent[kPairs] > 0 ? own_pairs[i] : kDefaultPairs);
     }
   }
+  if (!fit) return std::nullopt;
+  if (!any_pairs) result.attention_pairs.clear();
+  result.lengths = SequenceLengths(std::move(lens), counts);
   return result;
 }
 
 GatheredLengths LengthGatherer::finish(Pending pending) {
   for (;;) {
     if (std::optional<GatheredLengths> result = wait(pending)) return *std::move(result);
-    const at::Tensor gathered = pending.gathered_.to(at::kCPU).view({group_->num_ranks(), -1});
+    const at::Tensor gathered = pending.gathered.to(at::kCPU).view({group_->num_ranks(), -1});
     const int64_t max_needed = (gathered.select(1, kCount) + gathered.select(1, kPairs)).max().item<int64_t>();
     capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(max_needed))));
     launch(pending);

@@ -49,16 +49,11 @@ class LengthGatherer {
   explicit LengthGatherer(std::shared_ptr<CommGroup> group);
 
   /// A gather in flight: start it for the next step while this one computes.
-  class Pending {
-   public:
-    Pending() = default;
-
-   private:
-    friend class LengthGatherer;
-    GatheredLengths said_;  // by this rank
-    int64_t d_model_ = 0;
-    at::Tensor own_, gathered_;
-    WorkPtr work_;
+  struct Pending {
+    GatheredLengths said;  // by this rank
+    int64_t d_model = 0;
+    at::Tensor own = {}, gathered = {};
+    WorkPtr work = {};
   };
 
   /// Collective over the group, also for ranks without sequences. `own`: of this rank alone; d_model: width of the

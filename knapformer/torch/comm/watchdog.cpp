@@ -12,13 +12,50 @@ namespace {
 constexpr std::chrono::milliseconds kFirstLook{200}, kMaxPatience{1000};
 constexpr int32_t kMaxNamed = 8;  // ranks in a message
 constexpr const char* kPositionNote = "position";
+constexpr const char* kErrorKey = "error";
+constexpr char kArgument = 'A', kState = 'S';
 
 }  // namespace
 
-std::string call_name(std::string_view label) {
-  const size_t open = label.find('('), close = label.rfind(')');
-  if (open == std::string_view::npos || close == std::string_view::npos) return std::string(label);
-  return std::string(label.substr(0, open)).append(label.substr(close + 1));
+void Watchdog::post(const std::exception& error) noexcept {
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!first_error_.empty()) return;  // posted or found already
+      first_error_ = error.what();
+    }
+    const char kind = dynamic_cast<const ArgumentError*>(&error) != nullptr ? kArgument : kState;
+    store_->compareSet(kErrorKey, "", text(kind, "rank ", rank_, ": ", error.what()));
+  } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
+  }
+}
+
+void Watchdog::check_errors() {
+  if (!store_->check({kErrorKey})) return;
+  const std::string entry = store_->get_to_str(kErrorKey);
+  const std::string message = entry.substr(1);
+  {
+    const std::lock_guard lock(mutex_);
+    if (first_error_.empty()) first_error_ = message;
+  }
+  if (entry[0] == kArgument) throw ArgumentError(message);
+  throw StateError(message);
+}
+
+void Watchdog::check_usable() {
+  const std::lock_guard lock(mutex_);
+  if (!first_error_.empty()) {
+    throw StateError(
+        text("balancer: stopped by an earlier error, expected a new balancer after it (", first_error_, ")"));
+  }
+}
+
+void Watchdog::leave_note(std::string_view name, const std::string& note) { store_->set(text(name, '/', rank_), note); }
+
+std::optional<std::string> Watchdog::note_of(int32_t rank, std::string_view name) const {
+  const std::string key = text(name, '/', rank);
+  if (!store_->check({key})) return std::nullopt;
+  return store_->get_to_str(key);
 }
 
 std::shared_ptr<WatchedGroup> Watchdog::group(size_t i) const {
@@ -34,7 +71,7 @@ Watchdog::Position Watchdog::position(const std::string& call) const {
 }
 
 std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
-  const std::optional<std::string> note = errors_->note_of(rank, kPositionNote);
+  const std::optional<std::string> note = note_of(rank, kPositionNote);
   if (!note) return std::nullopt;
   std::istringstream in(*note);
   Position position;
@@ -44,11 +81,11 @@ std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
 }
 
 void Watchdog::show(const Position& position) {
-  errors_->leave_note(kPositionNote, text(position.counts[0], ' ', position.counts[1], ' ', position.call));
+  leave_note(kPositionNote, text(position.counts[0], ' ', position.counts[1], ' ', position.call));
 }
 
-void Watchdog::look() const {
-  errors_->check();
+void Watchdog::look() {
+  check_errors();
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (const auto alive = group(i)) alive->check_announcements();
   }

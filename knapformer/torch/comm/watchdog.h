@@ -1,26 +1,29 @@
-// The watchdog: what a rank that waits for others looks at.
+// The watchdog: how an error on one rank soon becomes an error on all.
 //
-// A rank that has waited for a moment looks for an error of another rank (error_store.h), for a call that others
-// announced and this rank took for another (fingerprint.h), and for calls in another order. A balancer has two groups,
-// its own and the bag's, so ranks may wait for each other crosswise. Each rank counts the calls that it has come to in
-// either group. Of two ranks of a bag that call in the same order, one is behind the other in no group. A rank that is
-// ahead in one group and behind in the other has called in another order. Counts that are out of date tell it too.
+// A rank that raises leaves its peers waiting in a collective that it will not join. Without this they would wait for
+// the group's timeout and learn nothing. So a rank that raises first posts its message in the group's store (the error
+// store). A rank that has waited for a moment looks there; for a call that others announced and this rank took for
+// another (fingerprint.h); and for calls in another order. A balancer has two groups, its own and the bag's, so ranks
+// may wait for each other crosswise. Each rank counts the calls that it has come to in either group. Of two ranks of a
+// bag that call in the same order, one is behind the other in no group. A rank that is ahead in one group and behind in
+// the other has called in another order. Counts that are out of date tell it too.
 //
-// None of this happens in a step without long waits.
+// A step without errors and long waits does not ask the store.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
-
-#include "knapformer/torch/comm/error_store.h"
 
 namespace knapformer {
 
@@ -50,22 +53,44 @@ class WatchedGroup {
   std::atomic<int64_t> num_calls_begun_ = 0;
 };
 
-/// One per balancer.
+/// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. Errors and notes
+/// are thread-safe.
 class Watchdog {
  public:
-  explicit Watchdog(std::shared_ptr<ErrorStore> errors) : errors_(std::move(errors)) {}
+  /// `store`: shared by all ranks, with keys of this balancer alone.
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank) : store_(std::move(store)), rank_(rank) {}
+
+  /// Tells the other ranks of an error of this one. Never throws: there is an error to raise already.
+  void post(const std::exception& error) noexcept;
+  /// Throws what another rank posted, as that rank's kind of error and with its name. Asks the store.
+  void check_errors();
+  /// Throws StateError where this rank has posted or found an error before. Does not ask the store.
+  void check_usable();
+  /// Runs `call`; posts what it throws.
+  template <class Call>
+  decltype(auto) guard(Call call) {
+    try {
+      return call();
+    } catch (const std::exception& error) {
+      post(error);
+      throw;
+    }
+  }
+
+  /// A note of this rank for the others: why it will raise later, or in which call it waits.
+  void leave_note(std::string_view name, const std::string& note);
+  /// Nothing where `rank` has left none.
+  std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
 
   /// First the balancer's group, then the bag's where that is another.
   void watch(std::weak_ptr<WatchedGroup> group) { groups_.push_back(std::move(group)); }
-  ErrorStore& errors() const { return *errors_; }
-
   /// Waits in `label` ("route(x)") until poll returns true, and looks each time it does not; throws what it sees. poll
   /// gets the time that it may take itself: longer each time, up to a second. in_background: on a thread beside the one
   /// that makes the calls, which knows nothing of their order.
   using Poll = std::function<bool(std::chrono::milliseconds)>;
   void wait(std::string_view label, const Poll& poll, bool in_background = false);
   /// Throws what other ranks have posted and announced.
-  void look() const;
+  void look();
   /// The ranks that have not come as far as this one: "rank 1 (in route), rank 3 (in no call)". For messages: it asks
   /// the store for each rank.
   std::string absent_ranks(const WatchedGroup& group) const;
@@ -83,11 +108,14 @@ class Watchdog {
   void show(const Position& position);
   void check_order(const Position& own) const;
 
-  std::shared_ptr<ErrorStore> errors_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  int32_t rank_ = 0;
+  std::mutex mutex_;
+  std::string first_error_;  // that this rank knows of; empty: none
   std::vector<std::weak_ptr<WatchedGroup>> groups_;
 };
 
-/// "route(x,ids)" -> "route", "route(x.grad) backward" -> "route backward".
-std::string call_name(std::string_view label);
+/// "route(x,ids)" -> "route".
+inline std::string call_name(std::string_view label) { return std::string(label.substr(0, label.find('('))); }
 
 }  // namespace knapformer

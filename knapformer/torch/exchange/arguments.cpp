@@ -12,37 +12,15 @@ bool gradient_travels(const at::Tensor& tensor) {
          (at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
 }
 
-/// Cuts the next name off a list "x,ids".
-std::string_view next_name(std::string_view& names) {
-  const size_t comma = names.find(',');
-  const std::string_view name = names.substr(0, comma);
-  names = comma == std::string_view::npos ? std::string_view() : names.substr(comma + 1);
-  return name;
-}
-
-/// "route(x,ids)" -> "route(", "x,ids", ")"; without names "route" -> "route", "", "".
-struct LabelParts {
-  std::string_view call, names, rest;
-
-  explicit LabelParts(std::string_view label) : call(label) {
-    const size_t open = label.find('('), close = label.rfind(')');
-    if (open == std::string_view::npos || close == std::string_view::npos) return;
-    call = label.substr(0, open + 1);
-    names = label.substr(open + 1, close - open - 1);
-    rest = label.substr(close);
+/// Of the tensors in a label: "route(x,ids)" -> "x", "ids".
+std::vector<std::string> names_in(const std::string& label) {
+  std::vector<std::string> names;
+  for (size_t comma = label.find('('); comma < label.size() - 1;) {
+    const size_t begin = comma + 1;
+    comma = std::min(label.find_first_of(",)", begin), label.size() - 1);
+    names.push_back(label.substr(begin, comma - begin));
   }
-};
-
-/// "route(x,ids)" -> "route(x.grad) backward", of the tensors whose gradient travels.
-std::string backward_label(std::string_view label, const std::vector<int64_t>& differentiable) {
-  LabelParts parts(label);
-  std::string backward(parts.call);
-  for (size_t i = 0; i < differentiable.size() && !parts.names.empty(); ++i) {
-    const std::string_view name = next_name(parts.names);
-    if (differentiable[i] == 0) continue;
-    backward.append(backward.back() == '(' ? "" : ",").append(name).append(".grad");
-  }
-  return backward.append(parts.rest).append(" backward");
+  return names;
 }
 
 }  // namespace
@@ -78,7 +56,7 @@ void ExchangeArguments::follow_others() {
   if (std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; })) return;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
   const std::string gradients =
-      comm->errors().guard([&] { return comm->fingerprints().gradients_of_others(fingerprint()); });
+      comm->watchdog().guard([&] { return comm->fingerprints().gradients_of_others(fingerprint()); });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const bool travels = gradients[i] == '1';
     if (travels == (differentiable[i] != 0)) continue;
@@ -89,7 +67,11 @@ void ExchangeArguments::follow_others() {
 }
 
 ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
-  ExchangeArguments back{.heads = heads, .group = group, .label = backward_label(label, differentiable)};
+  ExchangeArguments back{.heads = heads, .group = group, .label = call_name(label) + " backward"};
+  // A backward that is differentiated itself is another call.
+  if (at::GradMode::is_enabled()) back.label += ", differentiable";
+  const std::vector<std::string> names = names_in(label);
+  std::string names_of_gradients;
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
     std::vector<at::Tensor> inputs;
@@ -99,15 +81,16 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
         inputs.push_back(gradients[next]);
         roles.push_back(role);
         back.differentiable.push_back(gradient_travels(gradients[next]));
+        if (next < names.size()) {
+          names_of_gradients.append(names_of_gradients.empty() ? "" : ",").append(names[next]).append(".grad");
+        }
       }
       ++next;
     }
     back.add(segment.table.inverse(), inputs, std::move(roles), segment.sharing.inverse());
   }
-  if (at::GradMode::is_enabled()) {  // a backward that is differentiated itself
-    back.label += ", differentiable";
-    back.follow_others();
-  }
+  if (!names.empty()) back.label += "(" + names_of_gradients + ")";
+  if (at::GradMode::is_enabled()) back.follow_others();
   return back;
 }
 
@@ -144,7 +127,7 @@ Fingerprint ExchangeArguments::fingerprint() const {
     fingerprint.add("heads",
                     std::to_string(heads.num_heads) + " query, " + std::to_string(heads.num_kv_heads) + " key/value");
   }
-  std::string_view names = LabelParts(label).names;
+  const std::vector<std::string> names = names_in(label);
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
     for (const HeadRole role : segment.roles) {
@@ -157,8 +140,7 @@ Fingerprint ExchangeArguments::fingerprint() const {
         value.append(", ").append(std::to_string(size));
       }
       value.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
-      const std::string_view name = next_name(names);
-      fingerprint.add(name.empty() ? "tensor " + std::to_string(i) : std::string(name), value);
+      fingerprint.add(i < names.size() ? names[i] : text("tensor ", i), value);
       fingerprint.gradients.push_back(!differentiable.empty() && differentiable[i] != 0 ? '1' : '0');
       ++i;
     }

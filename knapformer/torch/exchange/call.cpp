@@ -1,7 +1,5 @@
 #include "knapformer/torch/exchange/call.h"
 
-#include <ATen/ops/empty.h>
-
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/recycled_memory.h"
 
@@ -28,43 +26,29 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 
 /// What the tables say, against what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
-  const int32_t num_peers = first.send.num_peers();
-  const HeadGroup& group = segment.send.head_group;
+  const int32_t num_peers = first.send.num_peers(), index = sharing.index_in_group;
+  const int32_t first_sharer = segment.send.this_peer() - index;
   const bool one_group = segment.send.num_peers() == num_peers && segment.recv.num_peers() == num_peers;
   const bool same_sharing = segment.send.heads_shared() == (sharing.shared_end == HeadSharing::kSend) &&
                             segment.recv.heads_shared() == (sharing.shared_end == HeadSharing::kRecv);
-  const bool group_fits =
-      group.holds(segment.send.this_peer()) && group.first_peer >= 0 && group.first_peer + group.degree <= num_peers;
-  if (!one_group || !same_sharing || !group_fits) {
+  const bool sharers_fit =
+      index >= 0 && index < sharing.degree && first_sharer >= 0 && first_sharer + sharing.degree <= num_peers;
+  if (!one_group || !same_sharing || !sharers_fit) {
     throw ArgumentError(text(label, ": got tables of several groups, or that share heads in another way than told"));
   }
 }
 
 }  // namespace
 
-SegmentEnd::SegmentEnd(const PackedEnd& end, HeadSharing sharing)
-    : PackedEndView(end), head_group{.first_peer = this_peer() - sharing.index_in_group, .degree = sharing.degree} {}
-
 std::span<const int32_t> SegmentEnd::heads_of(const Slot& slot, int32_t peer) const {
-  if (!head_group.holds(peer)) return {};
-  return slot.shares->of(peer - head_group.first_peer);
+  const int32_t index = peer - this_peer() + sharing.index_in_group;
+  if (index < 0 || index >= sharing.degree) return {};
+  return slot.shares->of(index);
 }
 
-int64_t SegmentEnd::wire_bytes(const Slot& slot, int32_t peer, int64_t row_bytes) const {
-  if (shares_of(slot) == nullptr) return row_bytes;
+int64_t SegmentEnd::wire_bytes(const Slot& slot, int32_t peer) const {
+  if (shares_of(slot) == nullptr) return row_bytes(slot);
   return static_cast<int64_t>(heads_of(slot, peer).size()) * slot.head_bytes;
-}
-
-int64_t Segment::sent_row_bytes(int32_t peer) const {
-  int64_t bytes = 0;
-  for (const Slot& slot : slots) bytes += send.wire_bytes(slot, peer, slot.input_row_bytes);
-  return bytes;
-}
-
-int64_t Segment::received_row_bytes(int32_t peer) const {
-  int64_t bytes = 0;
-  for (const Slot& slot : slots) bytes += recv.wire_bytes(slot, peer, slot.output_row_bytes);
-  return bytes;
 }
 
 ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) {
@@ -74,10 +58,11 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) {
   segments_.reserve(arguments.segments.size());  // slots point into it
   size_t next = 0;
   for (const SegmentArguments& given : arguments.segments) {
-    Segment& segment = segments_.emplace_back(Segment{.send = SegmentEnd(given.table.send, given.sharing),
-                                                      .recv = SegmentEnd(given.table.recv, given.sharing),
-                                                      .heads = head_partition(arguments.heads, given.sharing),
-                                                      .slots = {}});
+    Segment& segment =
+        segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
+                                       .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
+                                       .heads = head_partition(arguments.heads, given.sharing),
+                                       .slots = {}});
     check_tables(segment, given.sharing, segments_.front(), label);
     for (const HeadRole role : given.roles) {
       add_slot(segment, arguments.tensors[next], role, given.sharing, text(label, ": tensor ", next));
@@ -88,7 +73,7 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) {
     throw ArgumentError(
         text(label, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
   }
-  count_bytes();
+  lay_out_wire();
 }
 
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
@@ -111,7 +96,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   if (tensor.device() != device_) throw_argument(name, tensor.device(), text(device_, ", as the first one is on"));
 
   Slot& slot = segment.slots.emplace_back(
-      Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .output = {}, .shares = shares});
+      Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   slot.input_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.output_shape[0] = segment.recv.num_rows();
@@ -123,26 +108,42 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
 }
 
-void ExchangeCall::count_bytes() {
-  sent_bytes_.assign(static_cast<size_t>(num_peers()), 0);
-  received_bytes_.assign(static_cast<size_t>(num_peers()), 0);
-  for (int32_t peer = 0; peer < num_peers(); ++peer) {
-    if (peer == this_peer()) continue;
-    int64_t &sent = sent_bytes_[static_cast<size_t>(peer)], &received = received_bytes_[static_cast<size_t>(peer)];
-    for (const Segment& segment : segments_) {
-      if (const int64_t rows = segment.send.peer_rows(peer)) sent += rows * segment.sent_row_bytes(peer);
-      if (const int64_t rows = segment.recv.peer_rows(peer)) received += rows * segment.received_row_bytes(peer);
+void ExchangeCall::lay_out_wire() {
+  int64_t next_byte = 0;
+  const auto add_peer = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer) {
+    const int64_t first_byte = next_byte;
+    for (size_t s = 0; s < segments_.size(); ++s) {
+      const SegmentEnd& of_segment = segments_[s].*end;
+      WireBlock& block = blocks.emplace_back(WireBlock{.segment = s, .end = &of_segment, .peer = peer});
+      block.first_byte = next_byte;
+      block.num_rows = of_segment.peer_rows(peer);
+      for (const Slot& slot : segments_[s].slots) block.row_bytes += of_segment.wire_bytes(slot, peer);
+      next_byte += block.num_rows * block.row_bytes;
     }
-    total_sent_bytes_ += sent;
-    total_received_bytes_ += received;
-  }
+    return next_byte - first_byte;
+  };
+  const auto add_others = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end) {
+    std::vector<int64_t> bytes(static_cast<size_t>(num_peers()), 0);
+    for (int32_t peer = 0; peer < num_peers(); ++peer) {
+      if (peer != this_peer()) bytes[static_cast<size_t>(peer)] = add_peer(blocks, end, peer);
+    }
+    return bytes;
+  };
+  sent_bytes_ = add_others(sent_blocks_, &Segment::send);
+  own_begin_ = next_byte;
+  const int64_t own_bytes = add_peer(sent_blocks_, &Segment::send, this_peer());
+  next_byte = own_begin_;
+  const int64_t own_bytes_received = add_peer(received_blocks_, &Segment::recv, this_peer());
+  KNAPFORMER_ASSERT(own_bytes_received == own_bytes);
+  own_end_ = next_byte;
+  received_bytes_ = add_others(received_blocks_, &Segment::recv);
+  wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 void ExchangeCall::allocate_outputs() {
   for (Segment& segment : segments_) {
     for (Slot& slot : segment.slots) {
-      slot.output = device_.is_cpu() ? empty_recycled(slot.output_shape, slot.input.scalar_type())
-                                     : at::empty(slot.output_shape, slot.input.options());
+      slot.output = empty_recycled(slot.output_shape, slot.input.options());
     }
   }
 }
@@ -150,7 +151,10 @@ void ExchangeCall::allocate_outputs() {
 std::vector<at::Tensor> ExchangeCall::outputs() const {
   std::vector<at::Tensor> outputs;
   for (const Segment& segment : segments_) {
-    for (const Slot& slot : segment.slots) outputs.push_back(slot.output);
+    for (const Slot& slot : segment.slots) {
+      if (slot.sum.defined()) slot.output.copy_(slot.sum);
+      outputs.push_back(slot.output);
+    }
   }
   return outputs;
 }

@@ -1,7 +1,11 @@
 // One exchange, resolved: which bytes of which rows meet which peer.
 //
-//   block for a peer = | segment 0: rows in wire order     | segment 1: ... |
-//   a row            = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
+// One buffer holds what the all-to-all sends and what it receives. This rank's own rows lie between the two, as the
+// last of those sent and the first of those received, so an engine may bring them there, and they need no copy further:
+//
+//   bytes of the buffer = | sent to others, by peer | own | received from others, by peer |
+//   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
+//   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,28 +29,32 @@ struct ColumnRun {
 struct Slot {
   at::Tensor input;  // rows are dense in themselves; between them input.stride(0)
   std::vector<int64_t> output_shape;
-  at::Tensor output;                   // contiguous; allocated by ExchangeCall::allocate_outputs
+  at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
+  at::Tensor sum = {};                 // of what add_block added, which becomes the output (duplicates.h)
   const HeadShares* shares = nullptr;  // of its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
-  int64_t input_row_bytes = 0;
+  int64_t input_row_bytes = 0;         // of all columns, as the next
   int64_t output_row_bytes = 0;
   int64_t input_stride_bytes = 0;  // between rows
 };
 
 /// One end of a segment.
 struct SegmentEnd : PackedEndView {
-  SegmentEnd(const PackedEnd& end, HeadSharing sharing);
+  HeadSharing::End kind;  // kSend or kRecv
+  HeadSharing sharing;
 
+  /// Of the slot's tensor at this end.
+  int64_t row_bytes(const Slot& slot) const {
+    return kind == HeadSharing::kSend ? slot.input_row_bytes : slot.output_row_bytes;
+  }
   /// The heads of a slot that meet `peer` here; null: all columns meet it.
   const HeadShares* shares_of(const Slot& slot) const { return heads_shared() ? slot.shares : nullptr; }
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
-  /// Bytes of a row that meet `peer` here, of a slot whose rows are `row_bytes` here.
-  int64_t wire_bytes(const Slot& slot, int32_t peer, int64_t row_bytes) const;
+  /// Bytes of a row that meet `peer` here.
+  int64_t wire_bytes(const Slot& slot, int32_t peer) const;
   /// The runs of columns that meet `peer` here.
   template <class Visit>
-  void for_each_column_run(const Slot& slot, int32_t peer, int64_t row_bytes, Visit visit) const;
-
-  HeadGroup head_group;
+  void for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const;
 };
 
 struct Segment {
@@ -55,14 +63,21 @@ struct Segment {
   HeadPartition heads;
   std::vector<Slot> slots;
 
-  /// Bytes of a row on the wire to (from) `peer`.
-  int64_t sent_row_bytes(int32_t peer) const;
-  int64_t received_row_bytes(int32_t peer) const;
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
     return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
   }
+};
+
+/// Rows of a segment that meet one peer, in the buffer.
+struct WireBlock {
+  size_t segment = 0;
+  const SegmentEnd* end = nullptr;
+  int32_t peer = 0;
+  int64_t first_byte = 0;
+  int64_t num_rows = 0;
+  int64_t row_bytes = 0;  // of all slots
 };
 
 class ExchangeCall {
@@ -73,6 +88,7 @@ class ExchangeCall {
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   void allocate_outputs();
+  /// Of an exchange that is unpacked.
   std::vector<at::Tensor> outputs() const;
 
   std::span<Segment> segments() { return segments_; }
@@ -82,27 +98,35 @@ class ExchangeCall {
   at::Device device() const { return device_; }
   ExchangeEngine engine() const { return segments_.front().send.engine(); }
 
-  /// The all-to-all's splits. What a rank sends to itself does not enter it: 0.
+  /// The buffer: uint8, on the tensors' device.
+  const at::Tensor& wire() const { return wire_; }
+  /// In the order of the buffer, own rows included.
+  const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
+  const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
+
+  /// What the all-to-all sends and receives, and its splits. What a rank sends to itself does not enter it: 0.
+  at::Tensor sent() const { return wire_.as_strided({own_begin_}, {1}, 0); }
+  at::Tensor received() const { return wire_.as_strided({wire_.numel() - own_end_}, {1}, own_end_); }
   const std::vector<int64_t>& sent_bytes() const { return sent_bytes_; }
   const std::vector<int64_t>& received_bytes() const { return received_bytes_; }
-  int64_t total_sent_bytes() const { return total_sent_bytes_; }
-  int64_t total_received_bytes() const { return total_received_bytes_; }
 
  private:
   void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
                 const std::string& name);
-  void count_bytes();
+  void lay_out_wire();
 
   std::vector<Segment> segments_;
+  at::Tensor wire_;
+  std::vector<WireBlock> sent_blocks_, received_blocks_;
   std::vector<int64_t> sent_bytes_, received_bytes_;
-  int64_t total_sent_bytes_ = 0, total_received_bytes_ = 0;
+  int64_t own_begin_ = 0, own_end_ = 0;
   at::Device device_ = at::kCPU;
 };
 
 template <class Visit>
-void SegmentEnd::for_each_column_run(const Slot& slot, int32_t peer, int64_t row_bytes, Visit visit) const {
+void SegmentEnd::for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const {
   if (shares_of(slot) == nullptr) {
-    if (row_bytes > 0) visit(ColumnRun{.first_byte = 0, .num_bytes = row_bytes});
+    if (row_bytes(slot) > 0) visit(ColumnRun{.first_byte = 0, .num_bytes = row_bytes(slot)});
     return;
   }
   const std::span<const int32_t> heads = heads_of(slot, peer);

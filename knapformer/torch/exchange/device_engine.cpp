@@ -1,12 +1,5 @@
-// The engine for any device. The rows of each segment are gathered into a matrix of bytes in wire order, and what
-// arrives is gathered out of such a matrix.
-//
-// One buffer holds both wires. This rank's own rows are last on the sending one and first on the receiving one, so they
-// need no copy between the two:
-//
-//   | sent to others, by peer | own | received from others, by peer |
-//   `------- sending wire ----------'
-//                             `------- receiving wire --------------'
+// The engine for any device. The rows of each segment are gathered into a matrix of bytes in the buffer's order, and
+// what arrives is gathered out of such a matrix: own rows too, which need no copy between the two.
 //
 // Bytes are moved as the widest integers that divide every row.
 #include <ATen/ops/cat.h>
@@ -43,135 +36,102 @@ class DeviceEngine final : public Engine {
             std::gcd(divisor, std::gcd(slot.input_stride_bytes, slot.input.storage_offset() * slot.input.itemsize()));
       }
     }
-    word_bytes_ = divisor == 0 ? 1 : divisor;
-    word_ = word_of(word_bytes_);
+    word_bytes_ = divisor;
+    wire_ = call.wire().view(word_of(divisor));
   }
 
-  WireBuffers pack() override {
-    const int64_t sent = call_.total_sent_bytes(), received = call_.total_received_bytes();
-    int64_t own = 0;
-    for (const Segment& segment : call_.segments()) {
-      own += segment.send.peer_rows(call_.this_peer()) * segment.sent_row_bytes(call_.this_peer());
+  void pack() override {
+    std::vector<at::Tensor> matrices(call_.segments().size());
+    for (size_t s = 0; s < matrices.size(); ++s) {
+      if (call_.segments()[s].send.heads_shared()) {
+        pack_shared(s);
+      } else {
+        matrices[s] = gather(s);
+      }
     }
-    wires_ =
-        at::empty({(sent + own + received) / word_bytes_}, call_.segments()[0].slots[0].input.options().dtype(word_));
-    own_words_ = own / word_bytes_;
-    sent_words_ = sent / word_bytes_;
-    pack_into(wires_.narrow(0, 0, sent_words_ + own_words_));
-    const at::Tensor bytes = wires_.view(at::kByte);
-    return {.send = bytes.narrow(0, 0, sent), .recv = bytes.narrow(0, sent + own, received)};
+    if (matrices.size() > 1) interleave(matrices);
   }
 
   void move_own() override {}
 
   void unpack() override {
     call_.allocate_outputs();
-    const at::Tensor wire = wires_.narrow(0, sent_words_, wires_.size(0) - sent_words_);
-    for (size_t r = 0; r < call_.segments().size(); ++r) {
-      Segment& segment = call_.segments()[r];
-      if (segment.recv.heads_shared()) {
-        unpack_shared(segment, wire, r);
+    for (size_t s = 0; s < call_.segments().size(); ++s) {
+      if (call_.segments()[s].recv.heads_shared()) {
+        unpack_shared(s);
       } else {
-        unpack_whole(segment, wire, r);
+        unpack_whole(s);
       }
     }
   }
 
  private:
-  struct Block {
-    int64_t first_word = 0;
-    int64_t num_rows = 0;
-    int64_t row_words = 0;
-  };
-
-  /// The blocks of a segment on a wire, and where on it they begin. Order: as in the picture above.
-  std::vector<std::pair<int32_t, Block>> blocks(size_t wanted, bool sending) const {
-    std::vector<std::pair<int32_t, Block>> found;
-    int64_t first_word = 0;
-    const auto visit = [&](int32_t peer) {
-      for (size_t r = 0; r < call_.segments().size(); ++r) {
-        const Segment& segment = call_.segments()[r];
-        const SegmentEnd& end = sending ? segment.send : segment.recv;
-        const int64_t row_bytes = sending ? segment.sent_row_bytes(peer) : segment.received_row_bytes(peer);
-        const Block block{
-            .first_word = first_word, .num_rows = end.peer_rows(peer), .row_words = row_bytes / word_bytes_};
-        if (r == wanted && block.num_rows > 0) found.emplace_back(peer, block);
-        first_word += block.num_rows * block.row_words;
-      }
-    };
-    if (!sending) visit(call_.this_peer());
-    for (int32_t peer = 0; peer < call_.num_peers(); ++peer) {
-      if (peer != call_.this_peer()) visit(peer);
-    }
-    if (sending) visit(call_.this_peer());
-    return found;
-  }
-
   /// (rows, words) of a dense tensor's rows.
   at::Tensor rows_as_words(const at::Tensor& tensor, int64_t row_bytes, int64_t stride_bytes) const {
     const int64_t num_rows = tensor.size(0), item_bytes = static_cast<int64_t>(tensor.itemsize());
     const at::Tensor flat = tensor.as_strided({num_rows, row_bytes / item_bytes}, {stride_bytes / item_bytes, 1});
-    return flat.view(word_);
+    return flat.view(wire_.scalar_type());
   }
 
-  static at::Tensor matrix(const at::Tensor& wire, const Block& block) {
-    return wire.narrow(0, block.first_word, block.num_rows * block.row_words).view({block.num_rows, block.row_words});
+  /// (rows, words) of the buffer from a block on.
+  at::Tensor matrix(const WireBlock& block, int64_t num_rows) const {
+    const int64_t row_words = block.row_bytes / word_bytes_;
+    return wire_.narrow(0, block.first_byte / word_bytes_, num_rows * row_words).view({num_rows, row_words});
+  }
+  at::Tensor matrix(const WireBlock& block) const { return matrix(block, block.num_rows); }
+
+  /// The blocks of a segment that have rows.
+  static std::vector<WireBlock> blocks_of(size_t segment, const std::vector<WireBlock>& blocks) {
+    std::vector<WireBlock> found;
+    std::ranges::copy_if(blocks, std::back_inserter(found),
+                         [&](const WireBlock& block) { return block.segment == segment && block.num_rows > 0; });
+    return found;
   }
 
-  void pack_into(const at::Tensor& wire) {
-    const bool alone = call_.segments().size() == 1;
-    std::vector<at::Tensor> matrices(call_.segments().size());
-    for (size_t r = 0; r < call_.segments().size(); ++r) {
-      const Segment& segment = call_.segments()[r];
-      if (segment.send.heads_shared()) {
-        pack_shared(segment, wire, r);
-        continue;
-      }
-      const int64_t row_words = segment.sent_row_bytes(call_.this_peer()) / word_bytes_,
-                    num_rows = segment.send.num_wire_rows();
-      // A segment alone is the wire; of several each is gathered on its own, then cut into blocks.
-      matrices[r] = alone ? wire.view({num_rows, row_words}) : at::empty({num_rows, row_words}, wire.options());
-      if (matrices[r].numel() == 0) continue;
-      const at::Tensor gather = segment.send.gather_index();
-      int64_t column = 0;
-      for (const Slot& slot : segment.slots) {
-        const int64_t words = slot.input_row_bytes / word_bytes_;
-        if (words == 0) continue;
-        at::Tensor columns = matrices[r].narrow(1, column, words);
-        at::index_select_out(columns, rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes), 0,
-                             gather);
-        column += words;
-      }
+  /// The rows of a segment in the buffer's order. A segment alone is in the buffer with that; of several each is
+  /// gathered on its own.
+  at::Tensor gather(size_t s) const {
+    const Segment& segment = call_.segments()[s];
+    const WireBlock& first = call_.sent_blocks()[s];
+    const int64_t num_rows = segment.send.num_wire_rows();
+    const at::Tensor gathered = call_.segments().size() == 1
+                                    ? matrix(first, num_rows)
+                                    : at::empty({num_rows, first.row_bytes / word_bytes_}, wire_.options());
+    if (gathered.numel() == 0) return gathered;
+    const at::Tensor index = segment.send.gather_index();
+    int64_t column = 0;
+    for (const Slot& slot : segment.slots) {
+      const int64_t words = slot.input_row_bytes / word_bytes_;
+      if (words == 0) continue;
+      at::Tensor columns = gathered.narrow(1, column, words);
+      at::index_select_out(columns, rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes), 0, index);
+      column += words;
     }
-    if (!alone) interleave(matrices, wire);
+    return gathered;
   }
 
-  /// Matrices of segments -> wire, block by block.
-  void interleave(const std::vector<at::Tensor>& matrices, const at::Tensor& wire) const {
-    std::vector<std::pair<int64_t, at::Tensor>> pieces;
-    for (size_t r = 0; r < matrices.size(); ++r) {
-      if (!matrices[r].defined()) continue;
-      int64_t row = 0;
-      for (const auto& [peer, block] : blocks(r, /*sending=*/true)) {
-        pieces.emplace_back(block.first_word, matrices[r].narrow(0, row, block.num_rows).flatten());
-        row += block.num_rows;
-      }
+  /// Matrices of segments -> buffer, block by block.
+  void interleave(const std::vector<at::Tensor>& matrices) const {
+    std::vector<int64_t> next_row(matrices.size(), 0);
+    std::vector<at::Tensor> pieces;
+    for (const WireBlock& block : call_.sent_blocks()) {
+      if (!matrices[block.segment].defined()) continue;
+      pieces.push_back(matrices[block.segment].narrow(0, next_row[block.segment], block.num_rows).flatten());
+      next_row[block.segment] += block.num_rows;
     }
     if (pieces.empty()) return;
-    std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    std::vector<at::Tensor> ordered;
-    for (auto& piece : pieces) ordered.push_back(std::move(piece.second));
-    at::Tensor out = wire;
-    at::cat_out(out, ordered);
+    at::Tensor sent = wire_.narrow(0, 0, wire_.numel() - call_.received().numel() / word_bytes_);
+    at::cat_out(sent, pieces);
   }
 
-  void pack_shared(const Segment& segment, const at::Tensor& wire, size_t r) {
-    for (const auto& [peer, block] : blocks(r, /*sending=*/true)) {
-      const at::Tensor to = matrix(wire, block);
+  void pack_shared(size_t s) const {
+    const Segment& segment = call_.segments()[s];
+    for (const WireBlock& block : blocks_of(s, call_.sent_blocks())) {
+      const at::Tensor to = matrix(block);
       int64_t column = 0;
       for (const Slot& slot : segment.slots) {
         const at::Tensor from = rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes);
-        segment.send.for_each_column_run(slot, peer, slot.input_row_bytes, [&](ColumnRun run) {
+        segment.send.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           const int64_t words = run.num_bytes / word_bytes_;
           to.narrow(1, column, words).copy_(from.narrow(1, run.first_byte / word_bytes_, words));
           column += words;
@@ -180,16 +140,19 @@ class DeviceEngine final : public Engine {
     }
   }
 
-  void unpack_whole(const Segment& segment, const at::Tensor& wire, size_t r) {
+  void unpack_whole(size_t s) const {
+    const Segment& segment = call_.segments()[s];
+    const WireBlock& first = call_.received_blocks()[s];
     const int64_t num_rows = segment.recv.num_wire_rows();
-    const int64_t row_words = segment.received_row_bytes(call_.this_peer()) / word_bytes_;
     at::Tensor arrived;
     if (call_.segments().size() == 1) {
-      arrived = wire.view({num_rows, row_words});
+      arrived = matrix(first, num_rows);
     } else {
-      std::vector<at::Tensor> pieces;
-      for (const auto& [peer, block] : blocks(r, /*sending=*/false)) pieces.push_back(matrix(wire, block));
-      arrived = pieces.empty() ? at::empty({0, row_words}, wire.options()) : at::cat(pieces);
+      std::vector<at::Tensor> pieces = {matrix(first)};  // also where it has no rows: cat needs one
+      for (const WireBlock& block : blocks_of(s, call_.received_blocks())) {
+        if (block.peer != first.peer) pieces.push_back(matrix(block));
+      }
+      arrived = at::cat(pieces);
     }
     const at::Tensor scatter = segment.recv.scatter_index();
     int64_t column = 0;
@@ -209,43 +172,33 @@ class DeviceEngine final : public Engine {
     }
   }
 
-  void unpack_shared(const Segment& segment, const at::Tensor& wire, size_t r) {
-    std::vector<at::Tensor> sums(segment.slots.size());
-    for (size_t i = 0; i < segment.slots.size(); ++i) {
-      if (segment.sums(segment.slots[i])) sums[i] = zeros_to_sum(segment.slots[i].output);
-    }
-    for (const auto& [peer, block] : blocks(r, /*sending=*/false)) {
-      const at::Tensor from = matrix(wire, block);
+  void unpack_shared(size_t s) const {
+    Segment& segment = call_.segments()[s];
+    for (const WireBlock& block : blocks_of(s, call_.received_blocks())) {
+      const at::Tensor from = matrix(block);
       int64_t column = 0;
-      for (size_t i = 0; i < segment.slots.size(); ++i) {
-        const Slot& slot = segment.slots[i];
-        const int64_t words = segment.recv.wire_bytes(slot, peer, slot.output_row_bytes) / word_bytes_;
+      for (Slot& slot : segment.slots) {
+        const int64_t words = segment.recv.wire_bytes(slot, block.peer) / word_bytes_;
         const at::Tensor columns = from.narrow(1, column, words);
         column += words;
-        if (words == 0) continue;
-        if (sums[i].defined()) {
-          add_block(sums[i], segment, slot, peer, columns);
+        if (segment.sums(slot)) {
+          add_block(segment.recv, slot, block.peer, columns);
           continue;
         }
         const at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes);
         int64_t first = 0;
-        segment.recv.for_each_column_run(slot, peer, slot.output_row_bytes, [&](ColumnRun run) {
+        segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           const int64_t run_words = run.num_bytes / word_bytes_;
           out.narrow(1, run.first_byte / word_bytes_, run_words).copy_(columns.narrow(1, first, run_words));
           first += run_words;
         });
       }
     }
-    for (size_t i = 0; i < segment.slots.size(); ++i) {
-      if (sums[i].defined()) segment.slots[i].output.copy_(sums[i]);
-    }
   }
 
   ExchangeCall& call_;
-  at::ScalarType word_ = at::kByte;
   int64_t word_bytes_ = 1;
-  at::Tensor wires_;
-  int64_t sent_words_ = 0, own_words_ = 0;
+  at::Tensor wire_;  // the call's buffer, as words
 };
 
 }  // namespace

@@ -8,30 +8,30 @@
 
 namespace knapformer {
 
-at::Tensor zeros_to_sum(const at::Tensor& output) {
-  return at::zeros(output.sizes(), output.options().dtype(at::toOpMathType(output.scalar_type())));
-}
-
-void add_block(const at::Tensor& sum, const Segment& segment, const Slot& slot, int32_t peer,
-               const at::Tensor& columns) {
+void add_block(const SegmentEnd& recv, Slot& slot, int32_t peer, const at::Tensor& columns) {
+  if (!slot.sum.defined()) {
+    slot.sum = at::zeros(slot.output.sizes(), slot.output.options().dtype(at::toOpMathType(slot.output.scalar_type())));
+  }
   if (columns.numel() == 0) return;
   std::vector<int64_t> shape = slot.output.sizes().vec();
   shape[0] = columns.size(0);
-  if (segment.recv.heads_shared()) shape[1] = -1;
+  if (recv.heads_shared()) shape[1] = -1;
   // A copy also where it is contiguous: what is read as another type must begin at a multiple of its size.
-  const at::Tensor values =
-      columns.clone(at::MemoryFormat::Contiguous).view(slot.output.scalar_type()).view(shape).to(sum.scalar_type());
+  const at::Tensor values = columns.clone(at::MemoryFormat::Contiguous)
+                                .view(slot.output.scalar_type())
+                                .view(shape)
+                                .to(slot.sum.scalar_type());
   int64_t next = 0;
-  if (!segment.recv.heads_shared()) {
-    for (const RowRun& run : segment.recv.runs_of(peer)) {
-      sum.narrow(0, run.first_row, run.num_rows).add_(values.narrow(0, next, run.num_rows));
+  if (!recv.heads_shared()) {
+    for (const RowRun& run : recv.runs_of(peer)) {
+      slot.sum.narrow(0, run.first_row, run.num_rows).add_(values.narrow(0, next, run.num_rows));
       next += run.num_rows;
     }
     return;
   }
-  segment.recv.for_each_column_run(slot, peer, slot.output_row_bytes, [&](ColumnRun run) {
+  recv.for_each_column_run(slot, peer, [&](ColumnRun run) {
     const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;
-    sum.narrow(1, first_head, num_heads).add_(values.narrow(1, next, num_heads));
+    slot.sum.narrow(1, first_head, num_heads).add_(values.narrow(1, next, num_heads));
     next += num_heads;
   });
 }

@@ -12,13 +12,9 @@
 
 namespace knapformer {
 
-/// An accumulator of zeros for `output`.
-at::Tensor zeros_to_sum(const at::Tensor& output);
-
-/// Adds what arrived from `peer` for a slot. columns: (rows from the peer, its bytes of a row as integers of any
-/// width).
-void add_block(const at::Tensor& sum, const Segment& segment, const Slot& slot, int32_t peer,
-               const at::Tensor& columns);
+/// Adds what arrived from `peer` for a slot to its sum, of zeros at first. columns: (rows from the peer, its bytes of a
+/// row as integers of any width).
+void add_block(const SegmentEnd& recv, Slot& slot, int32_t peer, const at::Tensor& columns);
 
 /// For whole ends, of all peers at once: row i of the result is the sum of the rows of `wire_rows` that
 /// scatter_index[i] names; an index one past the end adds nothing. Few launches, on any device.

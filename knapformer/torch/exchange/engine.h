@@ -1,9 +1,7 @@
-// Engines: how rows get into the buffers of an all-to-all, and out of them.
+// Engines: how rows get into the buffer of an all-to-all, and out of it.
 //
 // Two of them, behind one small interface. Both make the same bytes, so ranks may mix them.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <memory>
 
@@ -11,18 +9,13 @@
 
 namespace knapformer {
 
-/// What the all-to-all sends and receives: uint8, one block a peer in peer order, none for this rank itself.
-struct WireBuffers {
-  at::Tensor send;
-  at::Tensor recv;
-};
-
-/// Serves one exchange: pack, then move_own while the bytes travel, then unpack when they are there.
+/// Serves one exchange: pack into the call's buffer, then move_own while the bytes travel, then unpack when they are
+/// there.
 class Engine {
  public:
   virtual ~Engine() = default;
 
-  virtual WireBuffers pack() = 0;
+  virtual void pack() = 0;
   virtual void move_own() = 0;
   /// Allocates the call's outputs, where move_own has not, and fills them.
   virtual void unpack() = 0;

@@ -87,22 +87,23 @@ Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const Ex
   return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label);
 }
 
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
 Tensors call_exchange(const ExchangeArguments& arguments) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "").typed<OpSignature<Tensors>>();
+  static const auto op = find_op<OpSignature<Tensors>>("knapformer::exchange");
   return call_op<Tensors>(op, arguments);
 }
 
 at::Tensor call_start(const ExchangeArguments& arguments) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_start", "").typed<OpSignature<at::Tensor>>();
+  static const auto op = find_op<OpSignature<at::Tensor>>("knapformer::exchange_start");
   return call_op<at::Tensor>(op, arguments);
 }
 
 Tensors call_finish(const at::Tensor& started) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("knapformer::exchange_finish", "")
-                             .typed<Tensors(const at::Tensor&)>();
+  static const auto op = find_op<Tensors(const at::Tensor&)>("knapformer::exchange_finish");
   return op.call(started);
 }
 
@@ -111,12 +112,13 @@ class InFlight {
  public:
   explicit InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
     RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
-    group_->errors().guard([&] {
+    group_->watchdog().guard([&] {
       call_ = std::make_unique<ExchangeCall>(arguments);
       group_->fingerprints().agree(arguments.fingerprint());
       engine_ = call_->engine() == ExchangeEngine::kCpu ? make_cpu_engine(*call_) : make_device_engine(*call_);
-      WireBuffers wire = engine_->pack();
-      work_ = group_->start_all_to_all(wire.recv, wire.send, call_->received_bytes(), call_->sent_bytes());
+      engine_->pack();
+      at::Tensor received = call_->received(), sent = call_->sent();
+      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes());
       engine_->move_own();
     });
     arguments.tensors.clear();
@@ -124,7 +126,7 @@ class InFlight {
   }
 
   Tensors finish() {
-    return group_->errors().guard([&] {
+    return group_->watchdog().guard([&] {
       if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
       group_->wait(*work_, call_->device(), arguments_.label);
       work_.reset();
@@ -186,35 +188,35 @@ struct KeptArguments : torch::CustomClassHolder {
   ExchangeArguments arguments;
 };
 
-void keep(AutogradContext& context, const ExchangeArguments& arguments) {
+void keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
   context.saved_data["arguments"] = c10::IValue::make_capsule(c10::make_intrusive<KeptArguments>(arguments));
 }
 
-const ExchangeArguments& kept(AutogradContext& context) {
+const ExchangeArguments& kept_arguments(AutogradContext& context) {
   // The context holds it for longer than this reference lives.
   return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule()).arguments;
 }
 
-void mark_fixed(AutogradContext& context, const Tensors& outputs, const std::vector<int64_t>& differentiable) {
+/// Outputs of a forward, with all that its backward needs kept.
+Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (differentiable[i] == 0) fixed.push_back(outputs[i]);
+    if (arguments.differentiable[i] == 0) fixed.push_back(outputs[i]);
   }
   context.mark_non_differentiable(fixed);
+  keep_arguments(context, arguments);
+  return outputs;
 }
 
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
   static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensors outputs = call_exchange(arguments);
-    mark_fixed(*context, outputs, arguments.differentiable);
-    keep(*context, arguments);
-    return outputs;
+    return kept_outputs(*context, call_exchange(arguments), arguments);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const ExchangeArguments& arguments = kept(*context);
+    const ExchangeArguments& arguments = kept_arguments(*context);
     Tensors results = arguments.gradients_from(call_exchange(arguments.inverse(gradients)));
     results.emplace_back();  // of the arguments
     return results;
@@ -225,12 +227,12 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    keep(*context, arguments);
+    keep_arguments(*context, arguments);
     return call_start(arguments);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& started) {
-    Tensors results = kept(*context).gradients_from(call_finish(started[0]));
+    Tensors results = kept_arguments(*context).gradients_from(call_finish(started[0]));
     results.emplace_back();
     return results;
   }
@@ -240,15 +242,11 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
  public:
   static Tensors forward(AutogradContext* context, const at::Tensor& started) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const ExchangeArguments& arguments = in_flight_of(started).arguments();
-    Tensors outputs = call_finish(started);
-    mark_fixed(*context, outputs, arguments.differentiable);
-    keep(*context, arguments);
-    return outputs;
+    return kept_outputs(*context, call_finish(started), in_flight_of(started).arguments());
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    return {call_start(kept(*context).inverse(gradients))};
+    return {call_start(kept_arguments(*context).inverse(gradients))};
   }
 };
 
@@ -257,14 +255,6 @@ auto differentiable_kernel(const ExchangeArguments& arguments) {
   if (arguments.any_differentiable()) return Function::apply(at::TensorList(arguments.tensors), arguments);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return kBelow(arguments);
-}
-
-Tensors exchange_autograd(const ExchangeArguments& arguments) {
-  return differentiable_kernel<ExchangeFunction, call_exchange>(arguments);
-}
-
-at::Tensor start_autograd(const ExchangeArguments& arguments) {
-  return differentiable_kernel<StartFunction, call_start>(arguments);
 }
 
 Tensors finish_autograd(const at::Tensor& started) {
@@ -280,11 +270,11 @@ TORCH_LIBRARY(knapformer, library) {
   library.def(text("exchange", kSchema, " -> Tensor[]").c_str());
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
-  library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
+  library.impl("exchange", c10::DispatchKey::Autograd, kernel<differentiable_kernel<ExchangeFunction, call_exchange>>);
 
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str());
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
-  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
+  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<differentiable_kernel<StartFunction, call_start>>);
 
   library.def("exchange_finish(Tensor started) -> Tensor[]");
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));

@@ -11,7 +11,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583032;  // "KNAPEX02"
+constexpr int64_t kTableMagic = 0x4b4e415045583033;  // "KNAPEX03"
 
 // A run is read in place from the packed table.
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
@@ -25,21 +25,18 @@ int64_t max_duplicates_of(const ExchangeEnd& end) {
   return counts.empty() ? 1 : std::max<int64_t>(1, *std::max_element(counts.begin(), counts.end()));
 }
 
-at::TensorOptions int64_cpu() { return at::TensorOptions().dtype(at::kLong).device(at::kCPU); }
-
 }  // namespace
 
 at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine) {
   const auto peers = static_cast<size_t>(table.num_peers);
   const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.values.size();
-  at::Tensor packed = at::empty({static_cast<int64_t>(size)}, int64_cpu());
+  at::Tensor packed = at::empty({static_cast<int64_t>(size)}, at::kLong);
   int64_t* out = packed.mutable_data_ptr<int64_t>();
   out[kMagic] = kTableMagic;
   out[kNumRows] = end.num_rows;
   out[kThisPeer] = table.this_peer;
   out[kNumPeers] = table.num_peers;
   out[kHeadsShared] = end.heads_shared;
-  out[kHasDuplicates] = end.has_duplicate_rows;
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
@@ -68,7 +65,7 @@ std::span<const RowRun> PackedEndView::runs_of(int32_t peer) const {
   return {runs + offsets[p], static_cast<size_t>(offsets[p + 1] - offsets[p])};
 }
 
-void PackedEndView::append_index(const ExchangeEnd& end, std::vector<int64_t>& index) const {
+void PackedEndView::append_index(std::vector<int64_t>& index) const {
   const int64_t max_duplicates = field(kMaxDuplicates);
   const size_t gather = index.size(), scatter = gather + static_cast<size_t>(num_wire_rows());
   index.resize(scatter + static_cast<size_t>(num_rows() * max_duplicates), num_wire_rows());
@@ -80,7 +77,7 @@ void PackedEndView::append_index(const ExchangeEnd& end, std::vector<int64_t>& i
     const bool own = peer == this_peer();
     int64_t sent_at = own ? num_wire_rows() - own_rows : next;
     int64_t received_at = own ? 0 : own_rows + next;
-    for (const RowRun& run : end.runs_of(peer)) {
+    for (const RowRun& run : runs_of(peer)) {
       for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row, ++sent_at, ++received_at) {
         index[gather + static_cast<size_t>(sent_at)] = row;
         const int64_t duplicate = max_duplicates > 1 ? num_places[static_cast<size_t>(row)]++ : 0;
@@ -112,12 +109,11 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
       // A shared end needs none: the same rows, in order, meet every peer.
-      if (engine == ExchangeEngine::kDevice && !end.heads_shared) {
-        PackedEndView(tensors).append_index(end, index);
-      }
+      if (engine == ExchangeEngine::kDevice && !end.heads_shared) PackedEndView(tensors).append_index(index);
     }
   }
-  at::Tensor host = at::empty({static_cast<int64_t>(index.size())}, int64_cpu().pinned_memory(!device.is_cpu()));
+  at::Tensor host =
+      at::empty({static_cast<int64_t>(index.size())}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
   if (!index.empty()) std::memcpy(host.mutable_data_ptr<int64_t>(), index.data(), index.size() * sizeof(int64_t));
   const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
   for (size_t i = 0; i < ends.size(); ++i) {

@@ -40,14 +40,6 @@ struct PackedTable {
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
                                      at::Device device);
 
-/// The ranks that share heads: `degree` consecutive peers.
-struct HeadGroup {
-  int32_t first_peer = 0;
-  int32_t degree = 1;
-
-  bool holds(int32_t peer) const { return peer >= first_peer && peer < first_peer + degree; }
-};
-
 /// Reads PackedEnd::table in place, and must not outlive it.
 class PackedEndView {
  public:
@@ -58,7 +50,7 @@ class PackedEndView {
   int32_t this_peer() const { return static_cast<int32_t>(field(kThisPeer)); }
   int32_t num_peers() const { return static_cast<int32_t>(field(kNumPeers)); }
   bool heads_shared() const { return field(kHeadsShared) != 0; }
-  bool has_duplicates() const { return field(kHasDuplicates) != 0; }
+  bool has_duplicates() const { return field(kMaxDuplicates) > 1; }
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
   int64_t num_wire_rows() const { return field(kNumWireRows); }
@@ -76,8 +68,8 @@ class PackedEndView {
  private:
   friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device);
   static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine);
-  /// Appends the gather index and the scatter index of an end.
-  void append_index(const ExchangeEnd& end, std::vector<int64_t>& index) const;
+  /// Appends the gather index and the scatter index.
+  void append_index(std::vector<int64_t>& index) const;
 
   enum Field : size_t {
     kMagic,
@@ -85,7 +77,6 @@ class PackedEndView {
     kThisPeer,
     kNumPeers,
     kHeadsShared,
-    kHasDuplicates,
     kEngine,
     kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has

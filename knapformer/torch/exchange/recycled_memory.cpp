@@ -3,10 +3,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <bit>
-#include <list>
+#include <deque>
+#include <memory>
 #include <mutex>
 
 namespace knapformer {
@@ -23,12 +25,14 @@ struct Block {
 class RecyclingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
-    Block* block = take(num_bytes);
-    if (block == nullptr) {
+    std::unique_ptr<Block> block = take(num_bytes);
+    if (!block) {
       const size_t capacity = with_room_to_grow(num_bytes);
-      block = new Block{.memory = c10::GetCPUAllocator()->allocate(capacity), .capacity = capacity};
+      block =
+          std::make_unique<Block>(Block{.memory = c10::GetCPUAllocator()->allocate(capacity), .capacity = capacity});
     }
-    return {block->memory.get(), block, &RecyclingAllocator::give_back, at::kCPU};
+    void* memory = block->memory.get();
+    return {memory, block.release(), [](void* taken) { instance().keep(static_cast<Block*>(taken)); }, at::kCPU};
   }
 
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
@@ -50,46 +54,40 @@ class RecyclingAllocator final : public c10::Allocator {
     return (num_bytes + grain - 1) / grain * grain;
   }
 
-  Block* take(size_t num_bytes) {
+  std::unique_ptr<Block> take(size_t num_bytes) {
     const std::lock_guard lock(mutex_);
     // The one given back last is the likeliest to be in the cache still.
-    for (auto it = free_.rbegin(); it != free_.rend(); ++it) {
-      Block* block = *it;
-      if (block->capacity < num_bytes || block->capacity > num_bytes + num_bytes / 4) continue;
-      free_.erase(std::next(it).base());
-      bytes_kept_ -= block->capacity;
-      return block;
-    }
-    return nullptr;
+    const auto found = std::find_if(free_.rbegin(), free_.rend(), [&](const std::unique_ptr<Block>& block) {
+      return block->capacity >= num_bytes && block->capacity <= num_bytes + num_bytes / 4;
+    });
+    return found == free_.rend() ? nullptr : remove(std::next(found).base());
   }
 
-  static void give_back(void* context) { instance().keep(static_cast<Block*>(context)); }
-
   void keep(Block* block) {
-    std::list<Block*> evicted;  // freed after the lock
-    {
-      const std::lock_guard lock(mutex_);
-      free_.push_back(block);
-      bytes_kept_ += block->capacity;
-      while (bytes_kept_ > kMaxKeptBytes) {
-        bytes_kept_ -= free_.front()->capacity;
-        evicted.splice(evicted.end(), free_, free_.begin());
-      }
-    }
-    for (const Block* old : evicted) delete old;
+    const std::lock_guard lock(mutex_);
+    free_.emplace_back(block);
+    bytes_kept_ += block->capacity;
+    while (bytes_kept_ > kMaxKeptBytes) remove(free_.begin());
+  }
+
+  std::unique_ptr<Block> remove(std::deque<std::unique_ptr<Block>>::iterator it) {
+    std::unique_ptr<Block> block = std::move(*it);
+    free_.erase(it);
+    bytes_kept_ -= block->capacity;
+    return block;
   }
 
   std::mutex mutex_;
-  std::list<Block*> free_;  // given back longest ago first
+  std::deque<std::unique_ptr<Block>> free_;  // given back longest ago first
   size_t bytes_kept_ = 0;
 };
 
 }  // namespace
 
-at::Tensor empty_recycled(at::IntArrayRef sizes, at::ScalarType dtype) {
-  size_t num_bytes = c10::elementSize(dtype);
-  for (const int64_t size : sizes) num_bytes *= static_cast<size_t>(size);
-  if (num_bytes < kMinBytes) return at::empty(sizes, at::TensorOptions().dtype(dtype));
+at::Tensor empty_recycled(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const at::ScalarType dtype = options.dtype().toScalarType();
+  const auto num_bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  if (!options.device().is_cpu() || num_bytes < kMinBytes) return at::empty(sizes, options);
   return at::detail::empty_generic(sizes, &RecyclingAllocator::instance(), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    dtype, std::nullopt);
 }

@@ -9,8 +9,8 @@
 
 namespace knapformer {
 
-/// As at::empty on the CPU. The memory goes back when the last tensor on it is gone. Thread-safe.
-at::Tensor empty_recycled(at::IntArrayRef sizes, at::ScalarType dtype);
+/// As at::empty; on the CPU the memory goes back when the last tensor on it is gone. Thread-safe.
+at::Tensor empty_recycled(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 /// Bytes that are kept for later, at most kMaxKeptBytes. For tests.
 size_t recycled_bytes_kept();

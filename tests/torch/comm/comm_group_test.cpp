@@ -11,8 +11,8 @@ namespace {
 
 std::shared_ptr<CommGroup> join(testing::InProcessWorld& world, int32_t rank, const std::string& name) {
   const ProcessGroupPtr group = world.all(rank);
-  const auto errors = std::make_shared<ErrorStore>(group->getStore(), rank);
-  return CommGroup::make(name, group, "comm_group_test", std::make_shared<Watchdog>(errors));
+  const auto watchdog = std::make_shared<Watchdog>(group->getStore(), rank);
+  return CommGroup::make(name, group, "comm_group_test", watchdog);
 }
 
 TEST(CommGroup, IsKnownByAUniqueNameAsLongAsItLives) {
@@ -48,7 +48,7 @@ TEST(CommGroup, WaitEndsInTheErrorOfAnotherRank) {
   const auto errors = world.run([&](int32_t rank) {
     const auto group = join(world, rank, "errors");
     if (rank == 1) {
-      group->errors().guard([] { throw StateError("no memory"); });
+      group->watchdog().guard([] { throw StateError("no memory"); });
       return;
     }
     at::Tensor own = at::zeros({1}, at::kLong), all = at::empty({2}, at::kLong);

@@ -48,12 +48,12 @@ struct World {
 
   explicit World(int32_t num_ranks) : ranks(num_ranks) {}
 
-  std::shared_ptr<ErrorStore> errors(int32_t rank) {
-    return std::make_shared<ErrorStore>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
+  std::shared_ptr<Watchdog> watchdog(int32_t rank) {
+    return std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
   }
 
   std::shared_ptr<CallFingerprints> join(int32_t rank, std::chrono::milliseconds timeout = 10s) {
-    const auto watchdog = std::make_shared<Watchdog>(errors(rank));
+    const auto watchdog = this->watchdog(rank);
     auto fingerprints = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>("calls", store),
                                                            RankInGroup{.rank = rank, .num_ranks = ranks.num_ranks()},
                                                            timeout, watchdog);
@@ -124,7 +124,7 @@ TEST(CallFingerprints, TellAllRanksWhatDiffers) {
   World world(3);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto calls = world.join(rank);
-    world.errors(rank)->guard([&] { calls->agree(fingerprint("route", rank == 1 ? "double" : "float")); });
+    world.watchdog(rank)->guard([&] { calls->agree(fingerprint("route", rank == 1 ? "double" : "float")); });
   });
   int32_t num_original = 0;
   for (const auto& error : errors) {
@@ -148,7 +148,7 @@ TEST(CallFingerprints, FindARankThatWentAheadAsPredicted) {
     calls->agree(fingerprint("route", rank == 0 ? "half" : "float"));  // rank 1 goes ahead...
     for (;;) {  // ... into a collective, where it looks now and then
       std::this_thread::sleep_for(1ms);
-      world.errors(rank)->guard([&] { calls->check_announcements(); });
+      world.watchdog(rank)->guard([&] { calls->check_announcements(); });
     }
   });
   EXPECT_NE(testing::describe(errors[0]).find("half"), std::string::npos) << testing::describe(errors[0]);
@@ -167,7 +167,7 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
     }
     for (;;) {  // rank 1 alone comes to here
       std::this_thread::sleep_for(1ms);
-      world.errors(rank)->guard([&] { calls->check_announcements(); });
+      world.watchdog(rank)->guard([&] { calls->check_announcements(); });
     }
   });
   EXPECT_NE(testing::describe(errors[1]).find("route: x: got float on rank 1, expected half, as on rank 0"),
@@ -178,7 +178,7 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
 TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
   World world(4);
   const auto errors = world.ranks.run([&](int32_t rank) {
-    const auto watchdog = std::make_shared<Watchdog>(world.errors(rank));
+    const auto watchdog = world.watchdog(rank);
     const auto join = [&](const std::string& name, RankInGroup place) {
       auto calls = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>(name, world.store), place,
                                                       30s, watchdog);
@@ -187,7 +187,7 @@ TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
     };
     const auto all = join("all", {.rank = rank, .num_ranks = 4});
     const auto bag = join(text("bag", rank / 2), {.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2});
-    watchdog->errors().guard([&] {
+    watchdog->guard([&] {
       if (rank != 3) bag->agree(fingerprint("pre_attn"));
       all->agree(fingerprint("reverse_route"));
     });

@@ -15,9 +15,8 @@ struct Member {
   LengthGatherer gatherer;
 
   Member(testing::InProcessWorld& world, int32_t rank)
-      : gatherer(CommGroup::make(
-            "lengths", world.all(rank), "gather_lengths_test",
-            std::make_shared<Watchdog>(std::make_shared<ErrorStore>(world.all(rank)->getStore(), rank)))) {}
+      : gatherer(CommGroup::make("lengths", world.all(rank), "gather_lengths_test",
+                                 std::make_shared<Watchdog>(world.all(rank)->getStore(), rank))) {}
   GatheredLengths gather(const std::vector<int64_t>& lens, GatheredLengths beside = {}, int64_t d_model = 8) {
     const auto count = static_cast<int64_t>(lens.size());
     beside.lengths = SequenceLengths(lens, std::span(&count, 1));

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "knapformer/core/util/error.h"
+#include "tests/torch/in_process_group.h"
 
 namespace knapformer {
 namespace {
@@ -30,7 +31,7 @@ struct Member {
   Member(const c10::intrusive_ptr<c10d::Store>& store, int32_t rank)
       : all(std::make_shared<Group>(RankInGroup{.rank = rank, .num_ranks = 4})),
         bag(std::make_shared<Group>(RankInGroup{.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2})),
-        watchdog(std::make_shared<ErrorStore>(store, rank)) {
+        watchdog(store, rank) {
     watchdog.watch(all);
     watchdog.watch(bag);
   }
@@ -84,7 +85,7 @@ TEST(Watchdog, ThrowsWhatOthersPostedOrAnnounced) {
   rank.bag->announced = true;
   EXPECT_EQ(rank.wait("route(x)", 1), "announced");
   rank.bag->announced = false;
-  other.watchdog.errors().post(StateError("no memory"));
+  other.watchdog.post(StateError("no memory"));
   EXPECT_EQ(rank.wait("route(x)", 1), "rank 1: no memory");
 }
 
@@ -110,16 +111,62 @@ TEST(Watchdog, NamesRanksThatHaveNotCome) {
   same.come_to(4, 0);
   same.stay("route(x)");
   behind.come_to(3, 1);
-  behind.stay("attention(q/2) backward");
+  behind.stay("attention backward(q/2)");
   EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in attention backward), rank 3 (in no call)");
   EXPECT_EQ(rank.watchdog.absent_ranks(*rank.bag), "rank 1 (in route)");
-  EXPECT_EQ(behind.wait("attention(q/2) backward", 1), "");  // and goes on
+  EXPECT_EQ(behind.wait("attention backward(q/2)", 1), "");  // and goes on
   EXPECT_EQ(rank.watchdog.absent_ranks(*rank.all), "rank 2 (in no call), rank 3 (in no call)");
+}
+
+template <class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (...) {
+    return testing::describe(std::current_exception());
+  }
+  return "";
+}
+
+TEST(ErrorStore, TellsTheFirstErrorToAllWithItsKindAndRank) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Watchdog first(store, 3), second(store, 4), third(store, 5);
+  EXPECT_EQ(error_of([&] { second.check_errors(); }), "");
+  EXPECT_EQ(error_of([&] { first.guard([] { throw ArgumentError("x: got 1"); }); }), "ArgumentError: x: got 1");
+  second.post(StateError("later"));
+  EXPECT_EQ(error_of([&] { third.check_errors(); }), "ArgumentError: rank 3: x: got 1");
+  EXPECT_EQ(error_of([&] { second.check_errors(); }), "ArgumentError: rank 3: x: got 1");
+}
+
+TEST(ErrorStore, IsNotUsableAfterAnErrorThatThisRankKnowsOf) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Watchdog poster(store, 0), finder(store, 1), unaware(store, 2);
+  poster.post(StateError("no memory"));
+  EXPECT_THROW(finder.check_errors(), StateError);
+  for (Watchdog* rank : {&poster, &finder}) {
+    const std::string message = error_of([&] { rank->check_usable(); });
+    EXPECT_NE(message.find("stopped by an earlier error"), std::string::npos) << message;
+    EXPECT_NE(message.find("no memory"), std::string::npos) << message;
+  }
+  unaware.check_usable();
+}
+
+TEST(ErrorStore, KeepsANoteOfEachRank) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Watchdog one(store, 1), two(store, 2);
+  EXPECT_FALSE(two.note_of(1, "failure").has_value());
+  one.leave_note("failure", "disk full");
+  two.leave_note("failure", "");
+  one.leave_note("position", "elsewhere");
+  EXPECT_EQ(two.note_of(1, "failure"), "disk full");
+  EXPECT_EQ(one.note_of(2, "failure"), "");
+  two.check_usable();  // a note is no error
+  two.check_errors();
 }
 
 TEST(CallName, LeavesOutTheTensors) {
   EXPECT_EQ(call_name("route(x,features[0])"), "route");
-  EXPECT_EQ(call_name("route(x.grad) backward"), "route backward");
+  EXPECT_EQ(call_name("route backward(x.grad)"), "route backward");
   EXPECT_EQ(call_name("plan_routing"), "plan_routing");
 }
 

@@ -56,7 +56,7 @@ TEST(ExchangeArguments, InverseMovesGradientsBack) {
   const ExchangeArguments arguments = example();
   const at::NoGradGuard backward;
   const ExchangeArguments inverse = arguments.inverse({at::zeros({6, 3}), {}, {}, at::zeros({8, 2, 2})});
-  EXPECT_EQ(inverse.label, "route(x.grad,q.grad) backward");
+  EXPECT_EQ(inverse.label, "route backward(x.grad,q.grad)");
   EXPECT_EQ(inverse.group, "group");
   EXPECT_EQ(inverse.tensors.size(), 2u);
   EXPECT_EQ(inverse.segments.size(), 2u);

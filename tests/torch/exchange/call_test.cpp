@@ -45,7 +45,7 @@ void check_rank(testing::InProcessWorld& world, const Plan& plan, int32_t rank, 
   std::vector<int64_t> ranks;
   for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
   const auto group = world.group(ranks, rank);
-  const auto watchdog = std::make_shared<Watchdog>(std::make_shared<ErrorStore>(group->getStore(), rank));
+  const auto watchdog = std::make_shared<Watchdog>(group->getStore(), rank);
   const auto comm = CommGroup::make("levels@" + std::to_string(rank), group, "levels", watchdog);
 
   std::vector<const AttentionLevel*> levels;  // of several ranks

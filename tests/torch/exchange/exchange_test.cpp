@@ -139,9 +139,8 @@ INSTANTIATE_TEST_SUITE_P(All, ExchangePatterns,
                          });
 
 std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
-  const auto errors = std::make_shared<ErrorStore>(world.all(rank)->getStore(), rank);
-  return CommGroup::make("test@" + std::to_string(rank), world.all(rank), "exchange_test",
-                         std::make_shared<Watchdog>(errors));
+  const auto watchdog = std::make_shared<Watchdog>(world.all(rank)->getStore(), rank);
+  return CommGroup::make("test@" + std::to_string(rank), world.all(rank), "exchange_test", watchdog);
 }
 
 PackedTable packed(const ExchangeTable& table, ExchangeEngine engine) {
