@@ -11,13 +11,13 @@ constexpr std::array<std::string_view, 3> kModeNames = {"training", "lora", "inf
 }  // namespace
 
 Passes TrainedModel::passes() const {
-  if (mode == StepMode::kInference) return {};
+  if (mode == StepMode::kInference) return {.routes = routed ? 2.0 : 0.0};
   // A gradient with respect to the input costs a forward pass, one with respect to the parameters another.
   return {.forwards = recomputes ? 2.0 : 1.0,
           .token_backward = mode == StepMode::kLora ? 1.0 : 2.0,
           .attention_backward = 2,
           .backwards = 1,
-          .routes = 4};
+          .routes = routed ? 4.0 : 0.0};
 }
 
 void TrainedModel::validate() const {

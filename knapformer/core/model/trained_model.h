@@ -21,7 +21,7 @@ struct Passes {
   double token_backward = 0;      // per-token layers
   double attention_backward = 0;  // attention has no parameters: both of its gradients are always needed
   double backwards = 0;           // 1 where there is a backward pass: it exchanges as much as a forward
-  double routes = 2;              // route and reverse_route, with their gradients
+  double routes = 2;              // route and reverse_route, with their gradients; none where nothing is routed
 
   double token() const { return forwards + token_backward; }
   double attention() const { return forwards + attention_backward; }
@@ -35,6 +35,7 @@ struct TrainedModel {
   int32_t element_size = 2;
   StepMode mode = StepMode::kTraining;
   bool recomputes = true;
+  bool routed = true;
   int32_t shard_ranks = 32;
   int32_t side_bytes_per_token = 0;
   int32_t num_heads = 0;
@@ -54,6 +55,8 @@ struct TrainedModel {
         field("mode", &TrainedModel::mode, "'training', 'lora' (a frozen base) or 'inference'."),
         field("recomputes", &TrainedModel::recomputes,
               "Activation checkpointing: every block's forward runs again before its backward."),
+        field("routed", &TrainedModel::routed,
+              "Tokens travel from their home rank and back. False where ranks load what they compute."),
         field("shard_ranks", &TrainedModel::shard_ranks,
               "Ranks over which FSDP shards the parameters; more ranks hold copies and all-reduce gradients.", 1,
               1 << 20),

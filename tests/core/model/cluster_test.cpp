@@ -57,6 +57,9 @@ TEST(TrainedModel, CountsItsPasses) {
   EXPECT_EQ(inference.attention(), 1);
   EXPECT_EQ(inference.exchanges(), 1);
   EXPECT_EQ(inference.routes, 2);
+  EXPECT_EQ(training.routes, 4);
+  EXPECT_EQ((TrainedModel{.routed = false}.passes().routes), 0);
+  EXPECT_EQ((TrainedModel{.mode = StepMode::kInference, .routed = false}.passes().routes), 0);
 }
 
 TEST(TrainedModel, RefusesWhatIsNoModel) {

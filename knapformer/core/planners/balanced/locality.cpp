@@ -211,6 +211,7 @@ std::pair<double, int64_t> moved_by(const PlanInput& input, std::span<const Plac
 }  // namespace
 
 void improve_locality(const PlanInput& input, std::span<Placement> placements) {
+  if (!input.model.routed) return;
   std::vector<Placement> trial(placements.begin(), placements.end());
   Locality(input, trial).run();
   // A larger block goes where most of its tokens are at home, and those may have been at home in it already; nor does

@@ -15,7 +15,7 @@ namespace knapformer {
 /// their home rank, counted as if cut evenly.
 ///
 /// Greedy, in one pass: the contents with the most tokens at home in a block come first. About O(n log n) for each
-/// degree that the plan uses.
+/// degree that the plan uses. Does nothing where nothing is routed.
 void improve_locality(const PlanInput& input, std::span<Placement> placements);
 
 }  // namespace knapformer

@@ -151,6 +151,15 @@ TEST(Locality, OnlyRanksOfEqualSpeedSwap) {
   EXPECT_EQ(at_home(in, placements).tokens_moved(), 0);
 }
 
+TEST(Locality, NothingSwapsWhereNothingIsRouted) {
+  PlanInput in = input_of({{100}, {100}}, "g1n2");
+  const std::vector<Placement> placements = {{.bag = BagId(1), .first_rank = Rank(1)},
+                                             {.bag = BagId(0), .first_rank = Rank(0)}};
+  EXPECT_EQ(at_home(in, placements).tokens_moved(), 0);
+  in.model.routed = false;
+  EXPECT_EQ(at_home(in, placements).tokens_moved(), 200);
+}
+
 TEST(Locality, TakesALargeBagOrManyEqualSequences) {
   constexpr int32_t kRanks = 1 << 16;
   std::vector<std::vector<int64_t>> lens(kRanks);
