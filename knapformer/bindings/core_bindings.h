@@ -7,6 +7,7 @@ void bind_workload(pybind11::module_& m);         // FLOPs, masks, the fit
 void bind_topology(pybind11::module_& m);         // bags of ranks
 void bind_cost_parameters(pybind11::module_& m);  // clusters and models
 void bind_plan(pybind11::module_& m);             // the value
+void bind_step_plan(pybind11::module_& m);        // that of several micro-batches
 void bind_planner(pybind11::module_& m);          // what makes it
 void bind_data_mix(pybind11::module_& m);         // seeded lengths
 void bind_cost(pybind11::module_& m);             // the predicted step time

@@ -45,6 +45,7 @@ PYBIND11_MODULE(_core, m) {
   bind_topology(m);
   bind_cost_parameters(m);
   bind_plan(m);
+  bind_step_plan(m);
   bind_planner(m);
   bind_data_mix(m);
   bind_cost(m);

@@ -1,0 +1,488 @@
+#include "knapformer/core/planners/micro_batch_packing.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/core/util/random.h"
+#include "knapformer/core/util/winner_tree.h"
+
+namespace knapformer {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// The maximum of many keys of which any may change; of equal ones the one of lower index.
+class MaxTree {
+ public:
+  explicit MaxTree(std::span<const double> keys) : width_(std::bit_ceil(std::max<size_t>(keys.size(), 1))) {
+    keys_.assign(width_, -kInfinity);
+    std::ranges::copy(keys, keys_.begin());
+    winners_.resize(2 * width_);
+    for (size_t i = 0; i < width_; ++i) winners_[width_ + i] = static_cast<int32_t>(i);
+    for (size_t i = width_ - 1; i > 0; --i) play(i);
+  }
+  int32_t winner() const { return winners_[1]; }
+  double max() const { return keys_[winners_[1]]; }
+  void set(int32_t index, double key) {
+    keys_[index] = key;
+    for (size_t i = (width_ + static_cast<size_t>(index)) / 2; i > 0; i /= 2) play(i);
+  }
+
+ private:
+  void play(size_t i) {
+    const int32_t a = winners_[2 * i], b = winners_[2 * i + 1];
+    winners_[i] = keys_[b] > keys_[a] ? b : a;
+  }
+  size_t width_;
+  std::vector<double> keys_;
+  std::vector<int32_t> winners_;
+};
+
+}  // namespace
+
+MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s)
+    : bound_s_(bound_s), max_tokens_(input.max_tokens_per_rank), num_sequences_(input.seq_lens.num_sequences()) {
+  key_ = 0x6D6963726F626174u;
+  for (const int64_t length : input.seq_lens.lens()) key_ = (key_ ^ static_cast<uint64_t>(length)) * Random::kGamma;
+  constexpr double kOneSpeed = 1.05;
+  replicas_.reserve(static_cast<size_t>(input.topology.num_replicas()));
+  for (int32_t r = 0; r < input.topology.num_replicas(); ++r) {
+    Replica& replica = replicas_.emplace_back(PlacementTrees(input, r, Objective::kTime));
+    const PlacementTrees& trees = replica.trees;
+    const double unit_s = trees.unit_s();
+    replica.leaf_of_node.assign(static_cast<size_t>(trees.num_nodes()), -1);
+    for (int32_t v = 0; v < trees.num_nodes(); ++v) {
+      const PlacementTrees::Node& node = trees.node(v);
+      if (node.num_children > 0) continue;
+      replica.leaf_of_node[v] = static_cast<int32_t>(replica.leaves.size());
+      replica.leaves.push_back(
+          {.node = v,
+           .time_per_token = node.load_per_token * unit_s,
+           .time_per_attention = node.attention_share * unit_s,
+           .token_capacity = max_tokens_ > 0 ? static_cast<double>(max_tokens_) * node.degree : kInfinity});
+    }
+    std::vector<int32_t> order(replica.leaves.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    const auto slowness = [&](int32_t leaf) { return replica.leaves[leaf].time_per_token; };
+    std::ranges::stable_sort(order, {}, slowness);
+    for (const int32_t leaf : order) {
+      if (replica.classes.empty() || slowness(leaf) > kOneSpeed * replica.classes.back().time_per_token) {
+        replica.classes.push_back({.leaves = {},
+                                   .time_per_token = replica.leaves[leaf].time_per_token,
+                                   .time_per_attention = replica.leaves[leaf].time_per_attention});
+      }
+      replica.classes.back().leaves.push_back(leaf);
+    }
+    for (Class& kind : replica.classes) std::ranges::sort(kind.leaves);
+
+    replica.items.reserve(trees.items().size());
+    for (const TreeItem& tree_item : trees.items()) {
+      Item item{.tokens = tree_item.tokens, .attention = tree_item.attention, .longest_s = kInfinity};
+      bool fits = false;
+      for (const Class& kind : replica.classes) {
+        const double whole_s = item.tokens * kind.time_per_token + item.attention * kind.time_per_attention;
+        item.longest_s = std::min(item.longest_s, whole_s);
+        fits = fits || item.tokens <= replica.leaves[kind.leaves.front()].token_capacity;
+      }
+      if (item.longest_s > bound_s_ * (1 + 1e-9) || !fits) {
+        for (const int32_t degree : trees.degrees()) {
+          for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+            const auto [first, last] = trees.nodes_of(bag, degree);
+            if (first == last || trees.node(first).num_children == 0) continue;
+            const double shared_s = trees.cost(tree_item, first) * unit_s;
+            const bool enough = shared_s <= bound_s_ * (1 + 1e-9) &&
+                                (max_tokens_ == 0 || item.tokens <= static_cast<double>(max_tokens_) * degree);
+            if (shared_s < item.longest_s || enough) {
+              item.longest_s = shared_s;
+              item.shared_node = first;
+            }
+            if (enough) fits = true;
+            break;
+          }
+          if (fits && item.shared_node >= 0 && item.longest_s <= bound_s_ * (1 + 1e-9)) break;
+        }
+        if (item.shared_node >= 0) item.num_leaves = trees.node(item.shared_node).degree;
+      }
+      replica.items.push_back(item);
+    }
+  }
+}
+
+std::vector<double> MicroBatchPacking::levels_s(const PackingShape& shape, int32_t num_micro_batches) const {
+  std::vector<double> levels(static_cast<size_t>(num_micro_batches), 0.0);
+  std::vector<size_t> next(replicas_.size(), 0);  // the longest item that no level has room for yet
+  // Above the longest sequence of a level there is room for short ones: what a bin lacks is then never less than those
+  // that could fill it.
+  double margin_s = 0;
+  for (const Replica& replica : replicas_) {
+    if (!replica.items.empty()) margin_s = std::max(margin_s, replica.items[replica.items.size() * 3 / 4].longest_s);
+  }
+  double left_s = bound_s_;
+  for (int32_t k = 0; k < shape.used; ++k) {
+    double longest_s = 0;
+    for (size_t r = 0; r < replicas_.size(); ++r) {
+      // Items come by descending work; where some are shared, the longest that are left may follow later.
+      const auto& items = replicas_[r].items;
+      for (size_t i = next[r]; i < items.size(); ++i) {
+        longest_s = std::max(longest_s, items[i].longest_s);
+        if (items[i].num_leaves == 1) break;
+      }
+    }
+    const double even_s = std::max(0.0, left_s) / (shape.used - k);
+    if ((longest_s <= even_s && k >= shape.stepped) || k + 1 == shape.used) {
+      for (int32_t j = k; j < shape.used; ++j) levels[j] = even_s;
+      break;
+    }
+    levels[k] = std::min(longest_s + margin_s, std::max(0.0, left_s));
+    left_s -= levels[k];
+    for (size_t r = 0; r < replicas_.size(); ++r) {
+      const auto& items = replicas_[r].items;
+      double free_leaves = static_cast<double>(replicas_[r].leaves.size());
+      for (; next[r] < items.size() && free_leaves > 0; ++next[r]) {
+        const Item& item = items[next[r]];
+        const double fit = item.longest_s > 0 ? std::max(1.0, std::floor(levels[k] / item.longest_s)) : 1.0;
+        free_leaves -= item.num_leaves / fit;
+      }
+    }
+  }
+  return levels;
+}
+
+void MicroBatchPacking::put(Replica& replica, int32_t item, int32_t bin) const {
+  const Leaf& leaf = replica.leaves[static_cast<size_t>(bin) % replica.leaves.size()];
+  replica.load_s[bin] +=
+      replica.items[item].tokens * leaf.time_per_token + replica.items[item].attention * leaf.time_per_attention;
+  replica.tokens[bin] += replica.items[item].tokens;
+  replica.next_item[item] = replica.first_item[bin];
+  replica.first_item[bin] = item;
+  replica.bin_of_item[item] = bin;
+}
+
+void MicroBatchPacking::take_out(Replica& replica, int32_t item, int32_t bin) const {
+  const Leaf& leaf = replica.leaves[static_cast<size_t>(bin) % replica.leaves.size()];
+  replica.load_s[bin] -=
+      replica.items[item].tokens * leaf.time_per_token + replica.items[item].attention * leaf.time_per_attention;
+  replica.tokens[bin] -= replica.items[item].tokens;
+  int32_t* link = &replica.first_item[bin];
+  while (*link != item) link = &replica.next_item[*link];
+  *link = replica.next_item[item];
+}
+
+void MicroBatchPacking::share(Replica& replica, int32_t index) {
+  // Always in the first micro-batch, which has the highest level: by the group whose fullest rank is the freest.
+  const PlacementTrees& trees = replica.trees;
+  const Item& item = replica.items[index];
+  const int32_t degree = trees.node(item.shared_node).degree;
+  int32_t best = -1;
+  double min_s = kInfinity;
+  for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+    const auto [first, last] = trees.nodes_of(bag, degree);
+    for (int32_t v = first; v < last; ++v) {
+      int32_t leaf_node = v;
+      while (trees.node(leaf_node).num_children > 0) leaf_node = trees.node(leaf_node).first_child;
+      const int32_t leaf = replica.leaf_of_node[leaf_node];
+      const int32_t num_leaves = degree / trees.node(leaf_node).degree;
+      double load_s = 0;
+      for (int32_t i = leaf; i < leaf + num_leaves; ++i) load_s = std::max(load_s, replica.load_s[i]);
+      if (load_s < min_s) {
+        min_s = load_s;
+        best = v;
+      }
+    }
+  }
+  KNAPFORMER_ASSERT(best >= 0);
+  int32_t leaf_node = best;
+  while (trees.node(leaf_node).num_children > 0) leaf_node = trees.node(leaf_node).first_child;
+  const int32_t leaf = replica.leaf_of_node[leaf_node];
+  const int32_t num_leaves = degree / trees.node(leaf_node).degree;
+  for (int32_t i = leaf; i < leaf + num_leaves; ++i) {
+    replica.load_s[i] += item.longest_s;
+    replica.tokens[i] += item.tokens / num_leaves;
+  }
+  replica.bin_of_item[index] = leaf;
+  replica.node_of_item[index] = best;
+  is_whole_[0] = 0;
+}
+
+void MicroBatchPacking::fill(Replica& replica) {
+  const size_t num_leaves = replica.leaves.size(), num_bins = num_leaves * levels_s_.size();
+  replica.load_s.assign(num_bins, 0.0);
+  replica.tokens.assign(num_bins, 0.0);
+  replica.first_item.assign(num_bins, -1);
+  replica.next_item.assign(replica.items.size(), -1);
+  replica.bin_of_item.assign(replica.items.size(), -1);
+  replica.node_of_item.assign(replica.items.size(), -1);
+  for (size_t i = 0; i < replica.items.size(); ++i) {
+    if (replica.items[i].shared_node >= 0) share(replica, static_cast<int32_t>(i));
+  }
+  // How full a bin is, in seconds: of its level, or of its tokens.
+  const auto fullness_s = [&](int32_t k, int32_t leaf) {
+    const size_t bin = static_cast<size_t>(k) * num_leaves + static_cast<size_t>(leaf);
+    if (max_tokens_ == 0) return replica.load_s[bin];
+    return std::max(replica.load_s[bin], levels_s_[k] * replica.tokens[bin] / replica.leaves[leaf].token_capacity);
+  };
+  struct Queue {
+    int32_t micro_batch;
+    const Class* kind;
+    WinnerTree fullness;
+  };
+  std::vector<Queue> queues;
+  for (size_t k = 0; k < levels_s_.size(); ++k) {
+    if (levels_s_[k] <= 0 && k > 0) continue;
+    for (const Class& kind : replica.classes)
+      queues.push_back({static_cast<int32_t>(k), &kind, WinnerTree(kind.leaves.size())});
+  }
+  for (size_t i = 0; i < replica.items.size(); ++i) {
+    const Item& item = replica.items[i];
+    if (item.shared_node >= 0) continue;
+    Queue* best = nullptr;
+    double min_s = kInfinity;
+    bool best_fits = false;
+    for (Queue& queue : queues) {
+      // Shared items lie in bins already: bring the minimum up to date until it stays.
+      int32_t leaf = queue.kind->leaves[queue.fullness.winner()];
+      for (double now = fullness_s(queue.micro_batch, leaf); now > queue.fullness.min();) {
+        queue.fullness.set_min(now);
+        leaf = queue.kind->leaves[queue.fullness.winner()];
+        now = fullness_s(queue.micro_batch, leaf);
+      }
+      const size_t bin = static_cast<size_t>(queue.micro_batch) * num_leaves + static_cast<size_t>(leaf);
+      const bool fits = replica.tokens[bin] + item.tokens <= replica.leaves[leaf].token_capacity;
+      const double then_s = queue.fullness.min() + item.tokens * queue.kind->time_per_token +
+                            item.attention * queue.kind->time_per_attention - levels_s_[queue.micro_batch];
+      if (best != nullptr && (fits != best_fits ? best_fits : then_s >= min_s)) continue;
+      best = &queue;
+      min_s = then_s;
+      best_fits = fits;
+    }
+    const int32_t leaf = best->kind->leaves[best->fullness.winner()];
+    put(replica, static_cast<int32_t>(i), best->micro_batch * static_cast<int32_t>(num_leaves) + leaf);
+    best->fullness.set_min(fullness_s(best->micro_batch, leaf));
+  }
+}
+
+std::vector<double> MicroBatchPacking::times_s() const {
+  std::vector<double> times(levels_s_.size(), 0.0);
+  for (const Replica& replica : replicas_) {
+    for (size_t k = 0; k < times.size(); ++k) {
+      const auto loads = std::span(replica.load_s).subspan(k * replica.leaves.size(), replica.leaves.size());
+      times[k] = std::max(times[k], *std::ranges::max_element(loads));
+    }
+  }
+  return times;
+}
+
+std::vector<double> MicroBatchPacking::pack(std::vector<double> levels_s) {
+  levels_s_ = std::move(levels_s);
+  is_whole_.assign(levels_s_.size(), 1);
+  for (Replica& replica : replicas_) {
+    fill(replica);
+    for (size_t bin = 0; bin < replica.tokens.size(); ++bin) {
+      if (replica.tokens[bin] > replica.leaves[bin % replica.leaves.size()].token_capacity)
+        is_whole_[bin / replica.leaves.size()] = 0;
+    }
+  }
+  return times_s();
+}
+
+double MicroBatchPacking::overflow() const {
+  if (max_tokens_ == 0) return 0;
+  double over = 0, all = 0;
+  for (const Replica& replica : replicas_) {
+    const size_t num_leaves = replica.leaves.size();
+    for (size_t k = 0; k < levels_s_.size(); ++k) {
+      double tokens = 0, capacity = 0;
+      for (size_t leaf = 0; leaf < num_leaves; ++leaf) {
+        const double held = replica.tokens[k * num_leaves + leaf];
+        tokens += held;
+        capacity += replica.leaves[leaf].token_capacity;
+        over += std::max(0.0, held - replica.leaves[leaf].token_capacity);
+      }
+      if (tokens > capacity) return kInfinity;
+      all += tokens;
+    }
+  }
+  return all > 0 ? over / all : 0;
+}
+
+/// What a bin gives away or takes: nothing, a sequence, or two.
+struct MicroBatchPacking::Lot {
+  double tokens = 0, attention = 0;
+  int32_t items[2] = {-1, -1};
+
+  double seconds_on(const Leaf& leaf) const {
+    return tokens * leaf.time_per_token + attention * leaf.time_per_attention;
+  }
+};
+
+/// Step 3. The excess of a bin is its time above the level of its micro-batch. Where the fullest bin of a micro-batch
+/// can give nothing away any more, its time is the level from then on: so the other bins of the micro-batch may take
+/// more, and what the others take less.
+class MicroBatchPacking::Refinement {
+ public:
+  Refinement(const MicroBatchPacking& packing, Replica& replica)
+      : packing_(packing),
+        replica_(replica),
+        num_leaves_(static_cast<int32_t>(replica.leaves.size())),
+        level_s_(packing.levels_s_),
+        is_settled_(packing.levels_s_.size(), 0),
+        excess_s_(excesses()),
+        fullest_(excess_s_),
+        random_(packing.key_) {
+    for (size_t bin = 0; bin < excess_s_.size(); ++bin) {
+      if (level_s_[bin / replica.leaves.size()] > 0) bins_.push_back(static_cast<int32_t>(bin));
+    }
+    for (const double level_s : level_s_) {
+      sum_s_ += level_s;
+      num_open_ += level_s > 0 ? 1 : 0;
+    }
+  }
+
+  void run(int64_t num_trials, double good_enough_s) {
+    trials_left_ = num_trials;
+    while (trials_left_ > 0 && num_open_ > 0 && sum_s_ + num_open_ * fullest_.max() > good_enough_s) {
+      const int32_t bin = fullest_.winner();
+      find(bin, /*with_pairs=*/false);
+      if (best_bin_ < 0 && packing_.replicas_.front().items.size() <= kFewForPairs) find(bin, /*with_pairs=*/true);
+      if (best_bin_ < 0) {
+        settle(bin / num_leaves_);
+      } else {
+        trade(bin);
+      }
+    }
+  }
+
+ private:
+  static constexpr size_t kFewForPairs = 4096;
+
+  double excess(int32_t bin) const { return replica_.load_s[bin] - level_s_[bin / num_leaves_]; }
+  std::vector<double> excesses() const {
+    std::vector<double> out;
+    for (size_t bin = 0; bin < replica_.load_s.size(); ++bin) out.push_back(excess(static_cast<int32_t>(bin)));
+    return out;
+  }
+
+  void list_lots(int32_t bin, bool with_pairs, std::vector<Lot>& lots) const {
+    lots.clear();
+    for (int32_t i = replica_.first_item[bin]; i >= 0; i = replica_.next_item[i])
+      lots.push_back({.tokens = replica_.items[i].tokens, .attention = replica_.items[i].attention, .items = {i, -1}});
+    if (!with_pairs) return;
+    const size_t num_single = lots.size();
+    for (size_t a = 0; a < num_single; ++a) {
+      for (size_t b = a + 1; b < num_single; ++b) {
+        lots.push_back({.tokens = lots[a].tokens + lots[b].tokens,
+                        .attention = lots[a].attention + lots[b].attention,
+                        .items = {lots[a].items[0], lots[b].items[0]}});
+      }
+    }
+  }
+
+  /// The trade with the lowest excess of the two bins, lower than the bin's. All other bins are tried, or if they are
+  /// many a sample, and of that only as many as it takes.
+  void find(int32_t bin, bool with_pairs) {
+    constexpr int32_t kSample = 32, kMostTried = 8 * kSample;
+    best_bin_ = -1;
+    best_s_ = excess_s_[bin] - std::max(std::abs(excess_s_[bin]) * 1e-6, level_s_[bin / num_leaves_] * 1e-9);
+    list_lots(bin, with_pairs, given_);
+    const Leaf& leaf = replica_.leaves[bin % num_leaves_];
+    const auto count = static_cast<int32_t>(bins_.size());
+    const bool tries_all = count <= kMostTried;
+    const int32_t num_tried = std::min(count, kMostTried), start = random_.below(count);
+    for (int32_t t = 0; t < num_tried; ++t) {
+      if (t % kSample == 0 && best_bin_ >= 0) break;
+      const int32_t other = bins_[tries_all ? (start + t) % count : random_.below(count)];
+      if (other == bin || excess_s_[other] >= best_s_) continue;
+      const Leaf& other_leaf = replica_.leaves[other % num_leaves_];
+      list_lots(other, with_pairs, taken_);
+      taken_.push_back({});
+      trials_left_ -= std::ssize(given_) * std::ssize(taken_);
+      for (const Lot& given : given_) {
+        const double here_s = excess_s_[bin] - given.seconds_on(leaf);
+        const double there_s = excess_s_[other] + given.seconds_on(other_leaf);
+        for (const Lot& taken : taken_) {
+          const double then_s = std::max(here_s + taken.seconds_on(leaf), there_s - taken.seconds_on(other_leaf));
+          if (then_s >= best_s_) continue;
+          const double tokens = given.tokens - taken.tokens;  // from here to there
+          if (replica_.tokens[bin] - tokens > leaf.token_capacity ||
+              replica_.tokens[other] + tokens > other_leaf.token_capacity)
+            continue;
+          best_s_ = then_s;
+          best_bin_ = other;
+          best_given_ = given;
+          best_taken_ = taken;
+        }
+      }
+    }
+  }
+
+  void move(const Lot& lot, int32_t from, int32_t to) {
+    for (const int32_t item : lot.items) {
+      if (item < 0) continue;
+      packing_.take_out(replica_, item, from);
+      packing_.put(replica_, item, to);
+    }
+  }
+
+  void trade(int32_t bin) {
+    move(best_given_, bin, best_bin_);
+    move(best_taken_, best_bin_, bin);
+    for (const int32_t b : {bin, best_bin_}) {
+      excess_s_[b] = excess(b);
+      if (is_settled_[b / num_leaves_] == 0) fullest_.set(b, excess_s_[b]);
+    }
+  }
+
+  void settle(int32_t micro_batch) {
+    is_settled_[micro_batch] = 1;
+    --num_open_;
+    const double above_s = fullest_.max();
+    level_s_[micro_batch] += above_s;
+    sum_s_ += above_s;
+    for (int32_t b = micro_batch * num_leaves_; b < (micro_batch + 1) * num_leaves_; ++b) {
+      excess_s_[b] = excess(b);
+      fullest_.set(b, -kInfinity);
+    }
+  }
+
+  const MicroBatchPacking& packing_;
+  Replica& replica_;
+  int32_t num_leaves_;
+  std::vector<double> level_s_;
+  std::vector<char> is_settled_;  // by micro-batch
+  std::vector<double> excess_s_;  // by bin
+  MaxTree fullest_;               // excesses, of micro-batches that are not settled
+  Random random_;
+  std::vector<int32_t> bins_;  // of micro-batches that are in use
+  double sum_s_ = 0;           // of the levels
+  int32_t num_open_ = 0;       // micro-batches in use and not settled
+  int64_t trials_left_ = 0;
+  std::vector<Lot> given_, taken_;
+  int32_t best_bin_ = -1;
+  double best_s_ = 0;
+  Lot best_given_, best_taken_;
+};
+
+std::vector<double> MicroBatchPacking::refine(int64_t num_trials, double good_enough_s) {
+  for (Replica& replica : replicas_) Refinement(*this, replica).run(num_trials, good_enough_s);
+  return times_s();
+}
+
+std::vector<PackedSequence> MicroBatchPacking::sequences() const {
+  std::vector<PackedSequence> out(static_cast<size_t>(num_sequences_));
+  for (const Replica& replica : replicas_) {
+    const auto num_leaves = static_cast<int32_t>(replica.leaves.size());
+    for (size_t i = 0; i < replica.items.size(); ++i) {
+      const int32_t bin = replica.bin_of_item[i];
+      const int32_t node =
+          replica.node_of_item[i] >= 0 ? replica.node_of_item[i] : replica.leaves[bin % num_leaves].node;
+      out[replica.trees.items()[i].id.index()] = {.micro_batch = bin / num_leaves,
+                                                  .placement = replica.trees.placement(node)};
+    }
+  }
+  return out;
+}
+
+}  // namespace knapformer
