@@ -49,7 +49,7 @@ def test_it_is_a_value():
     assert plan == step_plan() != step_plan(sync="step")
     assert kf.StepPlan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
     assert "num_micro_batches=2" in repr(plan)
-    with pytest.raises(kf.ArgumentError, match="^plan: got"):
+    with pytest.raises(kf.ArgumentError, match=r"^plan: got"):
         kf.StepPlan.from_json(plan.plans[0].to_json())
 
 
@@ -93,5 +93,5 @@ def test_errors_name_the_argument(argument, change):
 
 
 def test_no_such_micro_batch():
-    with pytest.raises(kf.ArgumentError, match="^micro_batch: got 2, expected 0 to 1"):
+    with pytest.raises(kf.ArgumentError, match=r"^micro_batch: got 2, expected 0 to 1"):
         step_plan().sequences_of(2)
