@@ -153,8 +153,8 @@ std::vector<double> MicroBatchPacking::levels_s(const PackingShape& shape, int32
 
 void MicroBatchPacking::put(Replica& replica, int32_t item, int32_t bin) const {
   const Leaf& leaf = replica.leaves[static_cast<size_t>(bin) % replica.leaves.size()];
-  replica.load_s[bin] +=
-      replica.items[item].tokens * leaf.time_per_token + replica.items[item].attention * leaf.time_per_attention;
+  replica.token_s[bin] += replica.items[item].tokens * leaf.time_per_token;
+  replica.attention_s[bin] += replica.items[item].attention * leaf.time_per_attention;
   replica.tokens[bin] += replica.items[item].tokens;
   replica.next_item[item] = replica.first_item[bin];
   replica.first_item[bin] = item;
@@ -163,12 +163,31 @@ void MicroBatchPacking::put(Replica& replica, int32_t item, int32_t bin) const {
 
 void MicroBatchPacking::take_out(Replica& replica, int32_t item, int32_t bin) const {
   const Leaf& leaf = replica.leaves[static_cast<size_t>(bin) % replica.leaves.size()];
-  replica.load_s[bin] -=
-      replica.items[item].tokens * leaf.time_per_token + replica.items[item].attention * leaf.time_per_attention;
+  replica.token_s[bin] -= replica.items[item].tokens * leaf.time_per_token;
+  replica.attention_s[bin] -= replica.items[item].attention * leaf.time_per_attention;
   replica.tokens[bin] -= replica.items[item].tokens;
   int32_t* link = &replica.first_item[bin];
   while (*link != item) link = &replica.next_item[*link];
   *link = replica.next_item[item];
+}
+
+double MicroBatchPacking::token_sum_s(const Replica& replica, const Group& group) {
+  double sum_s = 0;
+  for (int32_t bin = group.first; bin < group.first + group.size; ++bin)
+    sum_s += replica.token_s[bin] + group.exchange_per_token * replica.tokens[bin];
+  return sum_s;
+}
+
+double MicroBatchPacking::attention_s(const Replica& replica, int32_t bin) {
+  const double whole_tokens = replica.tokens[bin] - replica.shared_tokens[bin];
+  return replica.attention_s[bin] - replica.groups[bin].exchange_per_token * whole_tokens;
+}
+
+double MicroBatchPacking::group_s(const Replica& replica, const Group& group) {
+  double longest_s = attention_s(replica, group.first);
+  for (int32_t bin = group.first + 1; bin < group.first + group.size; ++bin)
+    longest_s = std::max(longest_s, attention_s(replica, bin));
+  return token_sum_s(replica, group) / group.size + longest_s;
 }
 
 void MicroBatchPacking::share(Replica& replica, int32_t index) {
@@ -186,7 +205,8 @@ void MicroBatchPacking::share(Replica& replica, int32_t index) {
       const int32_t leaf = replica.leaf_of_node[leaf_node];
       const int32_t num_leaves = degree / trees.node(leaf_node).degree;
       double load_s = 0;
-      for (int32_t i = leaf; i < leaf + num_leaves; ++i) load_s = std::max(load_s, replica.load_s[i]);
+      for (int32_t i = leaf; i < leaf + num_leaves; ++i)
+        load_s = std::max(load_s, replica.token_s[i] + replica.attention_s[i]);
       if (load_s < min_s) {
         min_s = load_s;
         best = v;
@@ -198,10 +218,16 @@ void MicroBatchPacking::share(Replica& replica, int32_t index) {
   while (trees.node(leaf_node).num_children > 0) leaf_node = trees.node(leaf_node).first_child;
   const int32_t leaf = replica.leaf_of_node[leaf_node];
   const int32_t num_leaves = degree / trees.node(leaf_node).degree;
+  const PlacementTrees::Node& node = trees.node(best);
+  Group group{.first = leaf, .size = num_leaves, .exchange_per_token = node.exchange_per_token * trees.unit_s()};
   for (int32_t i = leaf; i < leaf + num_leaves; ++i) {
-    replica.load_s[i] += item.longest_s;
+    replica.token_s[i] += item.tokens / num_leaves * replica.leaves[i].time_per_token;
+    replica.attention_s[i] += item.attention * node.attention_share * trees.unit_s();
     replica.tokens[i] += item.tokens / num_leaves;
+    replica.shared_tokens[i] += item.tokens / num_leaves;
+    if (replica.groups[i].size > group.size) group = replica.groups[i];  // groups nest
   }
+  for (int32_t i = group.first; i < group.first + group.size; ++i) replica.groups[i] = group;
   replica.bin_of_item[index] = leaf;
   replica.node_of_item[index] = best;
   is_whole_[0] = 0;
@@ -209,7 +235,11 @@ void MicroBatchPacking::share(Replica& replica, int32_t index) {
 
 void MicroBatchPacking::fill(Replica& replica) {
   const size_t num_leaves = replica.leaves.size(), num_bins = num_leaves * levels_s_.size();
-  replica.load_s.assign(num_bins, 0.0);
+  replica.token_s.assign(num_bins, 0.0);
+  replica.attention_s.assign(num_bins, 0.0);
+  replica.shared_tokens.assign(num_bins, 0.0);
+  replica.groups.resize(num_bins);
+  for (size_t bin = 0; bin < num_bins; ++bin) replica.groups[bin] = {.first = static_cast<int32_t>(bin), .size = 1};
   replica.tokens.assign(num_bins, 0.0);
   replica.first_item.assign(num_bins, -1);
   replica.next_item.assign(replica.items.size(), -1);
@@ -221,8 +251,10 @@ void MicroBatchPacking::fill(Replica& replica) {
   // How full a bin is, in seconds: of its level, or of its tokens.
   const auto fullness_s = [&](int32_t k, int32_t leaf) {
     const size_t bin = static_cast<size_t>(k) * num_leaves + static_cast<size_t>(leaf);
-    if (max_tokens_ == 0) return replica.load_s[bin];
-    return std::max(replica.load_s[bin], levels_s_[k] * replica.tokens[bin] / replica.leaves[leaf].token_capacity);
+    const double load_s = replica.token_s[bin] + replica.attention_s[bin] +
+                          replica.groups[bin].exchange_per_token * replica.shared_tokens[bin];
+    if (max_tokens_ == 0) return load_s;
+    return std::max(load_s, levels_s_[k] * replica.tokens[bin] / replica.leaves[leaf].token_capacity);
   };
   struct Queue {
     int32_t micro_batch;
@@ -267,9 +299,10 @@ void MicroBatchPacking::fill(Replica& replica) {
 std::vector<double> MicroBatchPacking::times_s() const {
   std::vector<double> times(levels_s_.size(), 0.0);
   for (const Replica& replica : replicas_) {
-    for (size_t k = 0; k < times.size(); ++k) {
-      const auto loads = std::span(replica.load_s).subspan(k * replica.leaves.size(), replica.leaves.size());
-      times[k] = std::max(times[k], *std::ranges::max_element(loads));
+    for (size_t bin = 0; bin < replica.groups.size(); ++bin) {
+      double& time_s = times[bin / replica.leaves.size()];
+      if (replica.groups[bin].first == static_cast<int32_t>(bin))
+        time_s = std::max(time_s, group_s(replica, replica.groups[bin]));
     }
   }
   return times;
@@ -312,10 +345,6 @@ double MicroBatchPacking::overflow() const {
 struct MicroBatchPacking::Lot {
   double tokens = 0, attention = 0;
   int32_t items[2] = {-1, -1};
-
-  double seconds_on(const Leaf& leaf) const {
-    return tokens * leaf.time_per_token + attention * leaf.time_per_attention;
-  }
 };
 
 /// Step 3. The excess of a bin is its time above the level of its micro-batch. Where the fullest bin of a micro-batch
@@ -350,7 +379,7 @@ class MicroBatchPacking::Refinement {
       if (best_bin_ < 0) {
         settle(bin / num_leaves_);
       } else {
-        trade(bin);
+        trade();
       }
     }
   }
@@ -358,11 +387,21 @@ class MicroBatchPacking::Refinement {
  private:
   static constexpr size_t kFewForPairs = 4096;
 
-  double excess(int32_t bin) const { return replica_.load_s[bin] - level_s_[bin / num_leaves_]; }
+  /// Of the bin's group.
+  double excess(int32_t bin) const { return group_s(replica_, replica_.groups[bin]) - level_s_[bin / num_leaves_]; }
   std::vector<double> excesses() const {
     std::vector<double> out;
-    for (size_t bin = 0; bin < replica_.load_s.size(); ++bin) out.push_back(excess(static_cast<int32_t>(bin)));
+    for (size_t bin = 0; bin < replica_.groups.size(); ++bin) out.push_back(excess(static_cast<int32_t>(bin)));
     return out;
+  }
+  /// The longest attention of the bin's group without it and another bin.
+  double others_attention_s(int32_t bin, int32_t another) const {
+    const Group& group = replica_.groups[bin];
+    double longest_s = -kInfinity;
+    for (int32_t b = group.first; b < group.first + group.size; ++b) {
+      if (b != bin && b != another) longest_s = std::max(longest_s, attention_s(replica_, b));
+    }
+    return longest_s;
   }
 
   void list_lots(int32_t bin, bool with_pairs, std::vector<Lot>& lots) const {
@@ -380,36 +419,63 @@ class MicroBatchPacking::Refinement {
     }
   }
 
-  /// The trade with the lowest excess of the two bins, lower than the bin's. All other bins are tried, or if they are
-  /// many a sample, and of that only as many as it takes.
-  void find(int32_t bin, bool with_pairs) {
-    constexpr int32_t kSample = 32, kMostTried = 8 * kSample;
+  void find(int32_t fullest, bool with_pairs) {
+    const Group& group = replica_.groups[fullest];
     best_bin_ = -1;
-    best_s_ = excess_s_[bin] - std::max(std::abs(excess_s_[bin]) * 1e-6, level_s_[bin / num_leaves_] * 1e-9);
+    best_s_ =
+        excess_s_[fullest] - std::max(std::abs(excess_s_[fullest]) * 1e-6, level_s_[fullest / num_leaves_] * 1e-9);
+    for (int32_t bin = group.first; bin < group.first + group.size; ++bin) find_from(bin, with_pairs);
+  }
+
+  /// The trade with the lowest excess of the two bins' groups, if it is lower than the best. All other bins are tried,
+  /// or if they are many a sample, and of that only as many as it takes.
+  void find_from(int32_t bin, bool with_pairs) {
+    constexpr int32_t kSample = 32, kMostTried = 8 * kSample;
     list_lots(bin, with_pairs, given_);
     const Leaf& leaf = replica_.leaves[bin % num_leaves_];
+    const Group& group = replica_.groups[bin];
+    const double token_s = token_sum_s(replica_, group), here_attention_s = attention_s(replica_, bin);
+    const double level_s = level_s_[bin / num_leaves_];
     const auto count = static_cast<int32_t>(bins_.size());
     const bool tries_all = count <= kMostTried;
     const int32_t num_tried = std::min(count, kMostTried), start = random_.below(count);
     for (int32_t t = 0; t < num_tried; ++t) {
       if (t % kSample == 0 && best_bin_ >= 0) break;
       const int32_t other = bins_[tries_all ? (start + t) % count : random_.below(count)];
-      if (other == bin || excess_s_[other] >= best_s_) continue;
+      const Group& other_group = replica_.groups[other];
+      const bool is_same = other_group.first == group.first;
+      if (other == bin || (!is_same && excess_s_[other] >= best_s_)) continue;
       const Leaf& other_leaf = replica_.leaves[other % num_leaves_];
+      const double rest_s = others_attention_s(bin, other), other_rest_s = others_attention_s(other, bin);
+      const double other_token_s = token_sum_s(replica_, other_group);
+      const double there_attention_s = attention_s(replica_, other);
+      const double other_level_s = level_s_[other / num_leaves_];
       list_lots(other, with_pairs, taken_);
       taken_.push_back({});
       trials_left_ -= std::ssize(given_) * std::ssize(taken_);
       for (const Lot& given : given_) {
-        const double here_s = excess_s_[bin] - given.seconds_on(leaf);
-        const double there_s = excess_s_[other] + given.seconds_on(other_leaf);
         for (const Lot& taken : taken_) {
-          const double then_s = std::max(here_s + taken.seconds_on(leaf), there_s - taken.seconds_on(other_leaf));
+          const double tokens = given.tokens - taken.tokens, attention = given.attention - taken.attention;
+          const double here_s = std::max(
+              rest_s, here_attention_s - attention * leaf.time_per_attention + tokens * group.exchange_per_token);
+          const double there_s = std::max(other_rest_s, there_attention_s + attention * other_leaf.time_per_attention -
+                                                            tokens * other_group.exchange_per_token);
+          double then_s;
+          if (is_same) {
+            then_s = (token_s + tokens * (other_leaf.time_per_token - leaf.time_per_token)) / group.size +
+                     std::max(here_s, there_s) - level_s;
+          } else {
+            const double less_s = tokens * (leaf.time_per_token + group.exchange_per_token);
+            const double more_s = tokens * (other_leaf.time_per_token + other_group.exchange_per_token);
+            then_s = std::max((token_s - less_s) / group.size + here_s - level_s,
+                              (other_token_s + more_s) / other_group.size + there_s - other_level_s);
+          }
           if (then_s >= best_s_) continue;
-          const double tokens = given.tokens - taken.tokens;  // from here to there
           if (replica_.tokens[bin] - tokens > leaf.token_capacity ||
               replica_.tokens[other] + tokens > other_leaf.token_capacity)
             continue;
           best_s_ = then_s;
+          best_from_ = bin;
           best_bin_ = other;
           best_given_ = given;
           best_taken_ = taken;
@@ -426,12 +492,16 @@ class MicroBatchPacking::Refinement {
     }
   }
 
-  void trade(int32_t bin) {
-    move(best_given_, bin, best_bin_);
-    move(best_taken_, best_bin_, bin);
-    for (const int32_t b : {bin, best_bin_}) {
-      excess_s_[b] = excess(b);
-      if (is_settled_[b / num_leaves_] == 0) fullest_.set(b, excess_s_[b]);
+  void trade() {
+    move(best_given_, best_from_, best_bin_);
+    move(best_taken_, best_bin_, best_from_);
+    for (const int32_t traded : {best_from_, best_bin_}) {
+      const Group& group = replica_.groups[traded];
+      const double now_s = excess(traded);
+      for (int32_t b = group.first; b < group.first + group.size; ++b) {
+        excess_s_[b] = now_s;
+        if (is_settled_[b / num_leaves_] == 0) fullest_.set(b, now_s);
+      }
     }
   }
 
@@ -460,7 +530,7 @@ class MicroBatchPacking::Refinement {
   int32_t num_open_ = 0;       // micro-batches in use and not settled
   int64_t trials_left_ = 0;
   std::vector<Lot> given_, taken_;
-  int32_t best_bin_ = -1;
+  int32_t best_from_ = -1, best_bin_ = -1;
   double best_s_ = 0;
   Lot best_given_, best_taken_;
 };

@@ -75,6 +75,12 @@ class MicroBatchPacking {
     int32_t num_leaves = 1;
     int32_t shared_node = -1;  // where it must be shared: any node of the degree
   };
+  /// Bins that shared sequences connect. These are cut such that every bin has the group's mean of tokens, so a bin
+  /// that holds more whole ones exchanges less. A bin that shares nothing is a group by itself.
+  struct Group {
+    int32_t first = 0, size = 1;    // bins
+    double exchange_per_token = 0;  // in seconds, of a shared sequence's tokens
+  };
   struct Replica {
     explicit Replica(PlacementTrees placement_trees) : trees(std::move(placement_trees)) {}
 
@@ -84,11 +90,13 @@ class MicroBatchPacking {
     std::vector<int32_t> leaf_of_node;
     std::vector<Item> items;  // descending by work
     // Of the last pack. A bin is micro-batch * leaves + leaf.
-    std::vector<double> load_s, tokens;  // by bin
-    std::vector<int32_t> first_item;     // by bin, -1 where it is empty
-    std::vector<int32_t> next_item;      // by item
-    std::vector<int32_t> bin_of_item;    // the first bin of a shared item
-    std::vector<int32_t> node_of_item;   // -1: the bin's leaf
+    std::vector<double> token_s, attention_s;   // by bin: of the per-token layers, of attention
+    std::vector<double> tokens, shared_tokens;  // by bin; the shared ones are among the first
+    std::vector<Group> groups;                  // by bin
+    std::vector<int32_t> first_item;            // by bin, -1 where it is empty
+    std::vector<int32_t> next_item;             // by item
+    std::vector<int32_t> bin_of_item;           // the first bin of a shared item
+    std::vector<int32_t> node_of_item;          // -1: the bin's leaf
   };
 
   void fill(Replica& replica);
@@ -96,6 +104,11 @@ class MicroBatchPacking {
   void put(Replica& replica, int32_t item, int32_t bin) const;
   void take_out(Replica& replica, int32_t item, int32_t bin) const;
   std::vector<double> times_s() const;
+  /// Of a group: its mean of tokens, in their layers and if all were exchanged, times its bins.
+  static double token_sum_s(const Replica& replica, const Group& group);
+  /// Of a bin: attention, less the exchange of what is whole.
+  static double attention_s(const Replica& replica, int32_t bin);
+  static double group_s(const Replica& replica, const Group& group);
   struct Lot;
   class Refinement;
 

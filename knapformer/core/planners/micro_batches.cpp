@@ -10,6 +10,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/locality.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/micro_batch_packing.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
@@ -159,7 +160,7 @@ class StepSolver {
     std::vector<Plan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
       std::optional<Plan> plan;
-      if (packed != nullptr && packed->is_whole[k] != 0) plan = plan_of(inputs[k], std::move(placements[k]));
+      if (packed != nullptr) plan = plan_of(inputs[k], std::move(placements[k]));
       plan = better_of(std::move(plan), inputs[k]);
       if (!plan) return;
       plans.push_back(std::move(*plan));
@@ -170,7 +171,10 @@ class StepSolver {
   /// Nothing where it holds too many tokens after all: where groups are shared, a rank may have one more than another.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
     improve_locality(input, placements);
-    Plan plan(input, "packed", std::move(placements));
+    const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
+    Plan plan = shares && !input.topology.is_flat()
+                    ? Plan(input, "packed", placements, uneven_chunk_lens(input, placements))
+                    : Plan(input, "packed", std::move(placements));
     if (input.max_tokens_per_rank > 0 && plan.max_tokens() > input.max_tokens_per_rank) return std::nullopt;
     return plan;
   }
