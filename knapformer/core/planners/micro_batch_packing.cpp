@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/random.h"
@@ -356,36 +357,84 @@ class MicroBatchPacking::Refinement {
       : packing_(packing),
         replica_(replica),
         num_leaves_(static_cast<int32_t>(replica.leaves.size())),
-        level_s_(packing.levels_s_),
-        is_settled_(packing.levels_s_.size(), 0),
-        excess_s_(excesses()),
-        fullest_(excess_s_),
         random_(packing.key_) {
-    for (size_t bin = 0; bin < excess_s_.size(); ++bin) {
-      if (level_s_[bin / replica.leaves.size()] > 0) bins_.push_back(static_cast<int32_t>(bin));
-    }
-    for (const double level_s : level_s_) {
-      sum_s_ += level_s;
-      num_open_ += level_s > 0 ? 1 : 0;
+    for (size_t bin = 0; bin < replica.groups.size(); ++bin) {
+      if (packing.levels_s_[bin / replica.leaves.size()] > 0) bins_.push_back(static_cast<int32_t>(bin));
     }
   }
 
-  void run(int64_t num_trials, double good_enough_s) {
+  void run(int64_t num_trials, double good_enough_s, int32_t num_kicks) {
     trials_left_ = num_trials;
-    while (trials_left_ > 0 && num_open_ > 0 && sum_s_ + num_open_ * fullest_.max() > good_enough_s) {
-      const int32_t bin = fullest_.winner();
-      find(bin, /*with_pairs=*/false);
-      if (best_bin_ < 0 && packing_.replicas_.front().items.size() <= kFewForPairs) find(bin, /*with_pairs=*/true);
-      if (best_bin_ < 0) {
-        settle(bin / num_leaves_);
+    double best_s = descend(good_enough_s);
+    std::vector<int32_t> best;
+    for (int32_t i = 0; i < num_kicks && best_s > good_enough_s && trials_left_ > 0; ++i) {
+      best = replica_.bin_of_item;
+      kick();
+      const double now_s = descend(good_enough_s);
+      if (now_s < best_s) {
+        best_s = now_s;
       } else {
-        trade();
+        restore(best);
       }
     }
   }
 
  private:
   static constexpr size_t kFewForPairs = 4096;
+
+  /// Trades until none helps. Returns the sum of the times.
+  double descend(double good_enough_s) {
+    level_s_ = packing_.levels_s_;
+    is_settled_.assign(level_s_.size(), 0);
+    excess_s_ = excesses();
+    fullest_ = MaxTree(excess_s_);
+    sum_s_ = std::accumulate(level_s_.begin(), level_s_.end(), 0.0);
+    num_open_ = static_cast<int32_t>(std::ranges::count_if(level_s_, [](double level_s) { return level_s > 0; }));
+    for (size_t bin = 0; bin < excess_s_.size(); ++bin) {
+      if (level_s_[bin / replica_.leaves.size()] <= 0) fullest_.set(static_cast<int32_t>(bin), -kInfinity);
+    }
+    const bool tries_pairs = replica_.items.size() <= kFewForPairs;
+    while (trials_left_ > 0 && num_open_ > 0 && sum_s_ + num_open_ * fullest_.max() > good_enough_s) {
+      const int32_t bin = fullest_.winner();
+      find(bin, /*with_pairs=*/false);
+      if (best_bin_ < 0 && tries_pairs) find(bin, /*with_pairs=*/true);
+      if (best_bin_ < 0) {
+        settle(bin / num_leaves_);
+      } else {
+        trade();
+      }
+    }
+    return sum_s_ + (num_open_ > 0 ? num_open_ * fullest_.max() : 0.0);
+  }
+
+  void kick() {
+    constexpr int32_t kSwaps = 3;
+    for (int32_t i = 0; i < kSwaps; ++i) {
+      const int32_t bins[] = {bins_[random_.below(static_cast<int32_t>(bins_.size()))],
+                              bins_[random_.below(static_cast<int32_t>(bins_.size()))]};
+      if (bins[0] == bins[1]) continue;
+      Lot lots[2];
+      for (int32_t side = 0; side < 2; ++side) {
+        list_lots(bins[side], false, given_);
+        if (!given_.empty()) lots[side] = given_[random_.below(static_cast<int32_t>(given_.size()))];
+      }
+      const double tokens = lots[0].tokens - lots[1].tokens;
+      if (replica_.tokens[bins[0]] - tokens > replica_.leaves[bins[0] % num_leaves_].token_capacity ||
+          replica_.tokens[bins[1]] + tokens > replica_.leaves[bins[1] % num_leaves_].token_capacity)
+        continue;
+      move(lots[0], bins[0], bins[1]);
+      move(lots[1], bins[1], bins[0]);
+    }
+  }
+
+  void restore(const std::vector<int32_t>& bin_of_item) {
+    for (size_t i = 0; i < bin_of_item.size(); ++i) {
+      const int32_t from = replica_.bin_of_item[i];
+      if (from == bin_of_item[i]) continue;
+      packing_.take_out(replica_, static_cast<int32_t>(i), from);
+      packing_.put(replica_, static_cast<int32_t>(i), bin_of_item[i]);
+    }
+  }
 
   /// Of the bin's group.
   double excess(int32_t bin) const { return group_s(replica_, replica_.groups[bin]) - level_s_[bin / num_leaves_]; }
@@ -523,7 +572,7 @@ class MicroBatchPacking::Refinement {
   std::vector<double> level_s_;
   std::vector<char> is_settled_;  // by micro-batch
   std::vector<double> excess_s_;  // by bin
-  MaxTree fullest_;               // excesses, of micro-batches that are not settled
+  MaxTree fullest_{{}};           // excesses, of micro-batches that are not settled
   Random random_;
   std::vector<int32_t> bins_;  // of micro-batches that are in use
   double sum_s_ = 0;           // of the levels
@@ -535,8 +584,8 @@ class MicroBatchPacking::Refinement {
   Lot best_given_, best_taken_;
 };
 
-std::vector<double> MicroBatchPacking::refine(int64_t num_trials, double good_enough_s) {
-  for (Replica& replica : replicas_) Refinement(*this, replica).run(num_trials, good_enough_s);
+std::vector<double> MicroBatchPacking::refine(int64_t num_trials, double good_enough_s, int32_t num_kicks) {
+  for (Replica& replica : replicas_) Refinement(*this, replica).run(num_trials, good_enough_s, num_kicks);
   return times_s();
 }
 

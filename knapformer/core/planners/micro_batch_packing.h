@@ -17,6 +17,7 @@
 //    lowers the higher of the two.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -47,12 +48,16 @@ class MicroBatchPacking {
   /// Of a block, by micro-batch: the time of its slowest bin.
   std::vector<double> pack(std::vector<double> levels_s);
   /// Lowers the times of the last pack, with about so many trades tried in each replica; stops where they add up to
-  /// `good_enough_s`.
-  std::vector<double> refine(int64_t num_trials, double good_enough_s);
+  /// `good_enough_s`. Where no trade helps, it starts again up to `num_kicks` times, from the best so far with a few
+  /// sequences swapped at random.
+  std::vector<double> refine(int64_t num_trials, double good_enough_s, int32_t num_kicks = 0);
 
   /// Of the last pack: by micro-batch, whether its times and tokens are those of whole sequences that keep the limit.
   /// The others need a planner that shares.
   const std::vector<char>& is_whole() const { return is_whole_; }
+  bool shares() const {
+    return std::ranges::any_of(is_whole_, [](char whole) { return whole == 0; });
+  }
   /// Of the last pack: tokens beyond what bins may hold, over all tokens; infinite where a whole micro-batch is over.
   double overflow() const;
   /// By sequence id.

@@ -20,12 +20,16 @@ namespace {
 
 /// Within this of the lower bound nothing is left to search for.
 constexpr double kGoodEnough = 1.0002;
+constexpr double kGoodEnoughShared = 1.0001;
 constexpr double kGoodEnoughAtLowEffort = 1.001;
 constexpr double kHopelessAtLowEffort = 1.01;  // what few swaps do not mend
 /// Where there are many sequences, a packed micro-batch this far above its bound is planned anew.
 constexpr double kTooFar = 0.005;
 /// Higher levels hold more tokens: they are to gain this much.
 constexpr double kWorthMemory = 1 - 5e-5;
+/// Of the best packing, where none is good enough.
+constexpr int64_t kLastTrials = 8'000'000;
+constexpr int32_t kManyKicks = 1000;
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
 /// By more than what sums in another order differ in.
@@ -55,13 +59,20 @@ class StepSolver {
   }
   bool may_search() const { return !is_low() && has_few(); }
   double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
-  double good_enough() const { return is_low() ? kGoodEnoughAtLowEffort : kGoodEnough; }
+  double good_enough(bool shares) const {
+    return is_low() ? kGoodEnoughAtLowEffort : shares ? kGoodEnoughShared : kGoodEnough;
+  }
 
   struct Packed {
     std::vector<PackedSequence> sequences;
     std::vector<char> is_whole;  // by micro-batch
     double time_s = 0;           // as packed, of sequences that are shared too
 
+    int32_t num_used() const {
+      std::vector<char> is_used(is_whole.size(), 0);
+      for (const PackedSequence& sequence : sequences) is_used[sequence.micro_batch] = 1;
+      return static_cast<int32_t>(std::ranges::count(is_used, 1));
+    }
     bool shares() const {
       return std::ranges::any_of(is_whole, [](char whole) { return whole == 0; });
     }
@@ -90,10 +101,10 @@ class StepSolver {
 
   /// Trades that each packing tries.
   int64_t num_trials() const {
-    constexpr int64_t kMin = 400'000, kMax = 50'000'000;
+    constexpr int64_t kMin = 250'000, kMax = 40'000'000;
     const auto num_sequences = int64_t{input_.sequences.seq_lens.num_sequences()};
-    if (is_low()) return std::max(kMin / 2, 64 * num_sequences);
-    return std::clamp(1000 * num_sequences, kMin, kMax);
+    if (is_low()) return std::max(kMin, 64 * num_sequences);
+    return std::clamp(600 * num_sequences, kMin, kMax);
   }
 
   std::optional<Packed> pack(double block_bound_s) const {
@@ -106,17 +117,25 @@ class StepSolver {
       const double time_s = accumulated_s(input_, times_s) * (1 + packing.overflow());
       if (!std::isfinite(time_s) || (best && time_s >= best->time_s * kWorthMemory)) return false;
       best = Packed{.sequences = packing.sequences(), .is_whole = packing.is_whole(), .time_s = time_s};
-      return !best->shares() && time_s + fixed_s() <= bound_s_ * good_enough();
+      return time_s + fixed_s() <= bound_s_ * good_enough(best->shares());
     };
+    std::vector<double> best_levels_s;
     for (const PackingShape& shape : shapes()) {
-      std::vector<double> levels_s = packing.levels_s(shape, num_packed);
+      const std::vector<double> levels_s = packing.levels_s(shape, num_packed);
       if (std::ranges::find(tried, levels_s) != tried.end()) continue;
       tried.push_back(levels_s);
-      const std::vector<double> times_s = packing.pack(std::move(levels_s));
-      if (keep(times_s)) break;
+      const double before_s = best ? best->time_s : std::numeric_limits<double>::infinity();
+      const std::vector<double> times_s = packing.pack(levels_s);
+      if (keep(times_s)) return best;
       const double sum_s = std::accumulate(times_s.begin(), times_s.end(), 0.0);
       if (is_low() && sum_s > block_bound_s * kHopelessAtLowEffort) continue;
-      if (keep(packing.refine(num_trials(), block_bound_s * good_enough()))) break;
+      const double goal_s = block_bound_s * good_enough(packing.shares());
+      if (keep(packing.refine(num_trials(), goal_s, may_search() ? kManyKicks : 0))) return best;
+      if (best && best->time_s < before_s) best_levels_s = levels_s;
+    }
+    if (may_search() && !best_levels_s.empty()) {
+      packing.pack(best_levels_s);
+      keep(packing.refine(kLastTrials, block_bound_s * good_enough(packing.shares()), kManyKicks));
     }
     return best;
   }
@@ -137,15 +156,14 @@ class StepSolver {
     if (block_bound_s <= 0) return;
     const std::optional<Packed> packed = pack(block_bound_s);
     if (!packed) return;
-    // What each micro-batch may be above its own bound.
-    allowance_s_ = block_bound_s * (may_search() ? good_enough() - 1 : kTooFar) / input_.num_micro_batches;
     is_packed_well_ =
-        !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * std::max(good_enough(), kWellPacked);
+        !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * std::max(good_enough(false), kWellPacked);
+    allowance_s_ = block_bound_s * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
     std::vector<int32_t> micro_batches;
     for (const PackedSequence& sequence : packed->sequences) micro_batches.push_back(sequence.micro_batch);
     consider_plans(std::move(micro_batches), &*packed);
-    if (packed->shares() && input_.num_micro_batches > 1)
+    if (packed->shares() && packed->num_used() > 1)
       consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), nullptr);
   }
 
@@ -211,6 +229,8 @@ class StepSolver {
   }
 
   void consider_sums(const Packed& packed);
+  /// The plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
+  void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
 
   void consider_given_order() {
     if (best_ && !has_few() && is_packed_well_) return;
@@ -248,13 +268,9 @@ class StepSolver {
 /// same one; so most ranks that wait for each other meet in the first micro-batch, where none is late.
 void StepSolver::consider_sums(const Packed& packed) {
   const PlanInput all = all_at_once();
-  std::optional<Plan> sums;
-  if (!packed.shares()) {
-    std::vector<Placement> placements;
-    for (const PackedSequence& sequence : packed.sequences) placements.push_back(sequence.placement);
-    sums = plan_of(all, std::move(placements));
-  }
-  sums = better_of(std::move(sums), all);
+  std::vector<Placement> packed_placements;
+  for (const PackedSequence& sequence : packed.sequences) packed_placements.push_back(sequence.placement);
+  const std::optional<Plan> sums = better_of(plan_of(all, std::move(packed_placements)), all);
   if (!sums) return;
   const SequenceLengths& seq_lens = input_.sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
@@ -284,18 +300,27 @@ void StepSolver::consider_sums(const Packed& packed) {
     for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
     micro_batches[s] = static_cast<int32_t>(best);
   }
+  consider_cut(*sums, std::move(micro_batches));
+  // Ranks that share may have unequal work of their own, which only evens out within a micro-batch.
+  if (sums->attention_tokens_moved() > 0) {
+    const auto last = static_cast<int32_t>(num_micro_batches - 1);  // behind which gradients are reduced
+    consider_cut(*sums, std::vector<int32_t>(order.size(), last));
+  }
+}
+
+void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches) {
   std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
   std::vector<std::vector<Placement>> placements(inputs.size());
   std::vector<std::vector<int64_t>> chunk_lens(inputs.size());
   for (size_t s = 0; s < micro_batches.size(); ++s) {
     const auto k = static_cast<size_t>(micro_batches[s]);
-    placements[k].push_back(sums->placement(SequenceId(s)));
-    for (const Chunk& chunk : sums->chunks(SequenceId(s))) chunk_lens[k].push_back(chunk.num_tokens);
+    placements[k].push_back(sums.placement(SequenceId(s)));
+    for (const Chunk& chunk : sums.chunks(SequenceId(s))) chunk_lens[k].push_back(chunk.num_tokens);
   }
   std::vector<Plan> plans;
   const int64_t limit = input_.sequences.max_tokens_per_rank;
   for (size_t k = 0; k < inputs.size(); ++k) {
-    plans.emplace_back(std::move(inputs[k]), std::string(solver_), std::move(placements[k]), std::move(chunk_lens[k]));
+    plans.emplace_back(std::move(inputs[k]), sums.solver(), std::move(placements[k]), std::move(chunk_lens[k]));
     if (limit > 0 && plans.back().max_tokens() > limit) return;
   }
   consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));

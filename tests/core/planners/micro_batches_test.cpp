@@ -197,8 +197,8 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Mixes, StepGoals,
-                         testing::Values(Goal{"mixed", 0.41, 2, 1.046, 0.3}, Goal{"joint", 0.41, 2, 1.03, 0.2},
-                                         Goal{"mixed", 1.0, 2, 1.038, 0.3}, Goal{"joint", 1.0, 2, 1.02, 0.2},
+                         testing::Values(Goal{"mixed", 0.41, 2, 1.044, 0.25}, Goal{"joint", 0.41, 2, 1.025, 0.15},
+                                         Goal{"mixed", 1.0, 2, 1.035, 0.25}, Goal{"joint", 1.0, 2, 1.019, 0.15},
                                          Goal{"mixed", 0.41, 3, 1.0005, 0.001}, Goal{"joint", 0.41, 3, 1.0005, 0.001},
                                          Goal{"mixed", 1.0, 3, 1.0005, 0.001}, Goal{"joint", 1.0, 3, 1.02, 0.15},
                                          Goal{"mixed", 0.41, 4, 1.0004, 0.0005}, Goal{"joint", 0.41, 4, 1.0004, 0.0005},
