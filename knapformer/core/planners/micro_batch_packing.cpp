@@ -48,67 +48,73 @@ MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s)
     : bound_s_(bound_s), max_tokens_(input.max_tokens_per_rank), num_sequences_(input.seq_lens.num_sequences()) {
   key_ = 0x6D6963726F626174u;
   for (const int64_t length : input.seq_lens.lens()) key_ = (key_ ^ static_cast<uint64_t>(length)) * Random::kGamma;
-  constexpr double kOneSpeed = 1.05;
   replicas_.reserve(static_cast<size_t>(input.topology.num_replicas()));
   for (int32_t r = 0; r < input.topology.num_replicas(); ++r) {
     Replica& replica = replicas_.emplace_back(PlacementTrees(input, r, Objective::kTime));
-    const PlacementTrees& trees = replica.trees;
-    const double unit_s = trees.unit_s();
-    replica.leaf_of_node.assign(static_cast<size_t>(trees.num_nodes()), -1);
-    for (int32_t v = 0; v < trees.num_nodes(); ++v) {
-      const PlacementTrees::Node& node = trees.node(v);
-      if (node.num_children > 0) continue;
-      replica.leaf_of_node[v] = static_cast<int32_t>(replica.leaves.size());
-      replica.leaves.push_back(
-          {.node = v,
-           .time_per_token = node.load_per_token * unit_s,
-           .time_per_attention = node.attention_share * unit_s,
-           .token_capacity = max_tokens_ > 0 ? static_cast<double>(max_tokens_) * node.degree : kInfinity});
-    }
-    std::vector<int32_t> order(replica.leaves.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
-    const auto slowness = [&](int32_t leaf) { return replica.leaves[leaf].time_per_token; };
-    std::ranges::stable_sort(order, {}, slowness);
-    for (const int32_t leaf : order) {
-      if (replica.classes.empty() || slowness(leaf) > kOneSpeed * replica.classes.back().time_per_token) {
-        replica.classes.push_back({.leaves = {},
-                                   .time_per_token = replica.leaves[leaf].time_per_token,
-                                   .time_per_attention = replica.leaves[leaf].time_per_attention});
-      }
-      replica.classes.back().leaves.push_back(leaf);
-    }
-    for (Class& kind : replica.classes) std::ranges::sort(kind.leaves);
+    add_leaves(replica);
+    add_items(replica);
+  }
+}
 
-    replica.items.reserve(trees.items().size());
-    for (const TreeItem& tree_item : trees.items()) {
-      Item item{.tokens = tree_item.tokens, .attention = tree_item.attention, .longest_s = kInfinity};
-      bool fits = false;
-      for (const Class& kind : replica.classes) {
-        const double whole_s = item.tokens * kind.time_per_token + item.attention * kind.time_per_attention;
-        item.longest_s = std::min(item.longest_s, whole_s);
-        fits = fits || item.tokens <= replica.leaves[kind.leaves.front()].token_capacity;
-      }
-      if (item.longest_s > bound_s_ * (1 + 1e-9) || !fits) {
-        for (const int32_t degree : trees.degrees()) {
-          for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
-            const auto [first, last] = trees.nodes_of(bag, degree);
-            if (first == last || trees.node(first).num_children == 0) continue;
-            const double shared_s = trees.cost(tree_item, first) * unit_s;
-            const bool enough = shared_s <= bound_s_ * (1 + 1e-9) &&
-                                (max_tokens_ == 0 || item.tokens <= static_cast<double>(max_tokens_) * degree);
-            if (shared_s < item.longest_s || enough) {
-              item.longest_s = shared_s;
-              item.shared_node = first;
-            }
-            if (enough) fits = true;
-            break;
-          }
-          if (fits && item.shared_node >= 0 && item.longest_s <= bound_s_ * (1 + 1e-9)) break;
-        }
-        if (item.shared_node >= 0) item.num_leaves = trees.node(item.shared_node).degree;
-      }
-      replica.items.push_back(item);
+void MicroBatchPacking::add_leaves(Replica& replica) const {
+  const PlacementTrees& trees = replica.trees;
+  replica.leaf_of_node.assign(static_cast<size_t>(trees.num_nodes()), -1);
+  for (int32_t v = 0; v < trees.num_nodes(); ++v) {
+    const PlacementTrees::Node& node = trees.node(v);
+    if (node.num_children > 0) continue;
+    replica.leaf_of_node[v] = static_cast<int32_t>(replica.leaves.size());
+    replica.leaves.push_back(
+        {.node = v,
+         .time_per_token = node.load_per_token * trees.unit_s(),
+         .time_per_attention = node.attention_share * trees.unit_s(),
+         .token_capacity = max_tokens_ > 0 ? static_cast<double>(max_tokens_) * node.degree : kInfinity});
+  }
+  constexpr double kOneSpeed = 1.05;
+  std::vector<int32_t> order(replica.leaves.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto slowness = [&](int32_t leaf) { return replica.leaves[leaf].time_per_token; };
+  std::ranges::stable_sort(order, {}, slowness);
+  for (const int32_t leaf : order) {
+    if (replica.classes.empty() || slowness(leaf) > kOneSpeed * replica.classes.back().time_per_token) {
+      replica.classes.push_back({.leaves = {},
+                                 .time_per_token = replica.leaves[leaf].time_per_token,
+                                 .time_per_attention = replica.leaves[leaf].time_per_attention});
     }
+    replica.classes.back().leaves.push_back(leaf);
+  }
+  for (Class& kind : replica.classes) std::ranges::sort(kind.leaves);
+}
+
+void MicroBatchPacking::add_items(Replica& replica) const {
+  const PlacementTrees& trees = replica.trees;
+  std::vector<int32_t> sharing_nodes;  // one for each degree of sharing, ascending
+  for (const int32_t degree : trees.degrees()) {
+    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+      const auto [first, last] = trees.nodes_of(bag, degree);
+      if (first == last || trees.node(first).num_children == 0) continue;
+      sharing_nodes.push_back(first);
+      break;
+    }
+  }
+  const double longest_s = bound_s_ * (1 + 1e-9);
+  replica.items.reserve(trees.items().size());
+  for (const TreeItem& tree_item : trees.items()) {
+    Item item{.tokens = tree_item.tokens, .attention = tree_item.attention, .longest_s = kInfinity};
+    bool is_held = false;  // within the limit of tokens
+    for (const Class& kind : replica.classes) {
+      item.longest_s =
+          std::min(item.longest_s, item.tokens * kind.time_per_token + item.attention * kind.time_per_attention);
+      is_held = is_held || item.tokens <= replica.leaves[kind.leaves.front()].token_capacity;
+    }
+    for (const int32_t v : sharing_nodes) {
+      if (item.longest_s <= longest_s && is_held) break;
+      const PlacementTrees::Node& node = trees.node(v);
+      item.longest_s = trees.cost(tree_item, v) * trees.unit_s();
+      item.shared_node = v;
+      item.num_leaves = node.degree;
+      is_held = max_tokens_ == 0 || item.tokens <= static_cast<double>(max_tokens_) * node.degree;
+    }
+    replica.items.push_back(item);
   }
 }
 
@@ -495,40 +501,55 @@ class MicroBatchPacking::Refinement {
       const bool is_same = other_group.first == group.first;
       if (other == bin || (!is_same && excess_s_[other] >= best_s_)) continue;
       const Leaf& other_leaf = replica_.leaves[other % num_leaves_];
+      list_lots(other, with_pairs, taken_);
+      taken_.push_back({});
+      trials_left_ -= std::ssize(given_) * std::ssize(taken_);
+      if (group.size == 1 && other_group.size == 1) {
+        // Nothing is shared, as nearly everywhere.
+        try_lots(bin, other, [&](double tokens, double attention) {
+          return std::max(
+              excess_s_[bin] - tokens * leaf.time_per_token - attention * leaf.time_per_attention,
+              excess_s_[other] + tokens * other_leaf.time_per_token + attention * other_leaf.time_per_attention);
+        });
+        continue;
+      }
       const double rest_s = others_attention_s(bin, other), other_rest_s = others_attention_s(other, bin);
       const double other_token_s = token_sum_s(replica_, other_group);
       const double there_attention_s = attention_s(replica_, other);
       const double other_level_s = level_s_[other / num_leaves_];
-      list_lots(other, with_pairs, taken_);
-      taken_.push_back({});
-      trials_left_ -= std::ssize(given_) * std::ssize(taken_);
-      for (const Lot& given : given_) {
-        for (const Lot& taken : taken_) {
-          const double tokens = given.tokens - taken.tokens, attention = given.attention - taken.attention;
-          const double here_s = std::max(
-              rest_s, here_attention_s - attention * leaf.time_per_attention + tokens * group.exchange_per_token);
-          const double there_s = std::max(other_rest_s, there_attention_s + attention * other_leaf.time_per_attention -
-                                                            tokens * other_group.exchange_per_token);
-          double then_s;
-          if (is_same) {
-            then_s = (token_s + tokens * (other_leaf.time_per_token - leaf.time_per_token)) / group.size +
-                     std::max(here_s, there_s) - level_s;
-          } else {
-            const double less_s = tokens * (leaf.time_per_token + group.exchange_per_token);
-            const double more_s = tokens * (other_leaf.time_per_token + other_group.exchange_per_token);
-            then_s = std::max((token_s - less_s) / group.size + here_s - level_s,
-                              (other_token_s + more_s) / other_group.size + there_s - other_level_s);
-          }
-          if (then_s >= best_s_) continue;
-          if (replica_.tokens[bin] - tokens > leaf.token_capacity ||
-              replica_.tokens[other] + tokens > other_leaf.token_capacity)
-            continue;
-          best_s_ = then_s;
-          best_from_ = bin;
-          best_bin_ = other;
-          best_given_ = given;
-          best_taken_ = taken;
+      try_lots(bin, other, [&](double tokens, double attention) {
+        const double here_s = std::max(
+            rest_s, here_attention_s - attention * leaf.time_per_attention + tokens * group.exchange_per_token);
+        const double there_s = std::max(other_rest_s, there_attention_s + attention * other_leaf.time_per_attention -
+                                                          tokens * other_group.exchange_per_token);
+        if (is_same) {
+          return (token_s + tokens * (other_leaf.time_per_token - leaf.time_per_token)) / group.size +
+                 std::max(here_s, there_s) - level_s;
         }
+        const double less_s = tokens * (leaf.time_per_token + group.exchange_per_token);
+        const double more_s = tokens * (other_leaf.time_per_token + other_group.exchange_per_token);
+        return std::max((token_s - less_s) / group.size + here_s - level_s,
+                        (other_token_s + more_s) / other_group.size + there_s - other_level_s);
+      });
+    }
+  }
+
+  /// Of what the bins may trade, the best. `excess_of(tokens, attention)`: the higher excess after these net amounts
+  /// went from here to there.
+  template <class ExcessOf>
+  void try_lots(int32_t bin, int32_t other, const ExcessOf& excess_of) {
+    const double free_here = replica_.leaves[bin % num_leaves_].token_capacity - replica_.tokens[bin];
+    const double free_there = replica_.leaves[other % num_leaves_].token_capacity - replica_.tokens[other];
+    for (const Lot& given : given_) {
+      for (const Lot& taken : taken_) {
+        const double tokens = given.tokens - taken.tokens;
+        const double then_s = excess_of(tokens, given.attention - taken.attention);
+        if (then_s >= best_s_ || -tokens > free_here || tokens > free_there) continue;
+        best_s_ = then_s;
+        best_from_ = bin;
+        best_bin_ = other;
+        best_given_ = given;
+        best_taken_ = taken;
       }
     }
   }

@@ -104,6 +104,8 @@ class MicroBatchPacking {
     std::vector<int32_t> node_of_item;          // -1: the bin's leaf
   };
 
+  void add_leaves(Replica& replica) const;
+  void add_items(Replica& replica) const;
   void fill(Replica& replica);
   void share(Replica& replica, int32_t item);
   void put(Replica& replica, int32_t item, int32_t bin) const;

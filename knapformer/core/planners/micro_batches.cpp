@@ -101,10 +101,10 @@ class StepSolver {
 
   /// Trades that each packing tries.
   int64_t num_trials() const {
-    constexpr int64_t kMin = 250'000, kMax = 40'000'000;
+    constexpr int64_t kMin = 150'000, kMax = 40'000'000;
     const auto num_sequences = int64_t{input_.sequences.seq_lens.num_sequences()};
     if (is_low()) return std::max(kMin, 64 * num_sequences);
-    return std::clamp(600 * num_sequences, kMin, kMax);
+    return std::clamp(400 * num_sequences, kMin, kMax);
   }
 
   std::optional<Packed> pack(double block_bound_s) const {

@@ -8,10 +8,10 @@
 //   4. compare            with all sequences in one micro-batch, where sequences must be shared; and with the given
 //                         order, each micro-batch planned by itself
 //
-// By construction the step is predicted to take no longer than the plans of the micro-batches as they are given
-// (micro_batches_as_given), made by the same planner with the same effort. These are planned only as far as it is not
-// proven that they take longer. With more than 4,096 sequences they are not planned either where the step is within
-// 0.02 % of the lower bound (0.1 % at low effort), route aside: they could not be shorter by more.
+// By construction the step is predicted to take no longer than the micro-batches as they are given
+// (micro_batches_as_given), planned by the same planner with the same effort. These are planned only as far as it is
+// not proven that they take longer; and not at all where more than 4,096 sequences stay whole and the step is, route
+// aside, within 0.04 % of the lower bound (0.1 % at low effort): they could not be shorter by more.
 //
 // Without a limit of tokens time alone decides; among steps that take about equally long, the one with the lowest
 // levels, which hold the fewest tokens. Long steps in few micro-batches are the shortest, so what memory allows is for
