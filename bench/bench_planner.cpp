@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/model/data_mix.h"
+#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
 
 namespace knapformer {
@@ -74,6 +76,38 @@ BENCHMARK(balanced_joint_32)
 BENCHMARK(balanced_b_1024_4k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(balanced_1024_16k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 BENCHMARK(balanced_flat_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
+
+/// A step of four micro-batches.
+void plan_step_of(benchmark::State& state, const SequenceLengths& lens) {
+  const StepInput input{.sequences = {.seq_lens = lens,
+                                      .topology = Topology::parse("g8/4/2/1n1", lens.num_ranks()),
+                                      .d_model = 3072,
+                                      .workload = {}},
+                        .num_micro_batches = 4};
+  const Effort effort{.moves = state.range(0)};
+  for (auto _ : state) benchmark::DoNotOptimize(plan_step(input, "balanced", effort));
+  const StepPlan result = plan_step(input, "balanced", effort);
+  state.counters["sequences"] = lens.num_sequences();
+  state.counters["exchanged_fraction"] = result.exchanged_fraction();
+  state.counters["gap"] = prediction_of(result).gap();
+}
+SequenceLengths four_batches(const char* mix) {
+  std::vector<std::vector<int64_t>> lists(32);
+  for (int32_t k = 0; k < 4; ++k) {
+    const auto batch = DataMix::parse(mix).draw_lengths(0, k, 32);
+    for (size_t r = 0; r < lists.size(); ++r) lists[r].insert(lists[r].end(), batch[r].begin(), batch[r].end());
+  }
+  return SequenceLengths::from_lists(lists);
+}
+
+void step_joint_32(benchmark::State& state) { plan_step_of(state, four_batches("joint")); }
+void step_mixed_32(benchmark::State& state) { plan_step_of(state, four_batches("mixed")); }
+void step_1024_16k(benchmark::State& state) { plan_step_of(state, five_lengths(1024, 16)); }
+void step_16384_262k(benchmark::State& state) { plan_step_of(state, five_lengths(16384, 16)); }
+BENCHMARK(step_joint_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
+BENCHMARK(step_mixed_32)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMicrosecond);
+BENCHMARK(step_1024_16k)->Arg(Effort::kLow)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
+BENCHMARK(step_16384_262k)->Arg(Effort::kDefault)->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace knapformer

@@ -4,6 +4,7 @@
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/heads.h"
+#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
 #include "knapformer/core/util/error.h"
@@ -16,6 +17,7 @@ namespace {
 using GivenLengths = Given<"collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]">;
 using GivenBatches =
     Given<"collections.abc.Iterable[collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]]">;
+using GivenMicroBatches = Given<"int | str">;
 using GivenMasks = Given<"str | collections.abc.Iterable[collections.abc.Iterable[str]]">;
 
 /// How many (query, key/value) heads each rank of a group computes.
@@ -57,6 +59,19 @@ std::vector<int64_t> pairs_from(const py::object& masks, const SequenceLengths& 
   return pairs;
 }
 
+PlanInput sequences_from(const GivenLengths& seq_lens_per_rank, const GivenInteger& d_model, const GivenMasks& masks,
+                         PlanInput settings) {
+  settings.d_model = integer_from(d_model, "d_model");
+  settings.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank"));
+  settings.attention_pairs = pairs_from(masks, settings.seq_lens);
+  return settings;
+}
+
+void choose_topology(PlanInput& input, const std::string& chosen, const std::string& solver) {
+  input.topology = Topology::parse(chosen == "auto" ? rank_topologies({&input, 1}, solver).front().topology : chosen,
+                                   input.seq_lens.num_ranks());
+}
+
 }  // namespace
 
 void bind_planner(py::module_& m) {
@@ -66,18 +81,13 @@ void bind_planner(py::module_& m) {
          const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
          const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
          const GivenInteger& num_heads, const GivenModel& model) {
-        PlanInput input = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
-        input.d_model = integer_from(d_model, "d_model");
-        input.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank"));
-        input.attention_pairs = pairs_from(masks, input.seq_lens);
-        const std::string solver_name = text_from(solver, "solver");
+        PlanInput input =
+            sequences_from(seq_lens_per_rank, d_model, masks,
+                           settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model));
+        const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
         const Effort moves = effort_from(effort);
-        std::string chosen = text_from(topology, "topology");
         const py::gil_scoped_release release;
-        if (chosen == "auto") {
-          chosen = rank_topologies({&input, 1}, solver_name).front().topology;
-        }
-        input.topology = Topology::parse(chosen, input.seq_lens.num_ranks());
+        choose_topology(input, chosen, solver_name);
         return make_plan(std::move(input), solver_name, moves);
       },
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma,
@@ -93,6 +103,48 @@ sequences, or of each, in lists like the lengths' (see attention_pairs). max_tok
 keeps or that is refused, 0 for none. rank_speed: per rank, relative; none where all are equal. cluster: a Cluster, or
 the name of one; None: the default. model: a TrainedModel; None: the default. num_heads: in place of model's; where a
 group's ranks do not divide them, some have more attention to compute.
+
+Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
+  m.def(
+      "plan",
+      [](const GivenLengths& seq_lens_per_rank, const GivenText& topology, const GivenInteger& d_model,
+         const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
+         const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
+         const GivenInteger& num_heads, const GivenModel& model, const GivenMicroBatches& micro_batches,
+         const GivenText& sync) {
+        StepInput step;
+        step.sequences =
+            sequences_from(seq_lens_per_rank, d_model, masks,
+                           settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model));
+        step.sync = parse_step_sync(text_from(sync, "sync"));
+        const bool is_auto = as_text(micro_batches) == "auto";
+        if (!is_auto) {
+          const std::optional<int64_t> number = as_integer(micro_batches);
+          if (!number || *number < 1 || *number > StepInput::kMaxMicroBatches) {
+            throw_argument("micro_batches", shown(micro_batches),
+                           text("1 to ", StepInput::kMaxMicroBatches, ", or 'auto'"));
+          }
+          step.num_micro_batches = static_cast<int32_t>(*number);
+        }
+        const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
+        const Effort moves = effort_from(effort);
+        const py::gil_scoped_release release;
+        choose_topology(step.sequences, chosen, solver_name);
+        return is_auto ? plan_fewest_micro_batches(std::move(step), solver_name, moves)
+                       : plan_step(std::move(step), solver_name, moves);
+      },
+      py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma,
+      py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
+      py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(), py::arg("cluster") = py::none(),
+      py::arg("num_heads") = 0, py::arg("model") = py::none(), py::kw_only(), py::arg("micro_batches"),
+      py::arg("sync") = step_sync_name(StepSync::kMicroBatch),
+      R"(Plans an optimizer step of several micro-batches at once: each rank's list holds all its sequences of the step.
+
+micro_batches: how many; 'auto': as few as keep max_tokens_per_rank, which holds in each. sync: where ranks wait for
+each other, in every 'micro_batch' (FSDP2, ZeRO-3) or once, at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
+The rest as without micro_batches. The step takes no longer than each rank's list cut in consecutive parts would, each
+planned by itself (knapformer/core/planners/micro_batches.h). Without max_tokens_per_rank, time alone counts: few
+micro-batches may hold most tokens.
 
 Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")

@@ -1,0 +1,87 @@
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/cost/accumulation.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/util/error.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the core
+
+namespace {
+
+std::string to_json(const StepPlan& plan) {
+  std::vector<PlanPrediction> of_plans;
+  for (const Plan& micro_batch : plan.plans()) of_plans.push_back(prediction_of(micro_batch));
+  return step_plan_to_json(plan, prediction_of(plan), of_plans);
+}
+
+std::string describe(const StepPlan& plan) {
+  return text("StepPlan(num_micro_batches=", plan.num_micro_batches(), ", sync='", step_sync_name(plan.input().sync),
+              "', topology='", plan.input().sequences.topology.str(), "', num_sequences=", plan.micro_batches().size(),
+              ", num_tokens=", plan.num_tokens(), ", max_tokens=", plan.max_tokens(), ")");
+}
+
+}  // namespace
+
+void bind_step_plan(py::module_& m) {
+  py::class_<StepPlan>(m, "StepPlan",
+                       "An optimizer step of several micro-batches: which one computes each sequence, and a Plan of "
+                       "each. Constant;\nequal inputs give equal plans.")
+      .def_property_readonly(
+          "micro_batches",
+          [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },
+          "Per sequence of the step, in id order, the micro-batch that computes it.")
+      .def_property_readonly(
+          "plans", [](const StepPlan& p) { return std::vector<Plan>(p.plans().begin(), p.plans().end()); },
+          "Per micro-batch, the Plan of its sequences. Its ids count up through these alone: see sequences_of.")
+      .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches, "Of the step; some may be empty.")
+      .def_property_readonly(
+          "sync", [](const StepPlan& p) { return step_sync_name(p.input().sync); },
+          "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.")
+      .def(
+          "sequences_of",
+          [](const StepPlan& p, int32_t micro_batch) {
+            if (micro_batch < 0 || micro_batch >= p.num_micro_batches())
+              throw_argument("micro_batch", micro_batch, text("0 to ", p.num_micro_batches() - 1));
+            std::vector<int32_t> ids;
+            for (const SequenceId id : p.sequences_of(micro_batch)) ids.push_back(id.value);
+            return ids;
+          },
+          py::arg("micro_batch"), "The step's ids of a micro-batch's sequences: the n-th is sequence n of its plan.")
+      .def_property_readonly("num_tokens", &StepPlan::num_tokens, "Of all sequences.")
+      .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
+      .def_property_readonly("tokens_moved", &StepPlan::tokens_moved,
+                             "Tokens held by another rank than their home, over all micro-batches.")
+      .def_property_readonly("attention_tokens_moved", &StepPlan::attention_tokens_moved,
+                             "Tokens that leave their rank in each all-to-all of an attention, over all micro-batches.")
+      .def_property_readonly("exchanged_fraction", &StepPlan::exchanged_fraction, "The same, of all tokens.")
+      .def_property_readonly(
+          "predicted_time", [](const StepPlan& p) { return predict_accumulated(p).total_s; },
+          "Predicted seconds of the step.")
+      .def_property_readonly(
+          "predicted_times", [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; },
+          "Per micro-batch, predicted seconds; they add up to predicted_time where ranks wait in each.")
+      .def_property_readonly(
+          "lower_bound", [](const StepPlan& p) { return lower_bound_s(p.input()); },
+          "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.")
+      .def_property_readonly(
+          "gap", [](const StepPlan& p) { return prediction_of(p).gap(); },
+          "predicted_time / lower_bound - 1: how far from the best this plan may be.")
+      .def_property_readonly(
+          "ideal_time", [](const StepPlan& p) { return predict_accumulated(p).ideal_s; },
+          "Seconds of the step with the work spread evenly, no exchange, and what is fixed in each micro-batch.")
+      .def("validate", &StepPlan::validate,
+           "Checks every promise of the plan; raises StateError with the first one broken.")
+      .def("to_json", &to_json, "As text, to be read by from_json.")
+      .def_static(
+          "from_json", [](const std::string& json) { return step_plan_from_json(json); }, py::arg("json"),
+          "The plan that to_json wrote. Raises ArgumentError where the text is none, or the plan is not valid.")
+      .def(py::self == py::self)
+      .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
+                      [](const py::str& s) { return step_plan_from_json(s.cast<std::string>()); }))
+      .def("__repr__", &describe);
+}

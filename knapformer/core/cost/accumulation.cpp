@@ -1,0 +1,124 @@
+#include "knapformer/core/cost/accumulation.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "knapformer/core/cost/bounds.h"
+
+namespace knapformer {
+namespace {
+
+/// From the first of a group's ranks to the last, with what it waits.
+double seconds_of(const PassTime& t) {
+  return t.token_s + t.wait_before_s + t.attention_s() + t.exchange_s() + t.wait_after_s;
+}
+
+/// By rank, seconds of all blocks of its group.
+std::vector<double> group_s(const Plan& plan, const StepTime& time) {
+  const PlanInput& input = plan.input();
+  const Passes passes = input.model.passes();
+  std::vector<double> host_s(time.ranks.size(), 0.0);  // of the group, at its first rank
+  if (input.cluster.host_s_per_piece > 0) {
+    std::vector<double> pieces(time.ranks.size(), 0.0);
+    for (const Chunk& chunk : plan.chunks()) {
+      const int32_t degree = plan.degree_of(chunk);
+      if (degree > 1) pieces[chunk.rank.index()] += degree;
+    }
+    for (size_t r = 0; r < pieces.size(); ++r) {
+      double& longest_s = host_s[time.ranks[r].group.index()];
+      longest_s = std::max(longest_s, pieces[r] * input.cluster.host_s_per_piece);
+    }
+  }
+  std::vector<double> seconds;
+  seconds.reserve(time.ranks.size());
+  for (const RankTime& rank : time.ranks) {
+    const double block_s = passes.forwards * seconds_of(rank.forward) + passes.backwards * seconds_of(rank.backward) +
+                           host_s[rank.group.index()];
+    seconds.push_back(input.model.num_blocks * block_s);
+  }
+  return seconds;
+}
+
+}  // namespace
+
+StepClock::StepClock(const StepInput& input) : input_(input) {
+  if (input.sync == StepSync::kStep) rank_s_.resize(static_cast<size_t>(input.sequences.seq_lens.num_ranks()));
+}
+
+StepTime StepClock::add(const Plan& micro_batch) {
+  StepTime time = predict_step(micro_batch);
+  if (input_.sync == StepSync::kMicroBatch) {
+    sum_s_ += time.total_s();
+    return time;
+  }
+  const std::vector<double> seconds = group_s(micro_batch, time);
+  std::vector<double> start_s(rank_s_.size(), 0.0);  // of a group, at its first rank
+  for (size_t r = 0; r < rank_s_.size(); ++r) {
+    double& latest_s = start_s[time.ranks[r].group.index()];
+    latest_s = std::max(latest_s, rank_s_[r]);
+  }
+  for (size_t r = 0; r < rank_s_.size(); ++r) rank_s_[r] = start_s[time.ranks[r].group.index()] + seconds[r];
+  sum_s_ += time.route_s + time.fixed_s;
+  fsdp_s_ = time.fsdp_s;
+  return time;
+}
+
+double StepClock::total_s() const {
+  return sum_s_ + fsdp_s_ + (rank_s_.empty() ? 0 : *std::ranges::max_element(rank_s_));
+}
+
+double StepClock::lower_bound_s(std::span<const PlanInput> left) const {
+  double sum_s = sum_s_;
+  if (input_.sync == StepSync::kMicroBatch) {
+    for (const PlanInput& input : left) sum_s += knapformer::lower_bound_s(input);
+    return sum_s;
+  }
+  // However the work that is left is spread, the mean rank is not done earlier.
+  const PlanInput& step = input_.sequences;
+  const BlockRates rates(step);
+  double work_s = 0;  // at speed 1
+  for (size_t r = 0; r < rank_s_.size(); ++r) work_s += rank_s_[r] * step.speed_of(Rank(r));
+  for (const PlanInput& input : left) {
+    for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s)
+      work_s += step.model.num_blocks * rates.work_s(input, SequenceId(s));
+    sum_s += step.cluster.fixed_s;
+  }
+  return sum_s + work_s / step.group_speed(Rank(0), step.seq_lens.num_ranks()).sum;
+}
+
+AccumulatedTime predict_accumulated(const StepPlan& plan) {
+  StepClock clock(plan.input());
+  AccumulatedTime out;
+  for (const Plan& micro_batch : plan.plans()) {
+    const StepTime time = clock.add(micro_batch);
+    out.ideal_s += time.ideal_s + time.fixed_s;
+    out.micro_batch_s.push_back(time.total_s());
+  }
+  out.total_s = clock.total_s();
+  return out;
+}
+
+double accumulated_s(const StepInput& input, std::span<const double> block_s) {
+  if (input.sync == StepSync::kStep)
+    return replica_step_s(input.sequences, std::accumulate(block_s.begin(), block_s.end(), 0.0), 0);
+  double sum_s = 0;
+  for (const double seconds : block_s) sum_s += replica_step_s(input.sequences, seconds, 0);
+  return sum_s;
+}
+
+double lower_bound_s(const StepInput& input) {
+  const PlanInput& step = input.sequences;
+  double step_s = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
+    const double block_s = replica_lower_bound_s(step, step.topology, replica);
+    const std::vector<double> even(static_cast<size_t>(input.num_micro_batches), block_s / input.num_micro_batches);
+    step_s = std::max(step_s, accumulated_s(input, even));
+  }
+  return step_s + input.num_micro_batches * step.cluster.fixed_s;
+}
+
+PlanPrediction prediction_of(const StepPlan& plan) {
+  return {.predicted_time_s = predict_accumulated(plan).total_s, .lower_bound_s = lower_bound_s(plan.input())};
+}
+
+}  // namespace knapformer

@@ -1,0 +1,126 @@
+#include "knapformer/core/plan/step_plan.h"
+
+#include <algorithm>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+StepSync parse_step_sync(std::string_view name) {
+  for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+    if (step_sync_name(sync) == name) return sync;
+  }
+  throw_argument("sync", text("'", name, "'"), "'micro_batch' or 'step'");
+}
+
+std::string_view step_sync_name(StepSync sync) { return sync == StepSync::kStep ? "step" : "micro_batch"; }
+
+void StepInput::validate() const {
+  sequences.validate();
+  if (num_micro_batches < 1 || num_micro_batches > kMaxMicroBatches)
+    throw_argument("micro_batches", num_micro_batches, text("1 to ", kMaxMicroBatches));
+}
+
+std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<const int32_t> micro_batches) {
+  const PlanInput& step = input.sequences;
+  KNAPFORMER_ASSERT(std::ssize(micro_batches) == step.seq_lens.num_sequences());
+  const auto num_ranks = static_cast<size_t>(step.seq_lens.num_ranks());
+  struct Part {
+    std::vector<int64_t> lens, counts, pairs;
+  };
+  std::vector<Part> parts(static_cast<size_t>(input.num_micro_batches));
+  for (Part& part : parts) part.counts.resize(num_ranks);
+  for (size_t s = 0; s < micro_batches.size(); ++s) {
+    const SequenceId id(s);
+    Part& part = parts[micro_batches[s]];
+    part.lens.push_back(step.seq_lens[id]);
+    ++part.counts[step.seq_lens.home_of(id).index()];
+    if (!step.attention_pairs.empty()) part.pairs.push_back(step.attention_pairs[s]);
+  }
+  std::vector<PlanInput> inputs;
+  inputs.reserve(parts.size());
+  for (Part& part : parts) {
+    inputs.push_back({.seq_lens = SequenceLengths(std::move(part.lens), part.counts),
+                      .topology = step.topology,
+                      .d_model = step.d_model,
+                      .workload = step.workload,
+                      .attention_pairs = std::move(part.pairs),
+                      .cluster = step.cluster,
+                      .model = step.model,
+                      .rank_speed = step.rank_speed,
+                      .max_tokens_per_rank = step.max_tokens_per_rank});
+  }
+  return inputs;
+}
+
+std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int32_t num_micro_batches) {
+  std::vector<int32_t> micro_batches;
+  micro_batches.reserve(seq_lens.lens().size());
+  for (int32_t r = 0; r < seq_lens.num_ranks(); ++r) {
+    const int32_t count = seq_lens.last_of(Rank(r)).value - seq_lens.first_of(Rank(r)).value;
+    for (int32_t k = 0; k < num_micro_batches; ++k) {
+      const int32_t size = count / num_micro_batches + (k < count % num_micro_batches ? 1 : 0);
+      micro_batches.insert(micro_batches.end(), static_cast<size_t>(size), k);
+    }
+  }
+  return micro_batches;
+}
+
+StepPlan::StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans)
+    : input_(std::move(input)), micro_batches_(std::move(micro_batches)), plans_(std::move(plans)) {
+  KNAPFORMER_ASSERT(std::ssize(micro_batches_) == input_.sequences.seq_lens.num_sequences());
+  KNAPFORMER_ASSERT(std::ssize(plans_) == input_.num_micro_batches);
+}
+
+std::vector<SequenceId> StepPlan::sequences_of(int32_t micro_batch) const {
+  std::vector<SequenceId> ids;
+  for (size_t s = 0; s < micro_batches_.size(); ++s) {
+    if (micro_batches_[s] == micro_batch) ids.push_back(SequenceId(s));
+  }
+  return ids;
+}
+
+int64_t StepPlan::num_tokens() const {
+  int64_t sum = 0;
+  for (const Plan& plan : plans_) sum += plan.num_tokens();
+  return sum;
+}
+
+int64_t StepPlan::max_tokens() const {
+  int64_t max = 0;
+  for (const Plan& plan : plans_) max = std::max(max, plan.max_tokens());
+  return max;
+}
+
+int64_t StepPlan::tokens_moved() const {
+  int64_t sum = 0;
+  for (const Plan& plan : plans_) sum += plan.tokens_moved();
+  return sum;
+}
+
+double StepPlan::attention_tokens_moved() const {
+  double sum = 0;
+  for (const Plan& plan : plans_) sum += plan.attention_tokens_moved();
+  return sum;
+}
+
+double StepPlan::exchanged_fraction() const {
+  const int64_t tokens = num_tokens();
+  return tokens > 0 ? attention_tokens_moved() / static_cast<double>(tokens) : 0;
+}
+
+void StepPlan::validate() const {
+  for (size_t s = 0; s < micro_batches_.size(); ++s) {
+    if (micro_batches_[s] < 0 || micro_batches_[s] >= num_micro_batches()) {
+      throw StateError(
+          text("sequence ", s, " is in micro-batch ", micro_batches_[s], ", expected 0 to ", num_micro_batches() - 1));
+    }
+  }
+  const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches_);
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    if (plans_[k].input() != inputs[k])
+      throw StateError(text("the plan of micro-batch ", k, " is not one of its sequences and settings"));
+    plans_[k].validate();
+  }
+}
+
+}  // namespace knapformer

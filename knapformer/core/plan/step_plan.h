@@ -1,0 +1,81 @@
+// StepPlan: an optimizer step of several micro-batches, planned at once. A value, as a Plan is.
+//
+// With gradient accumulation a step's gradient is the sum over its micro-batches, whichever holds a sequence. So the
+// plan says of every sequence which micro-batch computes it; and each micro-batch has a Plan of its sequences, with
+// their home ranks. A micro-batch may leave ranks, or all of them, without tokens.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "knapformer/core/plan/plan.h"
+
+namespace knapformer {
+
+/// Where ranks wait for each other.
+enum class StepSync {
+  kMicroBatch,  // in every micro-batch (FSDP2, ZeRO-3): the step is the sum of their slowest ranks
+  kStep,        // once, at the step's end (DDP, ZeRO-1 and 2 with no_sync): the step is the slowest rank's sum
+};
+/// "micro_batch", "step". Throws ArgumentError (argument "sync").
+StepSync parse_step_sync(std::string_view name);
+std::string_view step_sync_name(StepSync sync);
+
+struct StepInput {
+  /// All sequences of the step; max_tokens_per_rank holds in every micro-batch.
+  PlanInput sequences = {};
+  int32_t num_micro_batches = 1;
+  StepSync sync = StepSync::kMicroBatch;
+
+  static constexpr int32_t kMaxMicroBatches = 1 << 12;
+  /// Throws ArgumentError, naming the argument.
+  void validate() const;
+  bool operator==(const StepInput&) const = default;
+};
+
+/// The inputs of the micro-batches: each one's sequences, in the step's order, on their home ranks. `micro_batches`: of
+/// every sequence, by id.
+std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<const int32_t> micro_batches);
+
+/// Each rank's list cut into consecutive parts, as evenly as its count allows, the longer parts first: the micro-batch
+/// of every sequence where nothing is chosen.
+std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int32_t num_micro_batches);
+
+class StepPlan {
+ public:
+  /// `plans`: one for each micro-batch, of its micro_batch_inputs.
+  StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans);
+
+  const StepInput& input() const { return input_; }
+  int32_t num_micro_batches() const { return input_.num_micro_batches; }
+  /// Of every sequence of the step, by id.
+  std::span<const int32_t> micro_batches() const { return micro_batches_; }
+  /// Of every micro-batch. The ids of a plan count up through its own sequences.
+  std::span<const Plan> plans() const { return plans_; }
+  /// The step's ids of a micro-batch's sequences, ascending: the plan's id is the index.
+  std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
+
+  int64_t num_tokens() const;
+  /// Tokens of the fullest rank of any micro-batch.
+  int64_t max_tokens() const;
+  /// Sums over the micro-batches of Plan::tokens_moved and Plan::attention_tokens_moved.
+  int64_t tokens_moved() const;
+  double attention_tokens_moved() const;
+  /// Of all tokens, the part that leaves its rank in each all-to-all of attention; 0 without tokens.
+  double exchanged_fraction() const;
+
+  /// Checks that each sequence is in exactly one micro-batch, that every plan is one of its micro-batch's sequences,
+  /// and every plan (Plan::validate). Throws StateError with the first promise that is broken.
+  void validate() const;
+
+  bool operator==(const StepPlan&) const = default;
+
+ private:
+  StepInput input_;
+  std::vector<int32_t> micro_batches_;
+  std::vector<Plan> plans_;
+};
+
+}  // namespace knapformer

@@ -1,0 +1,103 @@
+#include "knapformer/core/plan/step_plan_json.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kFormat = "knapformer.step_plan/1";
+
+template <class T>
+T field(const Json& json, const char* name) {
+  const auto it = json.find(name);
+  if (it == json.end()) {
+    throw_argument("plan", text("JSON without '", name, "'"), text("a step's plan of format ", kFormat));
+  }
+  try {
+    return it->get<T>();
+  } catch (const nlohmann::json::exception&) {
+    throw_argument("plan", text("'", name, "' of type ", it->type_name()), "what step_plan_to_json writes there");
+  }
+}
+
+}  // namespace
+
+std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
+                              std::span<const PlanPrediction> of_plans) {
+  Json json;
+  json["format"] = kFormat;
+  json["sync"] = step_sync_name(plan.input().sync);
+  const SequenceLengths& seq_lens = plan.input().sequences.seq_lens;
+  std::vector<std::vector<int64_t>> lists;
+  for (int32_t r = 0; r < seq_lens.num_ranks(); ++r) {
+    const auto lens = seq_lens.lens(Rank(r));
+    lists.emplace_back(lens.begin(), lens.end());
+  }
+  json["seq_lens"] = lists;
+  json["micro_batch_of_sequence"] = plan.micro_batches();
+  json["plans"] = Json::array();
+  for (size_t k = 0; k < plan.plans().size(); ++k)
+    json["plans"].push_back(Json::parse(plan_to_json(plan.plans()[k], of_plans[k])));
+  json["max_tokens"] = plan.max_tokens();
+  json["tokens_moved"] = plan.tokens_moved();
+  json["attention_tokens_moved"] = plan.attention_tokens_moved();
+  json["exchanged_fraction"] = plan.exchanged_fraction();
+  json["predicted_time_s"] = prediction.predicted_time_s;
+  json["lower_bound_s"] = prediction.lower_bound_s;
+  json["gap"] = prediction.gap();
+  return json.dump();
+}
+
+StepPlan step_plan_from_json(std::string_view json_text) {
+  Json json;
+  try {
+    json = Json::parse(json_text);
+  } catch (const nlohmann::json::parse_error& error) {
+    throw_argument("plan", text("malformed JSON at byte ", error.byte), "a step's plan as JSON");
+  }
+  if (!json.is_object()) throw_argument("plan", text("JSON of type ", json.type_name()), "an object");
+  if (field<std::string>(json, "format") != kFormat) {
+    throw_argument("plan", text("format '", field<std::string>(json, "format"), "'"), text("'", kFormat, "'"));
+  }
+  StepInput input;
+  input.sync = parse_step_sync(field<std::string>(json, "sync"));
+  SequenceLengths seq_lens = SequenceLengths::from_lists(field<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
+  auto micro_batches = field<std::vector<int32_t>>(json, "micro_batch_of_sequence");
+  std::vector<Plan> plans;
+  for (const Json& plan : field<std::vector<Json>>(json, "plans")) plans.push_back(plan_from_json(plan.dump()));
+  if (plans.empty() || std::ssize(micro_batches) != seq_lens.num_sequences()) {
+    throw_argument("plan", text(plans.size(), " plans, and micro-batches of ", micro_batches.size(), " sequences"),
+                   text("at least one plan, and micro-batches of the ", seq_lens.num_sequences(), " sequences"));
+  }
+  // What the plans share is theirs to say; so are the masks of their sequences.
+  input.sequences = plans.front().input();
+  input.sequences.seq_lens = std::move(seq_lens);
+  input.sequences.attention_pairs.clear();
+  input.num_micro_batches = static_cast<int32_t>(plans.size());
+  const bool has_pairs =
+      std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().attention_pairs.empty(); });
+  std::vector<size_t> next(plans.size(), 0);
+  for (const int32_t k : micro_batches) {
+    if (k < 0 || k >= input.num_micro_batches || next[k] >= plans[k].seq_lens().lens().size()) {
+      throw_argument("plan", text("a sequence of micro-batch ", k, " that no plan has"),
+                     text("each sequence in one of the ", plans.size(), " plans"));
+    }
+    const SequenceId id(next[k]++);
+    if (has_pairs) input.sequences.attention_pairs.push_back(static_cast<int64_t>(plans[k].input().pairs_of(id)));
+  }
+  input.validate();
+  StepPlan plan(std::move(input), std::move(micro_batches), std::move(plans));
+  try {
+    plan.validate();
+  } catch (const StateError& error) {
+    throw ArgumentError(text("plan: got what is not valid, expected a plan: ", error.what()));
+  }
+  return plan;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,399 @@
+#include "knapformer/core/planners/micro_batches.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+
+#include "knapformer/core/cost/accumulation.h"
+#include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/balanced/locality.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+#include "knapformer/core/planners/micro_batch_packing.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Within this of the lower bound nothing is left to search for.
+constexpr double kGoodEnough = 1.0002;
+constexpr double kGoodEnoughShared = 1.0001;
+constexpr double kGoodEnoughAtLowEffort = 1.001;
+constexpr double kHopelessAtLowEffort = 1.01;  // what few swaps do not mend
+/// Where there are many sequences, a packed micro-batch this far above its bound is planned anew.
+constexpr double kTooFar = 0.005;
+/// Higher levels hold more tokens: they are to gain this much.
+constexpr double kWorthMemory = 1 - 5e-5;
+/// Of the best packing, where none is good enough.
+constexpr int64_t kLastTrials = 8'000'000;
+constexpr int32_t kManyKicks = 1000;
+/// Packed micro-batches that are this close together are not planned anew.
+constexpr double kWellPacked = 1.0004;
+/// By more than what sums in another order differ in.
+constexpr double kShorter = 1 - 1e-12;
+
+bool is_over_limit(const ArgumentError& error) {
+  return std::string_view(error.what()).starts_with("max_tokens_per_rank:");
+}
+
+class StepSolver {
+ public:
+  StepSolver(StepInput input, std::string_view solver, Effort effort)
+      : input_(std::move(input)), solver_(solver), effort_(effort), bound_s_(lower_bound_s(input_)) {}
+
+  StepPlan solve() {
+    consider_packing();
+    consider_given_order();
+    return std::move(*best_);
+  }
+
+ private:
+  bool is_low() const { return effort_.moves == Effort::kLow; }
+  /// Few enough sequences to try much.
+  bool has_few() const {
+    constexpr int32_t kFew = 4096;
+    return input_.sequences.seq_lens.num_sequences() <= kFew;
+  }
+  bool may_search() const { return !is_low() && has_few(); }
+  double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
+  double good_enough(bool shares) const {
+    return is_low() ? kGoodEnoughAtLowEffort : shares ? kGoodEnoughShared : kGoodEnough;
+  }
+
+  struct Packed {
+    std::vector<PackedSequence> sequences;
+    std::vector<char> is_whole;  // by micro-batch
+    double time_s = 0;           // as packed, of sequences that are shared too
+
+    int32_t num_used() const {
+      std::vector<char> is_used(is_whole.size(), 0);
+      for (const PackedSequence& sequence : sequences) is_used[sequence.micro_batch] = 1;
+      return static_cast<int32_t>(std::ranges::count(is_used, 1));
+    }
+    bool shares() const {
+      return std::ranges::any_of(is_whole, [](char whole) { return whole == 0; });
+    }
+  };
+
+  void consider(StepPlan plan) {
+    const double time_s = predict_accumulated(plan).total_s;
+    if (best_ && time_s >= best_s_ * kShorter) return;
+    best_s_ = time_s;
+    best_ = std::move(plan);
+  }
+
+  std::vector<PackingShape> shapes() const {
+    const int32_t used = input_.num_micro_batches;
+    // The ranks' sums are what is balanced: as if all were one micro-batch.
+    if (input_.sync == StepSync::kStep) return {{.used = 1, .stepped = 0}};
+    constexpr int32_t kFewMicroBatches = 8;
+    const bool has_time = may_search() && used <= kFewMicroBatches;
+    std::vector<PackingShape> out;
+    for (int32_t u = used; u >= 1; u = has_time ? u - 1 : u / 2) {
+      const int32_t increment = is_low() ? u : std::max(1, u / (has_time ? 4 : 2));
+      for (int32_t stepped = 0; stepped < u; stepped += increment) out.push_back({.used = u, .stepped = stepped});
+    }
+    return out;
+  }
+
+  /// Trades that each packing tries.
+  int64_t num_trials() const {
+    constexpr int64_t kMin = 150'000, kMax = 40'000'000;
+    const auto num_sequences = int64_t{input_.sequences.seq_lens.num_sequences()};
+    if (is_low()) return std::max(kMin, 64 * num_sequences);
+    return std::clamp(400 * num_sequences, kMin, kMax);
+  }
+
+  std::optional<Packed> pack(double block_bound_s) const {
+    const PlanInput& step = input_.sequences;
+    const int32_t num_packed = input_.sync == StepSync::kStep ? 1 : input_.num_micro_batches;
+    MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, block_bound_s);
+    std::optional<Packed> best;
+    std::vector<std::vector<double>> tried;
+    const auto keep = [&](const std::vector<double>& times_s) {
+      const double time_s = accumulated_s(input_, times_s) * (1 + packing.overflow());
+      if (!std::isfinite(time_s) || (best && time_s >= best->time_s * kWorthMemory)) return false;
+      best = Packed{.sequences = packing.sequences(), .is_whole = packing.is_whole(), .time_s = time_s};
+      return time_s + fixed_s() <= bound_s_ * good_enough(best->shares());
+    };
+    std::vector<double> best_levels_s;
+    for (const PackingShape& shape : shapes()) {
+      const std::vector<double> levels_s = packing.levels_s(shape, num_packed);
+      if (std::ranges::find(tried, levels_s) != tried.end()) continue;
+      tried.push_back(levels_s);
+      const double before_s = best ? best->time_s : std::numeric_limits<double>::infinity();
+      const std::vector<double> times_s = packing.pack(levels_s);
+      if (keep(times_s)) return best;
+      const double sum_s = std::accumulate(times_s.begin(), times_s.end(), 0.0);
+      if (is_low() && sum_s > block_bound_s * kHopelessAtLowEffort) continue;
+      const double goal_s = block_bound_s * good_enough(packing.shares());
+      if (keep(packing.refine(num_trials(), goal_s, may_search() ? kManyKicks : 0))) return best;
+      if (best && best->time_s < before_s) best_levels_s = levels_s;
+    }
+    if (may_search() && !best_levels_s.empty()) {
+      packing.pack(best_levels_s);
+      keep(packing.refine(kLastTrials, block_bound_s * good_enough(packing.shares()), kManyKicks));
+    }
+    return best;
+  }
+
+  /// The step's sequences as if they were one micro-batch's.
+  PlanInput all_at_once() const {
+    PlanInput all = input_.sequences;
+    const int64_t most = std::numeric_limits<int64_t>::max() / input_.num_micro_batches;
+    all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, most) * input_.num_micro_batches;
+    return all;
+  }
+
+  void consider_packing() {
+    const PlanInput& step = input_.sequences;
+    double block_bound_s = 0;
+    for (int32_t r = 0; r < step.topology.num_replicas(); ++r)
+      block_bound_s = std::max(block_bound_s, replica_lower_bound_s(step, step.topology, r));
+    if (block_bound_s <= 0) return;
+    const std::optional<Packed> packed = pack(block_bound_s);
+    if (!packed) return;
+    is_packed_well_ =
+        !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * std::max(good_enough(false), kWellPacked);
+    allowance_s_ = block_bound_s * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
+    if (input_.sync == StepSync::kStep) return consider_sums(*packed);
+    std::vector<int32_t> micro_batches;
+    for (const PackedSequence& sequence : packed->sequences) micro_batches.push_back(sequence.micro_batch);
+    consider_plans(std::move(micro_batches), &*packed);
+    if (packed->shares() && packed->num_used() > 1)
+      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), nullptr);
+  }
+
+  /// Plans of the micro-batches; packed ones where sequences are whole and that is good enough. `packed` may be null.
+  void consider_plans(std::vector<int32_t> micro_batches, const Packed* packed) {
+    std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
+    std::vector<std::vector<Placement>> placements(inputs.size());
+    if (packed != nullptr) {
+      for (size_t s = 0; s < micro_batches.size(); ++s)
+        placements[micro_batches[s]].push_back(packed->sequences[s].placement);
+    }
+    std::vector<Plan> plans;
+    for (size_t k = 0; k < inputs.size(); ++k) {
+      std::optional<Plan> plan;
+      if (packed != nullptr) plan = plan_of(inputs[k], std::move(placements[k]));
+      plan = better_of(std::move(plan), inputs[k]);
+      if (!plan) return;
+      plans.push_back(std::move(*plan));
+    }
+    consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
+  }
+
+  /// Nothing where it holds too many tokens after all: where groups are shared, a rank may have one more than another.
+  std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
+    improve_locality(input, placements);
+    const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
+    Plan plan = shares && !input.topology.is_flat()
+                    ? Plan(input, "packed", placements, uneven_chunk_lens(input, placements))
+                    : Plan(input, "packed", std::move(placements));
+    if (input.max_tokens_per_rank > 0 && plan.max_tokens() > input.max_tokens_per_rank) return std::nullopt;
+    return plan;
+  }
+
+  bool is_good(const Plan& plan) const {
+    if (is_packed_well_) return true;
+    const StepTime time = predict_step(plan);
+    const PlanInput& input = plan.input();
+    for (int32_t r = 0; r < input.topology.num_replicas(); ++r) {
+      if (time.replicas[r].block_s > replica_lower_bound_s(input, input.topology, r) + allowance_s_) return false;
+    }
+    return true;
+  }
+
+  /// The plan, or that of the planner where it is not good enough and that one is better. Nothing where neither keeps
+  /// the limit of tokens.
+  std::optional<Plan> better_of(std::optional<Plan> plan, const PlanInput& input) const {
+    if (plan && is_good(*plan)) return plan;
+    try {
+      Plan other = make_plan(input, solver_, effort_);
+      if (!plan || predict_step(other).total_s() < predict_step(*plan).total_s()) plan = std::move(other);
+    } catch (const ArgumentError& error) {
+      if (!is_over_limit(error)) throw;
+    }
+    return plan;
+  }
+
+  [[noreturn]] void refuse() const {
+    const PlanInput& step = input_.sequences;
+    throw_argument("max_tokens_per_rank", step.max_tokens_per_rank,
+                   text("a limit that solver '", solver_, "' keeps with topology ", step.topology.str(), " and ",
+                        input_.num_micro_batches,
+                        " micro-batches; with more of them, or in bags of more ranks, less may ", "be possible"));
+  }
+
+  void consider_sums(const Packed& packed);
+  /// The plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
+  void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
+
+  void consider_given_order() {
+    if (best_ && !has_few() && is_packed_well_) return;
+    const std::vector<int32_t> micro_batches =
+        micro_batches_as_given(input_.sequences.seq_lens, input_.num_micro_batches);
+    const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
+    StepClock clock(input_);
+    std::vector<Plan> plans;
+    try {
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
+        plans.push_back(make_plan(inputs[k], solver_, effort_));
+        clock.add(plans.back());
+      }
+    } catch (const ArgumentError& error) {
+      if (!is_over_limit(error)) throw;
+      if (!best_) refuse();
+      return;
+    }
+    consider(StepPlan(input_, micro_batches, std::move(plans)));
+  }
+
+  StepInput input_;
+  std::string_view solver_;
+  Effort effort_;
+  double bound_s_ = 0;
+  std::optional<StepPlan> best_;
+  double best_s_ = 0;
+  bool is_packed_well_ = false;
+  double allowance_s_ = 0;
+};
+
+/// All sequences are placed as if there were one micro-batch, so that the ranks' sums are even. Then each rank's are
+/// cut into micro-batches of about equally many tokens: first those that are shared, of which all ranks must have the
+/// same one; so most ranks that wait for each other meet in the first micro-batch, where none is late.
+void StepSolver::consider_sums(const Packed& packed) {
+  const PlanInput all = all_at_once();
+  std::vector<Placement> packed_placements;
+  for (const PackedSequence& sequence : packed.sequences) packed_placements.push_back(sequence.placement);
+  const std::optional<Plan> sums = better_of(plan_of(all, std::move(packed_placements)), all);
+  if (!sums) return;
+  const SequenceLengths& seq_lens = input_.sequences.seq_lens;
+  const auto num_ranks = static_cast<size_t>(seq_lens.num_ranks());
+  std::vector<int32_t> order(static_cast<size_t>(seq_lens.num_sequences()));
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, [&](int32_t a, int32_t b) {
+    const int32_t degrees[] = {sums->placement(SequenceId(a)).degree, sums->placement(SequenceId(b)).degree};
+    if (degrees[0] != degrees[1]) return degrees[0] > degrees[1];
+    return seq_lens[SequenceId(a)] > seq_lens[SequenceId(b)];
+  });
+  const auto num_micro_batches = static_cast<size_t>(input_.num_micro_batches);
+  std::vector<int64_t> tokens(num_ranks * num_micro_batches);  // [micro-batch][rank]
+  std::vector<int32_t> micro_batches(order.size());
+  for (const int32_t s : order) {
+    const auto chunks = sums->chunks(SequenceId(s));
+    size_t best = 0;
+    int64_t min_tokens = std::numeric_limits<int64_t>::max();
+    for (size_t k = 0; k < num_micro_batches; ++k) {
+      int64_t max_tokens = 0;
+      for (const Chunk& chunk : chunks)
+        max_tokens = std::max(max_tokens, tokens[k * num_ranks + chunk.rank.index()] + chunk.num_tokens);
+      if (max_tokens < min_tokens) {
+        min_tokens = max_tokens;
+        best = k;
+      }
+    }
+    for (const Chunk& chunk : chunks) tokens[best * num_ranks + chunk.rank.index()] += chunk.num_tokens;
+    micro_batches[s] = static_cast<int32_t>(best);
+  }
+  consider_cut(*sums, std::move(micro_batches));
+  // Ranks that share may have unequal work of their own, which only evens out within a micro-batch.
+  if (sums->attention_tokens_moved() > 0) {
+    const auto last = static_cast<int32_t>(num_micro_batches - 1);  // behind which gradients are reduced
+    consider_cut(*sums, std::vector<int32_t>(order.size(), last));
+  }
+}
+
+void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches) {
+  std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
+  std::vector<std::vector<Placement>> placements(inputs.size());
+  std::vector<std::vector<int64_t>> chunk_lens(inputs.size());
+  for (size_t s = 0; s < micro_batches.size(); ++s) {
+    const auto k = static_cast<size_t>(micro_batches[s]);
+    placements[k].push_back(sums.placement(SequenceId(s)));
+    for (const Chunk& chunk : sums.chunks(SequenceId(s))) chunk_lens[k].push_back(chunk.num_tokens);
+  }
+  std::vector<Plan> plans;
+  const int64_t limit = input_.sequences.max_tokens_per_rank;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    plans.emplace_back(std::move(inputs[k]), sums.solver(), std::move(placements[k]), std::move(chunk_lens[k]));
+    if (limit > 0 && plans.back().max_tokens() > limit) return;
+  }
+  consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
+}
+
+/// Tokens that a rank of a micro-batch must be able to hold, for the longest sequence.
+int64_t share_of_longest(const PlanInput& step) {
+  const auto lens = step.seq_lens.lens();
+  const int64_t longest = lens.empty() ? 0 : *std::ranges::max_element(lens);
+  int32_t sharing = 1;
+  for (const BagShape& shape : step.topology.shapes()) sharing = std::max(sharing, shape.num_ranks_per_bag());
+  return (longest + sharing - 1) / sharing;
+}
+
+/// In ranks of a micro-batch, rounded up: what the fullest replica's tokens need.
+int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
+  int64_t most = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
+    const auto [first, last] = step.sequences_of(replica);
+    int64_t tokens = 0;
+    for (int32_t s = first.value; s < last.value; ++s) tokens += step.seq_lens[SequenceId(s)];
+    most = std::max(most, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
+  }
+  return most;
+}
+
+void check_token_limit(const StepInput& input) {
+  const PlanInput& step = input.sequences;
+  const int64_t limit = step.max_tokens_per_rank;
+  if (limit == 0) return;
+  if (share_of_longest(step) > limit) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text("at least ", share_of_longest(step), ": what each rank of the largest bag of topology ",
+                        step.topology.str(), " holds of the longest sequence"));
+  }
+  const int32_t num_ranks = step.topology.num_ranks_per_replica();
+  if (full_ranks(step, limit) > int64_t{num_ranks} * input.num_micro_batches) {
+    throw_argument("max_tokens_per_rank", limit,
+                   text("a limit with which ", num_ranks, " ranks hold the step's tokens in ", input.num_micro_batches,
+                        " micro-batches"));
+  }
+}
+
+}  // namespace
+
+StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
+  input.validate();
+  PlanInput nothing = input.sequences;  // what is wrong with the request is wrong without sequences, too
+  nothing.attention_pairs.clear();
+  nothing.seq_lens = SequenceLengths({}, std::vector<int64_t>(static_cast<size_t>(nothing.topology.num_ranks()), 0));
+  make_plan(std::move(nothing), solver, effort);
+  check_token_limit(input);
+  return StepSolver(std::move(input), solver, effort).solve();
+}
+
+StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort) {
+  const PlanInput& step = input.sequences;
+  if (step.max_tokens_per_rank == 0)
+    throw_argument("micro_batches", "'auto' without max_tokens_per_rank", "a limit of tokens per rank, or a number");
+  input.num_micro_batches = 1;
+  input.validate();
+  const int32_t num_ranks = step.topology.num_ranks_per_replica();
+  const int64_t fewest = (full_ranks(step, step.max_tokens_per_rank) + num_ranks - 1) / num_ranks;
+  for (int64_t k = std::max<int64_t>(fewest, 1);; ++k) {
+    input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
+    try {
+      return plan_step(input, solver, effort);
+    } catch (const ArgumentError& error) {
+      // Each sequence by itself keeps the limit, or none does.
+      const bool is_last = k >= std::min(step.seq_lens.num_sequences(), StepInput::kMaxMicroBatches);
+      if (!is_over_limit(error) || share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
+    }
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,98 @@
+// The time of a step of several micro-batches against clocks of the test's own, and the bound against random steps.
+#include "knapformer/core/cost/accumulation.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tests/core/cases.h"
+#include "tests/core/mixes.h"
+
+namespace knapformer {
+namespace {
+
+StepPlan any_step(Cases& cases, const StepInput& input) {
+  std::vector<int32_t> micro_batches;
+  for (int32_t s = 0; s < input.sequences.seq_lens.num_sequences(); ++s)
+    micro_batches.push_back(static_cast<int32_t>(cases.integer(0, input.num_micro_batches - 1)));
+  std::vector<Plan> plans;
+  for (PlanInput& part : micro_batch_inputs(input, micro_batches)) plans.push_back(cases.any_plan(std::move(part)));
+  return StepPlan(input, std::move(micro_batches), std::move(plans));
+}
+
+TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
+  Cases cases(1);
+  for (int i = 0; i < 50; ++i) {
+    StepInput input{.sequences = cases.input(true), .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4))};
+    input.sequences.cluster.fixed_s = 0.25;
+    input.sequences.model.num_parameters = 1e6;
+    const StepPlan plan = any_step(cases, input);
+    const AccumulatedTime time = predict_accumulated(plan);
+    double sum_s = 0;
+    for (const Plan& part : plan.plans()) sum_s += step_s(part);
+    EXPECT_DOUBLE_EQ(time.total_s, sum_s);
+    EXPECT_DOUBLE_EQ(std::accumulate(time.micro_batch_s.begin(), time.micro_batch_s.end(), 0.0), sum_s);
+  }
+}
+
+TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
+  // Rank 0: 1000 tokens, then 10; rank 1: 10, then 1000. Waiting in each they take about 2000, waiting once 1010.
+  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{1000, 10}, {10, 1000}}),
+                                .topology = Topology::parse("g2/1n1"),
+                                .d_model = 64,
+                                .workload = {}},
+                  .num_micro_batches = 2,
+                  .sync = StepSync::kStep};
+  use_block_clock(input.sequences);
+  const auto blocks_s = [&](std::initializer_list<int64_t> lens) {
+    double sum_s = 0;
+    for (const int64_t l : lens)
+      sum_s += input.sequences.workload.work(l, 64) / 400e12 * input.sequences.model.num_blocks;
+    return sum_s;
+  };
+  const auto time_of = [&](int32_t degree_of_last) {
+    std::vector<Plan> plans;
+    const std::vector<int32_t> micro_batches = {0, 1, 0, 1};
+    for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
+      std::vector<Placement> placements;
+      for (int32_t r = 0; r < 2; ++r) placements.push_back({.bag = BagId(0), .first_rank = Rank(r), .degree = 1});
+      if (!plans.empty()) placements[1] = {.bag = BagId(0), .first_rank = Rank(0), .degree = degree_of_last};
+      if (!plans.empty() && degree_of_last == 1) placements[1].first_rank = Rank(1);
+      plans.emplace_back(std::move(part), "test", std::move(placements));
+    }
+    return predict_accumulated(StepPlan(input, micro_batches, std::move(plans))).total_s;
+  };
+  EXPECT_NEAR(time_of(1), blocks_s({1000, 10}), 1e-12);
+  // Shared, the last sequence starts when rank 0 is done with its first, and rank 1 has waited.
+  EXPECT_GT(time_of(2), blocks_s({1000, 10}) + blocks_s({1000}) / 2);
+  input.sync = StepSync::kMicroBatch;
+  EXPECT_NEAR(time_of(1), blocks_s({1000, 1000}), 1e-12);
+}
+
+TEST(Accumulation, NoStepIsBelowTheBound) {
+  Cases cases(2);
+  for (int i = 0; i < 200; ++i) {
+    StepInput input{.sequences = cases.input(i % 2 == 0, 2000),
+                    .num_micro_batches = static_cast<int32_t>(cases.integer(1, 4)),
+                    .sync = i % 3 == 0 ? StepSync::kStep : StepSync::kMicroBatch};
+    if (i % 5 == 0) input.sequences.rank_speed = cases.rank_speed(input.sequences.topology.num_ranks());
+    if (i % 4 == 0) input.sequences.model.num_parameters = 1e7;
+    const double bound_s = lower_bound_s(input);
+    for (int j = 0; j < 5; ++j) {
+      const StepPlan plan = any_step(cases, input);
+      const double time_s = predict_accumulated(plan).total_s;
+      EXPECT_LE(bound_s, time_s * (1 + 1e-9));
+      // What is known when the first micro-batches are planned.
+      StepClock clock(input);
+      std::vector<PlanInput> parts =
+          micro_batch_inputs(input, {plan.micro_batches().begin(), plan.micro_batches().end()});
+      for (size_t k = 0; k <= parts.size(); ++k) {
+        EXPECT_LE(clock.lower_bound_s(std::span(parts).subspan(k)), time_s * (1 + 1e-9));
+        if (k < parts.size()) clock.add(plan.plans()[k]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,292 @@
+// The planner of a step: its promises on random steps, the best of all on tiny ones, and what it reaches on the mixes.
+#include "knapformer/core/planners/micro_batches.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+
+#include "knapformer/core/cost/accumulation.h"
+#include "tests/core/cases.h"
+#include "tests/core/mixes.h"
+
+namespace knapformer {
+namespace {
+
+StepPlan as_given(const StepInput& input, std::string_view solver, Effort effort = {}) {
+  std::vector<int32_t> micro_batches = micro_batches_as_given(input.sequences.seq_lens, input.num_micro_batches);
+  std::vector<Plan> plans;
+  for (PlanInput& part : micro_batch_inputs(input, micro_batches))
+    plans.push_back(make_plan(std::move(part), solver, effort));
+  return StepPlan(input, std::move(micro_batches), std::move(plans));
+}
+
+double time_s(const StepPlan& plan) { return predict_accumulated(plan).total_s; }
+
+StepInput random_step(Cases& cases, int i) {
+  StepInput input{.sequences = cases.input(i % 2 == 0, i % 3 == 0 ? 3000 : 60),
+                  .num_micro_batches = static_cast<int32_t>(cases.integer(1, 5)),
+                  .sync = i % 5 == 0 ? StepSync::kStep : StepSync::kMicroBatch};
+  if (i % 7 == 0) input.sequences.rank_speed = cases.rank_speed(input.sequences.topology.num_ranks());
+  if (i % 4 == 0) {
+    input.sequences.cluster.fixed_s = 0.01;
+    input.sequences.model.num_parameters = 1e8;
+  }
+  if (i % 6 == 0) {
+    for (const int64_t length : input.sequences.seq_lens.lens())
+      input.sequences.attention_pairs.push_back(length * (length + 1) / 2);
+  }
+  return input;
+}
+
+TEST(MicroBatches, PromisesHoldOnRandomSteps) {
+  Cases cases(1);
+  for (int i = 0; i < 120; ++i) {
+    const StepInput input = random_step(cases, i);
+    const std::string_view solver = i % 2 == 1 && i % 8 == 1 ? "greedy" : "balanced";
+    const Effort effort{.moves = i % 3 == 1 ? Effort::kLow : Effort::kDefault};
+    const StepPlan plan = plan_step(input, solver, effort);
+    plan.validate();
+    EXPECT_EQ(plan.input(), input);
+    EXPECT_LE(time_s(plan), time_s(as_given(input, solver, effort)) * (1 + 1e-9)) << i;
+    EXPECT_GE(time_s(plan), lower_bound_s(input) * (1 - 1e-9)) << i;
+    EXPECT_EQ(plan, plan_step(input, solver, effort)) << i;
+  }
+}
+
+TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
+  // Four of one length on each rank, in three micro-batches: two are full, and none can be filled better.
+  StepInput input{.sequences = mix_input("low", "g1n32", 0, 1.0), .num_micro_batches = 3};
+  input.sequences.seq_lens = SequenceLengths::from_lists({32, std::vector<int64_t>(4, 1000)});
+  const double even_s = time_s(as_given(input, "balanced"));
+  for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+    input.sync = sync;
+    EXPECT_LE(time_s(plan_step(input, "balanced")), even_s * (1 + 1e-12));
+  }
+}
+
+/// Of all ways to put whole sequences on ranks of micro-batches, the shortest: by the work on each rank alone.
+double best_of_all(const StepInput& input) {
+  const PlanInput& in = input.sequences;
+  const auto num_ranks = static_cast<size_t>(in.seq_lens.num_ranks());
+  const auto num_bins = num_ranks * static_cast<size_t>(input.num_micro_batches);
+  std::vector<double> bins(num_bins, 0.0);
+  double best = std::numeric_limits<double>::infinity();
+  const std::function<void(int32_t)> place = [&](int32_t s) {
+    if (s == in.seq_lens.num_sequences()) {
+      double total = 0;
+      if (input.sync == StepSync::kMicroBatch) {
+        for (size_t k = 0; k < num_bins; k += num_ranks)
+          total += *std::max_element(bins.begin() + k, bins.begin() + k + num_ranks);
+      } else {
+        for (size_t r = 0; r < num_ranks; ++r) {
+          double sum = 0;
+          for (size_t bin = r; bin < num_bins; bin += num_ranks) sum += bins[bin];
+          total = std::max(total, sum);
+        }
+      }
+      best = std::min(best, total);
+      return;
+    }
+    for (double& bin : bins) {
+      bin += in.work(SequenceId(s));
+      place(s + 1);
+      bin -= in.work(SequenceId(s));
+    }
+  };
+  place(0);
+  return best / in.cluster.flops_per_s * in.model.num_blocks;
+}
+
+TEST(MicroBatches, TinyStepsAreNearTheBestOfAll) {
+  Cases cases(3);
+  double sum = 0;
+  constexpr int kSteps = 60;
+  for (int i = 0; i < kSteps; ++i) {
+    StepInput input{.sequences = {.topology = Topology::parse("g1n2"), .d_model = 64, .workload = {}},
+                    .num_micro_batches = 2,
+                    .sync = i % 3 == 0 ? StepSync::kStep : StepSync::kMicroBatch};
+    use_block_clock(input.sequences);
+    input.sequences.cluster.network_bytes_per_s = input.sequences.cluster.node_bytes_per_s =
+        std::numeric_limits<double>::infinity();  // route is free
+    std::vector<std::vector<int64_t>> lens(2);
+    const int64_t count = cases.integer(2, 7);
+    for (int64_t s = 0; s < count; ++s) lens[s % 2].push_back(cases.integer(10, 2000));
+    input.sequences.seq_lens = SequenceLengths::from_lists(lens);
+    const double best_s = best_of_all(input), reached_s = time_s(plan_step(input, "balanced"));
+    EXPECT_GE(best_s, lower_bound_s(input) * (1 - 1e-9));
+    EXPECT_GE(reached_s, best_s * (1 - 1e-9));
+    EXPECT_LE(reached_s, best_s * 1.1) << i;
+    sum += reached_s / best_s / kSteps;
+  }
+  EXPECT_LE(sum, 1.005);
+}
+
+/// `num_micro_batches` consecutive batches of a mix over 32 ranks, on the block clock.
+StepInput step_of_mix(const char* mix, uint64_t seed, double gamma, int32_t num_micro_batches) {
+  StepInput input{.sequences = mix_input(mix, "g8/4/2/1n4", seed, gamma), .num_micro_batches = num_micro_batches};
+  std::vector<std::vector<int64_t>> lens(32);
+  for (int32_t k = 0; k < num_micro_batches; ++k) {
+    const auto batch = DataMix::parse(mix).draw_lengths(seed, k, 32);
+    for (size_t r = 0; r < lens.size(); ++r) lens[r].insert(lens[r].end(), batch[r].begin(), batch[r].end());
+  }
+  input.sequences.seq_lens = SequenceLengths::from_lists(lens);
+  return input;
+}
+
+/// From the chunks alone: a micro-batch takes what its slowest group takes, a group its longest per-token phase plus
+/// its longest attention phase, exchange included; over the work divided evenly.
+double over_ideal(const StepPlan& step) {
+  constexpr double kRate = 400e12, kInside = 200e9;
+  double total_s = 0, ideal_s = 0;
+  for (const Plan& plan : step.plans()) {
+    const auto num_ranks = static_cast<size_t>(plan.num_ranks());
+    const double d = static_cast<double>(plan.input().d_model), gamma = plan.input().workload.gamma;
+    std::vector<double> token_s(num_ranks), attention_s(num_ranks);
+    std::vector<size_t> group(num_ranks);
+    std::iota(group.begin(), group.end(), size_t{0});
+    for (const Chunk& chunk : plan.chunks()) {
+      const Placement& place = plan.placement(chunk.sequence);
+      const auto n = static_cast<double>(chunk.num_tokens), l = static_cast<double>(plan.seq_lens()[chunk.sequence]);
+      token_s[chunk.rank.index()] += 24 * n * d * d / kRate;
+      attention_s[chunk.rank.index()] +=
+          gamma * 4 * l * l * d / place.degree / kRate + 4 * n * d * 2 * (place.degree - 1) / place.degree / kInside;
+      ideal_s += (24 * n * d * d + gamma * 4 * l * l * d / place.degree) / kRate / static_cast<double>(num_ranks);
+      const size_t from = group[chunk.rank.index()], to = group[place.first_rank.index()];
+      std::ranges::replace(group, from, to);
+    }
+    std::map<size_t, std::pair<double, double>> longest_s;
+    for (size_t r = 0; r < num_ranks; ++r) {
+      auto& [token, attention] = longest_s[group[r]];
+      token = std::max(token, token_s[r]);
+      attention = std::max(attention, attention_s[r]);
+    }
+    double slowest_s = 0;
+    for (const auto& [leader, seconds] : longest_s) slowest_s = std::max(slowest_s, seconds.first + seconds.second);
+    total_s += slowest_s;
+  }
+  return total_s / ideal_s;
+}
+
+struct Goal {
+  const char* mix;
+  double gamma;
+  int32_t num_micro_batches;
+  double over_ideal, exchanged_fraction;
+};
+
+class StepGoals : public testing::TestWithParam<Goal> {};
+
+TEST_P(StepGoals, AreReachedOnTheMean) {
+  const Goal goal = GetParam();
+  constexpr int kSeeds = 6;
+  double loss = 0, low = 0, exchanged_fraction = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    const StepInput input = step_of_mix(goal.mix, seed, goal.gamma, goal.num_micro_batches);
+    const StepPlan plan = plan_step(input, "balanced");
+    loss += over_ideal(plan) / kSeeds;
+    exchanged_fraction += plan.exchanged_fraction() / kSeeds;
+    low += over_ideal(plan_step(input, "balanced", {.moves = Effort::kLow})) / kSeeds;
+  }
+  EXPECT_LE(loss, goal.over_ideal);
+  EXPECT_LE(low, goal.over_ideal + 0.004);
+  EXPECT_LE(exchanged_fraction, goal.exchanged_fraction);
+}
+
+INSTANTIATE_TEST_SUITE_P(Mixes, StepGoals,
+                         testing::Values(Goal{"mixed", 0.41, 2, 1.044, 0.25}, Goal{"joint", 0.41, 2, 1.025, 0.15},
+                                         Goal{"mixed", 1.0, 2, 1.035, 0.25}, Goal{"joint", 1.0, 2, 1.019, 0.15},
+                                         Goal{"mixed", 0.41, 3, 1.0005, 0.001}, Goal{"joint", 0.41, 3, 1.0005, 0.001},
+                                         Goal{"mixed", 1.0, 3, 1.0005, 0.001}, Goal{"joint", 1.0, 3, 1.02, 0.15},
+                                         Goal{"mixed", 0.41, 4, 1.0004, 0.0005}, Goal{"joint", 0.41, 4, 1.0004, 0.0005},
+                                         Goal{"mixed", 1.0, 4, 1.0004, 0.0005}, Goal{"joint", 1.0, 4, 1.0004, 0.0005},
+                                         Goal{"mixed", 0.41, 8, 1.0003, 0.0003},
+                                         Goal{"joint", 1.0, 8, 1.0003, 0.0003}));
+
+TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
+  for (const char* mix : {"mixed", "joint"}) {
+    StepInput input = step_of_mix(mix, 0, 0.41, 4);
+    input.sync = StepSync::kStep;
+    const StepPlan plan = plan_step(input, "balanced");
+    plan.validate();
+    std::vector<double> work(32);
+    for (const Plan& part : plan.plans()) {
+      EXPECT_GT(part.num_sequences(), 0);
+      for (size_t r = 0; r < work.size(); ++r) work[r] += part.workload_after()[r];
+    }
+    EXPECT_LE(LoadBalance::of(work).max_over_mean(), 1.0005);
+    // Every micro-batch holds about its share of the tokens.
+    const double share = static_cast<double>(plan.num_tokens()) / 32 / 4;
+    EXPECT_LE(static_cast<double>(plan.max_tokens()), 3 * share);
+  }
+}
+
+TEST(MicroBatches, KeepsALimitOfTokensInEach) {
+  for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+    for (const char* mix : {"mixed", "joint"}) {
+      StepInput input = step_of_mix(mix, 1, 0.41, 4);
+      input.sync = sync;
+      const auto lens = input.sequences.seq_lens.lens();
+      const double mean = static_cast<double>(std::accumulate(lens.begin(), lens.end(), int64_t{0})) / 32 / 4;
+      for (const double room : {3.0, 1.5, 1.1}) {
+        input.sequences.max_tokens_per_rank = static_cast<int64_t>(room * mean);
+        const StepPlan plan = plan_step(input, "balanced");
+        plan.validate();
+        EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank);
+        EXPECT_LE(time_s(plan), lower_bound_s(input) * (room > 2 ? 1.08 : 1.2)) << mix << ' ' << room;
+      }
+      input.sequences.max_tokens_per_rank = static_cast<int64_t>(0.99 * mean);
+      EXPECT_THROW(plan_step(input, "balanced"), ArgumentError);
+    }
+  }
+}
+
+TEST(MicroBatches, TheFewestKeepTheLimit) {
+  StepInput input = step_of_mix("mixed", 2, 0.41, 4);
+  EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);  // without a limit
+  input.sequences.max_tokens_per_rank = 20'000;
+  const StepPlan plan = plan_fewest_micro_batches(input, "balanced");
+  const int64_t tokens = plan.num_tokens();
+  EXPECT_LE(plan.max_tokens(), 20'000);
+  EXPECT_EQ(plan.num_micro_batches(), (tokens + 32 * 20'000 - 1) / (32 * 20'000));
+  input.sequences.max_tokens_per_rank = 100;  // the longest sequence does not fit eight ranks
+  EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);
+}
+
+TEST(MicroBatches, MoreMicroBatchesThanSequences) {
+  for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+    StepInput input{.sequences = mix_input("low", "g1n32", 0, 1.0), .num_micro_batches = 9, .sync = sync};
+    input.sequences.topology = Topology::parse("g2/1n2");
+    input.sequences.seq_lens = SequenceLengths::from_lists({{100, 200}, {}, {300}, {}});
+    const StepPlan plan = plan_step(input, "balanced");
+    plan.validate();
+    EXPECT_EQ(plan.plans().size(), 9);
+    input.sequences.seq_lens = SequenceLengths::from_lists({{}, {}, {}, {}});
+    plan_step(input, "balanced").validate();
+  }
+}
+
+TEST(MicroBatches, RefusalsNameTheArgument) {
+  const auto message = [](const StepInput& input, std::string_view solver) -> std::string {
+    try {
+      plan_step(input, solver);
+    } catch (const ArgumentError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  StepInput input = step_of_mix("mixed", 0, 0.41, 2);
+  EXPECT_TRUE(message(input, "greedy").starts_with("solver:"));  // nested bags
+  EXPECT_TRUE(message(input, "best").starts_with("solver:"));
+  input.num_micro_batches = 0;
+  EXPECT_TRUE(message(input, "balanced").starts_with("micro_batches:"));
+  input.num_micro_batches = 2;
+  input.sequences.max_tokens_per_rank = 100;
+  EXPECT_TRUE(message(input, "balanced").starts_with("max_tokens_per_rank:"));
+}
+
+}  // namespace
+}  // namespace knapformer

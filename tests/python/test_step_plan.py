@@ -1,0 +1,97 @@
+"""Plans of whole optimizer steps from Python: the face of `plan(..., micro_batches=K)`. None of it needs torch."""
+
+import pickle
+
+import pytest
+
+import knapformer as kf
+
+STEP = [[400, 30, 20, 10], [300, 300], [], [25, 25, 25]]
+
+
+def step_plan(**change):
+    arguments = {"seq_lens_per_rank": STEP, "topology": "g2/1n2", "d_model": 64, "micro_batches": 2} | change
+    return kf.plan(**arguments)
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+def test_every_sequence_is_in_one_micro_batch(sync):
+    plan = step_plan(sync=sync)
+    plan.validate()
+    lens = [length for per_rank in STEP for length in per_rank]
+    homes = [rank for rank, per_rank in enumerate(STEP) for _ in per_rank]
+    assert plan.sync == sync and plan.num_micro_batches == len(plan.plans) == 2
+    assert len(plan.micro_batches) == len(lens) and set(plan.micro_batches) <= {0, 1}
+    for k, part in enumerate(plan.plans):
+        ids = [s for s, micro_batch in enumerate(plan.micro_batches) if micro_batch == k]
+        assert plan.sequences_of(k) == ids
+        assert part.seq_lens == [[lens[s] for s in ids if homes[s] == rank] for rank in range(4)]
+    assert plan.num_tokens == sum(lens) == sum(part.num_tokens for part in plan.plans)
+    assert plan.max_tokens == max(part.max_tokens for part in plan.plans)
+    assert plan.tokens_moved == sum(part.tokens_moved for part in plan.plans)
+    assert plan.exchanged_fraction == plan.attention_tokens_moved / plan.num_tokens
+
+
+def test_times():
+    plan = step_plan()
+    assert plan.predicted_times == pytest.approx([part.predicted_time for part in plan.plans])
+    assert plan.predicted_time == pytest.approx(sum(plan.predicted_times))
+    assert plan.ideal_time <= plan.lower_bound * (1 + 1e-9) <= plan.predicted_time * (1 + 2e-9)
+    assert plan.gap == pytest.approx(plan.predicted_time / plan.lower_bound - 1)
+    # Each rank's list cut in two, each half planned by itself.
+    first = kf.plan([lens[: (len(lens) + 1) // 2] for lens in STEP], "g2/1n2", 64)
+    second = kf.plan([lens[(len(lens) + 1) // 2 :] for lens in STEP], "g2/1n2", 64)
+    assert plan.predicted_time <= first.predicted_time + second.predicted_time
+
+
+def test_it_is_a_value():
+    plan = step_plan()
+    assert plan == step_plan() != step_plan(sync="step")
+    assert kf.StepPlan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
+    assert "num_micro_batches=2" in repr(plan)
+    with pytest.raises(kf.ArgumentError, match=r"^plan: got"):
+        kf.StepPlan.from_json(plan.plans[0].to_json())
+
+
+def test_without_micro_batches_there_is_a_plan():
+    assert isinstance(kf.plan(STEP, "g2/1n2", 64), kf.Plan)
+    assert isinstance(step_plan(micro_batches=1), kf.StepPlan)
+
+
+def test_as_few_micro_batches_as_keep_the_limit():
+    plan = step_plan(micro_batches="auto", max_tokens_per_rank=220)
+    assert plan.num_micro_batches == 2 and plan.max_tokens <= 220
+    assert step_plan(micro_batches="auto", max_tokens_per_rank=2000).num_micro_batches == 1
+
+
+def test_masks_and_an_automatic_topology():
+    plan = step_plan(topology="auto", masks="causal")
+    assert plan.plans[0].attention_pairs == [
+        kf.attention_pairs("causal", length) for lens in plan.plans[0].seq_lens for length in lens
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("micro_batches", {"micro_batches": 0}),
+        ("micro_batches", {"micro_batches": 2.0}),
+        ("micro_batches", {"micro_batches": None}),
+        ("micro_batches", {"micro_batches": "few"}),
+        ("micro_batches", {"micro_batches": "auto"}),
+        ("micro_batches", {"micro_batches": 2**40}),
+        ("sync", {"sync": "never"}),
+        ("max_tokens_per_rank", {"max_tokens_per_rank": 199}),
+        ("max_tokens_per_rank", {"micro_batches": "auto", "max_tokens_per_rank": 199}),
+        ("max_tokens_per_rank", {"topology": "g4n1", "max_tokens_per_rank": 141}),
+        ("solver", {"solver": "greedy"}),
+    ],
+)
+def test_errors_name_the_argument(argument, change):
+    with pytest.raises(kf.ArgumentError, match=rf"^{argument}: got .*, expected "):
+        step_plan(**change)
+
+
+def test_no_such_micro_batch():
+    with pytest.raises(kf.ArgumentError, match=r"^micro_batch: got 2, expected 0 to 1"):
+        step_plan().sequences_of(2)
