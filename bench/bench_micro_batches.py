@@ -7,8 +7,8 @@ A step is K consecutive batches of a mix over 32 ranks, in bags g8/4/2/1. Times 
 cluster of round figures, 400 TFLOP/s, 200 GB/s inside a node and 25 GB/s between nodes, with no other cost; means over
 the seeds. They are recomputed here from the chunks alone:
 
-    time      sum over micro-batches of the slowest group's time, over (work / ranks / rate). A group of ranks that share
-              sequences takes its longest per-token phase plus its longest attention phase, exchange included.
+    time      sum over micro-batches of the slowest group's time, over (work / ranks / rate). A group of ranks that
+              share sequences takes its longest per-token phase plus its longest attention phase, exchange included.
     bound     the planner's lower bound, over the same
     given     the same time where each rank's list is cut in K parts, each planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention

@@ -33,6 +33,15 @@ def problems(name: str, value: object) -> list[str]:
         return [] if doc.strip() else [f"{name}: no docstring"]
     if doc.startswith("Initialize self"):  # a class that is not constructed
         return []
+    text = doc.partition("\n")[2]
+    if text.startswith("Overloaded function."):
+        # Each has a signature and a text of its own: "1. plan(...) -> Plan", and what it does.
+        overloads = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
+        return [problem for overload in overloads for problem in signature_problems(name, overload)]
+    return signature_problems(name, doc)
+
+
+def signature_problems(name: str, doc: str) -> list[str]:
     signature, _, text = doc.partition("\n")
     found = [] if text.strip() or name.endswith(".__init__") else [f"{name}: no docstring"]
     if re.search(r"\barg\d+\b", signature):
@@ -64,6 +73,10 @@ def test_a_binding_without_a_docstring_or_a_name_is_found() -> None:
     for untyped in ("x: object", "x: list", "x: dict[str, tuple]"):
         bad.__doc__ = f"bad({untyped}) -> None\nDoes nothing."
         assert problems("bad", bad) == [f"bad: arguments without a type: bad({untyped}) -> None"]
+    bad.__doc__ = (
+        "bad(*args, **kwargs)\nOverloaded function.\n\n1. bad(x: int) -> int\n\nHalf.\n\n2. bad(x: list) -> int\n"
+    )
+    assert problems("bad", bad) == ["bad: no docstring", "bad: arguments without a type: bad(x: list) -> int"]
     assert problems("nothing", property()) == ["nothing: no docstring"]
 
 

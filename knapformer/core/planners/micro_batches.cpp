@@ -27,9 +27,7 @@ constexpr double kHopelessAtLowEffort = 1.01;  // what few swaps do not mend
 constexpr double kTooFar = 0.005;
 /// Higher levels hold more tokens: they are to gain this much.
 constexpr double kWorthMemory = 1 - 5e-5;
-/// Of the best packing, where none is good enough.
-constexpr int64_t kLastTrials = 8'000'000;
-constexpr int32_t kManyKicks = 1000;
+constexpr int32_t kManyKicks = 1000;  // the number of trials ends it first
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
 /// By more than what sums in another order differ in.
@@ -58,6 +56,8 @@ class StepSolver {
     return input_.sequences.seq_lens.num_sequences() <= kFew;
   }
   bool may_search() const { return !is_low() && has_few(); }
+  /// Of the planner of a micro-batch.
+  Effort planners_effort() const { return has_few() ? effort_ : Effort{.moves = Effort::kLow}; }
   double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
   double good_enough(bool shares) const {
     return is_low() ? kGoodEnoughAtLowEffort : shares ? kGoodEnoughShared : kGoodEnough;
@@ -66,8 +66,11 @@ class StepSolver {
   struct Packed {
     std::vector<PackedSequence> sequences;
     std::vector<char> is_whole;  // by micro-batch
-    double time_s = 0;           // as packed, of sequences that are shared too
+    std::vector<double> levels_s;
+    double time_s = 0;         // as packed, of sequences that are shared too
+    double levels_time_s = 0;  // if every micro-batch took its level
 
+    bool is_within(double factor) const { return time_s <= levels_time_s * factor; }
     int32_t num_used() const {
       std::vector<char> is_used(is_whole.size(), 0);
       for (const PackedSequence& sequence : sequences) is_used[sequence.micro_batch] = 1;
@@ -107,35 +110,50 @@ class StepSolver {
     return std::clamp(400 * num_sequences, kMin, kMax);
   }
 
+  /// Of the best packing, where none is good enough.
+  int64_t num_last_trials() const {
+    constexpr int64_t kMost = 8'000'000, kPerSequence = 40'000;
+    return std::min(kMost, kPerSequence * input_.sequences.seq_lens.num_sequences());
+  }
+
   std::optional<Packed> pack(double block_bound_s) const {
     const PlanInput& step = input_.sequences;
     const int32_t num_packed = input_.sync == StepSync::kStep ? 1 : input_.num_micro_batches;
     MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, block_bound_s);
     std::optional<Packed> best;
     std::vector<std::vector<double>> tried;
-    const auto keep = [&](const std::vector<double>& times_s) {
+    // Whether the packing is as good as its levels allow.
+    const auto keep = [&](const std::vector<double>& levels_s, const std::vector<double>& times_s) {
       const double time_s = accumulated_s(input_, times_s) * (1 + packing.overflow());
       if (!std::isfinite(time_s) || (best && time_s >= best->time_s * kWorthMemory)) return false;
-      best = Packed{.sequences = packing.sequences(), .is_whole = packing.is_whole(), .time_s = time_s};
-      return time_s + fixed_s() <= bound_s_ * good_enough(best->shares());
+      best = Packed{.sequences = packing.sequences(),
+                    .is_whole = packing.is_whole(),
+                    .levels_s = levels_s,
+                    .time_s = time_s,
+                    .levels_time_s = accumulated_s(input_, levels_s)};
+      return best->is_within(good_enough(best->shares()));
     };
-    std::vector<double> best_levels_s;
+    const auto goal_s = [&] { return block_bound_s * good_enough(packing.shares()); };
     for (const PackingShape& shape : shapes()) {
       const std::vector<double> levels_s = packing.levels_s(shape, num_packed);
+      // What FSDP does not hide depends on the levels; else one packing that reaches its levels is as good as another.
+      if (best) {
+        const bool is_reached = best->is_within(good_enough(best->shares()));
+        const double to_beat_s = is_reached ? best->levels_time_s : best->time_s;
+        if (accumulated_s(input_, levels_s) >= to_beat_s * kWorthMemory) continue;
+      }
       if (std::ranges::find(tried, levels_s) != tried.end()) continue;
       tried.push_back(levels_s);
-      const double before_s = best ? best->time_s : std::numeric_limits<double>::infinity();
       const std::vector<double> times_s = packing.pack(levels_s);
-      if (keep(times_s)) return best;
+      if (keep(levels_s, times_s)) continue;
       const double sum_s = std::accumulate(times_s.begin(), times_s.end(), 0.0);
       if (is_low() && sum_s > block_bound_s * kHopelessAtLowEffort) continue;
-      const double goal_s = block_bound_s * good_enough(packing.shares());
-      if (keep(packing.refine(num_trials(), goal_s, may_search() ? kManyKicks : 0))) return best;
-      if (best && best->time_s < before_s) best_levels_s = levels_s;
+      keep(levels_s, packing.refine(num_trials(), goal_s(), may_search() ? kManyKicks : 0));
     }
-    if (may_search() && !best_levels_s.empty()) {
-      packing.pack(best_levels_s);
-      keep(packing.refine(kLastTrials, block_bound_s * good_enough(packing.shares()), kManyKicks));
+    if (may_search() && best && !best->is_within(good_enough(best->shares()) * (2 - kWorthMemory))) {
+      const std::vector<double> levels_s = best->levels_s;
+      packing.pack(levels_s);
+      keep(levels_s, packing.refine(num_last_trials(), goal_s(), kManyKicks));
     }
     return best;
   }
@@ -156,8 +174,9 @@ class StepSolver {
     if (block_bound_s <= 0) return;
     const std::optional<Packed> packed = pack(block_bound_s);
     if (!packed) return;
-    is_packed_well_ =
-        !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * std::max(good_enough(false), kWellPacked);
+    const double well = std::max(good_enough(false), kWellPacked);
+    is_packed_well_ = !packed->shares() && packed->is_within(well);
+    is_near_bound_ = !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * well;
     allowance_s_ = block_bound_s * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
     std::vector<int32_t> micro_batches;
@@ -212,7 +231,7 @@ class StepSolver {
   std::optional<Plan> better_of(std::optional<Plan> plan, const PlanInput& input) const {
     if (plan && is_good(*plan)) return plan;
     try {
-      Plan other = make_plan(input, solver_, effort_);
+      Plan other = make_plan(input, solver_, planners_effort());
       if (!plan || predict_step(other).total_s() < predict_step(*plan).total_s()) plan = std::move(other);
     } catch (const ArgumentError& error) {
       if (!is_over_limit(error)) throw;
@@ -233,7 +252,7 @@ class StepSolver {
   void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
 
   void consider_given_order() {
-    if (best_ && !has_few() && is_packed_well_) return;
+    if (best_ && !has_few() && is_near_bound_) return;
     const std::vector<int32_t> micro_batches =
         micro_batches_as_given(input_.sequences.seq_lens, input_.num_micro_batches);
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
@@ -242,7 +261,7 @@ class StepSolver {
     try {
       for (size_t k = 0; k < inputs.size(); ++k) {
         if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
-        plans.push_back(make_plan(inputs[k], solver_, effort_));
+        plans.push_back(make_plan(inputs[k], solver_, planners_effort()));
         clock.add(plans.back());
       }
     } catch (const ArgumentError& error) {
@@ -259,7 +278,8 @@ class StepSolver {
   double bound_s_ = 0;
   std::optional<StepPlan> best_;
   double best_s_ = 0;
-  bool is_packed_well_ = false;
+  bool is_packed_well_ = false;  // as its levels allow
+  bool is_near_bound_ = false;
   double allowance_s_ = 0;
 };
 
