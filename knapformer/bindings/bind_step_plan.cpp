@@ -6,6 +6,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -23,6 +24,17 @@ std::string describe(const StepPlan& plan) {
   return text("StepPlan(num_micro_batches=", plan.num_micro_batches(), ", sync='", step_sync_name(plan.input().sync),
               "', topology='", plan.input().sequences.topology.str(), "', num_sequences=", plan.micro_batches().size(),
               ", num_tokens=", plan.num_tokens(), ", max_tokens=", plan.max_tokens(), ")");
+}
+
+void check_micro_batch(const StepPlan& plan, int32_t micro_batch) {
+  if (micro_batch < 0 || micro_batch >= plan.num_micro_batches())
+    throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
+}
+
+std::vector<int32_t> values_of(const std::vector<SequenceId>& ids) {
+  std::vector<int32_t> values;
+  for (const SequenceId id : ids) values.push_back(id.value);
+  return values;
 }
 
 }  // namespace
@@ -45,13 +57,23 @@ void bind_step_plan(py::module_& m) {
       .def(
           "sequences_of",
           [](const StepPlan& p, int32_t micro_batch) {
-            if (micro_batch < 0 || micro_batch >= p.num_micro_batches())
-              throw_argument("micro_batch", micro_batch, text("0 to ", p.num_micro_batches() - 1));
-            std::vector<int32_t> ids;
-            for (const SequenceId id : p.sequences_of(micro_batch)) ids.push_back(id.value);
-            return ids;
+            check_micro_batch(p, micro_batch);
+            return values_of(p.sequences_of(micro_batch));
           },
           py::arg("micro_batch"), "The step's ids of a micro-batch's sequences: the n-th is sequence n of its plan.")
+      .def(
+          "sequences_on",
+          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
+            const int32_t num_ranks = p.input().sequences.seq_lens.num_ranks();
+            if (rank < 0 || rank >= num_ranks) throw_argument("rank", rank, text("0 to ", num_ranks - 1));
+            check_micro_batch(p, micro_batch);
+            return values_of(p.sequences_on(Rank(rank), micro_batch));
+          },
+          py::arg("rank"), py::arg("micro_batch"),
+          "The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.")
+      .def("fill_ranks", &fill_ranks,
+           "The plan with a sequence on every rank in every micro-batch, as far as whole ones are there for it: short "
+           "ones move.")
       .def_property_readonly("num_tokens", &StepPlan::num_tokens, "Of all sequences.")
       .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
       .def_property_readonly("tokens_moved", &StepPlan::tokens_moved,

@@ -37,11 +37,13 @@ from knapformer.calibration import Calibration
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
     from knapformer.loader import BalancedLoader
+    from knapformer.sampler import BalancedBatchSampler
 
 __version__ = "0.1.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
 __all__ = [
     "ArgumentError",
+    "BalancedBatchSampler",
     "BalancedLoader",
     "Calibration",
     "Cluster",
@@ -69,7 +71,11 @@ __all__ = [
 
 
 # What needs torch, and where it is.
-_LAZY = {"BalancedLoader": "knapformer.loader", "SequenceBalancer": "knapformer.balancer"}
+_LAZY = {
+    "BalancedBatchSampler": "knapformer.sampler",
+    "BalancedLoader": "knapformer.loader",
+    "SequenceBalancer": "knapformer.balancer",
+}
 
 
 def __getattr__(name: str) -> Any:

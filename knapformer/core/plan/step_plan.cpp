@@ -79,6 +79,14 @@ std::vector<SequenceId> StepPlan::sequences_of(int32_t micro_batch) const {
   return ids;
 }
 
+std::vector<SequenceId> StepPlan::sequences_on(Rank rank, int32_t micro_batch) const {
+  const std::vector<SequenceId> ids = sequences_of(micro_batch);
+  const Plan& plan = plans_[micro_batch];
+  std::vector<SequenceId> held;
+  for (const int32_t index : plan.chunks_on(rank)) held.push_back(ids[plan.chunk(index).sequence.index()]);
+  return held;
+}
+
 int64_t StepPlan::num_tokens() const {
   int64_t sum = 0;
   for (const Plan& plan : plans_) sum += plan.num_tokens();

@@ -56,6 +56,8 @@ class StepPlan {
   std::span<const Plan> plans() const { return plans_; }
   /// The step's ids of a micro-batch's sequences, ascending: the plan's id is the index.
   std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
+  /// The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.
+  std::vector<SequenceId> sequences_on(Rank rank, int32_t micro_batch) const;
 
   int64_t num_tokens() const;
   /// Tokens of the fullest rank of any micro-batch.

@@ -33,4 +33,10 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort = {})
 /// "micro_batches") where there is no limit, and as plan_step does.
 StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
 
+/// The plan with a sequence on every rank in every micro-batch, as a program needs that cannot run without: the whole
+/// sequences with the least work move there, one to each rank without, as long as they leave others behind. So the
+/// fullest rank holds no more tokens. Ranks stay empty where their replica has too few such sequences, and in flat bags
+/// of several ranks. O(n log n).
+StepPlan fill_ranks(const StepPlan& plan);
+
 }  // namespace knapformer

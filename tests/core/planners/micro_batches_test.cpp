@@ -256,6 +256,44 @@ TEST(MicroBatches, TheFewestKeepTheLimit) {
   EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);
 }
 
+TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
+  Cases cases(8);
+  for (int i = 0; i < 60; ++i) {
+    const StepInput input = random_step(cases, i);
+    const StepPlan plan = plan_step(input, "balanced", {.moves = Effort::kLow});
+    const StepPlan filled = fill_ranks(plan);
+    filled.validate();
+    EXPECT_EQ(fill_ranks(filled), filled) << i;
+    EXPECT_LE(filled.max_tokens(), plan.max_tokens()) << i;
+    const Topology& topology = input.sequences.topology;
+    std::map<int32_t, int32_t> num_empty, num_spare;  // by replica: ranks that take whole sequences; whole sequences
+    for (int32_t k = 0; k < input.num_micro_batches; ++k) {
+      for (int32_t r = 0; r < topology.num_ranks(); ++r) {
+        const Bag& bag = topology.bag(topology.bag_of(Rank(r)));
+        const std::vector<SequenceId> held = filled.sequences_on(Rank(r), k);
+        const int32_t replica = r / topology.num_ranks_per_replica();
+        if (held.empty() && topology.shapes()[bag.shape].degrees.front() == 1) ++num_empty[replica];
+        if (held.size() < 2) continue;
+        for (const int32_t index : filled.plans()[k].chunks_on(Rank(r)))
+          num_spare[replica] += filled.plans()[k].degree_of(filled.plans()[k].chunk(index)) == 1 ? 1 : 0;
+      }
+    }
+    for (const auto& [replica, empty] : num_empty) EXPECT_EQ(num_spare[replica], 0) << i;
+  }
+}
+
+TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
+  const StepInput input{
+      .sequences = {.seq_lens = SequenceLengths::from_lists({{900, 20}, {500, 10}, {500, 30}, {400, 40}}),
+                    .topology = Topology::parse("g1n4", 4),
+                    .d_model = 64},
+      .num_micro_batches = 2};
+  const StepPlan filled = fill_ranks(plan_step(input, "balanced"));
+  for (int32_t k = 0; k < 2; ++k) {
+    for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.sequences_on(Rank(r), k).size(), 1);
+  }
+}
+
 TEST(MicroBatches, MoreMicroBatchesThanSequences) {
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     StepInput input{.sequences = mix_input("low", "g1n32", 0, 1.0), .num_micro_batches = 9, .sync = sync};

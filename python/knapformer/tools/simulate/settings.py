@@ -57,7 +57,8 @@ class SimulationSettings(RunSettings):
 
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
         """As the ranks' balancers plan."""
-        return plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **self.planning(gamma))
+        planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **self.planning(gamma))
+        return planned
 
     def planning(self, gamma: float) -> dict[str, Any]:
         """Arguments of `plan` and of SequenceBalancer."""

@@ -1,0 +1,220 @@
+"""BalancedBatchSampler: who loads what, where lengths are known before the data is. Needs torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsFloat
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, StepPlan, TrainedModel, plan
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """This rank's micro-batches, as lists of indices, with equal work on every rank. Nothing travels between ranks.
+
+        sampler = BalancedBatchSampler(lengths, batch_size=4, d_model=3072, micro_batches=4)
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in range(num_epochs):
+            sampler.set_epoch(epoch)
+            for i, batch in enumerate(loader):
+                step, micro_batch = divmod(i, 4)
+                token_mean(model(batch), total=sampler.num_tokens(step)).backward()
+                if micro_batch == 3:
+                    optimizer.step()
+
+    An optimizer step holds the samples that a DistributedSampler of the same seed and epoch gives to all ranks for it,
+    batch_size * micro_batches from each. Which rank computes a sample, and in which micro-batch, is planned: every rank
+    makes the same plan by itself from the lengths, without a collective. Ranks and micro-batches hold different numbers
+    of samples, so losses are weighed over the step (knapformer.losses).
+
+    lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
+        map. An array or a tensor is not copied.
+    batch_size: samples of a rank in a micro-batch, in the mean.
+    d_model: width of the blocks, in features.
+    micro_batches: of an optimizer step: so many lists are one, on every rank.
+    num_replicas, rank: of the data-parallel ranks. None: of the default process group, or one rank alone.
+    shuffle, seed: as of DistributedSampler.
+    drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
+        others. None is repeated to fill it, as DistributedSampler does.
+    allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
+        sample, and data whose last step has too few for that is refused.
+    max_tokens_per_rank: in a micro-batch; 0 for no limit. State it: without one, a list may hold many times the mean.
+    model: a TrainedModel. None: the default. Nothing is routed, whatever it says.
+    gamma, mask, rank_speed, cluster, num_heads, sync, effort: as in `plan`.
+
+    Raises ArgumentError, naming the argument; in iteration, where a step's samples cannot keep max_tokens_per_rank.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor | Any,
+        *,
+        batch_size: int,
+        d_model: int,
+        micro_batches: int = 1,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        allow_empty: bool = False,
+        max_tokens_per_rank: int = 0,
+        gamma: SupportsFloat = DEFAULT_GAMMA,
+        mask: str = "full",
+        rank_speed: Sequence[float] = (),
+        cluster: Cluster | str | None = None,
+        model: TrainedModel | None = None,
+        num_heads: int = 0,
+        sync: str = "micro_batch",
+        effort: int | str = "low",
+    ) -> None:
+        if (num_replicas is None) != (rank is None):
+            raise ArgumentError("num_replicas, rank: got one of them, expected both or neither")
+        if num_replicas is None or rank is None:
+            grouped = dist.is_initialized()
+            num_replicas, rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
+        counts = {"batch_size": batch_size, "micro_batches": micro_batches, "num_replicas": num_replicas}
+        for name, value in counts.items():
+            if value < 1:
+                raise ArgumentError(f"{name}: got {value}, expected at least 1")
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(f"rank: got {rank}, expected 0 to {num_replicas - 1}")
+        self._lengths = _checked_lengths(lengths)
+        self._batch_size = batch_size
+        self._micro_batches = micro_batches
+        self._num_ranks = num_replicas
+        self._rank = rank
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._allow_empty = allow_empty
+        self._settings: dict[str, Any] = {
+            "topology": f"g1n{num_replicas}",
+            "d_model": d_model,
+            "gamma": gamma,
+            "effort": effort,
+            "masks": mask,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "rank_speed": rank_speed,
+            "cluster": cluster,
+            "model": (model or TrainedModel()).replace(routed=False),
+            "num_heads": num_heads,
+            "micro_batches": micro_batches,
+            "sync": sync,
+        }
+        plan([[]] * num_replicas, **self._settings)  # refuses settings that are wrong for any samples
+        self._epoch = 0
+        self._order: Tensor | None = None  # the epoch's
+        # Where in that order starts: the next pass; this pass; the step that is not yielded whole yet.
+        self._resume_at = self._first = self._next = 0
+        self._check_last_step()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._first = self._next = self._resume_at
+        self._resume_at = 0
+        self._check_last_step()
+        for step in range(self._num_steps()):
+            samples, planned = self._plan(step)
+            for micro_batch in range(self._micro_batches):
+                if micro_batch == self._micro_batches - 1:
+                    self._next = self._first + (step + 1) * self._step_size
+                yield samples[planned.sequences_on(self._rank, micro_batch)].tolist()
+
+    def __len__(self) -> int:
+        """Lists of a pass: micro-batches of its steps."""
+        return self._num_steps() * self._micro_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, None
+            self._resume_at = self._first = self._next = 0
+
+    def num_samples(self, step: int) -> int:
+        """Of all ranks in an optimizer step of this pass."""
+        return len(self._samples(step))
+
+    def num_tokens(self, step: int) -> int:
+        """Of all ranks in an optimizer step of this pass."""
+        return int(self._lengths[self._samples(step)].sum())
+
+    def step_plan(self, step: int) -> StepPlan:
+        """Of an optimizer step of this pass, to look at. Its ids count through the step's samples."""
+        return self._plan(step)[1]
+
+    def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
+        """Where the pass stands, the same on all ranks: behind the last whole optimizer step.
+
+        Micro-batches of a step that has not ended are computed again: a checkpoint does not hold their gradients.
+
+        num_steps: optimizer steps taken in this pass. None: as many as were yielded whole, which is right where nothing
+            fetches ahead, as a DataLoader's workers do.
+        """
+        after = self._next if num_steps is None else self._first + num_steps * self._step_size
+        return {"epoch": self._epoch, "seed": self._seed, "next_sample": min(after, len(self._lengths))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next pass goes on where `state` was taken, with any number of ranks and micro-batches."""
+        if state["seed"] != self._seed:
+            raise ArgumentError(f"state: got that of seed {state['seed']}, expected {self._seed}")
+        if not 0 <= state["next_sample"] <= len(self._lengths):
+            raise ArgumentError(f"state: got sample {state['next_sample']}, expected 0 to {len(self._lengths)}")
+        self.set_epoch(state["epoch"])
+        self._resume_at = self._first = self._next = state["next_sample"]
+
+    @property
+    def _step_size(self) -> int:
+        return self._num_ranks * self._micro_batches * self._batch_size
+
+    def _num_steps(self) -> int:
+        left = len(self._lengths) - self._first
+        return left // self._step_size if self._drop_last else -(-left // self._step_size)
+
+    def _check_last_step(self) -> None:
+        left = (len(self._lengths) - self._first) % self._step_size
+        num_lists = self._num_ranks * self._micro_batches
+        if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
+            raise ArgumentError(
+                f"lengths: got {len(self._lengths)} samples, of which {left} are left for the last step; expected at "
+                f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
+            )
+
+    def _samples(self, step: int) -> Tensor:
+        """Of all ranks: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
+        if not 0 <= step < self._num_steps():
+            raise ArgumentError(f"step: got {step}, expected 0 to {self._num_steps() - 1}")
+        if self._order is None:
+            size = len(self._lengths)
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            self._order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+        first = self._first + step * self._step_size
+        samples = self._order[first : first + self._step_size]
+        dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
+        dealt = dealt.view(-1, self._num_ranks).T.flatten()
+        return dealt[dealt >= 0]
+
+    def _plan(self, step: int) -> tuple[Tensor, StepPlan]:
+        samples = self._samples(step)
+        lens = iter(self._lengths[samples].tolist())
+        each, more = divmod(len(samples), self._num_ranks)
+        by_rank = [[next(lens) for _ in range(each + (rank < more))] for rank in range(self._num_ranks)]
+        planned = plan(by_rank, **self._settings)
+        return samples, planned if self._allow_empty else planned.fill_ranks()
+
+
+def _checked_lengths(lengths: Any) -> Tensor:
+    with warnings.catch_warnings():  # of memory maps that cannot be written: nothing here writes
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        checked = torch.as_tensor(lengths)
+    if checked.ndim != 1 or checked.is_floating_point() or checked.is_complex():
+        raise ArgumentError(
+            f"lengths: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
+        )
+    if len(checked) > 0 and (shortest := int(checked.min())) < 1:
+        raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
+    return checked

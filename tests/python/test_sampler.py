@@ -1,0 +1,217 @@
+"""BalancedBatchSampler: the samples of every optimizer step, and who gets them."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import knapformer
+from knapformer import BalancedBatchSampler
+
+WIDTH = 256
+
+
+def lengths_of(num_samples: int, seed: int = 0) -> torch.Tensor:
+    """Mostly short, some thirty times as long."""
+    generator = torch.Generator().manual_seed(seed)
+    return (64 * 32 ** torch.rand(num_samples, generator=generator, dtype=torch.float64)).long()
+
+
+def samplers(lengths, num_ranks: int, **options) -> list[BalancedBatchSampler]:
+    return [
+        BalancedBatchSampler(lengths, d_model=WIDTH, num_replicas=num_ranks, rank=rank, **options)
+        for rank in range(num_ranks)
+    ]
+
+
+def steps_of(ranks: list[BalancedBatchSampler], micro_batches: int) -> list[list[list[list[int]]]]:
+    """By step, rank and micro-batch."""
+    lists = [list(sampler) for sampler in ranks]
+    assert len({len(own) for own in lists}) == 1
+    assert len(lists[0]) == len(ranks[0])
+    return [[own[first : first + micro_batches] for own in lists] for first in range(0, len(lists[0]), micro_batches)]
+
+
+def samples_in(step) -> list[int]:
+    return sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(step)))
+
+
+@pytest.mark.parametrize(
+    "num_ranks, batch_size, micro_batches", [(1, 3, 2), (2, 1, 1), (4, 2, 3), (3, 4, 1), (8, 1, 4)]
+)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_step_has_the_samples_of_a_distributed_sampler(num_ranks, batch_size, micro_batches, shuffle):
+    lengths = lengths_of(1000)
+    options = {"batch_size": batch_size, "micro_batches": micro_batches, "shuffle": shuffle, "seed": 5}
+    ranks = samplers(lengths, num_ranks, drop_last=True, **options)
+    plain = [
+        DistributedSampler(range(1000), num_ranks, rank, shuffle=shuffle, seed=5, drop_last=True)
+        for rank in range(num_ranks)
+    ]
+    for epoch in (0, 3):
+        for sampler in ranks + plain:
+            sampler.set_epoch(epoch)
+        indices = [list(sampler) for sampler in plain]
+        own = batch_size * micro_batches
+        steps = steps_of(ranks, micro_batches)
+        assert len(steps) == 1000 // (own * num_ranks)
+        for number, step in enumerate(steps):
+            theirs = [i for given in indices for i in given[number * own : (number + 1) * own]]
+            assert samples_in(step) == sorted(theirs)
+            assert all(len(micro_batch) > 0 for lists in step for micro_batch in lists)
+            assert ranks[0].num_samples(number) == len(theirs)
+            assert ranks[0].num_tokens(number) == int(lengths[theirs].sum())
+
+
+def test_every_sample_is_used_once_and_the_last_step_is_balanced_too():
+    lengths = lengths_of(1003)
+    ranks = samplers(lengths, 4, batch_size=4, micro_batches=2)
+    steps = steps_of(ranks, 2)
+    assert len(steps) == 32 and len(samples_in(steps[-1])) == 1003 % 32
+    assert sorted(itertools.chain.from_iterable(map(samples_in, steps))) == list(range(1003))
+    assert ranks[0].step_plan(31).predicted_time < 1.3 * ranks[0].step_plan(31).lower_bound
+
+
+def test_ranks_get_equal_work():
+    lengths = lengths_of(4096)
+    ranks = samplers(lengths, 8, batch_size=8, micro_batches=4, gamma=1.0)
+
+    def work(samples: list[int]) -> float:  # of a block, forward: 24 l d^2 + 4 l^2 d
+        lens = lengths[samples].double()
+        return float((24 * lens * WIDTH**2 + 4 * lens**2 * WIDTH).sum())
+
+    for step in steps_of(ranks, 4):
+        slowest = sum(max(work(lists[i]) for lists in step) for i in range(4))
+        assert slowest < 1.01 * work(samples_in(step)) / 8
+
+
+def test_a_sample_longer_than_the_rest_together_is_no_reason_to_share_it():
+    lengths = [100_000] + [50] * 63
+    steps = steps_of(samplers(lengths, 4, batch_size=4, micro_batches=4), 4)
+    assert samples_in(steps[0]) == list(range(64))
+
+
+@pytest.mark.parametrize("num_ranks, batch_size", [(4, 2), (2, 3), (8, 2)])
+def test_a_pass_is_resumed_with_any_number_of_ranks(num_ranks, batch_size):
+    lengths = lengths_of(528)
+    before = samplers(lengths, 4, batch_size=2, micro_batches=2)
+    for sampler in before:
+        sampler.set_epoch(2)
+    taken = [list(itertools.islice(sampler, 7)) for sampler in before]  # three steps, and a half that is lost
+    used = samples_in([lists[:6] for lists in taken])
+    states = [sampler.state_dict() for sampler in before]
+    assert all(state == states[0] for state in states)
+    assert before[0].state_dict(num_steps=3) == states[0]
+
+    after = samplers(lengths, num_ranks, batch_size=batch_size, micro_batches=2)
+    for sampler in after:
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(2)
+    rest = steps_of(after, 2)
+    assert sorted(used + [i for step in rest for i in samples_in(step)]) == list(range(528))
+    if num_ranks == 4:
+        whole = samplers(lengths, 4, batch_size=2, micro_batches=2)
+        for sampler in whole:
+            sampler.set_epoch(2)
+        assert rest == steps_of(whole, 2)[3:]
+    # The pass after it is a whole one.
+    assert len(steps_of(after, 2)) == -(-528 // (num_ranks * batch_size * 2))
+
+
+def test_a_pass_that_ended_starts_anew():
+    ranks = samplers(lengths_of(64), 2, batch_size=4, micro_batches=2)
+    first = steps_of(ranks, 2)
+    assert steps_of(ranks, 2) == first
+    for sampler in ranks:
+        sampler.set_epoch(1)
+    assert steps_of(ranks, 2) != first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_loader_takes_it(num_workers):
+    sampler = BalancedBatchSampler(lengths_of(96), batch_size=3, d_model=WIDTH, micro_batches=2, num_replicas=4, rank=1)
+    loader = DataLoader(torch.arange(96), batch_sampler=sampler, num_workers=num_workers)
+    assert [batch.tolist() for batch in loader] == list(sampler)
+    assert len(loader) == 8
+
+
+def test_lengths_may_be_lists_arrays_and_memory_maps(tmp_path):
+    lengths = lengths_of(64)
+    np.save(tmp_path / "lengths.npy", lengths.numpy().astype(np.int32))
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    options = {"batch_size": 2, "d_model": WIDTH, "num_replicas": 2, "rank": 1}
+    lists = [
+        list(BalancedBatchSampler(given, **options)) for given in (lengths, lengths.tolist(), lengths.numpy(), mapped)
+    ]
+    assert all(own == lists[0] for own in lists)
+
+
+def test_a_limit_of_tokens_is_kept_in_every_micro_batch():
+    lengths = lengths_of(512)
+    limit = 3 * int(lengths.max())
+    for step in steps_of(samplers(lengths, 4, batch_size=4, micro_batches=4, max_tokens_per_rank=limit), 4):
+        assert all(int(lengths[micro_batch].sum()) <= limit for lists in step for micro_batch in lists)
+    with pytest.raises(knapformer.ArgumentError, match="max_tokens_per_rank"):
+        list(samplers(lengths, 4, batch_size=4, micro_batches=4, max_tokens_per_rank=100)[0])
+
+
+def test_lists_are_empty_only_where_that_is_allowed():
+    lengths = lengths_of(70)
+    with pytest.raises(knapformer.ArgumentError, match="6 are left for the last step; expected at least 8"):
+        samplers(lengths, 4, batch_size=4, micro_batches=2)
+    steps = steps_of(samplers(lengths, 4, batch_size=4, micro_batches=2, allow_empty=True), 2)
+    assert len(samples_in(steps[-1])) == 6
+    assert samples_in(steps[0]) and len(steps) == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batch_size": 0}, "batch_size: got 0, expected at least 1"),
+        ({"micro_batches": 0}, "micro_batches: got 0, expected at least 1"),
+        ({"rank": 2}, "rank: got 2, expected 0 to 1"),
+        ({"rank": None}, "num_replicas, rank: got one of them, expected both or neither"),
+        ({"lengths": [5, 0]}, "lengths: got 0, expected at least 1"),
+        ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
+        ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    good = {"lengths": [5, 4, 3, 2], "batch_size": 1, "d_model": WIDTH, "num_replicas": 2, "rank": 0}
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        BalancedBatchSampler(**(good | options))
+
+
+def test_a_state_of_other_data_is_refused():
+    sampler = BalancedBatchSampler([5, 4, 3, 2], batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)
+    with pytest.raises(knapformer.ArgumentError, match="state: got that of seed 1, expected 0"):
+        sampler.load_state_dict({"epoch": 0, "seed": 1, "next_sample": 0})
+    with pytest.raises(knapformer.ArgumentError, match="state: got sample 5, expected 0 to 4"):
+        sampler.load_state_dict({"epoch": 0, "seed": 0, "next_sample": 5})
+
+
+def test_the_gradient_of_a_step_is_that_of_one_process():
+    """Ranks that hold no collective can be run one after the other, into the same gradients."""
+    from knapformer.losses import token_mean
+
+    lengths = lengths_of(48) // 16
+    weights = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    data = [torch.randn(int(length), 8, dtype=torch.float64, generator=generator) for length in lengths]
+
+    def per_token(model: torch.Tensor, samples: list[int]) -> torch.Tensor:
+        mixed = [torch.softmax(x @ x.T, dim=-1) @ x @ model for x in (data[i] for i in samples)]
+        return torch.cat(mixed).square().sum(dim=-1)
+
+    ranks = samplers(lengths, 4, batch_size=3, micro_batches=4)
+    (step,) = steps_of(ranks, 4)
+    balanced = weights.clone().requires_grad_()
+    for lists in step:
+        for samples in lists:
+            loss = token_mean(per_token(balanced, samples), total=ranks[0].num_tokens(0), gradient_reduction="sum")
+            loss.backward()
+    plain = weights.clone().requires_grad_()
+    per_token(plain, samples_in(step)).mean().backward()
+    torch.testing.assert_close(balanced.grad, plain.grad, rtol=1e-12, atol=0)
