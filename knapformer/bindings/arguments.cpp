@@ -103,11 +103,13 @@ TrainedModel model_from(py::handle object) {
 
 PlanInput settings_from(py::handle gamma, py::handle num_heads, py::handle max_tokens_per_rank, py::handle rank_speed,
                         py::handle cluster, py::handle model) {
-  PlanInput input{.workload = {.gamma = number_from(gamma, "gamma")},
-                  .cluster = cluster_from(cluster),
-                  .model = model_from(model),
-                  .rank_speed = numbers_from(rank_speed, "rank_speed"),
-                  .max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank")};
+  // Not by designated initializers: where one throws, GCC 12 destroys members before it twice.
+  PlanInput input;
+  input.workload.gamma = number_from(gamma, "gamma");
+  input.cluster = cluster_from(cluster);
+  input.model = model_from(model);
+  input.rank_speed = numbers_from(rank_speed, "rank_speed");
+  input.max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank");
   if (const int64_t heads = integer_from(num_heads, "num_heads", std::numeric_limits<int32_t>::max()); heads != 0)
     input.model.num_heads = static_cast<int32_t>(heads);
   return input;

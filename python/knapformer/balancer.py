@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from knapformer import _torch
+import knapformer._torch as _torch
 from knapformer._core import DEFAULT_GAMMA, Cluster, TrainedModel
 
 # An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait

@@ -6,7 +6,7 @@ import importlib.util
 import runpy
 from pathlib import Path
 
-from knapformer import _core
+import knapformer._core as _core
 
 _BUILD_AGAIN = "build it again beside the torch that it is to run with (pip install --force-reinstall --no-deps .)"
 

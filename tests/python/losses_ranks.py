@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import knapformer
-from knapformer import SequenceBalancer
+from knapformer import BalancedBatchSampler, SequenceBalancer
 
 CONFIG = NAMED_CONFIGS["transformer-tiny"]
 assert isinstance(CONFIG, TransformerConfig)
@@ -70,21 +70,14 @@ def alone(mean: str, steps: tuple[Step, ...]) -> Outcome:
 
 def on_ranks(case: Case, naive: bool = False) -> Outcome:
     """Collective. naive: each rank's own mean instead, to see that it differs."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     balancer = None if case.topology is None else SequenceBalancer(case.topology)
     reduction = "sum" if case.wrapper == "sum" else "mean"
     outcome = []
     for index, step in enumerate(case.steps):
-        model = _new_model()
-        run = model
-        if case.wrapper == "fsdp":
-            shard_model(model, init_device_mesh("cpu", (world,)))
-        elif case.wrapper == "ddp":
-            run = DistributedDataParallel(model)
+        model, run = _wrapped_model(case.wrapper)
         first = sum(len(of_rank) for of_rank in step[:rank])
-        drawn = [_sample(index, first + i, length) for i, length in enumerate(step[rank])]
-        none = _sample(0, 0, 0)
-        x, target = (torch.cat([none[part], *(d[part] for d in drawn)]) for part in (0, 1))
+        x, target = _packed([_sample(index, first + i, length) for i, length in enumerate(step[rank])])
         seq_lens = list(step[rank])
         per_token = (run(TransformerBatch(x, seq_lens), balancer) - target).square().mean(1)
 
@@ -103,6 +96,20 @@ def on_ranks(case: Case, naive: bool = False) -> Outcome:
         loss.backward()
         outcome.append((global_mean(loss, gradient_reduction=reduction).item(), _reduced(model, case.wrapper)))
     return outcome
+
+
+def _wrapped_model(wrapper: str) -> tuple[Transformer, Transformer | DistributedDataParallel]:
+    """The model, and what is called in its place."""
+    model = _new_model()
+    if wrapper == "fsdp":
+        shard_model(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, DistributedDataParallel(model) if wrapper == "ddp" else model
+
+
+def _packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    none = _sample(0, 0, 0)
+    x, target = (torch.cat([none[part], *(sample[part] for sample in samples)]) for part in (0, 1))
+    return x, target
 
 
 def _reduced(model: Transformer, wrapper: str) -> dict[str, Tensor]:
@@ -145,6 +152,42 @@ def run_naive(rank: int, world_size: int, case: Case) -> Outcome:
 
 def run_accumulated(rank: int, world_size: int, steps: tuple[Step, ...]) -> dict[str, Tensor]:
     return accumulated(steps)
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    mean: str
+    wrapper: str
+    micro_batches: int
+    sync: str
+    lengths: tuple[int, ...]
+
+
+def sampled(case: SampledStep) -> dict[str, Tensor]:
+    """Collective. All samples are one optimizer step, whose micro-batches a BalancedBatchSampler yields."""
+    model, run = _wrapped_model(case.wrapper)
+    sampler = BalancedBatchSampler(
+        case.lengths,
+        batch_size=-(-len(case.lengths) // (dist.get_world_size() * case.micro_batches)),
+        d_model=CONFIG.d_model,
+        micro_batches=case.micro_batches,
+        sync=case.sync,
+        allow_empty=True,
+    )
+    for indices in sampler:
+        seq_lens = [case.lengths[i] for i in indices]
+        x, target = _packed([_sample(0, i, case.lengths[i]) for i in indices])
+        per_token = (run(TransformerBatch(x, seq_lens)) - target).square().mean(1)
+        if case.mean == "token":
+            loss = token_mean(per_token, total=sampler.num_tokens(0))
+        else:
+            loss = sample_mean(per_token, seq_lens, total=sampler.num_samples(0))
+        loss.backward()
+    return _reduced(model, case.wrapper)
+
+
+def run_sampled(rank: int, world_size: int, cases: list[SampledStep]) -> list[dict[str, Tensor]]:
+    return [sampled(case) for case in cases]
 
 
 def run_misuse(rank: int, world_size: int) -> list[str]:

@@ -5,6 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from distributed.ranks import run_ranks
+from losses_ranks import SampledStep, alone, run_sampled
 from torch.utils.data import DataLoader, DistributedSampler
 
 import knapformer
@@ -190,6 +192,23 @@ def test_a_state_of_other_data_is_refused():
         sampler.load_state_dict({"epoch": 0, "seed": 1, "next_sample": 0})
     with pytest.raises(knapformer.ArgumentError, match="state: got sample 5, expected 0 to 4"):
         sampler.load_state_dict({"epoch": 0, "seed": 0, "next_sample": 5})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(num_ranks):
+    """Lists are empty where there are more of them than samples."""
+    lengths = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 60, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
+    cases = [
+        SampledStep(mean, wrapper, micro_batches, sync, lengths)
+        for mean, wrapper, sync in (("token", "ddp", "step"), ("sample", "fsdp", "micro_batch"))
+        for micro_batches in (1, 3, 8)
+    ]
+    wanted = {mean: alone(mean, ((lengths,),))[0][1] for mean in ("token", "sample")}
+    for of_rank in run_ranks(run_sampled, num_ranks, cases):
+        for case, gradients in zip(cases, of_rank, strict=True):
+            for name, gradient in wanted[case.mean].items():
+                error = (gradients[name] - gradient).norm() / gradient.norm()
+                assert error <= 1e-10, (case, name)
 
 
 def test_the_gradient_of_a_step_is_that_of_one_process():
