@@ -45,12 +45,13 @@ MAY_INCLUDE = {
     "python/tools/measure": "python python/models python/tools/shared",
     "python/tools/report": _FLOOR,
     "python/tools/tune": _FLOOR,
+    "python/tools/doctor": f"{_FLOOR} python/tools/measure",
     "python/tools/calibrate": _FLOOR,
     "python/tools/plan": f"{_FLOOR} python/tools/report",
     "python/tools/predict": f"{_FLOOR} python/tools/report",
     "python/tools/simulate": f"{_FLOOR} python/tools/report python/tools/calibrate",
     "python/tools/replay": f"{_FLOOR} python/tools/report python/tools/simulate",
-    "python/tools": f"{_FLOOR} python/tools/tune python/tools/plan python/tools/predict python/tools/calibrate "
+    "python/tools": f"{_FLOOR} python/tools/doctor python/tools/tune python/tools/plan python/tools/predict python/tools/calibrate "
     "python/tools/simulate python/tools/replay python/tools/report",
 }
 # Files whose room is not their folder: the floor that the commands stand on, and the way into them.

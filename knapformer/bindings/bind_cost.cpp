@@ -194,6 +194,10 @@ over cluster.flops_per_s. Raises ArgumentError.)");
       "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
       "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");
   m.def(
+      "plan_home_bags", [](const Plan& plan) { return plan_home_bags(plan.input()); }, py::arg("plan"),
+      R"(The plan that leaves every sequence of `plan` in its home rank's bag, shared by all of the bag's ranks: static
+sequence parallelism. Raises ArgumentError where bags are nested.)");
+  m.def(
       "step_traffic",
       [](const Plan& plan, int32_t ranks_per_block) {
         TrafficMatrix matrix = step_traffic(plan, ranks_per_block);

@@ -313,16 +313,22 @@ double block_budget_s(const PlanInput& input, double step_s) {
 }
 
 Plan plan_home(const PlanInput& input) {
-  const int32_t num_ranks = input.seq_lens.num_ranks();
   PlanInput alone = input;
-  alone.topology = Topology::parse(text("g1n", num_ranks));
+  alone.topology = Topology::parse(text("g1n", input.seq_lens.num_ranks()));
+  return plan_home_bags(alone);
+}
+
+Plan plan_home_bags(const PlanInput& input) {
+  const Topology& topology = input.topology;
+  if (!topology.is_flat()) throw_argument("topology", topology.str(), "flat bags, such as g8n4");
   std::vector<Placement> placements;
   placements.reserve(input.seq_lens.lens().size());
   for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s) {
-    const Rank home = input.seq_lens.home_of(SequenceId(s));
-    placements.push_back({.bag = BagId(home.value), .first_rank = home, .degree = 1});
+    const BagId home = topology.bag_of(input.seq_lens.home_of(SequenceId(s)));
+    const auto& bag = topology.bag(home);
+    placements.push_back({.bag = home, .first_rank = bag.first_rank, .degree = bag.num_ranks});
   }
-  return Plan(std::move(alone), "home", std::move(placements));
+  return Plan(input, "home", std::move(placements));
 }
 
 TrafficMatrix step_traffic(const Plan& plan, int32_t ranks_per_block) {

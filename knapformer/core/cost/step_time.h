@@ -168,6 +168,10 @@ double block_budget_s(const PlanInput& input, double step_s);
 /// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
 Plan plan_home(const PlanInput& input);
 
+/// Every sequence in its home rank's bag, shared by all ranks of it: static sequence parallelism. Throws ArgumentError
+/// where bags are nested.
+Plan plan_home_bags(const PlanInput& input);
+
 /// Bytes that ranks send each other in a step, summed over blocks of consecutive ranks: [sender * num_blocks +
 /// receiver]. What stays on its rank is nowhere.
 struct TrafficMatrix {

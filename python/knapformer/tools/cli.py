@@ -18,6 +18,7 @@ from knapformer import ArgumentError, StateError
 from knapformer.tools import plan as plan_command
 from knapformer.tools import tune
 from knapformer.tools.calibrate import command as calibrate
+from knapformer.tools.doctor import command as doctor
 from knapformer.tools.files import OutputError
 from knapformer.tools.launch import speaks, started_here
 from knapformer.tools.predict import command as predict
@@ -25,7 +26,7 @@ from knapformer.tools.replay import command as replay
 from knapformer.tools.report import command as report
 from knapformer.tools.simulate import command as simulate
 
-_COMMANDS = (plan_command, simulate, tune, calibrate, replay, predict, report)
+_COMMANDS = (doctor, plan_command, simulate, tune, calibrate, replay, predict, report)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -65,6 +65,20 @@ TEST(StepTime, WithoutBalancerIsTheSlowestRanksCompute) {
   EXPECT_DOUBLE_EQ(predict_step(home, round_hardware(), no_recompute).token_s, 3 * 3 * token_s(300));
 }
 
+TEST(StepTime, StaticSharingKeepsSequencesInTheirHomeBag) {
+  const PlanInput input = input_of({{100, 50}, {300}, {}, {20}}, "g2n2");
+  const Plan home = plan_home_bags(input);
+  home.validate();
+  EXPECT_EQ(home.tokens_after()[0] + home.tokens_after()[1], 450);
+  EXPECT_EQ(home.tokens_after()[2] + home.tokens_after()[3], 20);
+  for (const Placement& placement : home.placements()) EXPECT_EQ(placement.degree, 2);
+  // The first bag's two ranks share all that they drew, evenly.
+  const StepTime step = predict_step(home, round_hardware(), small_model());
+  EXPECT_DOUBLE_EQ(step.token_s, 3 * 4 * token_s(225));
+  EXPECT_DOUBLE_EQ(step.attention_s, 3 * 4 * (attention_s(100) + attention_s(50) + attention_s(300)) / 2);
+  EXPECT_THROW(plan_home_bags(input_of({{100}, {300}}, "g2/1n1")), ArgumentError);
+}
+
 TEST(StepTime, MeasuredComputeTakesTheModelsPlace) {
   const Plan plan(input_of({{100}, {40}, {30}}, "g1n1+g2n1"), "test",
                   {{.bag = BagId(1), .first_rank = Rank(1), .degree = 2},

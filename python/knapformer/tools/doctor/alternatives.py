@@ -1,0 +1,337 @@
+"""What people do with sequences of different lengths, and what this project does, simulated on the same samples.
+
+Every alternative is a function of a `Draw` that yields what its optimizer steps cost. All are priced by the one cost
+model (docs/cluster_model.md); ranks wait for each other in every micro-batch, as under FSDP2.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import knapformer
+from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
+
+Lengths = list[list[int]]  # for each rank those of its samples, in tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is alike for all alternatives.
+
+    max_tokens: that a rank may hold in a micro-batch, where memory is limited; 0: it is not.
+    """
+
+    num_ranks: int
+    batch_size: int
+    micro_batches: int
+    d_model: int
+    gamma: float
+    cluster: Cluster
+    model: TrainedModel
+    max_tokens: int = 0
+
+    def plan(self, lengths: Lengths, topology: str, *, solver: str = "greedy", routed: bool = False) -> Plan:
+        return knapformer.plan(
+            lengths, topology, self.d_model, self.gamma, solver, cluster=self.cluster,
+            model=self.model.replace(routed=routed),
+        )  # fmt: skip
+
+    def work(self, length: int) -> float:
+        return knapformer.WorkloadModel(self.gamma).work(length, self.d_model)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
+
+    pool: lengths to draw others from, where an alternative takes other samples.
+    """
+
+    setting: Setting
+    steps: Sequence[Lengths]
+    pool: Sequence[int]
+    seed: int = 0
+
+    @cached_property
+    def sorted_pool(self) -> list[int]:
+        return sorted(self.pool)
+
+
+@dataclass
+class Step:
+    """One optimizer step, its micro-batches added up."""
+
+    seconds: float = 0
+    work_s: float = 0  # of its samples, spread evenly over the ranks, and nothing else
+    compute_s: float = 0  # of the slowest ranks
+    samples: int = 0
+    tokens: int = 0
+    bytes_in_node: float = 0
+    bytes_between: float = 0
+    max_tokens: int = 0
+
+    def add(self, plan: Plan, real_work_s: float | None = None) -> None:
+        """A micro-batch. real_work_s: where part of the plan's work is padding."""
+        time = predict_step(plan)
+        self.seconds += time.total_s
+        self.work_s += time.ideal_s if real_work_s is None else real_work_s
+        self.compute_s += time.token_s + time.attention_s
+        self.samples += plan.num_sequences
+        self.tokens += plan.num_tokens
+        self.bytes_in_node += time.route_bytes.inside + time.attention_bytes.inside
+        self.bytes_between += time.route_bytes.between + time.attention_bytes.between
+        self.max_tokens = max(self.max_tokens, plan.max_tokens)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none."""
+
+    key: str
+    name: str
+    steps: Callable[[Draw], Iterator[Step]] = field(repr=False)
+    change: str = "nothing"
+    effect: str = ""
+    ours: bool = False
+
+
+def _micro_batches(lens: Sequence[int], count: int) -> list[list[int]]:
+    """A rank's samples in consecutive parts, as even as may be."""
+    cuts = [len(lens) * part // count for part in range(count + 1)]
+    return [list(lens[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def _in_order(step: Lengths, count: int) -> list[Lengths]:
+    """[micro-batch][rank]."""
+    parts = [_micro_batches(lens, count) for lens in step]
+    return [[part[micro_batch] for part in parts] for micro_batch in range(count)]
+
+
+def as_drawn(draw: Draw) -> Iterator[Step]:
+    """Each rank computes what it drew, packed without padding."""
+    for lengths in draw.steps:
+        step = Step()
+        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+            step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
+        yield step
+
+
+def one_by_one(draw: Draw) -> Iterator[Step]:
+    """A micro-batch of one sample on each rank, as often as it takes."""
+    for lengths in draw.steps:
+        step = Step()
+        for micro_batch in _in_order(lengths, max(1, *map(len, lengths))):
+            step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
+        yield step
+
+
+_MAX_BUCKETS = 32
+
+
+def _bucket_tops(pool: Sequence[int]) -> list[int]:
+    """The longest sample of each bucket, ascending: one for each length where there are few, else of equal ratio."""
+    distinct = sorted(set(pool))
+    if len(distinct) <= _MAX_BUCKETS:
+        return distinct
+    low, high = distinct[0], distinct[-1]
+    tops = [math.ceil(low * (high / low) ** ((i + 1) / _MAX_BUCKETS)) for i in range(_MAX_BUCKETS)]
+    return sorted({distinct[bisect.bisect_right(distinct, min(top, high)) - 1] for top in tops})
+
+
+def lockstep_buckets(draw: Draw) -> Iterator[Step]:
+    """All ranks in one bucket in each micro-batch, drawn in proportion to its samples; padded to the bucket's longest.
+
+    Where memory is limited, batches of long buckets are smaller.
+    """
+    setting, pool = draw.setting, draw.sorted_pool
+    tops = _bucket_tops(pool)
+    ends = [bisect.bisect_right(pool, top) for top in tops]
+    rng = random.Random(draw.seed)
+    # Systematic draws: buckets come as often as they should, in an order of their own. Their steps differ more than
+    # those of others, so there are more.
+    num_steps = 8 * len(draw.steps)
+    count = num_steps * setting.micro_batches
+    start = rng.random()
+    places = [int((i + start) * len(pool) / count) for i in range(count)]
+    rng.shuffle(places)
+    for _ in range(num_steps):
+        step = Step()
+        for _ in range(setting.micro_batches):
+            bucket = bisect.bisect_right(ends, places.pop())
+            first = ends[bucket - 1] if bucket else 0
+            size = setting.batch_size
+            if setting.max_tokens:
+                size = max(1, min(size, setting.max_tokens // tops[bucket]))
+            lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(setting.num_ranks)]
+            padded = setting.plan([[tops[bucket]] * size] * setting.num_ranks, f"g1n{setting.num_ranks}")
+            real = setting.plan(lens, f"g1n{setting.num_ranks}")
+            step.add(plan_home(padded), real_work_s=predict_step(plan_home(real)).ideal_s)
+        yield step
+
+
+def time_budget(draw: Draw) -> Iterator[Step]:
+    """Each rank fills its micro-batch from its own stream until its predicted seconds, or its memory, are full.
+
+    The seconds are those of the micro-batch that it would have drawn, and at least those of the longest sample.
+    """
+    setting, pool = draw.setting, draw.pool
+    works = {length: setting.work(length) for length in set(pool)}
+    budget = max(setting.batch_size * sum(map(works.__getitem__, pool)) / len(pool), max(works.values()))
+    streams = [random.Random(f"{draw.seed} {rank}") for rank in range(setting.num_ranks)]
+    waiting = [stream.choice(pool) for stream in streams]
+    for _ in draw.steps:
+        step = Step()
+        for _ in range(setting.micro_batches):
+            lens: Lengths = [[] for _ in streams]
+            for rank, stream in enumerate(streams):
+                left, room = budget, setting.max_tokens or math.inf
+                while not lens[rank] or (works[waiting[rank]] <= left and waiting[rank] <= room):
+                    lens[rank].append(waiting[rank])
+                    left -= works[waiting[rank]]
+                    room -= waiting[rank]
+                    waiting[rank] = stream.choice(pool)
+            step.add(plan_home(setting.plan(lens, f"g1n{setting.num_ranks}")))
+        yield step
+
+
+def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
+    """Sequence parallelism of one degree for everything: the ranks of a group share what they would have drawn."""
+
+    def steps(draw: Draw) -> Iterator[Step]:
+        for lengths in draw.steps:
+            step = Step()
+            for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+                step.add(
+                    plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
+                )
+            yield step
+
+    return steps
+
+
+def longest_first(draw: Draw) -> Iterator[Step]:
+    """Each micro-batch's samples, the longest first, to the rank that has the least."""
+    for lengths in draw.steps:
+        step = Step()
+        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+            step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
+        yield step
+
+
+def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[Step]]:
+    """All micro-batches of a step planned at once. routed: tokens travel; otherwise ranks load what they compute."""
+
+    def steps(draw: Draw) -> Iterator[Step]:
+        setting = draw.setting
+        for lengths in draw.steps:
+            step = Step()
+            planned = knapformer.plan(
+                lengths, topology, setting.d_model, setting.gamma, effort="low", cluster=setting.cluster,
+                model=setting.model.replace(routed=routed), max_tokens_per_rank=setting.max_tokens,
+                micro_batches=setting.micro_batches,
+            )  # fmt: skip
+            for plan in planned.plans:
+                step.add(plan)
+            yield step
+
+    return steps
+
+
+def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
+    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
+    num_ranks = setting.num_ranks
+    found = [
+        Alternative("as_drawn", "no balancing", as_drawn),
+        Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
+        Alternative(
+            "buckets",
+            "lockstep buckets",
+            lockstep_buckets,
+            "a bucketing sampler; samples are cropped or padded to their bucket's size",
+            "a micro-batch sees one length, and a step as many as it has micro-batches",
+        ),
+        Alternative(
+            "time_budget",
+            "time budget",
+            time_budget,
+            "an iterable data set that packs by predicted seconds",
+            "the number of samples in a step varies",
+        ),
+        Alternative("longest_first", "longest first", longest_first, "a sampler that knows the lengths"),
+    ]
+    for degree in (2, 4, 8):
+        if num_ranks % degree == 0:
+            name, change = f"sequence parallel {degree}", "the model's attention, and the loader"
+            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change))
+    sampler = planned_step(f"g1n{num_ranks}", routed=False)
+    change = "the loader's sampler, and how the loss is weighed"
+    found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
+    for topology in _topologies(setting, steps):
+        balancer = planned_step(topology, routed=True)
+        found.append(Alternative(f"bags {topology}", f"bags {topology}", balancer, "calls in the model", ours=True))
+    return found
+
+
+def _topologies(setting: Setting, steps: Sequence[Lengths], count: int = 2) -> list[str]:
+    """The best that share sequences."""
+    batches = [micro_batch for step in steps[:2] for micro_batch in _in_order(step, setting.micro_batches)][:4]
+    ranked = knapformer.rank_topologies(
+        batches, setting.d_model, setting.gamma, cluster=setting.cluster, model=setting.model.replace(routed=True)
+    )
+    sharing = [option.topology for option in ranked if not option.topology.startswith("g1n")]
+    return sharing[:count]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an alternative's steps came to. problem: why it cannot be had, and then there are no steps."""
+
+    alternative: Alternative
+    steps: list[Step]
+    problem: str | None = None
+
+    def mean(self, of: Callable[[Step], float]) -> float:
+        return sum(map(of, self.steps)) / len(self.steps)
+
+    @property
+    def efficiency(self) -> float:
+        """The samples' own work over what the step takes: what alternatives are compared by."""
+        return self.mean(lambda step: step.work_s) / self.mean(lambda step: step.seconds)
+
+    @property
+    def waiting(self) -> float:
+        """Of the ranks' computing time, the share in which they wait for the slowest, or compute padding."""
+        return max(0.0, 1 - self.mean(lambda step: step.work_s) / self.mean(lambda step: step.compute_s))
+
+    @property
+    def max_tokens(self) -> int:
+        return max(step.max_tokens for step in self.steps)
+
+
+def simulate(alternative: Alternative, draw: Draw) -> Result:
+    try:
+        return Result(alternative, list(alternative.steps(draw)))
+    except ArgumentError as error:  # a limit that cannot be kept
+        return Result(alternative, [], str(error))
+
+
+def gain(one: Result, other: Result) -> tuple[float, float]:
+    """How many times as fast `one` is as `other`, and the standard error of that over the draws (jackknife)."""
+    count = min(len(one.steps), len(other.steps))
+
+    def efficiency(result: Result, left_out: int | None) -> float:
+        kept = [step for i, step in enumerate(result.steps) if i * count // len(result.steps) != left_out]
+        return sum(step.work_s for step in kept) / sum(step.seconds for step in kept)
+
+    def ratio(left_out: int | None = None) -> float:
+        return efficiency(one, left_out) / efficiency(other, left_out)
+
+    each = [ratio(i) for i in range(count)]
+    mean = sum(each) / count
+    return ratio(), math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in each))

@@ -1,0 +1,320 @@
+"""`knapformer doctor`: would balancing gain on these lengths, and what has to be changed for it?"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from knapformer import ArgumentError, Cluster, DataMix
+from knapformer.tools import cli_args
+from knapformer.tools.doctor.alternatives import Draw, Lengths, Result, Setting, Step, alternatives, gain, simulate
+from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
+from knapformer.tools.doctor.presets import PRESETS, preset_named
+from knapformer.tools.doctor.samples import FORMATS, Samples, read_samples
+from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
+from knapformer.tools.files import check_outputs, show, table_of, write_json
+from knapformer.tools.measure.progress import Progress
+
+_FORMAT = "knapformer.diagnosis"
+_KEYS = ("as_drawn", "one_by_one", "buckets", "time_budget", "longest_first", "static_2", "static_4", "static_8")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor", help="what balancing gains on your lengths, beside what you do now", description=__doc__
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "lengths", nargs="?", metavar="LENGTHS",
+        help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}, or '-'",
+    )  # fmt: skip
+    cli_args.add_data(source)
+    cli_args.add_ranks(parser, "data-parallel ranks")
+    parser.add_argument(
+        "--columns", type=_columns, default={}, metavar="WHAT=NAME,...",
+        help="of a table, where not recognised: length, or width, height, frames, text",
+    )  # fmt: skip
+    parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)} (default flux)")
+    cli_args.add_count(parser, "--batch-size", 1, "samples of a rank in a micro-batch", high=1 << 16)
+    cli_args.add_count(parser, "--micro-batches", 1, "of an optimizer step", high=1 << 12)
+    parser.add_argument("--now", default="as_drawn", choices=_KEYS, help="what you do now (default as_drawn)")
+    parser.add_argument(
+        "--memory-gib", type=cli_args.number(0, inclusive=False), metavar="F",
+        help="of an accelerator (default: of --cluster where it is named)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measured-memory", type=_measured_point, metavar="TOKENS:GIB",
+        help="one measured peak, which the memory model is put through",
+    )  # fmt: skip
+    cli_args.add_count(parser, "--steps", 20, "simulated", low=2)
+    cli_args.add_seed(parser)
+    cli_args.add_gamma(parser)
+    cli_args.add_model_options(parser)
+    parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def _columns(text: str) -> dict[str, str]:
+    pairs = dict(item.partition("=")[::2] for item in text.split(","))
+    known = ("length", "width", "height", "frames", "text")
+    if not all(pairs.values()) or not pairs.keys() <= set(known):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected WHAT=NAME,..., WHAT one of {', '.join(known)}")
+    return pairs
+
+
+def _measured_point(text: str) -> tuple[int, float]:
+    tokens, _, gib = text.partition(":")
+    return cli_args.integer(1, 2**62)(tokens), cli_args.number(0, inclusive=False)(gib)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_outputs({"--json": None if args.json == "-" else args.json})
+    source = _Source(args)
+    setting, memory = _setting(args, source.num_ranks)
+    draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
+    candidates = alternatives(setting, draw.steps)
+    with Progress(len(candidates) + 2, enabled=sys.stderr.isatty()) as progress:
+        results = []
+        for alternative in candidates:
+            progress.describe(f"simulating {alternative.name}")
+            results.append(_within(simulate(alternative, draw), setting.max_tokens))
+            progress.advance()
+        now = next((result for result in results if result.alternative.key == args.now), None)
+        if now is None:
+            raise ArgumentError(f"--now: got {args.now}, expected an alternative that {setting.num_ranks} ranks allow")
+        progress.describe("how sure")
+        verdict = decide(results, now, draw)
+        progress.advance()
+        moved = levers(verdict, results, draw, source.steps)
+        progress.advance()
+    write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved))
+    if args.json != "-":
+        _print(source, setting, memory, results, verdict, moved)
+
+
+class _Source:
+    """Where lengths come from, and steps of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.samples = Samples()
+        self._mix: DataMix | None = None
+        self.num_samples = 0  # of the data set; 0 where it has no end
+        if args.data is not None:
+            self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
+            first = self.steps(1)
+            self.pool: Sequence[int] = [length for step in first for lens in step for length in lens]
+            self.description = f"mix {args.data}"
+            return
+        preset = preset_named(args.model or "flux")
+        with Progress(1, enabled=sys.stderr.isatty()) as progress:
+            progress.describe(f"reading {args.lengths}")
+            self.samples = read_samples(
+                args.lengths, preset, args.columns, lambda rows: progress.describe(f"reading {args.lengths}: {rows:,}")
+            )
+        steps = self.samples.steps
+        if steps and args.ranks not in (None, len(steps[0])):
+            raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(steps[0])}, as {args.lengths} has, or none")
+        if not steps and args.ranks is None:
+            raise ArgumentError("--ranks: got none, expected the number of data-parallel ranks")
+        self.num_ranks = len(steps[0]) if steps else args.ranks
+        self.pool = self.samples.lengths
+        self.num_samples = len(self.pool)
+        self.description = f"{args.lengths}, {self.num_samples:,} samples"
+
+    def steps(self, micro_batches: int) -> list[Lengths]:
+        """Optimizer steps, [step][rank]: the same ones for the same number of micro-batches."""
+        args, drawn = self._args, self.samples.steps
+        count = args.steps
+        if self._mix is not None or drawn:
+            if drawn and len(drawn) < micro_batches:
+                raise ArgumentError(
+                    f"--micro-batches: got {micro_batches}, expected at most the {len(drawn)} batches of {args.lengths}"
+                )
+            count = min(count, len(drawn) // micro_batches) if drawn else count
+
+            def batch(i: int) -> Lengths:
+                if self._mix is None:
+                    return drawn[i]
+                return self._mix.draw_lengths(args.seed, i, self.num_ranks)
+
+            return [_joined([batch(step * micro_batches + k) for k in range(micro_batches)]) for step in range(count)]
+        rng = random.Random(args.seed)
+        size = args.batch_size * micro_batches
+        return [[rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count)]
+
+
+def _joined(batches: Sequence[Lengths]) -> Lengths:
+    return [[length for batch in batches for length in batch[rank]] for rank in range(len(batches[0]))]
+
+
+def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryModel]:
+    cost = cli_args.costs(args)
+    preset = preset_named(args.model or "flux")
+    fields = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
+    model = preset.trained_model().replace(
+        **{name: getattr(cost["model"], name) for name in fields if getattr(args, name, None) is not None}
+    )
+    cluster: Cluster = cost["cluster"]
+    if args.calibration is None and (args.cluster or Cluster.names()[0]) in Cluster.names():
+        # Fitted to somebody else's steps, and which part of it comes with every micro-batch is not known.
+        cluster = cluster.replace(fixed_s=0)
+    memory = MemoryModel.of(model, preset.d_model, num_ranks)
+    if args.measured_memory is not None:
+        tokens, gib = args.measured_memory
+        if memory.gib(0) >= gib:
+            raise ArgumentError(
+                f"--measured-memory: got {gib:g} GiB, expected more than the {memory.gib(0):.1f} of parameters and "
+                "optimizer"
+            )
+        memory = memory.measured(tokens, gib)
+    limit_gib = args.memory_gib or DEVICE_GIB.get(args.cluster or Cluster.names()[0])
+    max_tokens = 0 if limit_gib is None else memory.max_tokens(limit_gib)
+    if limit_gib is not None and max_tokens == 0:
+        shards = min(model.shard_ranks, num_ranks)
+        raise ArgumentError(
+            f"does not fit in memory: parameters, gradients and optimizer, sharded over {shards} ranks, take "
+            f"{memory.gib(0):.1f} GiB of each; expected at most {limit_gib:g} (--memory-gib)"
+        )
+    setting = Setting(
+        num_ranks, args.batch_size, args.micro_batches, preset.d_model, cost["gamma"], cluster, model, max_tokens
+    )
+    return setting, memory
+
+
+def _within(result: Result, max_tokens: int) -> Result:
+    if result.problem is None and max_tokens and result.max_tokens > max_tokens:
+        problem = f"{result.max_tokens:,} tokens on a rank, {max_tokens:,} fit"
+        return Result(result.alternative, [], problem)
+    return result
+
+
+def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel, num_samples: int) -> dict[str, Any]:
+    """Per optimizer step, in the mean."""
+    if result.problem is not None:
+        return {"problem": result.problem}
+
+    def mean(of: Callable[[Step], float]) -> float:
+        return result.mean(of)
+
+    seconds, samples = mean(lambda step: step.seconds), mean(lambda step: step.samples)
+    of_work = mean(lambda step: step.work_s) / result.efficiency  # seconds that the samples' work takes this way
+    speedup, error = gain(result, now) if now.problem is None else (None, None)
+    million = num_samples or 10**6
+    return {
+        "step_s": seconds,
+        "speedup": speedup,
+        "speedup_standard_error": error,
+        "samples_per_s": samples / seconds,
+        "tokens_per_s": mean(lambda step: step.tokens) / seconds,
+        "device_hours": million / samples * of_work * setting.num_ranks / 3600,
+        "efficiency": result.efficiency,
+        "waiting": result.waiting,
+        "gb_in_node_per_rank": mean(lambda step: step.bytes_in_node) / setting.num_ranks / 1e9,
+        "gb_between_nodes_per_rank": mean(lambda step: step.bytes_between) / setting.num_ranks / 1e9,
+        "max_tokens": result.max_tokens,
+        "max_gib": memory.gib(result.max_tokens),
+    }
+
+
+def _as_dict(
+    args: argparse.Namespace, source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result],
+    verdict: Verdict, moved: Sequence[Lever],
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "format": _FORMAT,
+        "version": 1,
+        "verdict": verdict.sentence(),
+        "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
+        "now": verdict.now.alternative.key,
+        "speedup": [verdict.low, verdict.speedup, verdict.high],
+        "levers": [{"of": lever.name, "speedup": [lever.low, lever.high]} for lever in moved],
+        "source": source.description,
+        "bad_rows": source.samples.bad_rows,
+        "ranks": setting.num_ranks,
+        "batch_size": setting.batch_size,
+        "micro_batches": setting.micro_batches,
+        "steps": args.steps,
+        "seed": args.seed,
+        "d_model": setting.d_model,
+        "gamma": setting.gamma,
+        "max_tokens_that_fit": setting.max_tokens or None,
+        **cli_args.settings_dict(setting.cluster, setting.model),
+        "alternatives": [
+            {
+                "key": result.alternative.key,
+                "change": result.alternative.change,
+                "effect": result.alternative.effect,
+                **_figures(result, verdict.now, setting, memory, source.num_samples),
+            }
+            for result in results
+        ],
+    }
+
+
+def _print(
+    source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result], verdict: Verdict,
+    moved: Sequence[Lever],
+) -> None:  # fmt: skip
+    lens = source.pool
+    rows = [_cells(r, _figures(r, verdict.now, setting, memory, source.num_samples)) for r in results]
+    hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
+    parts: list[Any] = [verdict.sentence()]
+    if verdict.is_worth_it:
+        parts.append(f"What to change: {verdict.taken.alternative.change}.")
+    if source.samples.bad_rows:
+        parts.append(f"{source.samples.bad_rows:,} rows were left out; the first: {source.samples.first_bad}.")
+    parts += [
+        "",
+        table_of(rows, left="alternative"),
+        f"speed: times {verdict.now.alternative.name}, on equal work, with the standard error over draws.\n"
+        f"hours: of one accelerator, {hours}.\n"
+        "wait: of computing time, for the slowest rank or on padding.\n"
+        "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.",
+    ]
+    parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in results if r.problem is not None]
+    effects = [r.alternative for r in results if r.alternative.effect]
+    parts += [f"{alternative.name}: {alternative.effect}." for alternative in effects]
+    if moved:
+        parts += ["", f"What would change the gain of {moved[0].taken} most:"]
+        parts += [f"  {lever.name}: {lever.low:.2f} or {lever.high:.2f} times as fast" for lever in moved]
+    cluster = setting.cluster
+    limit = f"{setting.max_tokens:,} tokens of a rank fit" if setting.max_tokens else "memory is not limited"
+    parts += [
+        "",
+        f"Assumed: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}; "
+        f"{setting.num_ranks} ranks in nodes of {cluster.ranks_per_node}, {setting.batch_size} samples x "
+        f"{setting.micro_batches} micro-batches each; {setting.model.num_blocks} blocks of width {setting.d_model}, "
+        f"{setting.model.mode}; gamma {setting.gamma:g}, {cluster.flops_per_s / 1e12:.3g} TFLOP/s, "
+        f"{cluster.node_bytes_per_s / 1e9:g} and {cluster.network_bytes_per_s / 1e9:g} GB/s, fixed {cluster.fixed_s:g} "
+        f"s a micro-batch; {limit}. FSDP2: ranks wait in every micro-batch.",
+    ]
+    show(*parts)
+
+
+def _cells(result: Result, figures: Mapping[str, Any]) -> dict[str, str]:
+    headings = ("step s", "speed", "hours", "wait", "GB", "GiB")
+    if result.problem is not None:
+        return {"alternative": result.alternative.name, **dict.fromkeys(headings, "-")}
+    speed = "-" if figures["speedup"] is None else f"{figures['speedup']:.2f}"
+    if figures["speedup_standard_error"]:
+        speed += f" ± {figures['speedup_standard_error']:.2f}"
+    sent = "/".join(_two_digits(figures[f"gb_{where}_per_rank"]) for where in ("in_node", "between_nodes"))
+    values = (
+        _digits(figures["step_s"]), speed, _digits(figures["device_hours"]), f"{figures['waiting']:.0%}", sent,
+        f"{figures['max_gib']:.0f}",
+    )  # fmt: skip
+    return {"alternative": result.alternative.name, **dict(zip(headings, values, strict=True))}
+
+
+def _digits(value: float) -> str:
+    """Three significant ones, and all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

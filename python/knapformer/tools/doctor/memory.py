@@ -1,0 +1,55 @@
+"""What a rank's memory holds in a training step: parameters, optimizer, activations. For full training with Adam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from knapformer import TrainedModel
+
+GIB = 2**30
+# Of one accelerator, by the names of clusters (Cluster.names()), in GiB: data sheets, less 5 % for the runtime.
+DEVICE_GIB = {"h100": 76.0, "h200": 134.0, "h100-pcie": 76.0, "b200": 171.0, "a100": 76.0}
+
+# Bytes of a parameter, sharded: weight and gradient in the model's type, and in fp32 the master copy and two moments.
+_OPTIMIZER_BYTES = 12
+# Numbers that a block's backward keeps of a token, in units of d_model, attention's matrix not among them (flash
+# attention): 34 bytes at 2 a number, without dropout's masks (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
+_KEPT_PER_TOKEN = 17 - 1.5
+# FSDP holds the gathered parameters of this block and the next, and one block's gradients before they are reduced.
+_GATHERED_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes on the fullest rank: those that every rank has, and those of each token that it holds in a micro-batch."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    @classmethod
+    def of(cls, model: TrainedModel, d_model: int, num_ranks: int) -> MemoryModel:
+        size = model.element_size
+        shards = min(model.shard_ranks, num_ranks)
+        trained = 2 * size + _OPTIMIZER_BYTES if model.mode == "training" else size
+        block = model.num_parameters / model.num_blocks * size
+        fixed = model.num_parameters * trained / shards + _GATHERED_BLOCKS * block
+        kept = _KEPT_PER_TOKEN * d_model * size
+        if model.mode == "inference":
+            per_token = kept
+        elif model.recomputes:  # the inputs of all blocks, and one block whole
+            per_token = model.num_blocks * d_model * size + kept
+        else:
+            per_token = model.num_blocks * kept
+        return cls(fixed, per_token)
+
+    def measured(self, tokens: int, gib: float) -> MemoryModel:
+        """Through one measured point: the fixed part stays, and tokens take what is left of it."""
+        return replace(self, bytes_per_token=(gib * GIB - self.fixed_bytes) / tokens)
+
+    def gib(self, tokens: int) -> float:
+        """Of a rank that holds so many tokens."""
+        return (self.fixed_bytes + tokens * self.bytes_per_token) / GIB
+
+    def max_tokens(self, limit_gib: float) -> int:
+        """That fit; 0 where the fixed part alone does not."""
+        return max(0, int((limit_gib * GIB - self.fixed_bytes) / self.bytes_per_token))

@@ -1,0 +1,61 @@
+"""Models by name, as far as lengths, cost and memory depend on them: their published configurations.
+
+Not imported from knapformer.models, which needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from knapformer import ArgumentError, TrainedModel
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and the way from a picture's or video's size to tokens.
+
+    num_parameters: of all blocks together with the little around them. patch: pixels (frames) of one token, of the
+    autoencoder and the patch embedding together: (frames, height, width). A causal video autoencoder codes the first
+    frame alone: 1 + (frames - 1) / patch[0] of them, rounded up.
+    text_beside: captions are attended to across, and are no part of the sequence.
+    """
+
+    d_model: int
+    num_blocks: int
+    num_heads: int
+    num_parameters: float
+    patch: tuple[int, int, int]
+    text_beside: bool = False
+
+    def num_tokens(self, width: int, height: int, frames: int, text_tokens: int) -> int:
+        """Of a sample; width and height in pixels, rounded down to whole tokens as croppers do."""
+        of_frames, of_height, of_width = self.patch
+        visual = -(-(frames - 1) // of_frames) + 1
+        visual *= (height // of_height) * (width // of_width)
+        return visual + (0 if self.text_beside else text_tokens)
+
+    def trained_model(self) -> TrainedModel:
+        return TrainedModel(
+            num_blocks=self.num_blocks, num_parameters=self.num_parameters, num_heads=self.num_heads, routed=False
+        )
+
+
+# Of the configurations that are published with the weights. Parameters in the models' own words.
+PRESETS = {
+    "flux": Preset(3072, 57, 24, 12e9, (1, 16, 16)),
+    "flux2": Preset(6144, 56, 48, 32e9, (1, 16, 16)),
+    "qwen-image": Preset(3072, 60, 24, 20e9, (1, 16, 16)),
+    "sd3.5-large": Preset(2432, 38, 38, 8.1e9, (1, 16, 16)),
+    "hunyuan-video": Preset(3072, 60, 24, 13e9, (4, 16, 16)),
+    "wan-14b": Preset(5120, 40, 40, 14e9, (4, 16, 16), text_beside=True),
+    "wan-1.3b": Preset(1536, 30, 12, 1.3e9, (4, 16, 16), text_beside=True),
+    "wan2.2-5b": Preset(3072, 30, 24, 5e9, (4, 32, 32), text_beside=True),
+    "ltx-video": Preset(2048, 28, 32, 1.9e9, (8, 32, 32), text_beside=True),
+}
+
+
+def preset_named(name: str) -> Preset:
+    """Raises ArgumentError."""
+    if name not in PRESETS:
+        raise ArgumentError(f"--model: got {name!r}, expected one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,140 @@
+"""Which alternative to take, what it gains, how sure that is, and what would change the answer most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from knapformer.tools.doctor.alternatives import Draw, Lengths, Result, Setting, gain, simulate
+
+WORTH = 0.03  # a gain below this is none
+# What published figures leave open, as factors: of gamma and the rate, and of what links carry.
+_UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
+_LEVERS = {"gamma": (0.5, 2.0), "bandwidth": (0.25, 4.0)}
+# What takes least change comes first; alternatives that change which samples a step has are not advised.
+_CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
+
+
+@dataclass(frozen=True)
+class Lever:
+    """What the gain is with something else than the setting has. name: with its two values. taken: instead of now."""
+
+    name: str
+    taken: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """now, taken: what was compared; equal where nothing is better. speedup: how many times as fast; 1 for none.
+
+    low, high: where speedup lies, by the draw of data (twice its standard error) and by what is uncertain of the
+    cluster. problem: why nothing can be taken.
+    """
+
+    now: Result
+    taken: Result
+    speedup: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    problem: str | None = None
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.problem is None and self.taken is not self.now
+
+    def sentence(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        if not self.is_worth_it:
+            return (
+                f"Not worth it: no alternative that trains on the same samples is {WORTH:.0%} faster than "
+                f"{self.now.alternative.name}, or surely faster."
+            )
+        name = self.taken.alternative.name
+        if self.now.problem is not None:
+            return f"Take {name}: {self.now.alternative.name} does not fit in memory ({self.now.problem})."
+        return (
+            f"Take {name}: {self.speedup:.2f} times as fast as {self.now.alternative.name} "
+            f"({self.low:.2f} to {self.high:.2f}), {1 - 1 / self.speedup:.0%} fewer GPU-hours."
+        )
+
+
+def decide(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
+    """The one with the least change among those that are as fast as the fastest, but for what is not worth a change."""
+    advised = [r for r in results if r.problem is None and _rank(r) is not None]
+    if not advised:
+        shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
+        return Verdict(now, now, problem=f"Does not fit in memory: {shortest}")
+    fastest = max(advised, key=lambda r: r.efficiency)
+    close = [r for r in advised if r.efficiency >= fastest.efficiency / (1 + WORTH)]
+    taken = min(close, key=lambda r: _rank(r) or 0)
+    if now.problem is not None:
+        return Verdict(now, taken)
+    speedup, error = gain(taken, now)
+    if taken is now or speedup < 1 + WORTH or speedup - 2 * error <= 1:
+        return Verdict(now, now)
+    seen = [speedup - 2 * error, speedup + 2 * error]
+    for what, factors in _UNSURE.items():
+        seen += [_speedup(_scaled(draw, what, factor), taken, now) for factor in factors]
+    sure = [value for value in seen if math.isfinite(value)]
+    return Verdict(now, taken, speedup, min(sure), max(sure))
+
+
+def levers(
+    verdict: Verdict, results: Sequence[Result], draw: Draw, steps_of: Callable[[int], Sequence[Lengths]]
+) -> list[Lever]:
+    """What changes the gain most, first. steps_of: draws steps of another number of micro-batches.
+
+    Where nothing is worth it: the gain of what comes next to it.
+    """
+    taken, now = verdict.taken, verdict.now
+    others = [r for r in results if r.problem is None and _rank(r) is not None and r is not now and r.alternative.ours]
+    if now.problem is not None or not others:
+        return []
+    if taken is now:
+        taken = max(others, key=lambda r: r.efficiency)
+    found = []
+    for what, (low, high) in _LEVERS.items():
+        values = [_speedup(_scaled(draw, what, factor), taken, now) for factor in (low, high)]
+        found.append(Lever(f"{what} times {low:g} or {high:g}", taken.alternative.name, *values))
+    count = draw.setting.micro_batches
+    fewer, more = max(1, count // 2), count * 2
+    values = []
+    for micro_batches in (fewer, more):
+        changed = replace(
+            draw, setting=replace(draw.setting, micro_batches=micro_batches), steps=steps_of(micro_batches)
+        )
+        values.append(_speedup(changed, taken, now))
+    found.append(Lever(f"{fewer} or {more} micro-batches", taken.alternative.name, *values))
+    known = [lever for lever in found if math.isfinite(lever.low) and math.isfinite(lever.high)]
+    return sorted(known, key=lambda lever: -abs(lever.high - lever.low))
+
+
+def _rank(result: Result) -> int | None:
+    key = result.alternative.key
+    return next((i for i, start in enumerate(_CHANGE) if key.startswith(start)), None)
+
+
+def _scaled(draw: Draw, what: str, factor: float) -> Draw:
+    setting: Setting = draw.setting
+    cluster = setting.cluster
+    if what == "gamma":
+        return replace(draw, setting=replace(setting, gamma=setting.gamma * factor))
+    if what == "rate":
+        cluster = cluster.replace(flops_per_s=cluster.flops_per_s * factor)
+    else:
+        cluster = cluster.replace(
+            node_bytes_per_s=cluster.node_bytes_per_s * factor, network_bytes_per_s=cluster.network_bytes_per_s * factor
+        )
+    return replace(draw, setting=replace(setting, cluster=cluster))
+
+
+def _speedup(draw: Draw, taken: Result, now: Result) -> float:
+    """Of the same two alternatives elsewhere; NaN where one of them cannot be had there."""
+    results = [simulate(result.alternative, draw) for result in (taken, now)]
+    if any(result.problem is not None for result in results):
+        return math.nan
+    return gain(*results)[0]

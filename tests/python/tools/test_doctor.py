@@ -1,0 +1,261 @@
+"""`knapformer doctor`: what it reads, what it simulates, and what it advises."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from knapformer.tools.cli import main
+from knapformer.tools.doctor.alternatives import Draw, Setting, alternatives, gain, simulate, static_sharing
+from knapformer.tools.doctor.memory import GIB, MemoryModel
+from knapformer.tools.doctor.presets import PRESETS
+from knapformer.tools.doctor.samples import read_samples
+
+from knapformer import Cluster, TrainedModel
+
+D, GAMMA = 64, 0.5
+CLUSTER = Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0)
+MODEL = TrainedModel(num_blocks=3, num_parameters=0, routed=False)
+
+
+def block_s(length):
+    """Of one block's forward pass; the formula typed anew."""
+    return (24 * length * D**2 + GAMMA * 4 * length**2 * D) / 1e9
+
+
+STEP = 3 * 4  # blocks; forward, recompute and a backward pass of two
+
+
+def setting(num_ranks=2, **changes):
+    given = {"batch_size": 1, "micro_batches": 1, "d_model": D, "gamma": GAMMA, "cluster": CLUSTER, "model": MODEL}
+    return Setting(num_ranks, **(given | changes))
+
+
+def results_of(of, steps):
+    draw = Draw(of, steps, [length for step in steps for lens in step for length in lens])
+    return {a.key: simulate(a, draw) for a in alternatives(of, steps)}
+
+
+def test_alternatives_cost_what_the_formula_says():
+    steps = [[[100, 50], [300, 20]]]
+    found = results_of(setting(micro_batches=2), steps)
+
+    (drawn,) = found["as_drawn"].steps
+    assert drawn.seconds == pytest.approx(STEP * (block_s(300) + block_s(50)))
+    assert drawn.work_s == pytest.approx(STEP * sum(map(block_s, (100, 50, 300, 20))) / 2)
+    assert (drawn.samples, drawn.tokens, drawn.max_tokens) == (4, 470, 300)
+    assert found["one_by_one"].steps[0].seconds == pytest.approx(drawn.seconds)
+
+    # Longest first finds nothing better in either micro-batch; over both, the three short ones fit beside the long one.
+    assert found["longest_first"].steps[0].seconds == pytest.approx(drawn.seconds)
+    assert sum(map(block_s, (100, 50, 20))) < block_s(300)
+    assert found["sampler"].steps[0].seconds == pytest.approx(STEP * block_s(300))
+    (shared,) = found["static_2"].steps
+    assert shared.compute_s == pytest.approx(drawn.work_s)
+    assert shared.bytes_in_node > 0
+    assert shared.max_tokens == 200
+
+
+def test_static_sharing_does_not_balance_groups():
+    of = setting(4)
+    (step,) = static_sharing(2)(Draw(of, [[[100], [100], [30], [10]]], [1]))
+    assert step.compute_s == pytest.approx(STEP * 2 * block_s(100) / 2)
+
+
+def test_buckets_pad_nothing_where_lengths_are_few_and_something_where_they_are_many():
+    few = results_of(setting(4), [[[100], [40], [40], [40]]] * 4)["buckets"]
+    assert few.waiting == pytest.approx(0, abs=1e-9)
+    assert {step.max_tokens for step in few.steps} == {40, 100}
+    # Buckets come in proportion: a quarter is of the long ones.
+    assert sum(step.max_tokens == 100 for step in few.steps) == len(few.steps) / 4
+    many = results_of(setting(4), [[[length] for length in range(100 + 50 * i, 500 + 50 * i, 100)] for i in range(30)])
+    assert 0 < many["buckets"].waiting < 0.2
+
+
+def test_a_time_budget_holds_at_least_the_longest_sample_and_keeps_to_memory():
+    steps = [[[100], [40], [40], [40]]] * 10
+    free = results_of(setting(4), steps)["time_budget"]
+    assert free.mean(lambda step: step.samples) > 4
+    assert max(step.compute_s for step in free.steps) == pytest.approx(STEP * block_s(100))
+    limited = results_of(setting(4, max_tokens=100), steps)["time_budget"]
+    assert limited.max_tokens == 100
+
+
+def test_a_gain_is_known_better_from_more_steps():
+    rng = np.random.default_rng(0)
+    errors = []
+    for count in (8, 128):
+        steps = [[[int(length)] for length in rng.integers(10, 500, 4)] for _ in range(count)]
+        found = results_of(setting(4), steps)
+        errors.append(gain(found["static_4"], found["as_drawn"])[1])
+    assert errors[1] < errors[0] / 2
+    assert gain(found["as_drawn"], found["as_drawn"]) == (1.0, 0.0)
+
+
+def test_memory_is_that_of_the_formula():
+    model = TrainedModel(num_blocks=10, num_parameters=1e9, element_size=2, recomputes=True, shard_ranks=8)
+    memory = MemoryModel.of(model, 1024, num_ranks=4)  # fewer ranks than would shard
+    assert memory.fixed_bytes == pytest.approx(1e9 * 16 / 4 + 3 * 1e8 * 2)
+    assert memory.bytes_per_token == pytest.approx(10 * 1024 * 2 + 31 * 1024)
+    assert memory.gib(memory.max_tokens(20)) == pytest.approx(20, rel=1e-3)
+    kept = MemoryModel.of(model.replace(recomputes=False), 1024, 4)
+    assert kept.bytes_per_token == pytest.approx(10 * 31 * 1024)
+    frozen = MemoryModel.of(model.replace(mode="lora"), 1024, 4)
+    assert frozen.fixed_bytes == pytest.approx(1e9 * 2 / 4 + 3 * 1e8 * 2)
+    measured = memory.measured(tokens=1000, gib=30)
+    assert measured.gib(1000) == pytest.approx(30)
+    assert measured.fixed_bytes < 30 * GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "tokens"),
+    [  # counted by hand: latents over patches, and captions where they are in the sequence
+        ("flux", (1024, 1024, 1, 512), 64 * 64 + 512),
+        ("flux", (1000, 520, 1, 0), 62 * 32),
+        ("wan-14b", (1280, 720, 81, 512), 80 * 45 * 21),
+        ("hunyuan-video", (1280, 720, 129, 256), 80 * 45 * 33 + 256),
+        ("ltx-video", (768, 512, 121, 128), 24 * 16 * 16),
+    ],
+)
+def test_sizes_become_tokens(model, size, tokens):
+    assert PRESETS[model].num_tokens(*size) == tokens
+
+
+def write_all_formats(folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    lengths = [5, 70, 900, 12]
+    texts = {
+        "plain.txt": "5\n70\n\n900\n12\n",
+        "list.json": "[5, 70, 900, 12]",
+        "objects.json": json.dumps([{"id": "a", "num_tokens": n} for n in lengths]),
+        "lines.jsonl": "".join(json.dumps({"num_tokens": n, "caption": "x"}) + "\n" for n in lengths),
+        "table.csv": "caption,num_tokens\n" + "".join(f'"a, ""b""",{n}\n' for n in lengths),
+        "table.tsv": "num_tokens\tcaption\n" + "".join(f"{n}\ta, b\n" for n in lengths),
+        "bare.csv": "5\n70\n900\n12\n",
+        "steps.json": "[[[5], [70]], [[900, 12], []]]",
+        "steps.jsonl": "[[5], [70]]\n[[900, 12], []]\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    np.save(folder / "array.npy", np.array(lengths, dtype=np.int32))
+    table = pyarrow.table({"caption": ["x"] * 4, "num_tokens": pyarrow.array(lengths, pyarrow.int32())})
+    parquet.write_table(table, folder / "table.parquet")
+    return lengths
+
+
+def test_every_format_is_read(tmp_path):
+    lengths = write_all_formats(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 11
+    for path in files:
+        samples = read_samples(str(path), None)
+        assert list(samples.lengths) == lengths, path.name
+        assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
+
+
+@pytest.mark.parametrize("text", ["5\n70\n900\n12\n", "[[[5, 70], [900, 12]]]", "num_tokens\n5\n70\n900\n12\n"])
+def test_standard_input_is_told_apart(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert list(read_samples("-", None).lengths) == [5, 70, 900, 12]
+
+
+def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
+    path = tmp_path / "sizes.csv"
+    path.write_text("w,h,n_frames\n512,512,1\n512,x,1\n0,512,1\n512\n1024,512,1\n8,8,1\n")
+    samples = read_samples(str(path), PRESETS["flux"])
+    assert list(samples.lengths) == [1024, 2048]
+    assert samples.bad_rows == 4
+    assert samples.first_bad == "row 2: height: got 'x', expected an integer"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('7\n{"a": 1}\n-3\n2.5\ntrue\nnonsense\n9\n')
+    samples = read_samples(str(lines), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "message"),
+    [
+        ("a.csv", "a,b\n1,2\n", [], "columns: got 'a', 'b', expected a column of lengths in tokens"),
+        ("a.csv", "a,b\n1,2\n", ["--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
+        ("a.csv", "tokens\nx\n", [], "got no sample, expected at least one; 1 rows cannot be used, the first is row 1"),
+        ("a.csv", "", [], "got no sample"),
+        ("a.json", "{", [], "not readable as JSON"),
+        ("a.json", "{}", [], "got dict, expected a list"),
+        ("a.xls", "", [], "expected '-' or a file that ends in .json"),
+        ("a.parquet", "no table", [], "a.parquet"),
+        ("a.npy", "no array", [], "a.npy"),
+        ("a.txt", "5\n", ["--model", "gpt"], "--model: got 'gpt', expected one of flux"),
+        ("a.txt", "5\n", ["--memory-gib", "1"], "does not fit in memory: parameters, gradients and optimizer"),
+        ("a.txt", "5\n", ["--measured-memory", "5:1"], "--measured-memory: got 1 GiB, expected more than"),
+        ("a.txt", "5\n", ["--now", "static_8"], "--now: got static_8, expected an alternative that 4 ranks allow"),
+        ("steps.json", "[[[5], [70]]]", [], "--ranks: got 4, expected 2"),
+    ],
+)
+def test_wrong_input_ends_in_one_line(tmp_path, capsys, name, content, arguments, message):
+    path = tmp_path / name
+    path.write_text(content)
+    assert main(["doctor", str(path), "--ranks", "4", "--shard-ranks", "4", "--mode", "lora", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def diagnosis(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_equal_lengths_are_not_worth_it(tmp_path, capsys):
+    path = tmp_path / "equal.txt"
+    path.write_text("1000\n" * 50)
+    found = diagnosis(capsys, path, "--ranks", "8", "--mode", "lora")
+    assert found["verdict"].startswith("Not worth it")
+    assert found["take"] is None
+
+
+def test_the_least_change_is_advised(capsys):
+    """With several micro-batches the sampler does nearly what the balancer does; with one it can do nothing."""
+    many = diagnosis(capsys, "--data", "mixed", "--micro-batches", 4, "--steps", 4)
+    assert many["take"] == "sampler"
+    assert "fewer GPU-hours" in many["verdict"]
+    low, speedup, high = many["speedup"]
+    assert low <= speedup <= high
+    by_key = {row["key"]: row for row in many["alternatives"]}
+    assert by_key["sampler"]["gb_in_node_per_rank"] == 0
+    assert by_key["sampler"]["speedup"] == speedup
+    # All alternatives on the same samples compute the same work.
+    same = [row for row in many["alternatives"] if not row["effect"]]
+    for row in same:
+        assert row["step_s"] * row["efficiency"] == pytest.approx(same[0]["step_s"] * same[0]["efficiency"])
+    assert sorted(many["levers"], key=lambda lever: -abs(lever["speedup"][1] - lever["speedup"][0])) == many["levers"]
+
+    one = diagnosis(capsys, "--data", "mixed", "--steps", 4)
+    assert one["take"].startswith("bags ")
+
+
+def test_what_does_not_fit_is_not_advised(capsys):
+    free = diagnosis(capsys, "--data", "joint", "--micro-batches", 4, "--steps", 3)
+    by_key = {row["key"]: row for row in free["alternatives"]}
+    needed = {key: row["max_gib"] for key, row in by_key.items()}
+    limit = (needed["as_drawn"] + min(needed[key] for key in needed if key.startswith("bags "))) / 2
+    tight = diagnosis(capsys, "--data", "joint", "--micro-batches", 4, "--steps", 3, "--memory-gib", limit)
+    by_key = {row["key"]: row for row in tight["alternatives"]}
+    assert "fit" in by_key["as_drawn"]["problem"]
+    assert tight["take"].startswith("bags ")
+    assert "no balancing does not fit in memory" in tight["verdict"]
+    assert by_key[tight["take"]]["max_gib"] <= limit
+
+
+def test_the_table_fits_a_terminal_of_80_columns_and_runs_are_repeatable(capsys):
+    texts = []
+    for _ in range(2):
+        assert main(["doctor", "--data", "low", "--steps", "3"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    table = [line for line in texts[0].splitlines() if line[:1] in "┏┃┡│└"]
+    assert len(table) > 8
+    assert max(map(len, table)) <= 80
+    assert "Assumed: mix low" in texts[0]
