@@ -51,8 +51,8 @@ MAY_INCLUDE = {
     "python/tools/predict": f"{_FLOOR} python/tools/report",
     "python/tools/simulate": f"{_FLOOR} python/tools/report python/tools/calibrate",
     "python/tools/replay": f"{_FLOOR} python/tools/report python/tools/simulate",
-    "python/tools": f"{_FLOOR} python/tools/doctor python/tools/tune python/tools/plan python/tools/predict python/tools/calibrate "
-    "python/tools/simulate python/tools/replay python/tools/report",
+    "python/tools": f"{_FLOOR} python/tools/doctor python/tools/tune python/tools/plan python/tools/predict "
+    "python/tools/calibrate python/tools/simulate python/tools/replay python/tools/report",
 }
 # Files whose room is not their folder: the floor that the commands stand on, and the way into them.
 ROOM_OF_FILE = {
