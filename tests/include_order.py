@@ -45,7 +45,7 @@ MAY_INCLUDE = {
     "python/tools/measure": "python python/models python/tools/shared",
     "python/tools/report": _FLOOR,
     "python/tools/tune": _FLOOR,
-    "python/tools/doctor": f"{_FLOOR} python/tools/measure",
+    "python/tools/doctor": f"{_FLOOR} python/tools/report",
     "python/tools/calibrate": _FLOOR,
     "python/tools/plan": f"{_FLOOR} python/tools/report",
     "python/tools/predict": f"{_FLOOR} python/tools/report",

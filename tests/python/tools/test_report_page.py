@@ -47,9 +47,10 @@ const waiting = setInterval(async () => {
     }
   }
   const bars = document.getElementById("chart1");
-  Plotly.Fx.hover(bars, [{ curveNumber: 1, pointNumber: 0 }], "x2y2");
+  if (bars.layout.xaxis2) Plotly.Fx.hover(bars, [{ curveNumber: 1, pointNumber: 0 }], "x2y2");
   await new Promise(done => setTimeout(done, 200));
   report.hover = [...bars.querySelectorAll(".hoverlayer text")].map(t => t.textContent).join(" ");
+  report.sideways = document.documentElement.scrollWidth - window.innerWidth;
   report.theme = document.documentElement.dataset.theme;
   report.ink = getComputedStyle(document.querySelector("#chart0 .xtick text")).fill;
   const place = document.createElement("pre");
@@ -101,29 +102,45 @@ def test_nothing_is_loaded_from_elsewhere(report):
     assert len(page) < 12e6
 
 
-@in_browser
-@pytest.mark.parametrize("dark", [False, True])
-def test_every_chart_is_drawn_and_legible(report, dark, tmp_path):
-    num_ranks, path = report
+def _probed(tmp_path, path, **window):
+    """What PROBE sees in the page: every chart drawn, nothing over anything else, on a desk or a phone."""
     probed = tmp_path / "probed.html"
     probed.write_text(path.read_text().replace("</body>", PROBE + "</body>"))
-    document = _chromium(tmp_path, probed, "--dump-dom", dark=dark)
+    document = _chromium(tmp_path, probed, "--dump-dom", **window)
     assert "data-error" not in document.split(">", 2)[1]
     found = re.search(r'<pre id="probe">(.*?)</pre>', document, flags=re.DOTALL)
     assert found, "the page did not finish drawing"
     seen = json.loads(found[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
     assert [chart["id"] for chart in seen["charts"]] == [f"chart{i}" for i in range(5)]
     assert all(chart["marks"] > 0 for chart in seen["charts"]), seen["charts"]
+    assert seen["overlaps"] == []
+    assert seen["outside"] == []
+    assert seen["sideways"] <= 0  # charts are scrolled, not the page
+    return seen
+
+
+@in_browser
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 1280), (False, 390)])
+def test_every_chart_is_drawn_and_legible(report, dark, width, tmp_path):
+    num_ranks, path = report
+    seen = _probed(tmp_path, path, dark=dark, width=width)
     plan = _plan(num_ranks)
     bars = seen["charts"][1]["marks"]
     assert bars == plan.num_sequences + (len(plan.chunks) if num_ranks <= 8 else plan.num_sequences)
-    assert seen["overlaps"] == []
-    assert seen["outside"] == []
     assert "home: rank" in seen["hover"]
     assert "tokens" in seen["hover"]
     assert seen["theme"] == ("dark" if dark else "light")
     red = int(re.findall(r"\d+", seen["ink"])[0])
     assert (red > 160) if dark else (red < 96)
+
+
+@in_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_doctors_page_is_drawn_and_legible(width, tmp_path):
+    path = tmp_path / "doctor.html"
+    assert main(["doctor", "--data", "joint", "--micro-batches", "2", "--steps", "3", "--report", str(path)]) == 0
+    assert "Take bags" in path.read_text()
+    _probed(tmp_path, path, width=width)
 
 
 @in_browser

@@ -75,10 +75,12 @@ class Step:
     bytes_in_node: float = 0
     bytes_between: float = 0
     max_tokens: int = 0
+    plans: list[Plan] = field(default_factory=list, repr=False)  # of its micro-batches; see simulate
 
     def add(self, plan: Plan, real_work_s: float | None = None) -> None:
         """A micro-batch. real_work_s: where part of the plan's work is padding."""
         time = predict_step(plan)
+        self.plans.append(plan)
         self.seconds += time.total_s
         self.work_s += time.ideal_s if real_work_s is None else real_work_s
         self.compute_s += time.token_s + time.attention_s
@@ -315,8 +317,14 @@ class Result:
 
 
 def simulate(alternative: Alternative, draw: Draw) -> Result:
+    """Keeps the plans of the first step alone."""
+    steps: list[Step] = []
     try:
-        return Result(alternative, list(alternative.steps(draw)))
+        for step in alternative.steps(draw):
+            if steps:
+                step.plans.clear()
+            steps.append(step)
+        return Result(alternative, steps)
     except ArgumentError as error:  # a limit that cannot be kept
         return Result(alternative, [], str(error))
 

@@ -7,6 +7,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix
@@ -20,6 +21,7 @@ from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
 
 _FORMAT = "knapformer.diagnosis"
+_REPORTED_COUNTS = (1, 2, 4, 8)
 _KEYS = ("as_drawn", "one_by_one", "buckets", "time_budget", "longest_first", "static_2", "static_4", "static_8")
 
 
@@ -55,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_gamma(parser)
     cli_args.add_model_options(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
+    parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline, with pictures")
     parser.set_defaults(run=run)
 
 
@@ -72,7 +75,7 @@ def _measured_point(text: str) -> tuple[int, float]:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_outputs({"--json": None if args.json == "-" else args.json})
+    check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     source = _Source(args)
     setting, memory = _setting(args, source.num_ranks)
     draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> None:
         moved = levers(verdict, results, draw, source.steps)
         progress.advance()
     write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved))
+    if args.report is not None:
+        _write_report(args, source, draw, memory, results, verdict)
     if args.json != "-":
         _print(source, setting, memory, results, verdict, moved)
 
@@ -254,6 +259,49 @@ def _as_dict(
             for result in results
         ],
     }
+
+
+def _write_report(
+    args: argparse.Namespace, source: _Source, draw: Draw, memory: MemoryModel, results: Sequence[Result],
+    verdict: Verdict,
+) -> None:  # fmt: skip
+    from knapformer.tools.doctor.page import write_page
+
+    setting = draw.setting
+    figures = [_figures(result, verdict.now, setting, memory, source.num_samples) for result in results]
+    compared = [r for r in results if r.alternative.ours or r.alternative.key == "as_drawn"]
+    by_count: dict[str, dict[int, float]] = {result.alternative.name: {} for result in compared}
+    for count in _REPORTED_COUNTS:
+        try:
+            other = replace(draw, setting=replace(setting, micro_batches=count), steps=source.steps(count))
+        except ArgumentError:  # fewer batches than that were given
+            continue
+        for result in compared:
+            found = simulate(result.alternative, other)
+            if found.problem is None:
+                by_count[result.alternative.name][count] = found.efficiency
+    lens = source.pool
+    top = [
+        (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
+        (f"{setting.num_ranks:,}", "ranks"),
+        (f"{setting.micro_batches}", "micro-batches of a step"),
+    ]
+    if verdict.is_worth_it and verdict.now.problem is None:
+        top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
+    settings = {
+        "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": args.batch_size,
+        "micro-batches": setting.micro_batches, "width": setting.d_model, "gamma": setting.gamma,
+        **{name: value for part in cli_args.settings_dict(setting.cluster, setting.model).values()
+           for name, value in part.items()},
+    }  # fmt: skip
+    write_page(
+        args.report, verdict=verdict.sentence(),
+        rows=[_cells(result, of) for result, of in zip(results, figures, strict=True)], results=results,
+        figures=figures, lengths=source.pool, setting=setting,
+        limit_gib=memory.gib(setting.max_tokens) if setting.max_tokens else None, efficiency_by_count=by_count,
+        subtitle=f"{source.description}; {setting.num_ranks} ranks, {setting.micro_batches} micro-batches",
+        top=top, settings=settings,
+    )  # fmt: skip
 
 
 def _print(

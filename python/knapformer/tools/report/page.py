@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import html
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cli_args import settings_dict
-from knapformer.tools.files import check_packages, write_atomically
+from knapformer.tools.files import check_packages
 from knapformer.tools.measure.figures import scale_of
+from knapformer.tools.report.html_page import HtmlPage
 from knapformer.tools.report.points import Point
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 NO_BALANCER = "no balancer"  # of step times, measured and predicted
 
@@ -38,8 +33,6 @@ def write_report(
     measured ran on other hardware. Raises ArgumentError, OSError.
     """
     check_packages("--report")
-    from plotly.offline import get_plotlyjs
-
     from knapformer.tools.report import charts
     from knapformer.tools.report.placement import bars_of
     from knapformer.tools.report.traffic import node_traffic_of, traffic_of
@@ -50,37 +43,24 @@ def write_report(
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
     shown = predicted if predicts else {}
     bars, traffic = bars_of(plan), traffic_of(plan)
-    sections: list[str] = []
-    figures_json: list[str] = []
-
-    def add(heading: str, text: str, figure: go.Figure, height: int) -> None:
-        figure.update_layout(
-            template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
-            legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
-        )  # fmt: skip
-        if figure.layout.legend.y is None:
-            figure.update_layout(legend_y=1.02)
-        figure.update_xaxes(automargin=True)
-        figure.update_yaxes(automargin=True)
-        chart = f"chart{len(sections)}"
-        sections.append(f'<section><h2>{heading}</h2><p>{text}</p><div id="{chart}"></div></section>')
-        figures_json.append(f'"{chart}": {figure.to_json()}')
-
+    page = HtmlPage()
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
-    add("Work per rank", text, charts.work_per_rank(plan), 340)
-    add("Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640)
+    page.add("Work per rank", text, charts.work_per_rank(plan), 340)
+    page.add(
+        "Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640
+    )
     text = f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
     text += "" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."
-    add("Who sends how much to whom", text, charts.heat_maps(traffic), 500)
+    page.add("Who sends how much to whom", text, charts.heat_maps(traffic), 500)
     text = f"Bytes that the ranks of each node ({plan.cluster.ranks_per_node} ranks) send in a step."
-    add("What crosses nodes", text, charts.node_traffic(*node_traffic_of(plan)), 320)
+    page.add("What crosses nodes", text, charts.node_traffic(*node_traffic_of(plan)), 320)
     if shown or measured_s:
         text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
         text += "Measured: one point a step." if measured_s else ""
         height = 120 + 45 * (len(shown) + len(measured_s))
-        add("Step time", text, charts.step_times(shown, measured_s), height)
+        page.add("Step time", text, charts.step_times(shown, measured_s), height)
     if points:
-        add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
+        page.add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
     step = predicted[str(plan.topology)]
     figures = (
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
@@ -100,18 +80,7 @@ def write_report(
         f"bags: {html.escape(str(plan.topology))}"
         + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
     )
-    parts = {
-        "@TITLE@": html.escape(title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}"),
-        "@SUBTITLE@": subtitle,
-        "@FIGURES@": "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures),
-        "@SECTIONS@": "\n".join(sections),
-        "@SETTINGS@": "".join(f"<tr><th>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in settings.items()),
-        "@CHARTS@": "{" + ",\n".join(figures_json).replace("</", "<\\/") + "}",
-        "@PLOTLY@": get_plotlyjs().replace("</script", "<\\/script"),
-    }
-    page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
-    # One pass over the template, so that nothing that was put in is searched for places.
-    write_atomically(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
+    page.write(path, title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
 
 
 def _step_figures(
