@@ -47,10 +47,12 @@ std::vector<double> sequence_works(const Plan& plan) {
   return works;
 }
 
-Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model) {
+Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model, std::optional<double> gamma) {
   PlanInput input = plan.input();
   if (!cluster.is_none()) input.cluster = cluster_from(cluster);
   if (!model.is_none()) input.model = model_from(model);
+  if (gamma) input.workload.gamma = *gamma;
+  input.validate();
   return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens());
 }
 
@@ -161,7 +163,9 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "model", [](const Plan& p) { return p.input().model; }, "What a step runs.")
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(),
-           "The same decision on another cluster, or for another model: None leaves the plan's own.")
+           py::arg("gamma") = py::none(),
+           "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
+           "Raises ArgumentError.")
       .def_property_readonly("sequence_works", &sequence_works, "Per sequence, FLOPs of one block forward.")
       .def_property_readonly("chunk_works", &chunk_works,
                              "Of each of chunks, FLOPs of one block forward that are done on its rank.")

@@ -236,6 +236,16 @@ def test_the_least_change_is_advised(capsys):
     assert one["take"].startswith("bags ")
 
 
+def test_one_batch_alone_has_no_error_bar(tmp_path, capsys):
+    path = tmp_path / "batch.json"
+    path.write_text("[[[60000], [3000, 2000]]]")
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert all(row["speedup_standard_error"] is None for row in found["alternatives"])
+    assert found["take"].startswith("bags ")
+    assert main(["doctor", str(path), "--mode", "lora"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_not_advised(capsys):
     free = diagnosis(capsys, "--data", "joint", "--micro-batches", 4, "--steps", 3)
     by_key = {row["key"]: row for row in free["alternatives"]}

@@ -330,7 +330,10 @@ def simulate(alternative: Alternative, draw: Draw) -> Result:
 
 
 def gain(one: Result, other: Result) -> tuple[float, float]:
-    """How many times as fast `one` is as `other`, and the standard error of that over the draws (jackknife)."""
+    """How many times as fast `one` is as `other`, and the standard error of that over the draws (jackknife).
+
+    Of one step alone the error is not known: NaN.
+    """
     count = min(len(one.steps), len(other.steps))
 
     def efficiency(result: Result, left_out: int | None) -> float:
@@ -340,6 +343,8 @@ def gain(one: Result, other: Result) -> tuple[float, float]:
     def ratio(left_out: int | None = None) -> float:
         return efficiency(one, left_out) / efficiency(other, left_out)
 
+    if count < 2:
+        return ratio(), math.nan
     each = [ratio(i) for i in range(count)]
     mean = sum(each) / count
     return ratio(), math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in each))

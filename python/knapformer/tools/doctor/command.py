@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         _write_report(args, source, draw, memory, results, verdict)
     if args.json != "-":
-        _print(source, setting, memory, results, verdict, moved)
+        _print(source, draw, memory, results, verdict, moved)
 
 
 class _Source:
@@ -208,12 +209,12 @@ def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel,
 
     seconds, samples = mean(lambda step: step.seconds), mean(lambda step: step.samples)
     of_work = mean(lambda step: step.work_s) / result.efficiency  # seconds that the samples' work takes this way
-    speedup, error = gain(result, now) if now.problem is None else (None, None)
+    speedup, error = gain(result, now) if now.problem is None else (None, math.nan)
     million = num_samples or 10**6
     return {
         "step_s": seconds,
         "speedup": speedup,
-        "speedup_standard_error": error,
+        "speedup_standard_error": error if math.isfinite(error) else None,
         "samples_per_s": samples / seconds,
         "tokens_per_s": mean(lambda step: step.tokens) / seconds,
         "device_hours": million / samples * of_work * setting.num_ranks / 3600,
@@ -305,10 +306,10 @@ def _write_report(
 
 
 def _print(
-    source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result], verdict: Verdict,
+    source: _Source, draw: Draw, memory: MemoryModel, results: Sequence[Result], verdict: Verdict,
     moved: Sequence[Lever],
 ) -> None:  # fmt: skip
-    lens = source.pool
+    lens, setting = source.pool, draw.setting
     rows = [_cells(r, _figures(r, verdict.now, setting, memory, source.num_samples)) for r in results]
     hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
     parts: list[Any] = [verdict.sentence()]
@@ -325,8 +326,12 @@ def _print(
         "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.",
     ]
     parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in results if r.problem is not None]
-    effects = [r.alternative for r in results if r.alternative.effect]
-    parts += [f"{alternative.name}: {alternative.effect}." for alternative in effects]
+    of_drawn = sum(map(len, draw.steps[0])) or 1
+    for result in results:
+        if result.alternative.effect and result.problem is None:
+            ratio = result.mean(lambda step: step.samples) / of_drawn
+            more = "" if 0.99 < ratio < 1.01 else f" (here {ratio:.2g} times as many samples)"
+            parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
     if moved:
         parts += ["", f"What would change the gain of {moved[0].taken} most:"]
         parts += [f"  {lever.name}: {lever.low:.2f} or {lever.high:.2f} times as fast" for lever in moved]

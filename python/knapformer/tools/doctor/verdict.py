@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from knapformer import ArgumentError
 from knapformer.tools.doctor.alternatives import Draw, Lengths, Result, Setting, gain, simulate
 
 WORTH = 0.03  # a gain below this is none
@@ -102,15 +103,21 @@ def levers(
         found.append(Lever(f"{what} times {low:g} or {high:g}", taken.alternative.name, *values))
     count = draw.setting.micro_batches
     fewer, more = max(1, count // 2), count * 2
-    values = []
-    for micro_batches in (fewer, more):
-        changed = replace(
-            draw, setting=replace(draw.setting, micro_batches=micro_batches), steps=steps_of(micro_batches)
-        )
-        values.append(_speedup(changed, taken, now))
+    values = [_speedup_with(micro_batches, draw, steps_of, taken, now) for micro_batches in (fewer, more)]
     found.append(Lever(f"{fewer} or {more} micro-batches", taken.alternative.name, *values))
     known = [lever for lever in found if math.isfinite(lever.low) and math.isfinite(lever.high)]
     return sorted(known, key=lambda lever: -abs(lever.high - lever.low))
+
+
+def _speedup_with(
+    micro_batches: int, draw: Draw, steps_of: Callable[[int], Sequence[Lengths]], taken: Result, now: Result
+) -> float:
+    try:
+        steps = steps_of(micro_batches)
+    except ArgumentError:  # fewer batches than that were given
+        return math.nan
+    setting = replace(draw.setting, micro_batches=micro_batches)
+    return _speedup(replace(draw, setting=setting, steps=steps), taken, now)
 
 
 def _rank(result: Result) -> int | None:

@@ -1,0 +1,175 @@
+"""What a wrong gamma, another network, and data that need no balancing cost: predicted steps.
+
+    python bench/bench_sensitivity.py --json build/bench/sensitivity.json
+
+    gamma     planned at one gamma, paid at another: the step over that of a plan made at the true one
+    network   each alternative of `knapformer doctor` from NVLink to 25 Gbit/s Ethernet between all ranks
+    losing    data where balancing has nothing to gain: what it costs there
+
+Means over steps of the published mixes and of made-up lengths, on 32 ranks. The clock is the cost model
+(docs/cluster_model.md) with the default cluster, FLUX's blocks, and nothing added to a step whatever its load.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+from driver import parser_of, write_results
+from knapformer.tools.doctor.alternatives import Draw, Lengths, Setting, alternatives, gain, simulate
+
+import knapformer
+
+D_MODEL, NUM_RANKS = 3072, 32
+MODEL = knapformer.TrainedModel(num_heads=24)
+CLUSTER = knapformer.Cluster(fixed_s=0)
+TRUE_GAMMAS, PLANNED_GAMMAS = (0.25, 0.41, 0.7, 1.0), (0.25, 0.41, 1.0)
+TOPOLOGIES = ("g4n8", "g8n4", "g8/4/2/1n4")
+NETWORKS = {  # GB/s inside a node of 8, between nodes
+    "NVLink, 400 Gb/s": (120, 25),
+    "NVLink, 100 Gb/s": (120, 6.25),
+    "PCIe, 100 Gb/s": (17, 6.25),
+    "PCIe, 25 Gb/s": (17, 1.5),
+    "25 Gb/s everywhere": (1.5, 1.5),
+}
+
+
+def steps_of(mix: str, num_steps: int, micro_batches: int) -> list[Lengths]:
+    """[step][rank]: consecutive batches of a mix."""
+    data = knapformer.DataMix.parse(mix)
+    steps = []
+    for step in range(num_steps):
+        batches = [data.draw_lengths(0, step * micro_batches + k, NUM_RANKS) for k in range(micro_batches)]
+        steps.append([[length for batch in batches for length in batch[rank]] for rank in range(NUM_RANKS)])
+    return steps
+
+
+def gamma_rows(num_steps: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for mix in ("low", "mixed", "joint"):
+        for micro_batches in (1, 4):
+            for topology in (*TOPOLOGIES, f"g1n{NUM_RANKS}"):
+                steps = steps_of(mix, num_steps, micro_batches)
+
+                def plans(lengths: Lengths, gamma: float) -> Sequence[knapformer.Plan]:
+                    settings = {"cluster": CLUSTER, "model": MODEL, "effort": "default"}
+                    step = knapformer.plan(
+                        lengths, topology, D_MODEL, gamma, micro_batches=micro_batches, **settings  # noqa: B023
+                    )  # fmt: skip
+                    return step.plans
+
+                def paid(planned: Sequence[knapformer.Plan], gamma: float) -> float:
+                    return sum(plan.on(gamma=gamma).predicted_time for plan in planned)
+
+                by_gamma = {g: [plans(step, g) for step in steps] for g in {*TRUE_GAMMAS, *PLANNED_GAMMAS}}
+                for true in TRUE_GAMMAS:
+                    right = statistics.fmean(paid(planned, true) for planned in by_gamma[true])
+                    over = {
+                        g: statistics.fmean(paid(planned, true) for planned in by_gamma[g]) / right
+                        for g in PLANNED_GAMMAS
+                    }
+                    rows.append(
+                        {
+                            "mix": mix,
+                            "micro_batches": micro_batches,
+                            "topology": topology,
+                            "true_gamma": true,
+                            "over": over,
+                        }
+                    )
+                cells = " | ".join(
+                    "/".join(f"{row['over'][g]:.3f}" for g in PLANNED_GAMMAS) for row in rows[-len(TRUE_GAMMAS) :]
+                )
+                print(f"| {mix} | {micro_batches} | {topology} | {cells} |", flush=True)
+    return rows
+
+
+def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
+    """Of each alternative, over no balancing; the best of several topologies counts as one."""
+    draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
+    results = [simulate(alternative, draw) for alternative in alternatives(setting, steps)]
+    found: dict[str, float] = {}
+    for result in results:
+        name = "bags" if result.alternative.name.startswith("bags") else result.alternative.name
+        found[name] = max(found.get(name, 0), gain(result, results[0])[0])
+    return found
+
+
+def setting_of(micro_batches: int, node: float = 120, network: float = 25, **model: object) -> Setting:
+    cluster = CLUSTER.replace(node_bytes_per_s=node * 1e9, network_bytes_per_s=network * 1e9)
+    return Setting(NUM_RANKS, 1, micro_batches, D_MODEL, 0.41, cluster, MODEL.replace(routed=False, **model))
+
+
+def network_rows(num_steps: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for mix in ("mixed", "joint"):
+        for micro_batches in (1, 4):
+            for name, (node, network) in NETWORKS.items():
+                found = speedups(setting_of(micro_batches, node, network), steps_of(mix, num_steps, micro_batches))
+                rows.append({"mix": mix, "micro_batches": micro_batches, "network": name, "speedup": found})
+                print(f"| {mix} | {micro_batches} | {name} | {cells_of(found)} |", flush=True)
+    return rows
+
+
+def losing_rows(num_steps: int) -> list[dict[str, object]]:
+    rng = random.Random(0)
+
+    def drawn(length: Callable[[], int], count: int) -> list[Lengths]:
+        return [[[length() for _ in range(count)] for _ in range(NUM_RANKS)] for _ in range(num_steps)]
+
+    cases = {
+        "all 4,096 tokens": (setting_of(1), drawn(lambda: 4096, 2)),
+        "4,096 tokens, 5 % up or down": (setting_of(1), drawn(lambda: rng.randint(3891, 4301), 2)),
+        "256 tokens, 64 a rank": (setting_of(1), drawn(lambda: rng.randint(200, 312), 64)),
+        "one of 100,000 tokens on each rank": (setting_of(1), drawn(lambda: rng.randint(95_000, 105_000), 1)),
+        "joint on 25 Gb/s everywhere": (setting_of(1, 1.5, 1.5), steps_of("joint", num_steps, 1)),
+        "joint, 0.2e9 parameters, 12 blocks": (
+            setting_of(1, num_blocks=12, num_parameters=0.2e9), steps_of("joint", num_steps, 1),
+        ),
+    }  # fmt: skip
+    rows: list[dict[str, object]] = []
+    for name, (setting, steps) in cases.items():
+        found = speedups(setting, steps)
+        flat = {
+            topology: statistics.fmean(
+                sum(p.predicted_time for p in knapformer.plan(
+                    step, topology, D_MODEL, 0.41, cluster=setting.cluster, model=setting.model.replace(routed=True),
+                    micro_batches=1).plans)
+                for step in steps
+            )
+            for topology in ("g8n4", "g8/4/2/1n4")
+        }  # fmt: skip
+        home = statistics.fmean(
+            knapformer.plan_home(
+                knapformer.plan(step, f"g1n{NUM_RANKS}", D_MODEL, 0.41, cluster=setting.cluster, model=setting.model)
+            ).predicted_time
+            for step in steps
+        )
+        found |= {f"forced {topology}": home / seconds for topology, seconds in flat.items()}
+        rows.append({"data": name, "speedup": found})
+        print(f"| {name} | {cells_of(found)} |", flush=True)
+    return rows
+
+
+def cells_of(found: dict[str, float]) -> str:
+    return " | ".join(f"{value:.2f}" for value in found.values())
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=10, help="of each row")
+    args = parser.parse_args()
+    print("gamma: mix, micro-batches, topology; for each true gamma the cost of planning at", *PLANNED_GAMMAS)
+    gamma = gamma_rows(args.steps)
+    print("network: mix, micro-batches, network;", *speedups(setting_of(1), steps_of("low", 1, 1)), sep=" | ")
+    network = network_rows(args.steps)
+    print("losing: data; the same, and the balancer with a topology that is not chosen for the data")
+    losing = losing_rows(args.steps)
+    if args.json:
+        settings = {"d_model": D_MODEL, "ranks": NUM_RANKS, "steps": args.steps}
+        write_results(args.json, "sensitivity", settings, gamma=gamma, network=network, losing=losing)
+
+
+if __name__ == "__main__":
+    main()
