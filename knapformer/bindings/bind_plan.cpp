@@ -162,8 +162,7 @@ void bind_plan(py::module_& m) {
           "cluster", [](const Plan& p) { return p.input().cluster; }, "What times are predicted with.")
       .def_property_readonly(
           "model", [](const Plan& p) { return p.input().model; }, "What a step runs.")
-      .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(),
-           py::arg("gamma") = py::none(),
+      .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),
            "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
            "Raises ArgumentError.")
       .def_property_readonly("sequence_works", &sequence_works, "Per sequence, FLOPs of one block forward.")
