@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
@@ -132,7 +133,7 @@ class BalancedLoader(Generic[Batch]):
     def _iterate_batches(self, source: _Source[Batch]) -> Iterator[tuple[Batch, Plan]]:
         ahead = self._start(source)
         while True:
-            plan = self._raising_own(source, lambda ahead=ahead: self._balancer.finish_planning(ahead))
+            plan = self._raising_own(source, partial(self._balancer.finish_planning, ahead))
             if self._has_ended(ahead):
                 break
             batch = source.batch
@@ -149,7 +150,7 @@ class BalancedLoader(Generic[Batch]):
         drawn, after = self._start_step(source), source.position
         while not self._has_ended(moving):
             step, ahead = moving, drawn
-            planned = self._raising_own(source, lambda step=step: balancer.finish_planning_step(step))
+            planned = self._raising_own(source, partial(balancer.finish_planning_step, step))
             micro_batches = balancer.finish_moving(step)
             balancer.start_moving(ahead)
             moving, drawn = ahead, self._start_step(source)
@@ -161,7 +162,7 @@ class BalancedLoader(Generic[Batch]):
                 self._micro_batch = number
                 plan = balancer.follow_micro_batch(number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
-        self._raising_own(source, lambda: balancer.finish_planning_step(moving))
+        self._raising_own(source, partial(balancer.finish_planning_step, moving))
         self._position = _Position()
 
     @property
@@ -230,7 +231,7 @@ class BalancedLoader(Generic[Batch]):
         return self._balancer.start_moving_samples(
             samples,
             self._d_model,
-            micro_batches=self._micro_batches,
+            micro_batches=self._micro_batches or 1,
             sync=self._sync,
             max_bytes_in_flight=self._max_bytes_in_flight,
             ended=source.position.ended,
