@@ -13,6 +13,14 @@ std::tuple<std::vector<int64_t>, int64_t, std::vector<Mask>> step_from(const Giv
   return {lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks)};
 }
 
+StepShape shape_from(const GivenInteger& micro_batches, const GivenText& sync) {
+  const int64_t count = integer_from(micro_batches, "micro_batches");
+  if (count < 1 || count > StepInput::kMaxMicroBatches) {
+    throw_argument("micro_batches", count, text("1 to ", StepInput::kMaxMicroBatches));
+  }
+  return {.num_micro_batches = static_cast<int32_t>(count), .sync = parse_step_sync(text_from(sync, "sync"))};
+}
+
 StepMetrics prefixed_metrics(SequenceBalancer& self) {
   StepMetrics metrics;
   for (const auto& [name, value] : self.metrics()) metrics["balancer/" + name] = value;
@@ -28,7 +36,18 @@ void bind_planning_ahead(py::module_& m) {
       .def_property_readonly("ready", &SequenceBalancer::PlanningAhead::ready,
                              "Whether finish_planning would find the thread done.")
       .def_property_readonly("num_ended", &SequenceBalancer::PlanningAhead::num_ended,
-                             "Ranks whose data had ended. StateError before finish_planning.");
+                             "Ranks whose data had ended. StateError before start_moving or finish_planning.");
+  py::class_<Samples, std::shared_ptr<Samples>>(m, "Samples", "What one rank loaded, to move with start_moving.")
+      .def(py::init([](const std::vector<std::pair<std::string, bool>>& fields, std::vector<SampleTensors> samples,
+                       const GivenLengths& seq_lens) {
+             std::vector<SampleField> named;
+             for (const auto& [name, per_token] : fields) named.push_back({.name = name, .per_token = per_token});
+             return std::make_shared<Samples>(std::move(named), std::move(samples), lengths_from(seq_lens));
+           }),
+           py::arg("fields"), py::arg("samples"), py::arg("seq_lens"),
+           R"(fields: of each the name, and whether it has a row for each token. samples: of each the tensors, in the
+order of the fields: dense, on the CPU, without gradients. seq_lens: of each, in tokens. Raises ArgumentError.)")
+      .def_property_readonly("seq_lens", &Samples::seq_lens, "Of each sample, in tokens.");
 }
 
 void bind_planning(BalancerClass& balancer) {
@@ -72,6 +91,109 @@ finish_planning raises StateError on all ranks.
 
 Collective over the balancer's group, one collective.)")
       .def(
+          "plan_step",
+          [](SequenceBalancer& self, const GivenLengths& seq_lens, const GivenInteger& d_model,
+             const GivenInteger& micro_batches, const GivenText& sync, const GivenMasks& masks) {
+            return convert_then_call(
+                self,
+                [&] {
+                  return std::tuple_cat(step_from(seq_lens, d_model, masks),
+                                        std::tuple(shape_from(micro_batches, sync)));
+                },
+                [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each,
+                    const StepShape& shape) { return self.plan_step(lens, width, shape, of_each); });
+          },
+          py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("micro_batches"),
+          py::arg("sync") = "micro_batch", py::arg("masks") = py::none(),
+          R"(Learns the lengths of all ranks' sequences of an optimizer step, and plans its micro-batches together.
+
+seq_lens: of all this rank's sequences of the step. micro_batches, sync: as in knapformer.plan, the same on all ranks.
+Returns the StepPlan, the same on all ranks. Of this rank's sequences, micro-batch k computes plan.home_sequences(rank,
+k): pack these, call follow_micro_batch(k), and go on as after plan_routing. The rest as in plan_routing.
+
+Collective over the balancer's group, one collective a step.)")
+      .def(
+          "follow_micro_batch",
+          [](SequenceBalancer& self, const GivenInteger& micro_batch) {
+            return convert_then_call(
+                self, [&] { return std::tuple(integer_from(micro_batch, "micro_batch")); },
+                [&](int64_t number) { return self.follow_micro_batch(number); });
+          },
+          py::arg("micro_batch"),
+          R"(Makes a micro-batch's plan of the last plan_step the one that the calls after this one follow. Returns it.
+
+All ranks call it, with the same number; in any order, and again. StateError before plan_step. No collective.)")
+      .def(
+          "follow",
+          [](SequenceBalancer& self, const Plan& plan) {
+            const py::gil_scoped_release release;
+            self.follow(plan);
+          },
+          py::arg("plan"),
+          R"(Makes a plan that every rank made by itself the one that the calls after this one follow: of lengths that are
+known before the data is loaded (BalancedBatchSampler.plan). No lengths are gathered.
+
+plan: of the balancer's topology and number of ranks, the same on all ranks; made with any settings. route takes tokens
+from the plan's home ranks to their chunks. Where ranks load their own chunks, in the order of chunk_lens, nothing is
+routed, and attention works on these tokens at once.
+
+Collective over the balancer's group: one all-gather of a number, for which the next exchange waits. Ranks whose plans
+differ raise ArgumentError there, before a token moves.)")
+      .def(
+          "start_moving_samples",
+          [](SequenceBalancer& self, const std::shared_ptr<Samples>& samples, const GivenInteger& d_model,
+             const GivenInteger& micro_batches, const GivenText& sync, const GivenInteger& max_bytes_in_flight,
+             bool ended, std::optional<std::string> failure, const GivenMasks& masks) {
+            return convert_then_call(
+                self,
+                [&] {
+                  return std::tuple(integer_from(d_model, "d_model"), shape_from(micro_batches, sync),
+                                    integer_from(max_bytes_in_flight, "max_bytes_in_flight"), masks_from(masks));
+                },
+                [&](int64_t width, const StepShape& shape, int64_t max_bytes, const std::vector<Mask>& of_each) {
+                  return self.start_planning(samples->seq_lens(), width,
+                                             {.masks = of_each,
+                                              .ended = ended,
+                                              .failure = std::move(failure),
+                                              .step = shape,
+                                              .samples = samples,
+                                              .max_bytes_in_flight = max_bytes});
+                });
+          },
+          py::arg("samples"), py::arg("d_model"), py::kw_only(), py::arg("micro_batches"),
+          py::arg("sync") = "micro_batch", py::arg("max_bytes_in_flight") = 0, py::arg("ended") = false,
+          py::arg("failure") = py::none(), py::arg("masks") = py::none(),
+          R"(As start_planning, of an optimizer step whose samples move to the ranks that compute them. Hand what it
+returns to start_moving, finish_planning_step and finish_moving, in this order, with other steps' calls between them,
+on all ranks or none.
+
+Collective over the balancer's group, one collective.)")
+      .def(
+          "start_moving",
+          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            const py::gil_scoped_release release;
+            self.start_moving(*ahead);
+          },
+          py::arg("ahead"),
+          R"(Waits for what is left of planning, and launches the all-to-all of samples. Collective. Failed data and
+refused lengths are raised by finish_planning_step.)")
+      .def(
+          "finish_planning_step",
+          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            const py::gil_scoped_release release;
+            return self.finish_planning_step(*ahead);
+          },
+          py::arg("ahead"), "As finish_planning, of a step: its micro-batches are those of follow_micro_batch.")
+      .def(
+          "finish_moving",
+          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            const py::gil_scoped_release release;
+            return self.finish_moving(*ahead);
+          },
+          py::arg("ahead"),
+          R"(Waits for the samples: by micro-batch, of each chunk on this rank its tensors, in the order of its rows.
+ArgumentError on all ranks where one has more than max_bytes_in_flight. Collective.)")
+      .def(
           "finish_planning",
           [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
             const py::gil_scoped_release release;
@@ -85,9 +207,11 @@ All ranks call it, with what they started together. No collective, except where 
 had before.)")
       .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.plan(); },
-          "Of the last plan_routing. StateError before it.")
+          "The one in force. StateError where there is none.")
       .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
                              "int32 on the CPU: tokens of this rank's sequences in that plan.")
+      .def_property_readonly("chunk_lens", &SequenceBalancer::chunk_lens,
+                             "int32 on the CPU: tokens of the chunks that this rank holds in that plan, as rows lie.")
       .def(
           "observe",
           [](SequenceBalancer& self, const GivenNumber& seconds) { self.observe(number_from(seconds, "seconds")); },

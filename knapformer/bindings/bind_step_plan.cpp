@@ -1,5 +1,6 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/cost/accumulation.h"
@@ -31,6 +32,12 @@ void check_micro_batch(const StepPlan& plan, int32_t micro_batch) {
     throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
 }
 
+void check_place(const StepPlan& plan, int32_t rank, int32_t micro_batch) {
+  const int32_t num_ranks = plan.input().sequences.seq_lens.num_ranks();
+  if (rank < 0 || rank >= num_ranks) throw_argument("rank", rank, text("0 to ", num_ranks - 1));
+  check_micro_batch(plan, micro_batch);
+}
+
 std::vector<int32_t> values_of(const std::vector<SequenceId>& ids) {
   std::vector<int32_t> values;
   for (const SequenceId id : ids) values.push_back(id.value);
@@ -48,7 +55,14 @@ void bind_step_plan(py::module_& m) {
           [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },
           "Per sequence of the step, in id order, the micro-batch that computes it.")
       .def_property_readonly(
-          "plans", [](const StepPlan& p) { return std::vector<Plan>(p.plans().begin(), p.plans().end()); },
+          "plans",
+          [](const StepPlan& p) {
+            py::typing::List<Plan> plans;
+            for (const Plan& plan : p.plans()) {
+              plans.append(py::cast(plan, py::return_value_policy::reference_internal, py::cast(p)));
+            }
+            return plans;
+          },
           "Per micro-batch, the Plan of its sequences. Its ids count up through these alone: see sequences_of.")
       .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches, "Of the step; some may be empty.")
       .def_property_readonly(
@@ -64,13 +78,35 @@ void bind_step_plan(py::module_& m) {
       .def(
           "sequences_on",
           [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
-            const int32_t num_ranks = p.input().sequences.seq_lens.num_ranks();
-            if (rank < 0 || rank >= num_ranks) throw_argument("rank", rank, text("0 to ", num_ranks - 1));
-            check_micro_batch(p, micro_batch);
+            check_place(p, rank, micro_batch);
             return values_of(p.sequences_on(Rank(rank), micro_batch));
           },
           py::arg("rank"), py::arg("micro_batch"),
           "The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.")
+      .def(
+          "chunks_on",
+          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
+            check_place(p, rank, micro_batch);
+            const std::vector<int32_t> ids = values_of(p.sequences_on(Rank(rank), micro_batch));
+            const Plan& plan = p.plans()[micro_batch];
+            const std::span<const int32_t> rows = plan.chunks_on(Rank(rank));
+            std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks;
+            for (size_t i = 0; i < ids.size(); ++i) {
+              const Chunk& chunk = plan.chunk(rows[i]);
+              chunks.emplace_back(ids[i], chunk.first_token, chunk.first_token + chunk.num_tokens);
+            }
+            return chunks;
+          },
+          py::arg("rank"), py::arg("micro_batch"),
+          "The same with the tokens that the rank holds: (the step's id, begin, end) of each chunk.")
+      .def(
+          "home_sequences",
+          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
+            check_place(p, rank, micro_batch);
+            return p.home_sequences(Rank(rank), micro_batch);
+          },
+          py::arg("rank"), py::arg("micro_batch"),
+          "Of a rank's own list, the indices of the sequences that a micro-batch computes, in their order.")
       .def("fill_ranks", &fill_ranks,
            "The plan with a sequence on every rank in every micro-batch, as far as whole ones are there for it: short "
            "ones move.")

@@ -1,6 +1,7 @@
 #include "knapformer/torch/balancer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -10,6 +11,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -127,6 +129,29 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   }
 }
 
+void add_shape(Fingerprint& fingerprint, const StepShape& shape) {
+  fingerprint.add("micro_batches", std::to_string(shape.num_micro_batches));
+  fingerprint.add("sync", step_sync_name(shape.sync));
+}
+
+/// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
+int64_t hash_of(const Plan& plan) {
+  uint64_t hash = 0;
+  const auto add = [&](int64_t value) {  // as boost::hash_combine, with the last steps of MurmurHash3
+    hash ^= static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15 + (hash << 6) + (hash >> 2);
+    hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccd;
+  };
+  const SequenceLengths& lengths = plan.seq_lens();
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
+  for (const int64_t length : lengths.lens()) add(length);
+  for (const Placement& placement : plan.placements()) add(placement.degree);
+  for (const Chunk& chunk : plan.chunks()) {
+    add(chunk.rank.value);
+    add(chunk.num_tokens);
+  }
+  return static_cast<int64_t>(hash);
+}
+
 /// Of a rank, why its data failed.
 constexpr const char* kFailureNote = "failure";
 
@@ -146,6 +171,13 @@ struct SequenceBalancer::Step {
   std::vector<at::Tensor> attn_lens = {};  // of each attention level
   double planning_s = 0;                   // what it took to make all this
   HeadCounts heads = {};                   // of the last pre_attn
+
+  /// The hashes of the plans that ranks follow, while they are gathered.
+  struct Followed {
+    at::Tensor own, gathered;
+    WorkPtr work;
+  };
+  std::optional<Followed> followed = {};
 
   std::optional<at::Device> device = {};  // of the tables; none before the first exchange
   std::vector<PackedTable> tables = {};
@@ -238,8 +270,11 @@ const Plan& SequenceBalancer::plan() const { return step().plan; }
 
 const at::Tensor& SequenceBalancer::seq_lens() const { return step().seq_lens; }
 
+const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_lens; }
+
 const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
   Step& s = step();
+  if (s.followed) check_followed(s);
   if (s.device != device) {
     std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
     for (const AttentionLevel& level : s.attention.levels) {
@@ -277,7 +312,10 @@ void SequenceBalancer::check_recomputation(std::string_view call) {
                         "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
 }
 
-Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model) {
+namespace {
+
+PlanInput input_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
+                     int64_t d_model) {
   PlanInput input = options.plan;
   input.seq_lens = std::move(gathered.lengths);
   input.attention_pairs = std::move(gathered.attention_pairs);
@@ -290,7 +328,13 @@ Plan plan_with(const BalancerOptions& options, const Topology& topology, Gathere
     int64_t& pairs = input.attention_pairs[s];
     if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
   }
-  return make_plan(std::move(input), options.solver, options.effort);
+  return input;
+}
+
+}  // namespace
+
+Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model) {
+  return make_plan(input_with(options, topology, std::move(gathered), d_model), options.solver, options.effort);
 }
 
 BalancerOptions SequenceBalancer::learned_options() const {
@@ -300,9 +344,11 @@ BalancerOptions SequenceBalancer::learned_options() const {
   return options;
 }
 
-void SequenceBalancer::begin_step(std::string_view call) {
+void SequenceBalancer::begin_step(std::string_view call, const std::optional<StepShape>& shape) {
   if (all_) {
-    all_->fingerprints().agree(Fingerprint(call));
+    Fingerprint fingerprint(call);
+    if (shape) add_shape(fingerprint, *shape);
+    all_->fingerprints().agree(fingerprint);
     all_->fingerprints().begin_step();
   }
   if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
@@ -311,52 +357,135 @@ void SequenceBalancer::begin_step(std::string_view call) {
 
 SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, int64_t d_model,
                                                      const Topology& topology, const BalancerOptions& options,
-                                                     Rank rank) {
+                                                     Rank rank, const std::optional<StepShape>& shape) {
   const auto begin = Clock::now();
   RECORD_USER_SCOPE("knapformer::make_plan");
-  Planned planned{
-      .step = {}, .refused = {}, .statuses = std::move(gathered.statuses), .observed = std::move(gathered.observed)};
+  Planned planned{.step = {},
+                  .step_plan = {},
+                  .refused = {},
+                  .sample_bytes = std::move(gathered.sample_bytes),
+                  .statuses = std::move(gathered.statuses),
+                  .observed = std::move(gathered.observed)};
   try {
-    Plan plan = plan_with(options, topology, std::move(gathered), d_model);
-    static std::atomic<int64_t> num_made = 0;
-    RouteTables route = make_route_tables(plan, rank);
-    AttentionTables attention = make_attention_tables(plan, rank);
-    planned.step = std::make_shared<Step>(Step{
-        .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+    PlanInput input = input_with(options, topology, std::move(gathered), d_model);
+    if (shape) {
+      planned.step_plan = std::make_shared<StepPlan>(knapformer::plan_step(
+          {.sequences = std::move(input), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
+          options.solver, options.effort));
+    } else {
+      planned.step = make_step(make_plan(std::move(input), options.solver, options.effort), rank);
+      planned.step->planning_s = seconds_since(begin);
+    }
   } catch (const ArgumentError& error) {
     planned.refused = error;
-    return planned;
   }
-  Step& step = *planned.step;
-  step.seq_lens = lengths_tensor(step.plan.seq_lens().lens(rank));
-  step.chunk_lens = lengths_tensor(step.route.chunk_lens);
-  for (const AttentionLevel& level : step.attention.levels) step.attn_lens.push_back(lengths_tensor(level.seq_lens));
-  step.planning_s = seconds_since(begin);
   return planned;
 }
 
-const Plan& SequenceBalancer::take_up(Planned planned) {
-  step_ = std::move(planned.step);
-  *step_in_backward_ = 0;
+std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Plan plan, Rank rank) {
+  static std::atomic<int64_t> num_made = 0;
+  const auto begin = Clock::now();
+  RouteTables route = make_route_tables(plan, rank);
+  AttentionTables attention = make_attention_tables(plan, rank);
+  auto step = std::make_shared<Step>(Step{
+      .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+  step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
+  step->chunk_lens = lengths_tensor(step->route.chunk_lens);
+  for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
+  step->planning_s = seconds_since(begin);
+  return step;
+}
+
+void SequenceBalancer::take_up(Planned planned) {
   const bool drifted_now = feedback_.add(planned.observed);
   if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
+  step_.reset();
   // On all ranks alike: there is nothing to tell, and nothing is in flight.
   if (planned.refused) throw ArgumentError(*planned.refused);
+  if (planned.step_plan) {
+    step_plan_ = std::move(planned.step_plan);
+  } else {
+    take_up(std::move(planned.step));
+  }
+}
+
+const Plan& SequenceBalancer::take_up(std::shared_ptr<Step> step) {
+  step_ = std::move(step);
+  *step_in_backward_ = 0;
   feedback_.begin_plan(step_->plan);
   return step_->plan;
 }
 
-const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
-                                           std::span<const Mask> masks) {
-  return take_up(collective([&] {
-    RECORD_USER_SCOPE("knapformer::plan_routing");
+SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens,
+                                                            int64_t d_model, std::span<const Mask> masks,
+                                                            const std::optional<StepShape>& shape) {
+  return collective([&] {
+    RECORD_USER_SCOPE(text("knapformer::", call));
     GatheredLengths lengths = own_lengths(seq_lens, d_model, masks);
     lengths.observed = {feedback_.take()};
     const BalancerOptions options = learned_options();
-    begin_step("plan_routing");
+    begin_step(call, shape);
     if (all_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
-    return plan_for(std::move(lengths), d_model, topology_, options, rank_);
+    return plan_for(std::move(lengths), d_model, topology_, options, rank_, shape);
+  });
+}
+
+const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
+                                           std::span<const Mask> masks) {
+  take_up(gather_and_plan("plan_routing", seq_lens, d_model, masks, {}));
+  return plan();
+}
+
+const StepPlan& SequenceBalancer::plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
+                                            std::span<const Mask> masks) {
+  take_up(gather_and_plan("plan_step", seq_lens, d_model, masks, shape));
+  return *step_plan_;
+}
+
+const Plan& SequenceBalancer::follow_micro_batch(int64_t micro_batch) {
+  return take_up(collective([&] {
+    if (!step_plan_) throw StateError("plan_step: has planned no step, expected one before follow_micro_batch");
+    if (micro_batch < 0 || micro_batch >= step_plan_->num_micro_batches()) {
+      throw_argument("micro_batch", micro_batch, text("0 to ", step_plan_->num_micro_batches() - 1));
+    }
+    // Calls repeat from step to step, not from micro-batch to micro-batch.
+    if (all_) all_->fingerprints().agree(Fingerprint(text("follow_micro_batch(", micro_batch, ")")));
+    before_step_ = traffic();
+    return make_step(step_plan_->plans()[micro_batch], rank_);
   }));
+}
+
+const Plan& SequenceBalancer::follow(const Plan& plan) {
+  return take_up(collective([&] {
+    RECORD_USER_SCOPE("knapformer::follow");
+    if (plan.num_ranks() != num_ranks() || plan.topology() != topology_) {
+      throw_argument("plan", text("one of ", plan.topology().str(), " on ", plan.num_ranks(), " ranks"),
+                     text("one of ", topology_.str(), " on ", num_ranks(), " ranks, as the balancer's"));
+    }
+    if (step_ && step_->followed) check_followed(*step_);
+    begin_step("follow");
+    std::shared_ptr<Step> step = make_step(plan, rank_);
+    if (all_) {
+      const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(all_->control_device());
+      Step::Followed& followed = step->followed.emplace();
+      followed.own = at::full({1}, hash_of(plan), options);
+      followed.gathered = at::empty({num_ranks()}, options);
+      followed.work = all_->start_all_gather(followed.gathered, followed.own);
+    }
+    return step;
+  }));
+}
+
+void SequenceBalancer::check_followed(Step& step) {
+  all_->wait(*step.followed->work, step.followed->own.device(), "follow", /*on_host=*/true);
+  const at::Tensor hashes = step.followed->gathered.to(at::kCPU);
+  step.followed.reset();
+  const std::span<const int64_t> of_ranks(hashes.const_data_ptr<int64_t>(), static_cast<size_t>(hashes.numel()));
+  const auto other = std::ranges::find_if(of_ranks, [&](int64_t hash) { return hash != of_ranks[0]; });
+  if (other != of_ranks.end()) {
+    throw_argument("plan", text("one on rank ", other - of_ranks.begin(), " that differs from that on rank 0"),
+                   "the same plan on all ranks");
+  }
 }
 
 std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
@@ -369,18 +498,32 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
     ahead->d_model_ = d_model;
+    ahead->shape_ = options.step;
     ahead->options_ = learned_options();
+    Fingerprint fingerprint("start_planning");
+    if (options.step) add_shape(fingerprint, *options.step);
+    if (options.samples) {
+      KNAPFORMER_ASSERT(options.step && std::ranges::equal(options.samples->seq_lens(), seq_lens));
+      ahead->samples_ = options.samples;
+      ahead->max_bytes_in_flight_ = options.max_bytes_in_flight;
+      own.sample_bytes = options.samples->bytes();
+      fingerprint.add("max_bytes_in_flight", std::to_string(options.max_bytes_in_flight));
+      for (const SampleField& field : options.samples->fields()) {
+        fingerprint.add(field.name, field.per_token ? "per token" : "per sample");
+      }
+    }
     if (all_) {
       if (options.failure) watchdog_->leave_note(kFailureNote, *options.failure);
-      all_->fingerprints().agree(Fingerprint("start_planning"));
+      all_->fingerprints().agree(fingerprint);
       ahead->gather_ = gatherer_->start(own, d_model);
     }
     // The thread has copies of what it needs, so that it may outlive this balancer.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
-                 planning = ahead->options_, rank = rank_](const std::stop_token& stop) -> Planned {
+                 planning = ahead->options_, rank = rank_,
+                 shape = options.step](const std::stop_token& stop) -> Planned {
       std::optional<GatheredLengths> lengths = gather ? gatherer->wait(*gather, stop) : own;
       if (!lengths) return {};
-      return plan_for(*std::move(lengths), d_model, topology, planning, rank);
+      return plan_for(*std::move(lengths), d_model, topology, planning, rank, shape);
     };
     std::packaged_task<Planned(const std::stop_token&)> task(std::move(plan));
     ahead->planned_ = task.get_future().share();
@@ -389,35 +532,81 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
   });
 }
 
-const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
-  return take_up(collective([&] {
+SequenceBalancer::Planned SequenceBalancer::await(PlanningAhead& ahead) {
+  const auto begin = Clock::now();
+  if (watchdog_) {
+    watchdog_->wait("finish_planning", [&](std::chrono::milliseconds patience) {
+      return ahead.planned_.wait_for(patience) == std::future_status::ready;
+    });
+  }
+  Planned planned = ahead.planned_.get();
+  waited_for_planning_s_ += seconds_since(begin);
+  if (!planned.step && !planned.step_plan && !planned.refused) {  // lengths did not fit, on all ranks alike
+    planned =
+        plan_for(gatherer_->finish(*ahead.gather_), ahead.d_model_, topology_, ahead.options_, rank_, ahead.shape_);
+    std::promise<Planned> again;
+    again.set_value(planned);
+    ahead.planned_ = again.get_future().share();
+  }
+  ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
+  return planned;
+}
+
+SequenceBalancer::Planned SequenceBalancer::finish(PlanningAhead& ahead) {
+  return collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     begin_step("finish_planning");
-    const auto begin = Clock::now();
-    if (watchdog_) {
-      watchdog_->wait("finish_planning", [&](std::chrono::milliseconds patience) {
-        return ahead.planned_.wait_for(patience) == std::future_status::ready;
-      });
-    }
-    Planned planned = ahead.planned_.get();
-    waited_for_planning_s_ += seconds_since(begin);
-    if (!planned.step && !planned.refused) {  // lengths did not fit, on all ranks alike
-      planned = plan_for(gatherer_->finish(*ahead.gather_), ahead.d_model_, topology_, ahead.options_, rank_);
-      std::promise<Planned> again;
-      again.set_value(planned);
-      ahead.planned_ = again.get_future().share();
-    }
+    Planned planned = await(ahead);
     for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
       if (planned.statuses[rank] != DataStatus::kFailed) continue;
       const std::string reason =
           watchdog_ ? watchdog_->note_of(static_cast<int32_t>(rank), kFailureNote).value_or("") : "its data failed";
       throw StateError(text("rank ", rank, ": ", reason));
     }
-    ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
     // What ranks observed is heard once, also where a plan is taken up again.
     if (std::exchange(ahead.heard_, true)) planned.observed.clear();
     return planned;
-  }));
+  });
+}
+
+const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
+  KNAPFORMER_ASSERT(!ahead.shape_);
+  take_up(finish(ahead));
+  return plan();
+}
+
+const StepPlan& SequenceBalancer::finish_planning_step(PlanningAhead& ahead) {
+  KNAPFORMER_ASSERT(ahead.shape_);
+  take_up(finish(ahead));
+  return *step_plan_;
+}
+
+void SequenceBalancer::start_moving(PlanningAhead& ahead) {
+  collective([&] {
+    RECORD_USER_SCOPE("knapformer::start_moving");
+    KNAPFORMER_ASSERT(ahead.samples_);
+    if (all_) all_->fingerprints().agree(Fingerprint("start_moving"));
+    const Planned planned = await(ahead);
+    if (planned.refused || std::ranges::count(planned.statuses, DataStatus::kFailed) > 0) return;
+    try {
+      ahead.moving_ = std::make_unique<SampleExchange>(all_, rank_, planned.step_plan, ahead.samples_,
+                                                       planned.sample_bytes, ahead.max_bytes_in_flight_);
+    } catch (const ArgumentError& error) {  // on all ranks alike
+      ahead.too_large_ = error;
+      return;
+    }
+    ahead.moving_->start();
+  });
+}
+
+std::vector<std::vector<SampleTensors>> SequenceBalancer::finish_moving(PlanningAhead& ahead) {
+  if (ahead.too_large_) throw ArgumentError(*ahead.too_large_);
+  return collective([&] {
+    RECORD_USER_SCOPE("knapformer::finish_moving");
+    if (!ahead.moving_) throw StateError("start_moving: has not been called, expected once before finish_moving");
+    if (all_) all_->fingerprints().agree(Fingerprint("finish_moving"));
+    return std::exchange(ahead.moving_, nullptr)->finish();
+  });
 }
 
 bool SequenceBalancer::PlanningAhead::ready() const {

@@ -16,6 +16,10 @@
 // plan_routing, so the backward pass is collective too. An error on one rank becomes an error on all, which then need a
 // new balancer.
 //
+// Plans of an optimizer step of several micro-batches: plan_step, and then follow_micro_batch for each. A plan that all
+// ranks made by themselves, as from lengths known before the data is loaded: follow. Where ranks load what such a plan
+// gives them, attention alone moves anything.
+//
 // Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
 // one), and as many in the backward pass, planning aside.
 #pragma once
@@ -37,6 +41,7 @@
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/attention.h"
@@ -44,6 +49,7 @@
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/exchange/exchange.h"
 #include "knapformer/torch/feedback.h"
+#include "knapformer/torch/samples.h"
 
 namespace knapformer {
 
@@ -62,6 +68,12 @@ struct BalancerOptions {
 
 /// What a training loop may log of a step, by name. SequenceBalancer::metrics lists the names.
 using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
+
+/// Into how many micro-batches an optimizer step is planned, the same on all ranks.
+struct StepShape {
+  int32_t num_micro_batches = 1;
+  StepSync sync = StepSync::kMicroBatch;
+};
 
 /// The plan that these options make.
 Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model);
@@ -90,12 +102,29 @@ class SequenceBalancer {
   /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
   const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
 
+  /// Gathers all ranks' lengths of an optimizer step, once, and plans its micro-batches together. The rest as in
+  /// plan_routing, but that no plan is in force before follow_micro_batch.
+  const StepPlan& plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
+                            std::span<const Mask> masks = {});
+  /// Makes a micro-batch's plan of the last step the one in force: route takes this rank's sequences of it, in their
+  /// order. Any number of times, in any order, the same on all ranks; nothing is exchanged.
+  const Plan& follow_micro_batch(int64_t micro_batch);
+
+  /// Makes a plan that all ranks have the one in force, without lengths of any rank. It need not be made by these
+  /// options. route takes tokens from the plan's home ranks; where ranks hold their chunks from the start it is left
+  /// out. One all-gather of a number, in which ranks make sure that they follow the same plan: the next exchange waits
+  /// for it. Throws ArgumentError where the plan is of another topology or number of ranks.
+  const Plan& follow(const Plan& plan);
+
   /// A step that is planned while another one computes.
   class PlanningAhead;
   struct AheadOptions {
-    std::vector<Mask> masks;             // as in plan_routing
-    bool ended = false;                  // this rank's data has ended: see PlanningAhead::num_ended
-    std::optional<std::string> failure;  // this rank's data has failed, and why: finish_planning throws on all ranks
+    std::vector<Mask> masks = {};                 // as in plan_routing
+    bool ended = false;                           // this rank's data has ended: see PlanningAhead::num_ended
+    std::optional<std::string> failure = {};      // its data has failed, and why: finish_planning throws on all ranks
+    std::optional<StepShape> step = {};           // plan an optimizer step, as plan_step does
+    std::shared_ptr<const Samples> samples = {};  // its samples, which move: start_moving
+    int64_t max_bytes_in_flight = 0;              // of them, as in SampleExchange
   };
   /// The first half of plan_routing: launches the gather of lengths and returns. The rest of planning runs on a thread
   /// of its own.
@@ -104,6 +133,14 @@ class SequenceBalancer {
   /// The second half: waits for the rest of planning, and makes the plan the one in force. Plans that were started may
   /// be finished in any order, and again after others, as long as all ranks do the same.
   const Plan& finish_planning(PlanningAhead& ahead);
+  /// The same where a step was started.
+  const StepPlan& finish_planning_step(PlanningAhead& ahead);
+  /// Between the two halves, where samples are given: waits for the plan, and starts to move them. What has failed is
+  /// thrown by finish_planning_step, so that it ends no step before.
+  void start_moving(PlanningAhead& ahead);
+  /// After finish_planning_step, once: this rank's chunks by micro-batch. Throws ArgumentError on all ranks where a
+  /// sample is larger than max_bytes_in_flight.
+  std::vector<std::vector<SampleTensors>> finish_moving(PlanningAhead& ahead);
 
   struct Routed {
     at::Tensor chunk_lens;  // int32 CPU: tokens of the chunks that this rank now holds
@@ -167,10 +204,11 @@ class SequenceBalancer {
   /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning alone.
   StepMetrics metrics();
 
-  /// Of the last plan_routing. Throws StateError where there was none.
+  /// The one in force. Throws StateError where there is none.
   const Plan& plan() const;
-  /// int32 CPU: tokens of this rank's sequences in it.
+  /// int32 CPU: tokens of this rank's sequences in it, and of the chunks that this rank holds.
   const at::Tensor& seq_lens() const;
+  const at::Tensor& chunk_lens() const;
   const Topology& topology() const { return topology_; }
   const BalancerOptions& options() const { return options_; }
   int32_t rank() const { return rank_.value; }
@@ -179,10 +217,12 @@ class SequenceBalancer {
  private:
   struct Step;  // what a plan leaves for the calls after it
   struct Planned {
-    // One of the two; neither where lengths have to be gathered once more.
+    // One of the three; none where lengths have to be gathered once more.
     std::shared_ptr<Step> step;
+    std::shared_ptr<const StepPlan> step_plan;
     std::optional<ArgumentError> refused;  // no plan can be made, on any rank
 
+    std::vector<SampleBytes> sample_bytes;
     std::vector<DataStatus> statuses;  // of each rank
     std::vector<ObservedStep> observed;
   };
@@ -198,12 +238,21 @@ class SequenceBalancer {
                                       const MakeBagGroup& make_bag_group);
   /// The options with what was learned from steps in them.
   BalancerOptions learned_options() const;
-  void begin_step(std::string_view call);
+  void begin_step(std::string_view call, const std::optional<StepShape>& shape = {});
   /// The part of planning that needs no other rank. On any thread.
   static Planned plan_for(GatheredLengths gathered, int64_t d_model, const Topology& topology,
-                          const BalancerOptions& options, Rank rank);
-  /// Makes it the plan in force. Throws where there is none.
-  const Plan& take_up(Planned planned);
+                          const BalancerOptions& options, Rank rank, const std::optional<StepShape>& shape);
+  static std::shared_ptr<Step> make_step(Plan plan, Rank rank);
+  Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
+                          std::span<const Mask> masks, const std::optional<StepShape>& shape);
+  /// Waits for what was started. Collective where lengths did not fit.
+  Planned await(PlanningAhead& ahead);
+  Planned finish(PlanningAhead& ahead);
+  /// Makes it the plan in force, or the step whose micro-batches are followed. Throws where there is none.
+  void take_up(Planned planned);
+  const Plan& take_up(std::shared_ptr<Step> step);
+  /// Waits until it is known that all ranks follow the plan of this step.
+  void check_followed(Step& step);
   Traffic traffic() const;
   Step& step() const;
   const std::vector<PackedTable>& tables_on(at::Device device);
@@ -226,6 +275,7 @@ class SequenceBalancer {
   std::shared_ptr<LengthGatherer> gatherer_;
   std::shared_ptr<CommGroup> bag_;  // null in a bag of one
   std::shared_ptr<Step> step_;
+  std::shared_ptr<const StepPlan> step_plan_;
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);
@@ -247,18 +297,23 @@ class SequenceBalancer::PlanningAhead {
  public:
   /// Whether finish_planning would find its thread done.
   bool ready() const;
-  /// Ranks whose data had ended. Throws StateError before finish_planning.
+  /// Ranks whose data had ended. Throws StateError before start_moving or finish_planning.
   int32_t num_ended() const;
 
  private:
   friend class SequenceBalancer;
   int64_t d_model_ = 0;
   BalancerOptions options_;  // refined by what was known at the start
+  std::optional<StepShape> shape_;
   bool heard_ = false;
   std::optional<LengthGatherer::Pending> gather_;  // none for one rank alone
   std::shared_future<Planned> planned_;
   std::optional<int32_t> num_ended_;
-  std::jthread thread_;  // the last member: it ends first
+  std::shared_ptr<const Samples> samples_;
+  int64_t max_bytes_in_flight_ = 0;
+  std::unique_ptr<SampleExchange> moving_;
+  std::optional<ArgumentError> too_large_;  // a sample
+  std::jthread thread_;                     // the last member: it ends first
 };
 
 }  // namespace knapformer

@@ -1,20 +1,25 @@
-"""BalancedLoader: batches with their plan, each planned while the one before it computes. Needs torch."""
+"""BalancedLoader: batches with their plan, each planned while the one before it computes. Needs torch.
+
+With micro-batches it plans whole optimizer steps, and moves their samples to the ranks that compute them.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from knapformer._core import ArgumentError, Plan, StateError
-from knapformer._torch import PlanningAhead
+from knapformer._core import ArgumentError, Plan, StateError, StepPlan
+from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
 
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 
 
 class BalancedLoader(Generic[Batch]):
@@ -46,6 +51,30 @@ class BalancedLoader(Generic[Batch]):
     backend the gather queues behind the computation: give groups one, "cpu:gloo,cuda:nccl".
 
     The batch ahead is fetched by the thread that trains: let a DataLoader's workers prepare it.
+
+    With `micro_batches` an optimizer step is planned at once, and samples move before the model sees them:
+
+        loader = BalancedLoader(samples, balancer, config.d_model, micro_batches=4,
+                                per_token=["latents", "target"], per_sample=["text"])
+        for i, (samples, plan) in enumerate(loader):    # a micro-batch; balancer holds its plan
+            loss = token_mean(per_token_loss(model, samples), total=loader.step_plan.num_tokens)
+
+        before step n | wait for samples n | plan n+1 is there: send its samples | draw n+2, start its gather |
+
+    micro_batches: of an optimizer step: so many lists are one, on every rank. A list may be empty. Of `loader` so many
+        batches are drawn for a step, fewer at its end; each is a list of samples, and a sample a dict of tensors.
+    per_token, per_sample: the names of these tensors, all of them. Those with a row for each token are cut where a
+        sample is shared by several ranks; the others go whole, of any shape, to every rank that holds a part of it. Any
+        dtype, dense, on the CPU, without gradients. What comes from other ranks are views of one buffer.
+    seq_lens: None: the rows of the first of per_token.
+    sync: as in `knapformer.plan`.
+    max_bytes_in_flight: what a rank sends, and what it receives, at a time; 0 for no limit. What a step has beyond it
+        is moved when the step before has ended, in all-to-alls of this size. A sample that is larger is refused by
+        ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
+
+    Then samples lie where they are computed, in the order of `loader.chunks`, and nothing is routed in the model: on
+    shared ones attention exchanges. Every rank holds samples of two steps ahead. No list is made by `empty`. A step
+    takes one gather, and one all-to-all of bytes, which both overlap with the step before.
     """
 
     def __init__(
@@ -54,6 +83,11 @@ class BalancedLoader(Generic[Batch]):
         balancer: SequenceBalancer,
         d_model: int,
         *,
+        micro_batches: int | None = None,
+        per_token: Sequence[str] = (),
+        per_sample: Sequence[str] = (),
+        sync: str = "micro_batch",
+        max_bytes_in_flight: int = 0,
         seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Batch], Sequence[str]] | None = None,
         empty: Callable[[], Batch] | None = None,
@@ -61,28 +95,46 @@ class BalancedLoader(Generic[Batch]):
     ) -> None:
         if end not in ("longest", "shortest"):
             raise ArgumentError(f"end: got {end!r}, expected 'longest' or 'shortest'")
-        if end == "longest" and empty is None:
+        if micro_batches is None:
+            if per_token or per_sample:
+                raise ArgumentError("per_token, per_sample: got names, expected none without micro_batches")
+        elif micro_batches < 1:
+            raise ArgumentError(f"micro_batches: got {micro_batches}, expected at least 1")
+        elif seq_lens is None and not per_token:
+            raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
+        if max_bytes_in_flight < 0:
+            raise ArgumentError(f"max_bytes_in_flight: got {max_bytes_in_flight}, expected at least 0")
+        if micro_batches is None and end == "longest" and empty is None:
             raise ArgumentError(
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
         self._loader = loader
         self._balancer = balancer
         self._d_model = d_model
-        self._seq_lens = seq_lens or _seq_lens_of
+        self._micro_batches = micro_batches
+        self._fields = [(name, True) for name in per_token] + [(name, False) for name in per_sample]
+        self._sync = sync
+        self._max_bytes_in_flight = max_bytes_in_flight
+        self._seq_lens = seq_lens or (_seq_lens_of if micro_batches is None else self._rows_of)
         self._masks = masks
         self._empty = empty
         self._end = end
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._position = _Position()
         self._resume_at: _Position | None = None
+        self._step_plan: StepPlan | None = None
+        self._micro_batch = 0
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         self._position, self._resume_at = self._resume_at or _Position(), None
         source = _Source(self, self._position)
+        yield from self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
+
+    def _iterate_batches(self, source: _Source[Batch]) -> Iterator[tuple[Batch, Plan]]:
         ahead = self._start(source)
         while True:
-            plan = self._finish(ahead, source)
-            if ahead.num_ended >= (1 if self._end == "shortest" else self._balancer.num_ranks):
+            plan = self._raising_own(source, partial(self._balancer.finish_planning, ahead))
+            if self._has_ended(ahead):
                 break
             batch = source.batch
             ahead = self._start(source)
@@ -90,8 +142,47 @@ class BalancedLoader(Generic[Batch]):
             yield batch, plan
         self._position = _Position()
 
+    def _iterate_steps(self, source: _Source[Any]) -> Iterator[tuple[Any, Plan]]:
+        balancer = self._balancer
+        # Two steps ahead: of the next one samples are under way, of the one after it lengths.
+        moving, position = self._start_step(source), source.position
+        balancer.start_moving(moving)
+        drawn, after = self._start_step(source), source.position
+        while not self._has_ended(moving):
+            step, ahead = moving, drawn
+            planned = self._raising_own(source, partial(balancer.finish_planning_step, step))
+            micro_batches = balancer.finish_moving(step)
+            balancer.start_moving(ahead)
+            moving, drawn = ahead, self._start_step(source)
+            self._position, position, after = position, after, source.position
+            self._step_plan = planned
+            for number, tensors in enumerate(micro_batches):
+                if number == len(micro_batches) - 1:
+                    self._position = position
+                self._micro_batch = number
+                plan = balancer.follow_micro_batch(number)
+                yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
+        self._raising_own(source, partial(balancer.finish_planning_step, moving))
+        self._position = _Position()
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """Of the optimizer step in which the loop is, where there are micro-batches."""
+        if self._step_plan is None:
+            raise StateError("step_plan: no step has begun, expected a loop over a loader with micro_batches")
+        return self._step_plan
+
+    @property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(sequence of the step, begin, end) of each entry of the list yielded last: this rank computes the tokens
+        [begin, end) of it, all of them where it is not shared."""
+        return self.step_plan.chunks_on(self._balancer.rank, self._micro_batch)
+
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands: after the batch that was yielded last. Other ranks' are others: save all of them.
+
+        With micro-batches: after the last whole step. Those of a step that has not ended are computed again, as a
+        checkpoint does not hold their gradients.
 
         Holds the wrapped loader's own state where it has `state_dict` and `load_state_dict` (torchdata's
         StatefulDataLoader). Keyed by rank, so that torch.distributed.checkpoint may save it as it is.
@@ -134,9 +225,35 @@ class BalancedLoader(Generic[Batch]):
             seq_lens, self._d_model, ended=source.position.ended, failure=failure, masks=masks
         )
 
-    def _finish(self, ahead: PlanningAhead, source: _Source[Batch]) -> Plan:
+    def _start_step(self, source: _Source[Any]) -> PlanningAhead:
+        samples, masks = source.fetch_step()
+        failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
+        return self._balancer.start_moving_samples(
+            samples,
+            self._d_model,
+            micro_batches=self._micro_batches or 1,
+            sync=self._sync,
+            max_bytes_in_flight=self._max_bytes_in_flight,
+            ended=source.position.ended,
+            failure=failure,
+            masks=masks,
+        )
+
+    def _has_ended(self, ahead: PlanningAhead) -> bool:
+        return ahead.num_ended >= (1 if self._end == "shortest" else self._balancer.num_ranks)
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, _ in self._fields]
+
+    def _rows_of(self, samples: Any) -> list[int]:
+        return [len(sample[self._fields[0][0]]) for sample in samples]
+
+    @staticmethod
+    def _raising_own(source: _Source[Batch], call: Callable[[], Result]) -> Result:
+        """Of the rank whose data has failed its own error, in place of what all ranks are told."""
         try:
-            return self._balancer.finish_planning(ahead)
+            return call()
         except StateError:
             if source.error is not None:
                 raise source.error from None
@@ -167,24 +284,53 @@ class _Source(Generic[Batch]):
         """Opens the loader lazily: what it raises is an error of the first batch."""
         yield from islice(self._loader._loader, num_skipped, None)
 
+    def _draw(self, most: int) -> list[Batch]:
+        """The next batches; none where there are no more."""
+        if self.position.ended:
+            return []
+        of = self._loader
+        self.position = _Position(self._num_batches, False, of._snapshot())
+        batches = list(islice(self._batches, most))
+        self._num_batches += len(batches)
+        if not batches:
+            self.position = _Position(self._num_batches, True, of._snapshot())
+        return batches
+
     def fetch(self) -> tuple[Sequence[int] | Tensor, Sequence[str] | None]:
         """The next batch's lengths and masks. An error is kept, for it is raised when the other ranks know of it."""
         of = self._loader
         try:
-            if not self.position.ended:
-                self.position = _Position(self._num_batches, False, of._snapshot())
-                try:
-                    self.batch = next(self._batches)
-                except StopIteration:
-                    self.position = _Position(self._num_batches, True, of._snapshot())
-                else:
-                    self._num_batches += 1
-                    return of._seq_lens(self.batch), of._masks(self.batch) if of._masks else None
+            for batch in self._draw(1):
+                self.batch = batch
+                return of._seq_lens(batch), of._masks(batch) if of._masks else None
             if of._empty is not None:
                 self.batch = of._empty()
         except Exception as error:
             self.error = error
         return [], None
+
+    def fetch_step(self) -> tuple[Samples, Sequence[str] | None]:
+        """The next step's samples and their masks. An error is kept, as above, and then nothing more is drawn."""
+        of = self._loader
+        try:
+            batches: list[Any] = [] if self.error else self._draw(of._micro_batches or 1)
+            samples = [_tensors_of(sample, of._names) for batch in batches for sample in batch]
+            seq_lens = [int(length) for batch in batches for length in of._seq_lens(batch)]
+            masks = [mask for batch in batches for mask in of._masks(batch)] if of._masks else None
+            return Samples(of._fields, samples, seq_lens), masks
+        except Exception as error:
+            self.error = error
+        return Samples(of._fields, [], []), None
+
+
+def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
+    if not isinstance(sample, dict) or sample.keys() != set(names):
+        came = ", ".join(map(str, sample)) if isinstance(sample, dict) else type(sample).__name__
+        raise ArgumentError(f"sample: got {came}; expected a dict of {', '.join(names)}")
+    for name in names:
+        if not isinstance(sample[name], Tensor):
+            raise ArgumentError(f"sample['{name}']: got {type(sample[name]).__name__}, expected a tensor")
+    return [sample[name] for name in names]
 
 
 def _seq_lens_of(batch: Any) -> Sequence[int] | Tensor:

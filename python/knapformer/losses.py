@@ -68,6 +68,7 @@ def sample_mean(
     per_token: Tensor,
     seq_lens: Sequence[int] | Tensor,
     *,
+    sample_lens: Sequence[int] | Tensor | None = None,
     plan: Plan | None = None,
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -75,23 +76,35 @@ def sample_mean(
 ) -> Tensor:
     """The mean over all samples of all ranks of the mean over each sample's tokens: a short one weighs as a long one.
 
-    seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. plan, total: as in
-    token_mean, of samples. The rest as there.
+    seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. sample_lens: tokens of
+    the whole samples, where this rank computes but a chunk of some; it needs `total`, and chunks may be empty. plan,
+    total: as in token_mean, of samples. The rest as there.
     """
     _check_vector("per_token", per_token)
     lens = torch.as_tensor(seq_lens, dtype=torch.int64, device="cpu")
-    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < 1):
-        expected = f"lengths of at least 1 that add up to {len(per_token)}"
+    shortest = 1 if sample_lens is None else 0
+    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
+        expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
         raise ValueError(f"seq_lens: got {lens.tolist()}, expected {expected}")
+    whole = lens
+    if sample_lens is not None:
+        whole = torch.as_tensor(sample_lens, dtype=torch.int64, device="cpu")
+        if total is None:
+            raise ValueError("total: got none, expected the samples of all ranks: chunks do not say how many they are")
+        if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
+            raise ValueError(
+                f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each at "
+                "least as long"
+            )
     if plan is not None:
         rank = _checked_rank(plan, group)
         if len(plan.seq_lens[rank]) != len(lens):
             expected = f"the {len(plan.seq_lens[rank])} that the plan has of this rank"
             raise ValueError(f"seq_lens: got {len(lens)} samples, expected {expected}")
         total = plan.num_sequences
-    weights = torch.repeat_interleave(1.0 / lens.to(torch.float64), lens)
+    weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
     weighted = per_token * weights.to(per_token.device, _wide(per_token), non_blocking=True)
-    return _share_of_mean(weighted.sum(), len(lens), total, group, gradient_reduction)
+    return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, gradient_reduction)
 
 
 def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, SupportsFloat
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, StepPlan, TrainedModel, plan
+from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, Plan, StepPlan, TrainedModel, plan
+
+_STEPS_KEPT = 8  # plans, for trainers that ask for what a DataLoader's workers fetched ahead
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -32,11 +35,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
     makes the same plan by itself from the lengths, without a collective. Ranks and micro-batches hold different numbers
     of samples, so losses are weighed over the step (knapformer.losses).
 
+    Where `topology` has bags of several ranks, a long sample may be shared: all ranks of its group get its index, and
+    each computes its own tokens of it. A balancer of that topology follows the plan, and attention exchanges; no token
+    is routed, before the model or after it:
+
+        balancer.follow(sampler.plan(step, micro_batch))
+        chunks = sampler.chunks(step, micro_batch)     # (index, begin, end), in the order of the list
+        x = torch.cat([sample[begin:end] for sample, (_, begin, end) in zip(batch, chunks)])
+
     lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
         map. An array or a tensor is not copied.
     batch_size: samples of a rank in a micro-batch, in the mean.
     d_model: width of the blocks, in features.
     micro_batches: of an optimizer step: so many lists are one, on every rank.
+    topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"). None: every sample is whole on one rank.
     num_replicas, rank: of the data-parallel ranks. None: of the default process group, or one rank alone.
     shuffle, seed: as of DistributedSampler.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
@@ -57,6 +69,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         batch_size: int,
         d_model: int,
         micro_batches: int = 1,
+        topology: str | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -94,7 +107,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._drop_last = drop_last
         self._allow_empty = allow_empty
         self._settings: dict[str, Any] = {
-            "topology": f"g1n{num_replicas}",
+            "topology": f"g1n{num_replicas}" if topology is None else topology,
             "d_model": d_model,
             "gamma": gamma,
             "effort": effort,
@@ -110,6 +123,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         plan([[]] * num_replicas, **self._settings)  # refuses settings that are wrong for any samples
         self._epoch = 0
         self._order: Tensor | None = None  # the epoch's
+        self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
         # Where in that order starts: the next pass; this pass; the step that is not yielded whole yet.
         self._resume_at = self._first = self._next = 0
         self._check_last_step()
@@ -119,7 +133,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._resume_at = 0
         self._check_last_step()
         for step in range(self._num_steps()):
-            samples, planned = self._plan(step)
+            samples, planned = self._planned_step(step)
             for micro_batch in range(self._micro_batches):
                 if micro_batch == self._micro_batches - 1:
                     self._next = self._first + (step + 1) * self._step_size
@@ -133,6 +147,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Another order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, None
+            self._planned.clear()
             self._resume_at = self._first = self._next = 0
 
     def num_samples(self, step: int) -> int:
@@ -144,8 +159,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return int(self._lengths[self._samples(step)].sum())
 
     def step_plan(self, step: int) -> StepPlan:
-        """Of an optimizer step of this pass, to look at. Its ids count through the step's samples."""
-        return self._plan(step)[1]
+        """Of an optimizer step of this pass. Its ids count through the step's samples."""
+        return self._planned_step(step)[1]
+
+    def plan(self, step: int, micro_batch: int) -> Plan:
+        """Of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
+        return self.step_plan(step).plans[self._checked_micro_batch(micro_batch)]
+
+    def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
+        """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
+        order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
+        samples, planned = self._planned_step(step)
+        chunks = planned.chunks_on(self._rank, self._checked_micro_batch(micro_batch))
+        indices = samples[[sequence for sequence, _, _ in chunks]].tolist()
+        return [(index, begin, end) for index, (_, begin, end) in zip(indices, chunks, strict=True)]
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
         """Where the pass stands, the same on all ranks: behind the last whole optimizer step.
@@ -166,6 +193,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ArgumentError(f"state: got sample {state['next_sample']}, expected 0 to {len(self._lengths)}")
         self.set_epoch(state["epoch"])
         self._resume_at = self._first = self._next = state["next_sample"]
+
+    def _checked_micro_batch(self, micro_batch: int) -> int:
+        if not 0 <= micro_batch < self._micro_batches:
+            raise ArgumentError(f"micro_batch: got {micro_batch}, expected 0 to {self._micro_batches - 1}")
+        return micro_batch
 
     @property
     def _step_size(self) -> int:
@@ -198,13 +230,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]
 
-    def _plan(self, step: int) -> tuple[Tensor, StepPlan]:
+    def _planned_step(self, step: int) -> tuple[Tensor, StepPlan]:
+        """Its samples, by the plan's ids, and its plan."""
         samples = self._samples(step)
+        key = (self._first, step)
+        if key in self._planned:
+            self._planned.move_to_end(key)
+            return self._planned[key]
         lens = iter(self._lengths[samples].tolist())
         each, more = divmod(len(samples), self._num_ranks)
         by_rank = [[next(lens) for _ in range(each + (rank < more))] for rank in range(self._num_ranks)]
         planned = plan(by_rank, **self._settings)
-        return samples, planned if self._allow_empty else planned.fill_ranks()
+        self._planned[key] = samples, planned if self._allow_empty else planned.fill_ranks()
+        if len(self._planned) > _STEPS_KEPT:
+            self._planned.popitem(last=False)
+        return self._planned[key]
 
 
 def _checked_lengths(lengths: Any) -> Tensor:

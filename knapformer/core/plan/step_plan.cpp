@@ -87,6 +87,15 @@ std::vector<SequenceId> StepPlan::sequences_on(Rank rank, int32_t micro_batch) c
   return held;
 }
 
+std::vector<int32_t> StepPlan::home_sequences(Rank rank, int32_t micro_batch) const {
+  const SequenceLengths& lengths = input_.sequences.seq_lens;
+  std::vector<int32_t> indices;
+  for (SequenceId id = lengths.first_of(rank); id < lengths.last_of(rank); ++id.value) {
+    if (micro_batches_[id.index()] == micro_batch) indices.push_back(id.value - lengths.first_of(rank).value);
+  }
+  return indices;
+}
+
 int64_t StepPlan::num_tokens() const {
   int64_t sum = 0;
   for (const Plan& plan : plans_) sum += plan.num_tokens();

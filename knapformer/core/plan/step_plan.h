@@ -59,6 +59,9 @@ class StepPlan {
   /// The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.
   std::vector<SequenceId> sequences_on(Rank rank, int32_t micro_batch) const;
 
+  /// Of a rank's own list of sequences, the indices of those that a micro-batch computes, ascending.
+  std::vector<int32_t> home_sequences(Rank rank, int32_t micro_batch) const;
+
   int64_t num_tokens() const;
   /// Tokens of the fullest rank of any micro-batch.
   int64_t max_tokens() const;

@@ -1,9 +1,6 @@
 #include "knapformer/torch/comm/gather_lengths.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/max.h>
-#include <ATen/ops/select.h>
 
 #include <algorithm>
 #include <bit>
@@ -13,9 +10,22 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e34;  // "KNAPLEN4": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e35;  // "KNAPLEN5": changes with the layout
 
-enum HeaderField : size_t { kMagic, kWidth, kStatus, kObservedPlan, kObservedSeconds, kCount, kPairs, kHeaderSize };
+enum HeaderField : size_t {
+  kMagic,
+  kWidth,
+  kStatus,
+  kObservedPlan,
+  kObservedSeconds,
+  kCount,
+  kPairs,
+  kBytes,
+  kHeaderSize
+};
+
+/// Numbers after the header.
+int64_t num_payload(const int64_t* header) { return header[kCount] + header[kPairs] + header[kBytes]; }
 
 }  // namespace
 
@@ -30,7 +40,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
 }
 
 void LengthGatherer::launch(Pending& pending) {
-  const auto& [lengths, pairs, statuses, observed] = pending.said;
+  const auto& [lengths, pairs, sample_bytes, statuses, observed] = pending.said;
   const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
@@ -44,8 +54,14 @@ void LengthGatherer::launch(Pending& pending) {
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kCount] = lengths.num_sequences();
   out[kPairs] = static_cast<int64_t>(pairs.size());
-  if (out[kCount] + out[kPairs] <= capacity_) {  // else all ranks see the counts, and gather once more
-    std::copy(pairs.begin(), pairs.end(), std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize));
+  out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());
+  if (num_payload(out) <= capacity_) {  // else all ranks see the counts, and gather once more
+    int64_t* next = std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize);
+    next = std::copy(pairs.begin(), pairs.end(), next);
+    for (const SampleBytes& bytes : sample_bytes) {
+      *next++ = bytes.fixed;
+      *next++ = bytes.per_token;
+    }
   }
   pending.own = host.to(device_, /*non_blocking=*/true);
   pending.gathered = at::empty({size * group_->num_ranks()}, options.device(device_));
@@ -72,7 +88,7 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
           text("d_model: got ", sent[kWidth], " on rank ", rank, ", expected ", gathered[kWidth], ", as on rank 0"));
     }
     counts[rank] = sent[kCount];
-    fit = fit && static_cast<size_t>(counts[rank] + sent[kPairs]) <= stride - kHeaderSize;
+    fit = fit && static_cast<size_t>(num_payload(sent)) <= stride - kHeaderSize;
     if (!fit) continue;
     any_pairs = any_pairs || sent[kPairs] > 0;
     result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
@@ -82,6 +98,8 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     for (int64_t i = 0; i < counts[rank]; ++i) {
       result.attention_pairs.push_back(sent[kPairs] > 0 ? own_pairs[i] : kDefaultPairs);
     }
+    const int64_t* own_bytes = own_pairs + sent[kPairs];
+    for (int64_t i = 0; i < sent[kBytes]; i += 2) result.sample_bytes.push_back({own_bytes[i], own_bytes[i + 1]});
   }
   if (!fit) return std::nullopt;
   if (!any_pairs) result.attention_pairs.clear();
@@ -93,7 +111,10 @@ GatheredLengths LengthGatherer::finish(Pending pending) {
   for (;;) {
     if (std::optional<GatheredLengths> result = wait(pending)) return *std::move(result);
     const at::Tensor gathered = pending.gathered.to(at::kCPU).view({group_->num_ranks(), -1});
-    const int64_t max_needed = (gathered.select(1, kCount) + gathered.select(1, kPairs)).max().item<int64_t>();
+    int64_t max_needed = 0;
+    for (int32_t rank = 0; rank < group_->num_ranks(); ++rank) {
+      max_needed = std::max(max_needed, num_payload(gathered.const_data_ptr<int64_t>() + rank * gathered.size(1)));
+    }
     capacity_ = std::max(capacity_, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(max_needed))));
     launch(pending);
   }

@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header: width, status, a measured step, numbers of sequences and pairs | lengths ... | pairs ... | unused | int64
+//   | header: width, status, a measured step, counts | lengths ... | pairs ... | bytes ... | unused | int64
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more.
@@ -33,14 +33,20 @@ struct ObservedStep {
   double seconds = 0;
 };
 
+/// What a sample is in bytes, where samples move (torch/samples.h).
+struct SampleBytes {
+  int64_t fixed = 0, per_token = 0;
+};
+
 /// What ranks said: all of them, or one before it is gathered.
 struct GatheredLengths {
   SequenceLengths lengths;
   /// Of each sequence the (query, key) pairs that its mask leaves; kDefaultPairs where its rank said none. Empty where
   /// no rank did.
   std::vector<int64_t> attention_pairs = {};
-  std::vector<DataStatus> statuses = {};    // one a rank
-  std::vector<ObservedStep> observed = {};  // one a rank
+  std::vector<SampleBytes> sample_bytes = {};  // of each sequence; empty where no samples move
+  std::vector<DataStatus> statuses = {};       // one a rank
+  std::vector<ObservedStep> observed = {};     // one a rank
 };
 
 class LengthGatherer {
@@ -70,7 +76,7 @@ class LengthGatherer {
 
   std::shared_ptr<CommGroup> group_;
   at::Device device_ = at::kCPU;
-  int64_t capacity_ = 64;  // lengths and pairs; the same on all ranks, always
+  int64_t capacity_ = 64;  // numbers after the header; the same on all ranks, always
 };
 
 }  // namespace knapformer

@@ -72,6 +72,26 @@ TEST(GatherLengths, GrowsItsBufferOnAllRanksTogether) {
   });
 }
 
+TEST(GatherLengths, TellsTheBytesOfSamples) {
+  testing::InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    Member self(world, rank);
+    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
+    const std::vector<std::vector<SampleBytes>> bytes = {{{32, 4}, {48, 8}}, {}, {{64, 2}}};
+    const auto r = static_cast<size_t>(rank);
+    const GatheredLengths all = self.gather(
+        lens[r], {.lengths = {}, .attention_pairs = std::vector<int64_t>(lens[r].size(), 9), .sample_bytes = bytes[r]});
+    ASSERT_EQ(all.sample_bytes.size(), 3);
+    for (const size_t i : {0, 1, 2}) {
+      const SampleBytes& expected = i < 2 ? bytes[0][i] : bytes[2][0];
+      EXPECT_EQ(all.sample_bytes[i].fixed, expected.fixed);
+      EXPECT_EQ(all.sample_bytes[i].per_token, expected.per_token);
+    }
+    EXPECT_EQ(all.attention_pairs, (std::vector<int64_t>{9, 9, 9}));
+    EXPECT_TRUE(self.gather(lens[r]).sample_bytes.empty());
+  });
+}
+
 TEST(GatherLengths, NamesAWidthThatDiffers) {
   testing::InProcessWorld world(2);
   for (const auto& error : world.run([&](int32_t rank) { Member(world, rank).gather({1}, {}, rank == 0 ? 8 : 9); })) {

@@ -1,0 +1,246 @@
+#include "knapformer/torch/samples.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <span>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+constexpr int64_t kAlignment = 16;  // of the widest element
+
+int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int64_t record_bytes(const SampleBytes& bytes, int64_t num_tokens) {
+  return aligned(bytes.fixed + bytes.per_token * num_tokens);
+}
+
+at::Tensor checked(const at::Tensor& tensor, const std::string& name) {
+  if (!tensor.defined()) throw_argument(name, "no tensor", "a tensor");
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || !tensor.is_cpu()) {
+    throw_argument(name, text("a tensor of layout ", tensor.layout(), " on ", tensor.device()),
+                   "a dense tensor on cpu");
+  }
+  if (tensor.requires_grad()) throw_argument(name, "a tensor that requires a gradient", "one without: none travels");
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+/// The order of tensors in a record: so each lies at a multiple of its element's size.
+std::vector<size_t> widest_first(const std::vector<int64_t>& element_sizes) {
+  std::vector<size_t> order(element_sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::ranges::greater(), [&](size_t i) { return element_sizes[i]; });
+  return order;
+}
+
+void write_record(std::byte* out, const SampleTensors& tensors) {
+  std::vector<int64_t> header, element_sizes;
+  for (const at::Tensor& tensor : tensors) {
+    header.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    header.push_back(tensor.dim());
+    header.insert(header.end(), tensor.sizes().begin(), tensor.sizes().end());
+    element_sizes.push_back(static_cast<int64_t>(tensor.element_size()));
+  }
+  const auto header_bytes = static_cast<int64_t>(header.size() * sizeof(int64_t));
+  std::memcpy(out, header.data(), header.size() * sizeof(int64_t));
+  std::byte* next = out + aligned(header_bytes);
+  for (const size_t i : widest_first(element_sizes)) {
+    if (tensors[i].numel() > 0) std::memcpy(next, tensors[i].const_data_ptr(), tensors[i].nbytes());
+    next += tensors[i].nbytes();
+  }
+}
+
+/// Views of `record`, which is one of bytes.
+SampleTensors read_record(const at::Tensor& record, size_t num_tensors) {
+  const std::byte* begin = static_cast<const std::byte*>(record.const_data_ptr());
+  const std::byte* next = begin;
+  const auto read = [&] {
+    int64_t number = 0;
+    std::memcpy(&number, next, sizeof(number));
+    next += sizeof(number);
+    return number;
+  };
+  std::vector<at::ScalarType> dtypes;
+  std::vector<std::vector<int64_t>> shapes;
+  std::vector<int64_t> element_sizes;
+  for (size_t i = 0; i < num_tensors; ++i) {
+    dtypes.push_back(static_cast<at::ScalarType>(read()));
+    element_sizes.push_back(static_cast<int64_t>(c10::elementSize(dtypes.back())));
+    shapes.emplace_back(static_cast<size_t>(read()));
+    std::ranges::generate(shapes.back(), read);
+  }
+  int64_t offset = aligned(next - begin);
+  SampleTensors tensors(num_tensors);
+  for (const size_t i : widest_first(element_sizes)) {
+    const int64_t num_bytes = element_sizes[i] * c10::multiply_integers(shapes[i]);
+    tensors[i] = record.narrow(0, offset, num_bytes).view(dtypes[i]).view(shapes[i]);
+    offset += num_bytes;
+  }
+  return tensors;
+}
+
+std::vector<int64_t> splits_of(const auto& records, int32_t num_peers) {
+  std::vector<int64_t> splits(static_cast<size_t>(num_peers));
+  for (const auto& record : records) splits[record.peer] += record.num_bytes;
+  return splits;
+}
+
+int64_t sum_of(const std::vector<int64_t>& splits) { return std::accumulate(splits.begin(), splits.end(), int64_t{0}); }
+
+}  // namespace
+
+Samples::Samples(std::vector<SampleField> fields, std::vector<SampleTensors> samples, std::vector<int64_t> seq_lens)
+    : fields_(std::move(fields)), samples_(std::move(samples)), seq_lens_(std::move(seq_lens)) {
+  if (seq_lens_.size() != samples_.size()) {
+    throw_argument("seq_lens", text(seq_lens_.size(), " lengths"),
+                   text("one of each of ", samples_.size(), " samples"));
+  }
+  for (size_t s = 0; s < samples_.size(); ++s) {
+    if (seq_lens_[s] < 1) throw_argument(text("seq_lens[", s, "]"), seq_lens_[s], "at least 1");
+    KNAPFORMER_ASSERT(samples_[s].size() == fields_.size());
+    for (size_t f = 0; f < fields_.size(); ++f) {
+      const std::string name = text("sample ", s, "['", fields_[f].name, "']");
+      at::Tensor& tensor = samples_[s][f];
+      tensor = checked(tensor, name);
+      if (fields_[f].per_token && (tensor.dim() < 1 || tensor.size(0) != seq_lens_[s])) {
+        throw_argument(name, text("a tensor of shape ", tensor.sizes()),
+                       text(seq_lens_[s], " rows, one for each token of the sample"));
+      }
+    }
+  }
+}
+
+std::vector<SampleBytes> Samples::bytes() const {
+  std::vector<SampleBytes> all;
+  for (const SampleTensors& tensors : samples_) {
+    int64_t header = 0;
+    SampleBytes bytes;
+    for (size_t f = 0; f < tensors.size(); ++f) {
+      const at::Tensor& tensor = tensors[f];
+      header += (2 + tensor.dim()) * static_cast<int64_t>(sizeof(int64_t));
+      const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
+      if (fields_[f].per_token) {
+        bytes.per_token += num_bytes / tensor.size(0);
+      } else {
+        bytes.fixed += num_bytes;
+      }
+    }
+    bytes.fixed += aligned(header);
+    all.push_back(bytes);
+  }
+  return all;
+}
+
+SampleTensors Samples::chunk_of(size_t sample, const Chunk& chunk) const {
+  SampleTensors tensors = samples_[sample];
+  for (size_t f = 0; f < tensors.size(); ++f) {
+    if (fields_[f].per_token) tensors[f] = tensors[f].narrow(0, chunk.first_token, chunk.num_tokens);
+  }
+  return tensors;
+}
+
+SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, std::shared_ptr<const StepPlan> plan,
+                               std::shared_ptr<const Samples> own, const std::vector<SampleBytes>& bytes,
+                               int64_t max_bytes_in_flight)
+    : group_(std::move(group)), own_(std::move(own)), rounds_(1) {
+  const SequenceLengths& of_step = plan->input().sequences.seq_lens;
+  const auto num_ranks = static_cast<size_t>(of_step.num_ranks());
+  std::vector<int64_t> sent(num_ranks), received(num_ranks);  // in the present round, by every rank
+  for (int32_t k = 0; k < plan->num_micro_batches(); ++k) {
+    const Plan& micro_batch = plan->plans()[k];
+    const std::vector<SequenceId> ids = plan->sequences_of(k);
+    const std::span<const int32_t> own_rows = micro_batch.chunks_on(rank);
+    std::vector<int32_t> positions(micro_batch.chunks().size());  // of this rank's chunks
+    for (size_t i = 0; i < own_rows.size(); ++i) positions[own_rows[i]] = static_cast<int32_t>(i);
+    chunks_.emplace_back(own_rows.size());
+    for (size_t c = 0; c < micro_batch.chunks().size(); ++c) {
+      const Chunk& chunk = micro_batch.chunks()[c];
+      const SequenceId id = ids[chunk.sequence.index()];
+      const Rank home = of_step.home_of(id);
+      Record record{.micro_batch = k, .position = positions[c], .chunk = chunk};
+      if (home == rank) record.sample = id.index() - of_step.first_of(rank).index();
+      if (home == chunk.rank) {
+        if (home == rank) chunks_[k][record.position] = own_->chunk_of(record.sample, chunk);
+        continue;
+      }
+      record.num_bytes = record_bytes(bytes[id.index()], chunk.num_tokens);
+      if (max_bytes_in_flight > 0 && record.num_bytes > max_bytes_in_flight) {
+        throw_argument("max_bytes_in_flight", max_bytes_in_flight,
+                       text("at least the ", record.num_bytes, " bytes that rank ", home.value,
+                            " sends of a sample of ", of_step[id], " tokens"));
+      }
+      if (max_bytes_in_flight > 0 &&
+          std::max(sent[home.index()], received[chunk.rank.index()]) + record.num_bytes > max_bytes_in_flight) {
+        rounds_.emplace_back();
+        std::ranges::fill(sent, 0);
+        std::ranges::fill(received, 0);
+      }
+      sent[home.index()] += record.num_bytes;
+      received[chunk.rank.index()] += record.num_bytes;
+      if (home == rank) {
+        record.peer = chunk.rank.value;
+        rounds_.back().sent.push_back(record);
+      } else if (chunk.rank == rank) {
+        record.peer = home.value;
+        rounds_.back().received.push_back(record);
+      }
+    }
+  }
+  for (Round& round : rounds_) {
+    std::ranges::stable_sort(round.sent, {}, &Record::peer);
+    std::ranges::stable_sort(round.received, {}, &Record::peer);
+  }
+}
+
+void SampleExchange::launch() {
+  RECORD_USER_SCOPE("knapformer::start samples");
+  const Round& round = rounds_[next_round_];
+  std::vector<int64_t> send_splits = splits_of(round.sent, group_->num_ranks());
+  std::vector<int64_t> recv_splits = splits_of(round.received, group_->num_ranks());
+  const at::Device device = group_->control_device();
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kByte);
+  const at::Tensor packed = at::empty({sum_of(send_splits)}, options.pinned_memory(!device.is_cpu()));
+  auto* next = static_cast<std::byte*>(packed.mutable_data_ptr());
+  for (const Record& record : round.sent) {
+    write_record(next, own_->chunk_of(record.sample, record.chunk));
+    next += record.num_bytes;
+  }
+  sent_ = packed.to(device, /*non_blocking=*/true);
+  received_ = at::empty({sum_of(recv_splits)}, options.device(device));
+  work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits));
+}
+
+void SampleExchange::land() {
+  group_->wait(*work_, received_.device(), "samples", /*on_host=*/true);
+  work_.reset();
+  sent_.reset();
+  const at::Tensor bytes = std::exchange(received_, {}).to(at::kCPU);
+  int64_t offset = 0;
+  for (const Record& record : rounds_[next_round_].received) {
+    chunks_[record.micro_batch][record.position] =
+        read_record(bytes.narrow(0, offset, record.num_bytes), own_->fields().size());
+    offset += record.num_bytes;
+  }
+  ++next_round_;
+}
+
+void SampleExchange::start() {
+  if (group_) launch();
+}
+
+std::vector<std::vector<SampleTensors>> SampleExchange::finish() {
+  while (group_ && next_round_ < rounds_.size()) {
+    if (!work_) launch();
+    land();
+  }
+  return std::move(chunks_);
+}
+
+}  // namespace knapformer

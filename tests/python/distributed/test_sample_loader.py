@@ -1,0 +1,281 @@
+"""BalancedLoader with micro-batches: samples that move. Oracle: every tensor of a sample is a function of its number."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import GROUP_TIMEOUT_S, run_ranks
+from torch import Tensor
+
+from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer
+
+D_MODEL = 8
+CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
+PER_TOKEN = ["x", "ids", "tiny", "none"]
+PER_SAMPLE = ["text", "flag", "wide", "nothing"]
+FIELDS: dict[str, Any] = {"per_token": PER_TOKEN, "per_sample": PER_SAMPLE}
+
+Sample = dict[str, Tensor]
+
+
+def length_of(number: int) -> int:
+    return 1 + number * 7919 % 23 + (60 if number % 11 == 3 else 0)
+
+
+def sample_of(number: int) -> Sample:
+    """Of many dtypes and shapes; some strided, some ragged, some without elements."""
+    length = length_of(number)
+    generator = torch.Generator().manual_seed(number)
+    rows = number % 5
+    return {
+        "x": torch.randn(length, 2, 3, generator=generator),
+        "ids": (1000 * number + torch.arange(2 * length))[::2],
+        "tiny": torch.arange(length, dtype=torch.uint8).unsqueeze(1).expand(length, 3),
+        "none": torch.empty(length, 0, dtype=torch.bfloat16),
+        "text": torch.randn(rows, 5, generator=generator, dtype=torch.float64).to(torch.bfloat16),
+        "flag": torch.tensor(number % 2 == 0),
+        "wide": torch.randn(3, generator=generator, dtype=torch.float64) * (1 + 2j),
+        "nothing": torch.empty(0, 4, dtype=torch.float16),
+    }
+
+
+def batches_of(rank: int, num_batches: int) -> list[list[Sample]]:
+    """Some are empty."""
+    first = 1000 * rank
+    return [[sample_of(first + 10 * batch + i) for i in range((batch + rank) % 4)] for batch in range(num_batches)]
+
+
+def numbers_of(batches: list[list[Sample]]) -> list[int]:
+    return [int(sample["ids"][0]) // 1000 for batch in batches for sample in batch]
+
+
+Piece = tuple[int, int, int]
+
+
+def checked_pieces(samples: list[Sample], chunks: list[tuple[int, int, int]]) -> list[Piece]:
+    """What came is what the samples are, bit for bit."""
+    pieces = []
+    for sample, (_, begin, end) in zip(samples, chunks, strict=True):
+        assert list(sample) == PER_TOKEN + PER_SAMPLE
+        number = int(sample["ids"][0] - begin * 2) // 1000 if end > begin else -1
+        if end > begin:
+            whole = sample_of(number)
+            for name, tensor in whole.items():
+                wanted = tensor[begin:end] if name in PER_TOKEN else tensor
+                assert sample[name].dtype == wanted.dtype and torch.equal(sample[name], wanted), (number, name)
+        pieces.append((number, begin, end))
+    return pieces
+
+
+def lists_of(loader: BalancedLoader[Any]) -> Iterator[list[Piece]]:
+    for samples, plan in loader:
+        assert plan == loader._balancer.plan
+        yield checked_pieces(samples, loader.chunks)
+
+
+def on_all(own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def check_every_sample_once(rank: int, world_size: int) -> None:
+    for topology, counts, end, max_bytes in (
+        ("g1n4", [5, 3, 0, 9], "longest", 0),
+        ("g4n1", [4, 4, 0, 3], "longest", 20_000),
+        ("g4/2/1n1", [7, 6, 0, 1], "longest", 8_000),
+        ("g2n1", [6, 7, 6, 8], "shortest", 0),
+    ):
+        balancer = SequenceBalancer(topology, cluster=CLUSTER)
+        own = batches_of(rank, counts[rank])
+        loader = BalancedLoader(
+            own, balancer, D_MODEL, micro_batches=3, end=end, max_bytes_in_flight=max_bytes, **FIELDS
+        )
+        for _ in range(2):  # passes
+            lists = list(lists_of(loader))
+            num_steps = (min if end == "shortest" else max)(-(-count // 3) for count in counts)
+            assert len(lists) == 3 * num_steps
+            pieces = sorted(itertools.chain.from_iterable(on_all(list(itertools.chain.from_iterable(lists)))))
+            wanted = itertools.chain.from_iterable(on_all(numbers_of(own[: 3 * num_steps])))
+            covered = dict.fromkeys(wanted, 0)
+            for number, begin, last in pieces:
+                if number >= 0:
+                    assert covered[number] == begin
+                    covered[number] = last
+            assert all(length == length_of(number) for number, length in covered.items())
+            if topology == "g4n1":
+                assert any(begin > 0 for _, begin, _ in pieces), "nothing was shared"
+
+
+def check_resume(rank: int, world_size: int) -> None:
+    counts = [8, 5, 0, 2]
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+
+    def new() -> BalancedLoader[Any]:
+        return BalancedLoader(batches_of(rank, counts[rank]), balancer, D_MODEL, micro_batches=2, **FIELDS)
+
+    whole = list(lists_of(new()))
+    assert len(whole) == 8
+    for stop in range(9):
+        loader = new()
+        states = [loader.state_dict()]
+        for _ in itertools.islice(lists_of(loader), stop):
+            states.append(loader.state_dict())
+        resumed = new()
+        resumed.load_state_dict(states[stop])
+        # A step that has not ended is computed again.
+        assert list(lists_of(resumed)) == whole[stop // 2 * 2 :], stop
+        assert list(lists_of(resumed)) == whole, "the pass after it is whole again"
+
+
+def check_overlap(rank: int, world_size: int) -> None:
+    """What moves the next step's samples is launched before a step begins, and the gather of the one after it."""
+    balancer = SequenceBalancer("g1n4")
+    own = [[sample_of(1000 * rank + 10 * batch + i) for i in range(2)] for batch in range(6)]
+    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number, _ in enumerate(loader):
+            with torch.profiler.record_function(f"list {number}"):
+                pass
+    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+    order = [name for name in names if name.startswith(("c10d::", "list "))]
+    gather, move = "c10d::_allgather_base_", "c10d::alltoall_base_"
+    # Before the first list: steps 0 and 1 move, and 0, 1 and 2 are gathered. Then one of each a step.
+    assert order == [
+        gather, move, gather, move, gather, "list 0", "list 1",
+        move, gather, "list 2", "list 3",
+        move, gather, "list 4", "list 5",
+    ]  # fmt: skip
+
+
+def check_bytes_in_flight(rank: int, world_size: int) -> None:
+    """No all-to-all is larger than what is allowed; and a sample that is, is refused on all ranks, not for good."""
+    balancer = SequenceBalancer("g1n4", cluster=CLUSTER)
+    own = batches_of(rank, 12) if rank == 0 else []
+    sizes: dict[int, list[int]] = {}
+    for max_bytes in (0, 4_000):
+        loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=12, max_bytes_in_flight=max_bytes, **FIELDS)
+        with torch.profiler.profile(record_shapes=True) as profile:
+            list(lists_of(loader))
+        moved = [event for event in profile.events() if event.name == "c10d::alltoall_base_"]
+        sizes[max_bytes] = [max(shape[0] for shape in event.input_shapes[:2] if shape) for event in moved]
+    assert max(sizes[4_000]) <= 4_000, sizes
+    assert rank > 0 or max(sizes[0]) > 4_000, sizes
+    assert len(sizes[4_000]) > len(sizes[0])
+    small = BalancedLoader(own, balancer, D_MODEL, micro_batches=12, max_bytes_in_flight=500, **FIELDS)
+    with pytest.raises(ArgumentError, match="max_bytes_in_flight: got 500, expected at least the [0-9]+ bytes that ra"):
+        list(small)
+    list(lists_of(BalancedLoader(own, balancer, D_MODEL, micro_batches=12, **FIELDS)))
+
+
+def check_refused_lengths(rank: int, world_size: int) -> None:
+    """The second step of rank 0 cannot keep the limit of tokens: the first is computed, and the balancer lives on."""
+    balancer = SequenceBalancer("g1n4", max_tokens_per_rank=70)
+    own = [[sample_of(1)], [sample_of(2)], [sample_of(3)], []] if rank == 0 else []
+    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+    num_lists = 0
+    with pytest.raises(ArgumentError, match="max_tokens_per_rank"):
+        for _ in lists_of(loader):
+            num_lists += 1
+    assert num_lists == 2
+    list(lists_of(BalancedLoader(own[:2], balancer, D_MODEL, micro_batches=2, **FIELDS)))
+
+
+CHECKS = [check_every_sample_once, check_resume, check_overlap, check_bytes_in_flight, check_refused_lengths]
+
+
+def run_checks(rank: int, world_size: int) -> None:
+    for check in CHECKS:
+        try:
+            check(rank, world_size)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
+        dist.barrier()
+
+
+def test_samples_on_real_ranks() -> None:
+    run_ranks(run_checks, 4, timeout_s=300)
+
+
+def failing_after(batches: list[list[Sample]], error: BaseException) -> Iterator[list[Sample]]:
+    yield from batches
+    raise error
+
+
+def without(name: str) -> Sample:
+    return {field: value for field, value in sample_of(5).items() if field != name}
+
+
+def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
+    """What each rank raises, after how many lists, where rank 1's data goes wrong."""
+    good = [[sample_of(1000 * rank + batch)] for batch in range(8)]
+    broken: list[Callable[[], Any]] = [
+        lambda: failing_after(good[:5], ValueError("picture 17 is truncated")),
+        lambda: failing_after([], ValueError("picture 17 is truncated")),
+        lambda: [*good[:4], [without("text")]],
+        lambda: [*good[:2], [without("text") | {"text": [1, 2]}]],
+        lambda: [*good[:2], [sample_of(5) | {"tiny": torch.zeros(2)}]],
+        lambda: [*good[:2], [sample_of(5) | {"text": torch.zeros(2, requires_grad=True)}]],
+        lambda: [*good[:2], [sample_of(5) | {"text": torch.zeros(2, device="meta")}]],
+        lambda: [*good[:2], [(1, 2)]],
+    ]
+    outcomes = []
+    for make in broken:
+        balancer = SequenceBalancer("g1n2", group=dist.new_group([0, 1]))
+        dist.barrier()
+        loader = BalancedLoader(make() if rank == 1 else good, balancer, D_MODEL, micro_batches=2, **FIELDS)
+        num_lists, begin = 0, time.monotonic()
+        try:
+            for _ in lists_of(loader):
+                num_lists += 1
+            outcomes.append(("", "", num_lists, 0.0))
+        except Exception as error:
+            outcomes.append((type(error).__name__, str(error), num_lists, time.monotonic() - begin))
+    return outcomes
+
+
+def test_an_error_of_the_data_is_one_on_all_ranks() -> None:
+    expected = [
+        ("ValueError", "picture 17 is truncated", 4),
+        ("ValueError", "picture 17 is truncated", 0),
+        ("ArgumentError", "sample: got x, ids, tiny, none, flag, wide, nothing; expected a dict of x, ids, ", 4),
+        ("ArgumentError", "sample['text']: got list, expected a tensor", 2),
+        ("ArgumentError", "sample 0['tiny']: got a tensor of shape [2], expected ", 2),
+        ("ArgumentError", "sample 0['text']: got a tensor that requires a gradient, expected one without", 2),
+        ("ArgumentError", "sample 0['text']: got a tensor of layout Strided on meta, expected a dense ", 2),
+        ("ArgumentError", "sample: got tuple; expected a dict of ", 2),
+    ]
+    of_others, of_own = run_ranks(fail, 2, timeout_s=120)
+    for own, other, (kind, words, num_lists) in zip(of_own, of_others, expected, strict=True):
+        assert own[0] == kind and words in own[1] and own[2] == num_lists, (own, kind, words, num_lists)
+        assert other[0] == "StateError" and "rank 1: data: " in other[1] and words in other[1], (other, words)
+        assert other[2] == num_lists, (other, num_lists)
+        assert max(own[3], other[3]) < GROUP_TIMEOUT_S / 2
+
+
+def test_one_rank_alone() -> None:
+    own = batches_of(0, 7)
+    loader = BalancedLoader(own, SequenceBalancer("g1n1"), D_MODEL, micro_batches=3, **FIELDS)
+    lists = list(lists_of(loader))
+    assert len(lists) == 9
+    assert sorted(number for pieces in lists for number, _, _ in pieces) == sorted(numbers_of(own))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batches": 0, "per_token": ["x"]}, "micro_batches: got 0, expected at least 1"),
+        ({"micro_batches": 2}, "per_token: got none, expected names of tensors, or seq_lens"),
+        ({"per_token": ["x"]}, "per_token, per_sample: got names, expected none without micro_batches"),
+        ({"micro_batches": 2, "per_token": ["x"], "max_bytes_in_flight": -1}, "max_bytes_in_flight: got -1"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        BalancedLoader([], SequenceBalancer("g1n1"), D_MODEL, empty=list, **options)
