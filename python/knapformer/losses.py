@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from knapformer.device_copies import to_device
+
 if TYPE_CHECKING:
     from knapformer._core import Plan
 
@@ -90,7 +92,7 @@ def sample_mean(
             raise ValueError(f"seq_lens: got {len(lens)} samples, expected {expected}")
         total = plan.num_sequences
     weights = torch.repeat_interleave(1.0 / lens.to(torch.float64), lens)
-    weighted = per_token * weights.to(per_token.device, _wide(per_token), non_blocking=True)
+    weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
     return _share_of_mean(weighted.sum(), len(lens), total, group, gradient_reduction)
 
 
