@@ -71,7 +71,11 @@ test-cpp: $(VENV)/.dependencies
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target core_tests torch_tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
+# The simulated accelerator of tests/python/accelerator is built here.
 test-python: $(VENV)/.installed
+	$(NEED) gtest
+	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
+	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
 	$(BIN)/python -m pytest --durations=10
 
 # The core under the address and undefined-behaviour sanitizers.

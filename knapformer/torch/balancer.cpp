@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <list>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "knapformer/core/planners/micro_batches.h"
@@ -179,9 +180,13 @@ struct SequenceBalancer::Step {
   };
   std::optional<Followed> followed = {};
 
-  std::optional<at::Device> device = {};  // of the tables; none before the first exchange
-  std::vector<PackedTable> tables = {};
-  /// In tables. From the last on, one for each attention level of several ranks.
+  struct DeviceTables {
+    at::Device device;
+    std::vector<PackedTable> tables;
+  };
+  /// Of each device that exchanged in this step: an accelerator, the CPU (what hosts read), or both.
+  std::list<DeviceTables> tables = {};
+  /// In DeviceTables. From the last on, one for each attention level of several ranks.
   static constexpr size_t kTokenTable = 0, kSequenceTable = 1, kFirstLevelTable = 2;
 };
 
@@ -275,17 +280,15 @@ const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_len
 const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
   Step& s = step();
   if (s.followed) check_followed(s);
-  if (s.device != device) {
-    std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
-    for (const AttentionLevel& level : s.attention.levels) {
-      if (level.degree > 1) tables.push_back(&level.pre_attn);
-    }
-    const ExchangeEngine engine =
-        options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice);
-    s.tables = pack_tables(tables, engine, device);
-    s.device = device;
+  const auto known = std::ranges::find(s.tables, device, &Step::DeviceTables::device);
+  if (known != s.tables.end()) return known->tables;
+  std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
+  for (const AttentionLevel& level : s.attention.levels) {
+    if (level.degree > 1) tables.push_back(&level.pre_attn);
   }
-  return s.tables;
+  const ExchangeEngine engine =
+      options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice);
+  return s.tables.emplace_back(Step::DeviceTables{device, pack_tables(tables, engine, device)}).tables;
 }
 
 Ulysses SequenceBalancer::ulysses_on(at::Device device) {

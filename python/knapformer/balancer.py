@@ -87,6 +87,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
             group=group,
             make_bag_group=lambda ranks: _bag_group(group, [int(rank) for rank in ranks]),
         )
+        #: Whether tensors on the CPU can be routed beside those of an accelerator.
+        self.has_cpu_backend = group is None or any(device.type == "cpu" for device in group._device_types)
 
 
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from knapformer.device_copies import to_device
+
 if TYPE_CHECKING:
     from knapformer._core import Plan
 
@@ -103,7 +105,7 @@ def sample_mean(
             raise ValueError(f"seq_lens: got {len(lens)} samples, expected {expected}")
         total = plan.num_sequences
     weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
-    weighted = per_token * weights.to(per_token.device, _wide(per_token), non_blocking=True)
+    weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
     return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, gradient_reduction)
 
 

@@ -1,9 +1,9 @@
 """Attention over packed sequences, through what the installed torch ships.
 
-On CUDA torch's own variable-length attention takes all sequences in one kernel where it supports the GPU and the
-dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. Which one is
-chosen by trying: a GPU that it does not support, a dtype that it refuses end in
-the second way. No package beside torch is needed.
+On an accelerator torch's own variable-length attention takes all sequences in one kernel where it supports the device
+and the dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. Which one
+is chosen by trying: a device that it does not support, a dtype that it refuses end in the second way. No package beside
+torch is needed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from knapformer import ArgumentError
+from knapformer.device_copies import to_device
 from knapformer.models.config import MASKS
 from knapformer.models.packing import Lengths, lengths_list
 
@@ -29,7 +31,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
     q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim), kv_heads a divisor of heads; seq_lens adds up to
     tokens, zeros allowed; mask: "full" or "causal". Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
     """
-    return PackedAttention(mask)(q, k, v, seq_lens)
+    return _attend_self(_self_pairing(tuple(lengths_list(seq_lens))), q, k, v, _is_causal(mask))
 
 
 class PackedAttention:
@@ -39,9 +41,7 @@ class PackedAttention:
     """
 
     def __init__(self, mask: str = "full") -> None:
-        if mask not in MASKS:
-            raise ArgumentError(f"mask: got {mask!r}, expected one of {', '.join(MASKS)}")
-        self._causal = mask == "causal"
+        self._causal = _is_causal(mask)
         self._pairings: dict[int, tuple[Lengths, _Pairing]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
@@ -49,12 +49,10 @@ class PackedAttention:
         # so that an id cannot be another object's.
         known = self._pairings.get(id(seq_lens))
         if known is None:
-            lens = lengths_list(seq_lens)
-            known = self._pairings[id(seq_lens)] = (seq_lens, _Pairing(lens, lens))
-        pairing = known[1]
-        if q.shape[0] != pairing.num_queries:
-            raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
-        return pairing.attend(q, k, v, self._causal)
+            known = self._pairings[id(seq_lens)] = (seq_lens, _self_pairing(tuple(lengths_list(seq_lens))))
+            if len(self._pairings) > _KEPT_PAIRINGS:
+                self._pairings.pop(next(iter(self._pairings)), None)
+        return _attend_self(known[1], q, k, v, self._causal)
 
 
 class PackedCrossAttention:
@@ -79,6 +77,18 @@ class PackedCrossAttention:
         return self._pairing.attend(q, k, v, causal=False)
 
 
+def _is_causal(mask: str) -> bool:
+    if mask not in MASKS:
+        raise ArgumentError(f"mask: got {mask!r}, expected one of {', '.join(MASKS)}")
+    return mask == "causal"
+
+
+def _attend_self(pairing: _Pairing, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    if q.shape[0] != pairing.num_queries:
+        raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
+    return pairing.attend(q, k, v, causal)
+
+
 class _Pairing:
     """Which packed queries attend to which packed keys: those of one sequence."""
 
@@ -90,13 +100,15 @@ class _Pairing:
         # (sequences, query length, key length): neighbours of equal lengths are computed together.
         pairs = itertools.groupby(zip(query_lens, key_lens, strict=True))
         self._runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
-        self._offsets: dict[torch.device, list[Tensor]] = {}
+        self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         if all(query_len * key_len == 0 for _, query_len, key_len in self._runs):
             # Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
             return q * 0 + (k.sum() + v.sum()) * 0
-        if q.is_cuda and _kernel_runs(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], causal):
+        if _may_have_kernel(q.device) and _kernel_runs(
+            q.device, q.dtype, q.shape[2], grouped=k.shape[1] != q.shape[1], causal=causal
+        ):
             return self.one_kernel(q, k, v, causal)
         return self._by_sequence(q, k, v, causal)
 
@@ -127,11 +139,30 @@ class _Pairing:
             else:
                 repeats = q.shape[1] // k.shape[1]
                 k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        if q.device not in self._offsets:
-            ends = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self._lens)
-            self._offsets[q.device] = [of.to(q.device, non_blocking=True) for of in ends]
         run: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
-        return run(q, k, v, *self._offsets[q.device], max(self._lens[0]), max(self._lens[1]), **options)
+        return run(q, k, v, *self._offsets_on(q.device), max(self._lens[0]), max(self._lens[1]), **options)
+
+    def _offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where sequences of queries and keys begin and end, int32: copied there once, for all layers and passes."""
+        if device not in self._offsets:
+            with torch.inference_mode(False):  # a later step may want gradients
+                ends = [torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self._lens]
+                of_queries, of_keys = to_device(torch.stack(ends), device).unbind(0)
+            self._offsets[device] = (of_queries, of_keys)
+        return self._offsets[device]
+
+
+# Of a step: as many as a bag has degrees, and those of micro-batches in flight.
+_KEPT_PAIRINGS = 64
+
+
+@functools.lru_cache(maxsize=_KEPT_PAIRINGS)
+def _self_pairing(lens: tuple[int, ...]) -> _Pairing:
+    return _Pairing(list(lens), list(lens))
+
+
+def _may_have_kernel(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 @functools.cache
@@ -140,16 +171,22 @@ def _kernel_options() -> frozenset[str]:
 
 
 @functools.cache
-def _kernel_runs(
-    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
-) -> bool:
-    """Whether torch's variable-length attention takes this, forward and backward: tried once, on two short ones."""
+def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, grouped: bool, causal: bool) -> bool:
+    """Whether torch's variable-length attention takes this, forward and backward: tried once, on two short ones.
+
+    The first call comes in the middle of a block, which may be under activation checkpointing: what is tried here must
+    not be among what the block saves. So it has saved-tensor hooks of its own, and no dispatch mode (of selective
+    checkpointing, say).
+    """
     if dtype not in (torch.float16, torch.bfloat16):
         return False
-    heads = (num_heads, num_kv_heads, num_kv_heads)
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:
-        with torch.enable_grad():
-            q, k, v = (torch.ones(3, n, head_dim, device=device, dtype=dtype, requires_grad=True) for n in heads)
+        with _disable_current_modes(), own_hooks, torch.inference_mode(False), torch.enable_grad():
+            q, k, v = (
+                torch.ones(3, num_heads, head_dim, device=device, dtype=dtype, requires_grad=True)
+                for num_heads in ((2, 1, 1) if grouped else (1, 1, 1))
+            )
             _Pairing([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return False

@@ -32,6 +32,7 @@ from knapformer.models.config import BaseConfig
 from knapformer.models.layers import Block, Embedder, FeedForward, rotate, rotations, tanh_gelu, timestep_embedding
 from knapformer.models.model import BlockInputs, Draw, PackedModel, Rows
 from knapformer.models.packing import (
+    Segments,
     TwoStreams,
     check_num_lengths,
     check_num_rows,
@@ -39,6 +40,7 @@ from knapformer.models.packing import (
     modulate,
     positions,
     segment_index,
+    text_flags,
 )
 from knapformer.models.patches import square_positions
 from knapformer.models.step import PackedStep
@@ -129,9 +131,9 @@ class _Layout:
     step: PackedStep
     streams: TwoStreams
     rotation: Tensor
-    chunk_of_token: Tensor  # (tokens,)
-    chunk_of_text: Tensor  # (text tokens,)
-    chunk_of_image: Tensor  # (image tokens,)
+    chunk_of_token: Segments
+    chunk_of_text: Segments
+    chunk_of_image: Segments
 
 
 class ConditionEmbedding(nn.Module):
@@ -291,10 +293,10 @@ class FluxTransformer(PackedModel):
 
     def forward(self, batch: FluxBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
         dtype, device = self.x_embedder.weight.dtype, batch.image.device
-        home = TwoStreams.of_lengths(batch.text_lens, batch.image_lens, device)
+        is_text = text_flags(batch.text_lens, batch.image_lens)
+        home = TwoStreams.of_flags(is_text, device)
         text_ids = batch.image_ids.new_zeros((batch.text.shape[0], 3)) if batch.text_ids is None else batch.text_ids
         position_ids = home.join(text_ids, batch.image_ids)
-        is_text = torch.zeros(home.num_rows, dtype=torch.uint8, device=device).index_fill_(0, home.text_rows, 1)
         cond = self.time_text_embed(batch.timestep, batch.guidance, batch.pooled)
         x = home.join(self.context_embedder(batch.text.to(dtype)), self.x_embedder(batch.image.to(dtype)))
 
@@ -310,26 +312,29 @@ class FluxTransformer(PackedModel):
         _, image = home.split(step.leave(x))
 
         scale, shift = self.norm_out(cond)
-        out: Tensor = self.proj_out(modulate(_norm(image), shift, scale, segment_index(batch.image_lens, device)))
+        out: Tensor = self.proj_out(modulate(_norm(image), shift, scale, Segments.of_lengths(batch.image_lens, device)))
         return out
 
     def _layout(self, step: PackedStep, position_ids: Tensor, is_text: Tensor, x: Tensor) -> _Layout:
-        streams = TwoStreams.of_flags(is_text)
-        chunk_of_token = step.chunk_of_token(x)
+        """is_text: on the CPU, a flag for each token of the chunks."""
+        of_chunks = torch.zeros(len(step.chunk_lens), dtype=torch.int64)
+        text_lens = of_chunks.index_add_(0, segment_index(step.chunk_lens), is_text.long()).tolist()
+        image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
         return _Layout(
             step=step,
-            streams=streams,
+            streams=TwoStreams.of_flags(is_text, x.device),
             rotation=rotations(position_ids, self.config.rope_axes, self.config.rope_theta, x.dtype),
-            chunk_of_token=chunk_of_token,
-            chunk_of_text=chunk_of_token.index_select(0, streams.text_rows),
-            chunk_of_image=chunk_of_token.index_select(0, streams.image_rows),
+            chunk_of_token=step.segments(x),
+            chunk_of_text=Segments.of_lengths(text_lens, x.device),
+            chunk_of_image=Segments.of_lengths(image_lens, x.device),
         )
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
         x = rows(sum(step.chunk_lens))
-        place, chunk = positions(step.chunk_lens, x.device), step.chunk_of_token(x)
-        is_text = place < torch.tensor([*text_lens, 0], device=x.device)[chunk]
-        layout = self._layout(step, place.unsqueeze(1).expand(-1, len(self.config.rope_axes)), is_text, x)
+        image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
+        place = positions(step.chunk_lens, x.device)
+        position_ids = place.unsqueeze(1).expand(-1, len(self.config.rope_axes))
+        layout = self._layout(step, position_ids, text_flags(text_lens, image_lens), x)
         rest = (rows(len(step.chunk_lens)), layout)
         if self.config.num_double_blocks == 0:
             return (x,), rest

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from knapformer.device_copies import to_device
+
 Lengths = Sequence[int] | Tensor
 
 
@@ -38,15 +40,72 @@ def check_num_rows(**rows: tuple[Tensor | None, int]) -> None:
 def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
     """(tokens,) int64: the sequence that each token belongs to. Computed on the host, one copy to `device`."""
     index = torch.repeat_interleave(torch.as_tensor(lengths_list(lens), dtype=torch.int64))
-    return index.to(device, non_blocking=True) if device is not None else index
+    return to_device(index, device)
 
 
 def positions(lens: Lengths, device: torch.device | None = None) -> Tensor:
     """(tokens,) int64: each token's place in its own sequence."""
     counts = torch.as_tensor(lengths_list(lens), dtype=torch.int64)
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    index = torch.arange(starts.numel()) - starts
-    return index.to(device, non_blocking=True) if device is not None else index
+    return to_device(torch.arange(starts.numel()) - starts, device)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which sequence each packed row belongs to, and how rows are added up by sequence.
+
+    A sum has a fixed order, so that it is the same number each time, on every device: first over pieces of at most
+    `_PIECE_ROWS` neighbouring rows, then over the pieces of each sequence. (Atomic additions, as index_add_ makes them
+    on accelerators, come in any order, and rows of one long sequence wait for each other.)
+
+    rows      0 0 0 0 0 1 1 3 3 3     index
+    pieces   |- - - -|-|- -|- - -|    cut every so many rows, and where sequences begin
+    """
+
+    index: Tensor  # (rows,) int64, ascending: the sequence of each
+    _places: Tensor  # int64: 0, 1, 2, ..., as many as there are rows or pieces
+    _first_rows: Tensor  # (pieces,) int64: where pieces begin
+    _first_pieces: Tensor  # (sequences,) int64: where the pieces of sequences begin
+
+    @staticmethod
+    def of_lengths(lens: Lengths, device: torch.device | None = None) -> Segments:
+        """Computed on the host, one copy to `device`."""
+        lengths = lengths_list(lens)
+        on_host = Segments.of_index(segment_index(lengths), len(lengths))
+        parts = (on_host.index, on_host._places, on_host._first_rows, on_host._first_pieces)
+        moved = to_device(torch.cat(parts), device)
+        return Segments(*moved.split([len(part) for part in parts]))
+
+    @staticmethod
+    def of_index(index: Tensor, num_sequences: int) -> Segments:
+        """Of the sequence of each row, ascending. On the device of `index`, whose values no host waits for."""
+        num_rows = index.numel()
+        sequences = torch.arange(num_sequences, device=index.device)
+        starts = torch.searchsorted(index, sequences)
+        cuts = torch.arange(0, num_rows, _PIECE_ROWS, device=index.device)
+        first_rows = torch.cat([cuts, starts]).sort().values
+        places = torch.arange(max(num_rows, len(first_rows)), device=index.device)
+        return Segments(index, places, first_rows, torch.searchsorted(first_rows, starts))
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """(rows, d) -> (sequences, d), added up in float32 or better."""
+        if 0 in (len(rows), len(self._first_pieces)):
+            return rows.new_zeros((len(self._first_pieces), *rows.shape[1:]))
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return self._sums(self._sums(wide, self._first_rows), self._first_pieces).to(rows.dtype)
+
+    def _sums(self, rows: Tensor, firsts: Tensor) -> Tensor:
+        """Of the rows from each of `firsts` to the next, one after another: bags are what torch calls these."""
+        return torch.embedding_bag(rows, self._places[: len(rows)], firsts)[0]
+
+
+_PIECE_ROWS = 64
+
+
+def text_flags(text_lens: Sequence[int], image_lens: Sequence[int]) -> Tensor:
+    """(tokens,) bool on the CPU: which are text, of samples laid out [text; image], one after another."""
+    counts = torch.tensor([text_lens, image_lens], dtype=torch.int64).t().reshape(-1)
+    return torch.repeat_interleave(torch.tensor([True, False]).repeat(len(text_lens)), counts)
 
 
 @dataclass(frozen=True)
@@ -63,15 +122,17 @@ class TwoStreams:
     @staticmethod
     def of_lengths(text_lens: Sequence[int], image_lens: Sequence[int], device: torch.device) -> TwoStreams:
         """Of samples laid out [text; image], one after another."""
-        counts = torch.tensor([text_lens, image_lens], dtype=torch.int64).t().reshape(-1)
-        kinds = torch.tensor([True, False]).repeat(len(text_lens))
-        return TwoStreams.of_flags(torch.repeat_interleave(kinds, counts), device)
+        return TwoStreams.of_flags(text_flags(text_lens, image_lens), device)
 
     @staticmethod
     def of_flags(is_text: Tensor, device: torch.device | None = None) -> TwoStreams:
-        """Of one flag per packed row. Counting the flags makes the host wait for their device: once a step."""
+        """Of one flag per packed row. The flags should live on the CPU: elsewhere the host waits for their device."""
         flags = is_text.bool()
-        return TwoStreams(*(rows.nonzero().squeeze(1).to(device or flags.device) for rows in (flags, ~flags)))
+        text_rows, image_rows = (rows.nonzero().squeeze(1) for rows in (flags, ~flags))
+        if device is None or device == flags.device:
+            return TwoStreams(text_rows, image_rows)
+        moved = to_device(torch.cat([text_rows, image_rows]), device)
+        return TwoStreams(*moved.split([len(text_rows), len(image_rows)]))
 
     @property
     def num_rows(self) -> int:
@@ -119,46 +180,49 @@ class _Split(torch.autograd.Function):
         return _joined(grad_text, grad_image, ctx.streams), None
 
 
-def _sum_rows(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Rows added up by index, (tokens, d) -> (num_rows, d), in float32 or better."""
-    total = torch.promote_types(rows.dtype, torch.float32)
-    out = torch.zeros((num_rows, *rows.shape[1:]), dtype=total, device=rows.device)
-    return out.index_add_(0, index, rows.to(total)).to(rows.dtype)
-
-
 class _Modulate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale, index)
+    def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.segments = segments
+        index = segments.index
         return torch.addcmul(shift.index_select(0, index), x, (1 + scale).index_select(0, index))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, scale, index = ctx.saved_tensors
-        grad_x = grad * (1 + scale).index_select(0, index)
-        return grad_x, _sum_rows(grad, index, len(scale)), _sum_rows(grad * x, index, len(scale)), None
+        x, scale = ctx.saved_tensors
+        segments: Segments = ctx.segments
+        grad_x = grad * (1 + scale).index_select(0, segments.index)
+        return grad_x, segments.sum(grad), segments.sum(grad * x), None
 
 
 class _GatedAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, gate: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(update, gate, index)
-        return torch.addcmul(x, update, gate.index_select(0, index))
+    def forward(ctx: Any, x: Tensor, update: Tensor, gate: Tensor, segments: Segments) -> Tensor:
+        ctx.save_for_backward(update, gate)
+        ctx.segments = segments
+        return torch.addcmul(x, update, gate.index_select(0, segments.index))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        update, gate, index = ctx.saved_tensors
-        return grad, grad * gate.index_select(0, index), _sum_rows(grad * update, index, len(gate)), None
+        update, gate = ctx.saved_tensors
+        segments: Segments = ctx.segments
+        return grad, grad * gate.index_select(0, segments.index), segments.sum(grad * update), None
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments | Tensor) -> Tensor:
     """x * (1 + scale) + shift, with a row of shift and scale per sequence.
 
-    x (tokens, d); shift, scale (sequences, d); index (tokens,) is segment_index.
+    x (tokens, d); shift, scale (sequences, d). segments: of the tokens; or their segment_index, from which each layer
+    finds again how sums are cut.
     """
-    return cast(Tensor, _Modulate.apply(x, shift, scale, index))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Modulate.apply(x, shift, scale, _segments(segments, scale)))  # type: ignore[no-untyped-call]
 
 
-def gated_add(x: Tensor, update: Tensor, gate: Tensor, index: Tensor) -> Tensor:
+def gated_add(x: Tensor, update: Tensor, gate: Tensor, segments: Segments | Tensor) -> Tensor:
     """x + gate * update, with a row of gate per sequence. Shapes as in modulate."""
-    return cast(Tensor, _GatedAdd.apply(x, update, gate, index))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _GatedAdd.apply(x, update, gate, _segments(segments, gate)))  # type: ignore[no-untyped-call]
+
+
+def _segments(given: Segments | Tensor, rows: Tensor) -> Segments:
+    return given if isinstance(given, Segments) else Segments.of_index(given, len(rows))

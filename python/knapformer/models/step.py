@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedAttention
-from knapformer.models.packing import lengths_list, segment_index
+from knapformer.models.packing import Segments, lengths_list, segment_index
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
@@ -57,14 +59,41 @@ class PackedStep:
 
         x (tokens, d_model), features (tokens, ...) of any dtype, sequence_features (sequences, ...) -> the same of the
         chunks that this rank holds: (chunk tokens, d_model), (chunk tokens, ...), (chunks, ...).
+
+        Features may be on the CPU where x is not: what the host reads, such as lengths. They travel between hosts in
+        an exchange of their own and stay there, so that reading them waits for no accelerator. Where the balancer's
+        group has no CPU backend they travel with x, and copying them back makes the host wait.
         """
         if self._balancer is None:
             return x, list(features), list(sequence_features)
-        chunk_lens, x, moved, moved_sequence_features = self._balancer.route(
-            x, list(features), sequence_features=list(sequence_features)
+        given = [*features, *sequence_features]
+        for_host = [tensor.is_cpu and not x.is_cpu for tensor in given]
+        moved: dict[int, Tensor] = {}
+        if any(for_host) and self._balancer.has_cpu_backend:
+            rows = torch.empty(x.shape[0], 0)
+            self._route(rows, {i: t for i, t in enumerate(given) if for_host[i]}, len(features), moved)
+            x = self._route(x, {i: t for i, t in enumerate(given) if not for_host[i]}, len(features), moved)
+        else:
+            with_x = {i: to_device(t, x.device) if for_host[i] else t for i, t in enumerate(given)}
+            x = self._route(x, with_x, len(features), moved)
+            moved |= {i: moved[i].cpu() for i in moved if for_host[i]}
+        in_order = [moved[i] for i in range(len(given))]
+        return x, in_order[: len(features)], in_order[len(features) :]
+
+    def _route(self, x: Tensor, tensors: dict[int, Tensor], num_features: int, moved: dict[int, Tensor]) -> Tensor:
+        """Those below num_features have a row for each token, the others one for each sequence."""
+        assert self._balancer is not None
+        of_tokens, of_sequences = ([i for i in tensors if (i < num_features) == kind] for kind in (True, False))
+        chunk_lens, x, token_rows, sequence_rows = self._balancer.route(
+            x, [tensors[i] for i in of_tokens], sequence_features=[tensors[i] for i in of_sequences]
         )
         self.chunk_lens = lengths_list(chunk_lens)
-        return x, list(moved), list(moved_sequence_features)
+        moved |= zip([*of_tokens, *of_sequences], [*token_rows, *sequence_rows], strict=True)
+        return x
+
+    def segments(self, x: Tensor) -> Segments:
+        """Of the chunk tokens, on the device of x: the chunk that each belongs to."""
+        return Segments.of_lengths(self.chunk_lens, x.device)
 
     def chunk_of_token(self, x: Tensor) -> Tensor:
         """(chunk tokens,) int64, on the device of x: the chunk that each token belongs to."""

@@ -33,11 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer import Sample
+from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.config import BaseConfig
 from knapformer.models.layers import Block, Embedder, FeedForward, rotate, rotations, tanh_gelu, timestep_embedding
 from knapformer.models.model import BlockInputs, Draw, PackedModel, Rows
 from knapformer.models.packing import (
+    Segments,
     check_num_lengths,
     check_num_rows,
     gated_add,
@@ -151,16 +153,16 @@ class _Layout:
     step: PackedStep
     to_text: PackedCrossAttention
     rotation: Tensor
-    chunk_of_token: Tensor  # (chunk tokens,)
+    chunk_of_token: Segments
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _modulated(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments, eps: float) -> Tensor:
     """LayerNorm, then `modulate`, in float32 or better; in the dtype of x."""
-    return modulate(F.layer_norm(_wide(x), x.shape[-1:], eps=eps), shift, scale, index).to(x.dtype)
+    return modulate(F.layer_norm(_wide(x), x.shape[-1:], eps=eps), shift, scale, segments).to(x.dtype)
 
 
 class WanConditionEmbedding(nn.Module):
@@ -288,7 +290,7 @@ class WanTransformer(PackedModel):
         x = step.leave(x)
 
         shift, scale = (_wide(self.scale_shift_table) + _wide(time).unsqueeze(1)).unbind(1)
-        of_sample = segment_index(batch.video_lens, x.device)
+        of_sample = Segments.of_lengths(batch.video_lens, x.device)
         out: Tensor = self.proj_out(_modulated(x, shift, scale, of_sample, self.config.eps))
         return out
 
@@ -297,7 +299,7 @@ class WanTransformer(PackedModel):
             step=step,
             to_text=PackedCrossAttention(step.chunk_lens, text_lens),
             rotation=rotations(position_ids, self.config.rope_axes, self.config.rope_theta, x.dtype),
-            chunk_of_token=step.chunk_of_token(x),
+            chunk_of_token=step.segments(x),
         )
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
@@ -321,17 +323,17 @@ class WanTransformer(PackedModel):
         return batch, draw.normal(sum(video_lens), num_in_patch * config.out_channels)
 
     def _rows_of_text(self, text: Tensor, text_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(text tokens, d) -> (samples, max_text_tokens * d) with zeros behind each text, and its lengths."""
+        """(text tokens, d) -> (samples, max_text_tokens * d) with zeros behind each text; its lengths, on the CPU."""
         limit = self.config.max_text_tokens
         if max(text_lens, default=0) > limit:
             raise ValueError(f"text_lens: got {max(text_lens)} tokens, expected at most max_text_tokens = {limit}")
         rows = text.new_zeros((len(text_lens) * limit, text.shape[1]))
         rows = rows.index_copy(0, _places(text_lens, limit, text.device), text)
-        lens = torch.tensor(list(text_lens), dtype=torch.int64).to(text.device, non_blocking=True)
+        lens = torch.tensor(list(text_lens), dtype=torch.int64)
         return rows.reshape(len(text_lens), limit * text.shape[1]), lens
 
     def _text_of_rows(self, rows: Tensor, lens: Tensor) -> tuple[Tensor, list[int]]:
-        """The inverse, of this rank's chunks. Reading the lengths makes the host wait for their device: once a step."""
+        """The inverse, of this rank's chunks."""
         text_lens, limit = lengths_list(lens), self.config.max_text_tokens
         tokens = rows.reshape(len(text_lens) * limit, self.config.d_model)
         return tokens.index_select(0, _places(text_lens, limit, rows.device)), text_lens
@@ -339,4 +341,4 @@ class WanTransformer(PackedModel):
 
 def _places(lens: Sequence[int], limit: int, device: torch.device) -> Tensor:
     """(tokens,) int64: where packed tokens lie among rows of `limit` tokens a sequence."""
-    return (segment_index(lens) * limit + positions(lens)).to(device, non_blocking=True)
+    return to_device(segment_index(lens) * limit + positions(lens), device)

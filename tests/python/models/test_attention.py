@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from knapformer.models.attention import PackedAttention, varlen_attention
+from knapformer.models import attention
+from knapformer.models.attention import PackedAttention, PackedCrossAttention, varlen_attention
 from knapformer.models.layers import rotate, rotations
-from knapformer.models.packing import TwoStreams, gated_add, modulate, positions, segment_index
+from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, positions, segment_index
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: list[int], mask: str) -> Tensor:
@@ -72,6 +75,100 @@ def test_one_object_serves_several_lengths() -> None:
         torch.testing.assert_close(attend(y, y, y, [2, 4]), naive_attention(y, y, y, [2, 4], "full"))
 
 
+class VarlenKernel:
+    """Stands for torch's variable-length attention, on the CPU: one softmax over all pairs of a sequence."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.offsets: list[int] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *lens: int) -> Tensor:
+        self.num_calls += 1
+        self.offsets.append(ends_q.data_ptr())
+        sequences, tokens = torch.arange(len(ends_q) - 1), (len(q), len(k))
+        of_q, of_k = (
+            sequences.repeat_interleave(ends.diff(), output_size=n)
+            for ends, n in zip((ends_q, ends_k), tokens, strict=True)
+        )
+        scores = torch.einsum("ihd,jhd->hij", q, k).float() / math.sqrt(q.shape[2])
+        weights = scores.masked_fill(of_q[:, None] != of_k[None], -math.inf).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights.to(v.dtype), v)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenKernel]:
+    """As on a device that has the kernel and has not been asked yet."""
+    kernel = VarlenKernel()
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_may_have_kernel", lambda device: True)
+    for cached in (attention._kernel_runs, attention._kernel_options, attention._self_pairing):
+        cached.cache_clear()
+    yield kernel
+    for cached in (attention._kernel_runs, attention._kernel_options, attention._self_pairing):
+        cached.cache_clear()
+
+
+def _keep_products():  # type: ignore[no-untyped-def]
+    """A user's policy that keeps what the kernel is made of."""
+    keep = (torch.ops.aten.bmm.default, torch.ops.aten._softmax.default)
+    return create_selective_checkpoint_contexts(
+        lambda context, op, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "selective", "reentrant"])
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_kernel_is_tried_outside_of_what_a_checkpoint_saves(kernel: VarlenKernel, how: str, cross: bool) -> None:
+    """The first block of a training run, as a GPU would see it: not yet known whether there is a kernel."""
+    torch.manual_seed(0)
+    lens, options = [3, 4], {}
+    if how == "selective":
+        options = {"context_fn": _keep_products}
+    attend = PackedCrossAttention(lens, lens) if cross else (lambda q, k, v: varlen_attention(q, k, v, lens))
+
+    def block(x: Tensor) -> Tensor:
+        q = x.unflatten(1, (2, 4))
+        return attend(q.sin(), q.cos(), q.exp()).flatten(1)
+
+    x = torch.randn(7, 8, dtype=torch.bfloat16, requires_grad=True)
+    checkpoint(block, x, use_reentrant=how == "reentrant", **options).sum().backward()
+    got, x.grad = x.grad, None
+    block(x).sum().backward()
+    assert kernel.num_calls == 4  # tried; forward, recomputed; once more without a checkpoint
+    assert torch.equal(got, x.grad)
+
+
+def test_the_kernel_is_found_in_inference_and_used_in_training_after_it(kernel: VarlenKernel) -> None:
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        varlen_attention(x, x, x, [2, 3])
+    varlen_attention(x.requires_grad_(), x, x, [2, 3]).sum().backward()
+    assert kernel.num_calls == 3
+
+
+def test_offsets_are_made_once_for_equal_lengths(kernel: VarlenKernel) -> None:
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
+    for _ in range(3):
+        varlen_attention(x, x, x, [2, 3])
+        varlen_attention(x, x, x, torch.tensor([2, 3]))
+    assert len(kernel.offsets) == 7 and len(set(kernel.offsets[1:])) == 1
+    # A list that has changed is not taken for what it was.
+    lens = [2, 3]
+    varlen_attention(x, x, x, lens)
+    lens[:] = [1, 4]
+    expected = naive_attention(*3 * [x.float()], lens, "full")
+    torch.testing.assert_close(varlen_attention(x, x, x, lens).float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_what_is_kept_of_lengths_has_a_limit() -> None:
+    attend, x = PackedAttention(), torch.randn(2, 1, 4)
+    for _ in range(3 * attention._KEPT_PAIRINGS):
+        attend(x, x, x, torch.tensor([1, 1]))
+    assert len(attend._pairings) <= attention._KEPT_PAIRINGS
+
+
 @given(st.lists(st.integers(0, 4), max_size=12))
 def test_indices_of_segments(lens: list[int]) -> None:
     assert segment_index(lens).tolist() == [i for i, n in enumerate(lens) for _ in range(n)]
@@ -114,6 +211,38 @@ def test_modulation_by_sequence(lens: list[int]) -> None:
     torch.testing.assert_close(gated_add(x, y, a, index), x + a[index] * y)
     assert torch.autograd.gradcheck(lambda *t: modulate(*t, index), (x, a, b))
     assert torch.autograd.gradcheck(lambda *t: gated_add(*t, index), (x, y, a))
+    segments = Segments.of_lengths(lens)
+    assert torch.equal(modulate(x, a, b, segments), modulate(x, a, b, index))
+    assert torch.equal(gated_add(x, y, a, segments), gated_add(x, y, a, index))
+
+
+@given(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200)), max_size=8))
+def test_sums_by_sequence_are_those_of_numpy_style_slices(lens: list[int]) -> None:
+    rows = torch.arange(2 * sum(lens), dtype=torch.float64).view(-1, 2)
+    expected = [part.sum(0).tolist() for part in rows.split(lens)] if lens else []
+    assert Segments.of_lengths(lens).sum(rows).tolist() == expected
+    assert Segments.of_index(segment_index(lens), len(lens)).sum(rows).tolist() == expected
+
+
+def test_sums_by_sequence_use_no_operation_without_a_fixed_order() -> None:
+    """On accelerators index_add_ and its like add atomically, in any order."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    x, y = (torch.randn(300, 4, requires_grad=True) for _ in range(2))
+    a, b = (torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    segments = Segments.of_lengths([100, 200])
+    with Names():
+        gated_add(modulate(x, a, b, segments), y, a, segments).sum().backward()
+    unordered = ("index_add", "index_put", "scatter", "bincount", "histc", "put_", "embedding_dense_backward")
+    assert "aten::_embedding_bag_forward_only" in seen
+    assert not [name for name in seen if any(word in name for word in unordered)]
 
 
 def test_gradients_of_rows_add_up_in_float32() -> None:

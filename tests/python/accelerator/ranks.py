@@ -1,0 +1,172 @@
+"""What ranks do on the simulated accelerator and on the CPU, for test_simulated_device and test_accelerator.
+
+Kept apart from the tests so that a started rank imports nothing of pytest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import simulated_device as sim
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from knapformer.losses import sample_mean, token_mean
+from knapformer.models import NAMED_CONFIGS, build_model, init_weights, set_checkpointing
+from knapformer.models.model import Draw
+from torch import Tensor
+
+from knapformer import BalancedLoader, SequenceBalancer
+
+
+def lens_of(rank: int) -> list[int]:
+    """A rank without sequences, one with many short ones, one with a long one."""
+    return [[], [5, 3, 1, 4], [61], [7, 12]][rank % 4] if rank else [40, 2]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+    outs, begin = [], 0
+    for n in seq_lens.tolist():
+        q1, k1, v1 = (t[begin : begin + n].transpose(0, 1) for t in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(q1, k1, v1, enable_gqa=True).transpose(0, 1))
+        begin += n
+    return torch.cat(outs) if outs else q * 0 + (k.sum() + v.sum()) * 0
+
+
+def balanced_step(balancer: SequenceBalancer, rank: int, device: str) -> list[Tensor]:
+    """Everything that a balancer moves, forward and backward: odd widths, all dtypes, duplicates of rows and heads."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    lens = lens_of(rank)
+    num_tokens, num_heads, num_kv_heads, head_dim = sum(lens), 6, 2, 4
+    leaves = [
+        draw(num_tokens, num_heads * head_dim), draw(num_tokens, 3, dtype=torch.bfloat16),
+        draw(len(lens), 5), draw(len(lens), 3, dtype=torch.bfloat16),
+    ]  # fmt: skip
+    x, half, per_sequence, half_per_sequence = inputs = [t.to(device).requires_grad_() for t in leaves]
+    flags = (torch.arange(num_tokens) % 3 == 0).to(device)
+    balancer.plan_routing(lens, 24)
+    _, y, (half_y, flags_y), (of_chunk, half_of_chunk) = balancer.route(
+        x, [half, flags], sequence_features=[per_sequence, half_per_sequence]
+    )
+    q = y.unflatten(1, (num_heads, head_dim))
+    kv = q[:, :num_kv_heads] * 2
+    o = balancer.attention(q, kv, kv.sin(), attend).flatten(1)
+    # Whole numbers: their sums over ranks are the same in any order, and in bfloat16.
+    o = o + of_chunk.sum() * 0 + half_y.sum(1, keepdim=True).to(o.dtype) * flags_y.unsqueeze(1)
+    _, back = balancer.reverse_route(o)
+    weights = torch.arange(back.numel(), dtype=torch.float64).view(back.shape).to(device) / max(1, back.numel())
+    loss = (back * weights).sum() + of_chunk.square().sum() + (half_of_chunk * 2).sum()
+    loss.backward()
+    return [back.detach().cpu(), *(t.grad.cpu() for t in inputs)]
+
+
+def balancers_agree(rank: int, world: int, topologies: list[str]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """By topology, what a step gave on the CPU and on the device."""
+    group = sim.new_group()
+    results = {}
+    for topology in topologies:
+        balancer = SequenceBalancer(topology, group=group)
+        on_cpu = balanced_step(balancer, rank, "cpu")
+        results[topology] = list(zip(on_cpu, balanced_step(balancer, rank, "sim"), strict=True))
+    return results
+
+
+class Sample(NamedTuple):
+    text_tokens: int
+    visual_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.text_tokens + self.visual_tokens
+
+
+SAMPLES = [
+    [Sample(5, 60), Sample(3, 16)], [Sample(7, 100)], [], [Sample(0, 9), Sample(4, 21), Sample(2, 2)],
+]  # fmt: skip
+
+
+def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, Any]:
+    config = NAMED_CONFIGS[name]
+    model = build_model(config)
+    init_weights(model)
+    set_checkpointing(model)
+    draw = Draw(torch.Generator().manual_seed(rank), torch.device("cpu"), dtype)
+    batch, target = type(model).random_batch(config, SAMPLES[rank], draw)
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    return model.to(dtype).to(device), type(batch)(**moved), target.to(device), config
+
+
+def models_agree(rank: int, world: int, names: list[str], topology: str) -> dict[str, Any]:
+    """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
+
+    A step is checkpointed, from after the plan to the end of the backward pass.
+    """
+    group = sim.new_group()
+    balancer = SequenceBalancer(topology, group=group)
+    results = {}
+    for name in names:
+        by_device = {}
+        for device in ("cpu", "sim"):
+            model, batch, target, config = _model_and_batch(name, rank, device, torch.float32)
+            for step in range(2):  # the second as every further one
+                model.zero_grad()
+                plan = balancer.plan_routing(batch.seq_lens, config.d_model)
+                with sim.counted() as counted:
+                    out = model(batch, balancer, planned=True)
+                    per_token = (out - target).square().mean(1)
+                    lens = getattr(batch, "image_lens", batch.seq_lens)
+                    loss = token_mean(per_token, group=group) + sample_mean(per_token, lens, group=group)
+                    loss.backward()
+                assert plan.num_ranks == world
+                by_device[device, step] = (
+                    out.detach().cpu(), loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}, counted,
+                )  # fmt: skip
+        results[name] = by_device
+    return results
+
+
+def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches planned ahead, with the batch on the device."""
+    group = sim.new_group()
+    results = []
+    for device in ("cpu", "sim"):
+        balancer = SequenceBalancer(f"g{world}n1", group=group)
+        batches = [[torch.arange(n, dtype=torch.float32) + 1 for n in (30 + 5 * rank, 3)] for _ in range(3)]
+        loader = BalancedLoader(batches, balancer, 8, seq_lens=lambda batch: [len(t) for t in batch], empty=list)
+        seen = []
+        for batch, _ in loader:
+            x = torch.cat(batch).unsqueeze(1).to(device) if batch else torch.empty(0, 1, device=device)
+            _, y, _ = balancer.route(x)
+            _, back = balancer.reverse_route(y * 2)
+            seen.append(back.cpu())
+        results.append(torch.cat(seen))
+    return [(results[0], results[1])]
+
+
+def a_missing_wait(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether numbers read before, and after, waiting for a collective are right."""
+    group, module = sim.new_group(), sim.register()
+    x = torch.full((4,), float(rank + 1), device="sim")
+    received = torch.zeros(4, device="sim")
+    module.hold_collectives(True)
+    work = dist.all_to_all_single(received, x, group=group, async_op=True)
+    early = received.cpu()
+    module.hold_collectives(False)
+    work.wait()
+    expected = torch.tensor([r + 1.0 for r in range(world) for _ in range(4 // world)])
+    return torch.equal(early, expected), torch.equal(received.cpu(), expected)
+
+
+def an_input_overwritten_too_soon(rank: int, world: int) -> bool:
+    group, module = sim.new_group(), sim.register()
+    x, received = torch.ones(world, device="sim"), torch.zeros(world, device="sim")
+    module.hold_collectives(True)
+    work = dist.all_to_all_single(received, x, group=group, async_op=True)
+    x.fill_(7)
+    module.hold_collectives(False)
+    work.wait()
+    return torch.equal(received.cpu(), torch.ones(world))

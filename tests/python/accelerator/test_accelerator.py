@@ -1,0 +1,64 @@
+"""The balancer, the loader and the models on an accelerator, simulated, against the CPU; and what they ask of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from accelerator.ranks import balancers_agree, loader_agrees, models_agree
+from distributed.ranks import run_ranks
+
+TOPOLOGIES = {1: ["g1n1"], 2: ["g1n2", "g2n1", "g2/1n1"], 4: ["g4n1", "g4/2/1n1", "g2n2", "g1n2+g2n1"]}
+MODELS = ["transformer-tiny", "flux-tiny", "wan-tiny"]
+
+
+@functools.cache
+def steps_of_balancers(world: int) -> list[dict[str, list[Any]]]:
+    return run_ranks(balancers_agree, world, TOPOLOGIES[world])
+
+
+@pytest.mark.parametrize(("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]])
+def test_a_balanced_step_is_the_cpus(world: int, topology: str) -> None:
+    for of_rank in steps_of_balancers(world):
+        for on_cpu, on_device in of_rank[topology]:
+            torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
+
+
+@functools.cache
+def steps_of_models() -> list[dict[str, Any]]:
+    return run_ranks(models_agree, 2, MODELS, "g2/1n1", timeout_s=240)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_step_is_the_cpus(name: str) -> None:
+    for of_rank in steps_of_models():
+        out, loss, grads, _ = of_rank[name]["sim", 1]
+        cpu_out, cpu_loss, cpu_grads, _ = of_rank[name]["cpu", 1]
+        torch.testing.assert_close(out, cpu_out, rtol=1e-5, atol=1e-5)
+        assert loss == pytest.approx(cpu_loss, rel=1e-5)
+        for parameter, grad in cpu_grads.items():
+            assert (grads[parameter] - grad).norm() <= 1e-5 * max(grad.norm(), 1e-3), parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_waits_for_the_device_between_the_plan_and_the_optimizer(name: str) -> None:
+    for of_rank in steps_of_models():
+        for step in (0, 1):
+            counted = of_rank[name]["sim", step][3]
+            assert counted.collectives > 0
+            assert counted.syncs == [] and counted.pageable_copies == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_step_gives_the_same_bits(name: str) -> None:
+    for of_rank in steps_of_models():
+        first, second = (of_rank[name]["sim", step][2] for step in (0, 1))
+        assert all(torch.equal(first[parameter], second[parameter]) for parameter in first)
+
+
+def test_a_loader_that_plans_ahead() -> None:
+    for of_rank in run_ranks(loader_agrees, 2):
+        for on_cpu, on_device in of_rank:
+            assert torch.equal(on_device, on_cpu)
