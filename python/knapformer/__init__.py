@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler
 
+    balance: Any  # of knapformer.adapters, which stands above this file
+    unbalance: Any
+
 __version__ = "0.1.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
 __all__ = [
@@ -61,12 +64,14 @@ __all__ = [
     "WorkloadFit",
     "WorkloadModel",
     "attention_pairs",
+    "balance",
     "fit_workload",
     "plan",
     "plan_home",
     "predict_step",
     "rank_topologies",
     "solver_names",
+    "unbalance",
 ]
 
 
@@ -75,6 +80,8 @@ _LAZY = {
     "BalancedBatchSampler": "knapformer.sampler",
     "BalancedLoader": "knapformer.loader",
     "SequenceBalancer": "knapformer.balancer",
+    "balance": "knapformer.adapters",
+    "unbalance": "knapformer.adapters",
 }
 
 
