@@ -41,6 +41,7 @@ MAY_INCLUDE = {
     "bindings": f"{_TORCH} torch",
     "python": "",
     "python/models": "python",
+    "python/adapters": "python python/models",
     "python/tools/shared": "python python/models",
     "python/tools/measure": "python python/models python/tools/shared",
     "python/tools/report": _FLOOR,

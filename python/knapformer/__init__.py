@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler
 
+    balance: Any  # of knapformer.adapters, which stands above this file
+    unbalance: Any
+
 __version__ = "0.1.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "WorkloadFit",
     "WorkloadModel",
     "attention_pairs",
+    "balance",
     "fit_workload",
     "plan",
     "plan_home",
@@ -69,6 +73,7 @@ __all__ = [
     "predict_step",
     "rank_topologies",
     "solver_names",
+    "unbalance",
 ]
 
 
@@ -77,6 +82,8 @@ _LAZY = {
     "BalancedBatchSampler": "knapformer.sampler",
     "BalancedLoader": "knapformer.loader",
     "SequenceBalancer": "knapformer.balancer",
+    "balance": "knapformer.adapters",
+    "unbalance": "knapformer.adapters",
 }
 
 

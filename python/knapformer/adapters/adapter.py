@@ -1,0 +1,135 @@
+"""What a packed call needs to know of a class of models: an adapter, one file for each.
+
+    samples --embed--> tokens at home --(route)--> chunks --blocks--> chunks --(reverse route)--> --head--> predictions
+
+The mechanism (balance.py) knows no model by name; an adapter knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from knapformer import StateError
+from knapformer.adapters.backend import BackendStep
+from knapformer.adapters.samples import Samples
+
+# block, its tensors and the Chunks -> its tensors. The block's own modules, called on packed rows.
+PackedBlock = Callable[..., Any]
+# run(block, *arguments): calls a block as the model does, with its checkpointing.
+RunBlock = Callable[..., Any]
+
+
+@dataclass
+class Home:
+    """Tokens of this rank's samples, embedded, before they are routed and behind it."""
+
+    x: Tensor  # (tokens, width of the blocks)
+    seq_lens: list[int]  # tokens of each sample
+    features: list[Tensor] = field(default_factory=list)  # each (tokens, ...): go where their token goes
+    sequence_features: list[Tensor] = field(default_factory=list)  # each (samples, ...): go where a chunk goes
+    rest: Any = None  # what the head needs
+    grids: list[Any] = field(default_factory=list)  # of each sample, where it is one: its sizes in patches
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Of the chunks on this rank, computed once a step; the last argument of every packed block. Adapters add to it.
+
+    Not a tensor, so that FSDP leaves its precision alone.
+    """
+
+    step: BackendStep
+    of_token: Tensor  # (chunk tokens,) int64: a token's row of modulation
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective of the balancer, or a kernel that takes lengths
+    def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every token attends to its whole sequence. q, k, v (chunk tokens, heads, head_dim) -> (chunk tokens, width).
+
+        attn: the module whose attention this is; its processor names the backend.
+        """
+        return self.step.attention_by(attn, q, k, v).flatten(1)
+
+
+class Adapter(ABC):
+    """Of one class of diffusers. Everything here is called with the user's own model and its own modules."""
+
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
+    # Of each list of blocks the packed forward of its blocks; and which modules of a block attend, by name.
+    blocks: ClassVar[dict[str, PackedBlock]]
+    attentions: ClassVar[tuple[str, ...]] = ("attn",)
+    # Classes of attention processors that the packed blocks compute the same as.
+    processors: ClassVar[tuple[str, ...]]
+
+    def __init__(self, max_text_tokens: int) -> None:
+        self.max_text_tokens = max_text_tokens
+
+    @abstractmethod
+    def input_weight(self, model: Any) -> Tensor:
+        """Of the layer that reads the samples' tokens: its device and dtype are those of tensors without rows."""
+
+    @abstractmethod
+    def embed(self, model: Any, samples: Samples) -> Home: ...
+
+    @abstractmethod
+    def chunks(
+        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+    ) -> Chunks:
+        """features, of_chunk: those of Home, where the chunks are."""
+
+    @abstractmethod
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: RunBlock) -> Tensor:
+        """All blocks: (chunk tokens, width) -> the same."""
+
+    @abstractmethod
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+        """(tokens, width) at home -> a prediction of each sample, and the tensor that they are parts of."""
+
+    def check(self, model: Any) -> None:
+        """Raises StateError where the model computes what packed blocks do not."""
+        for name in self.blocks:
+            for i, block in enumerate(getattr(model, name)):
+                for attention in self.attentions:
+                    processor = getattr(getattr(block, attention), "processor", None)
+                    got = type(processor).__name__
+                    if got not in self.processors:
+                        expected = " or ".join(self.processors)
+                        raise StateError(f"{name}[{i}].{attention}.processor: got {got}, expected {expected}")
+                    if getattr(processor, "_parallel_config", None) is not None:
+                        raise StateError(
+                            f"{name}[{i}].{attention}.processor: got a model with diffusers' context parallelism, "
+                            "expected one without: bags of the balancer share sequences"
+                        )
+
+
+def original_of(block: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper, or itself."""
+    original: nn.Module = getattr(block, "_orig_mod", block)
+    return original
+
+
+def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
+    """diffusers' (tokens, head_dim) with every number twice, as rows to route: (tokens, pairs, 2)."""
+    return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
+
+
+def rotation_of(rows: Tensor) -> Tensor:
+    """The inverse, as `rotate` takes it: (tokens, 1, pairs) complex."""
+    return torch.view_as_complex(rows.contiguous()).unsqueeze(1)
+
+
+def clip_half(x: Tensor) -> Tensor:
+    """As diffusers' blocks do in float16."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def split_predictions(out: Tensor, lens: Sequence[int]) -> list[Tensor]:
+    """(tokens, channels) -> of each sample (1, tokens, channels). Not views: FSDP hangs its backward hooks on them."""
+    parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
+    return parts

@@ -1,0 +1,58 @@
+"""Attention of a packed call by the backend that the user chose in diffusers (`set_attention_backend`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer.models.packing import Lengths, lengths_list
+from knapformer.models.step import PackedStep
+
+Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]
+
+
+class BackendStep(PackedStep):
+    """A step whose attention is that of diffusers' backends, where one is set; else that of every PackedStep."""
+
+    def attention_by(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """attn: the attention module. The rest as `attention`."""
+        backend = _backend_of(attn)
+        if backend is None:
+            return self.attention(q, k, v)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
+            return _dispatched(backend, q, k, v, seq_lens)
+
+        if self._balancer is None:
+            return attend(q, k, v, self._seq_lens)
+        return self._balancer.attention(q, k, v, attend)
+
+
+def _backend_of(attn: nn.Module) -> Any:
+    """None stands for torch's own attention."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    backend = getattr(attn.processor, "_attention_backend", None)
+    if backend is None:
+        backend = _AttentionBackendRegistry.get_active_backend()[0]
+    backend = AttentionBackendName(backend)
+    return None if backend == AttentionBackendName.NATIVE else backend
+
+
+def _dispatched(backend: Any, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
+    """Sequences of one length that are neighbours are one batch of the backend."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths_list(seq_lens)) if length > 0]
+    if not runs:
+        return q * 0 + (k.sum() + v.sum()) * 0  # keeps q, k and v in the graph
+    sizes = [length * count for length, count in runs]
+    outs = []
+    for (length, count), *parts in zip(runs, *(t.split(sizes) for t in (q, k, v)), strict=True):
+        batch = (part.unflatten(0, (count, length)) for part in parts)
+        outs.append(dispatch_attention_fn(*batch, backend=backend).flatten(0, 1))
+    return torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -1,0 +1,146 @@
+"""`balance`: a diffusers transformer that takes samples of any sizes, packed, and balances them over ranks.
+
+In place: `forward` of the model and of its blocks is replaced on these objects, and nowhere else. A call with a list of
+samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they were, and a
+packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from knapformer import ArgumentError, StateError
+from knapformer.adapters.adapter import Adapter, Chunks, PackedBlock, original_of
+from knapformer.adapters.backend import BackendStep
+from knapformer.adapters.registry import find_model
+from knapformer.adapters.samples import Predictions, Sample, Samples
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+Model = TypeVar("Model", bound=nn.Module)
+_STATE = "_knapformer"
+
+
+class _Balanced:
+    """Of a model or one of its blocks: what a packed call takes, and the `forward` that was there before.
+
+    A deep copy of a module shares it: a balancer is not copied.
+    """
+
+    def __init__(self, own_forward: Any, **parts: Any) -> None:
+        self.own_forward = own_forward  # on the object itself; None: its class's
+        self.adapter: Adapter
+        self.balancer: SequenceBalancer | None
+        self.packed_block: PackedBlock
+        self.__dict__.update(parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Balanced:
+        return self
+
+
+def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512) -> Model:
+    """Lets a transformer of diffusers take a list of samples of any sizes in one call, packed, without padding.
+
+        knapformer.balance(transformer, balancer)
+        predictions = transformer(samples)
+
+    samples: a list of dicts, each the keyword arguments of diffusers' forward, with a batch of one. Returns the
+    predictions in their order, each a tensor as diffusers' forward gives it, with a batch of one; `predictions.zero` is
+    for the loss on ranks that may have no samples. Captions come without padding, or with the padding that the model
+    should attend to. Calls in diffusers' own form go on working.
+
+    transformer: the model, which may be wrapped already (PEFT, DDP, FSDP), or be wrapped later. Changed in place, and
+        returned. Its class, parameters, names, state_dict and methods stay.
+    balancer: forward and backward are then collective over its ranks, whose samples are moved between them; a rank
+        without samples calls with an empty list. In a loop over a BalancedLoader: `transformer(samples, planned=True)`.
+        None: the samples of this rank alone, as with a BalancedBatchSampler.
+    max_text_tokens: of models that cross-attend to their text: the room of a text while it travels. The same on all
+        ranks.
+
+    Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
+    StateError where the model is set to compute what a packed call cannot, such as another attention processor.
+    """
+    model, adapter_class = find_model(transformer)
+    unbalance(model)
+    adapter = adapter_class(max_text_tokens)
+    adapter.check(model)
+    _replace(model, _model_forward, adapter=adapter, balancer=balancer)
+    for name, packed_block in adapter.blocks.items():
+        for block in getattr(model, name):
+            _replace(original_of(block), _block_forward, packed_block=packed_block)
+    return transformer
+
+
+def unbalance(transformer: Model) -> Model:
+    """Undoes `balance`, in place. A model that is not balanced stays as it is."""
+    model, adapter_class = find_model(transformer)
+    _restore(model)
+    for name in adapter_class.blocks:
+        for block in getattr(model, name):
+            _restore(original_of(block))
+    return transformer
+
+
+def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
+    setattr(module, _STATE, _Balanced(module.__dict__.get("forward"), **parts))
+    module.forward = MethodType(forward, module)
+
+
+def _restore(module: nn.Module) -> None:
+    state: _Balanced | None = module.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _block_forward):
+        module.__dict__[_STATE] = state
+        raise StateError("transformer: its forward was replaced after balance(); undo that first")
+    del module.__dict__["forward"]
+    if state.own_forward is not None:
+        module.forward = state.own_forward
+
+
+def _own_forward(module: nn.Module) -> Any:
+    state: _Balanced = module.__dict__[_STATE]
+    return state.own_forward or MethodType(type(module).forward, module)
+
+
+def _block_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[-1], Chunks):
+        return block.__dict__[_STATE].packed_block(block, *args)
+    return _own_forward(block)(*args, **kwargs)
+
+
+def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[0], (list, tuple)):
+        return _packed_call(model, *args, **kwargs)
+    return _own_forward(model)(*args, **kwargs)
+
+
+def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False) -> Predictions:
+    state: _Balanced = model.__dict__[_STATE]
+    adapter, balancer = state.adapter, state.balancer
+    try:
+        adapter.check(model)
+        like = adapter.input_weight(model)
+        home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
+    except (ArgumentError, StateError) as error:
+        if balancer is not None:
+            balancer.report(str(error))  # to the ranks that wait for this one's lengths
+        raise
+
+    def run(block: nn.Module, *args: Any) -> Any:
+        if torch.is_grad_enabled() and model.gradient_checkpointing:
+            return model._gradient_checkpointing_func(block, *args)
+        return block(*args)
+
+    step = BackendStep(home.seq_lens, home.x.shape[1], balancer, planned=planned)
+    x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
+    chunks = adapter.chunks(model, step, x, features, of_chunk)
+    x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))
+    predictions, out = adapter.head(model, x, home)
+    return Predictions(predictions, zero=out.new_zeros(()) if predictions else out.sum())

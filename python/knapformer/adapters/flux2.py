@@ -1,0 +1,86 @@
+"""FLUX.2: diffusers' Flux2Transformer2DModel. Its blocks share three modulations, computed once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer.adapters.adapter import Home, RunBlock, clip_half, rotation_rows
+from knapformer.adapters.joint import JointAdapter, JointChunks, joint_attention, rotated
+from knapformer.adapters.samples import Samples
+from knapformer.models.packing import gated_add, modulate
+
+
+def double_block(
+    block: Any, text: Tensor, image: Tensor, image_rows: Tensor, text_rows: Tensor, chunks: JointChunks
+) -> tuple[Tensor, Tensor]:
+    """As Flux2TransformerBlock.forward; image_rows, text_rows (chunks, 6 width)."""
+    of_image, of_text = chunks.of_image, chunks.of_text
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = image_rows.chunk(6, -1)
+    t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = text_rows.chunk(6, -1)
+    attended_text, attended_image = joint_attention(
+        block.attn,
+        modulate(block.norm1_context(text), t_shift, t_scale, of_text),
+        modulate(block.norm1(image), shift, scale, of_image),
+        chunks,
+    )
+    image = gated_add(image, attended_image, gate, of_image)
+    hidden = block.ff(modulate(block.norm2(image), shift_ff, scale_ff, of_image))
+    image = gated_add(image, hidden, gate_ff, of_image)
+
+    text = gated_add(text, attended_text, t_gate, of_text)
+    hidden = block.ff_context(modulate(block.norm2_context(text), t_shift_ff, t_scale_ff, of_text))
+    return clip_half(gated_add(text, hidden, t_gate_ff, of_text)), image
+
+
+def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Tensor:
+    """As Flux2SingleTransformerBlock.forward, over both streams; rows (chunks, 3 width)."""
+    shift, scale, gate = rows.chunk(3, -1)
+    attn = block.attn
+    projected = attn.to_qkv_mlp_proj(modulate(block.norm(x), shift, scale, chunks.of_token))
+    sizes = [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor]
+    qkv, hidden = projected.split(sizes, -1)
+    q, k, v = qkv.unflatten(-1, (3, -1, attn.head_dim)).unbind(1)
+    attended = chunks.attention(attn, *rotated(attn.norm_q(q), attn.norm_k(k), chunks), v)
+    update = attn.to_out(torch.cat([attended, attn.mlp_act_fn(hidden)], -1))
+    return clip_half(gated_add(x, update, gate, chunks.of_token))
+
+
+class Flux2(JointAdapter):
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
+    optional = ("guidance",)
+    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
+    processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+
+    def input_weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.x_embedder.weight
+        return weight
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        image, image_lens = samples.rows("hidden_states", config.in_channels)
+        text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
+        # As there: guidance is left out where the model was made without it.
+        guided = getattr(config, "guidance_embeds", True)
+        time = samples.one_each("timestep").to(image.dtype) * 1000
+        guidance = samples.optional_one_each("guidance", guided)
+        cond = model.time_guidance_embed(time, None if guidance is None else guidance.to(image.dtype) * 1000)
+        num_axes = len(config.axes_dims_rope)
+        image_ids = samples.rows_like("img_ids", num_axes, image_lens)
+        text_ids = samples.rows_like("txt_ids", num_axes, text_lens)
+        rotation = (rotation_rows(*model.pos_embed(text_ids)), rotation_rows(*model.pos_embed(image_ids)))
+        image, text = model.x_embedder(image), model.context_embedder(text)
+        return self.home(text, text_lens, image, image_lens, rotation, cond)
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        (cond,), streams = of_chunk, chunks.streams
+        image_rows, text_rows = model.double_stream_modulation_img(cond), model.double_stream_modulation_txt(cond)
+        text, image = streams.split(x)
+        for block in model.transformer_blocks:
+            text, image = run(block, text, image, image_rows, text_rows, chunks)
+        x, rows = streams.join(text, image), model.single_stream_modulation(cond)
+        for block in model.single_transformer_blocks:
+            x = run(block, x, rows, chunks)
+        return x

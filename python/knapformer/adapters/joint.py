@@ -1,0 +1,122 @@
+"""Models whose text and image tokens attend to each other as one sequence, [text; image]: FLUX, Qwen-Image, ...
+
+What they share: how the two streams become chunks, joint attention over a block's own projections and norms, and the
+head. An adapter adds the embedding and the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, split_predictions
+from knapformer.adapters.backend import BackendStep
+from knapformer.models.layers import rotate
+from knapformer.models.packing import TwoStreams, modulate, segment_index
+
+
+@dataclass(frozen=True, eq=False)
+class JointChunks(Chunks):
+    streams: TwoStreams  # where text and image tokens lie
+    of_text: Tensor  # of_token of the text tokens alone
+    of_image: Tensor
+    rotation: Tensor | None  # (chunk tokens, 1, pairs) complex
+
+
+class JointAdapter(Adapter):
+    def home(
+        self,
+        text: Tensor,
+        text_lens: list[int],
+        image: Tensor,
+        image_lens: list[int],
+        rotation: tuple[Tensor, Tensor] | None,
+        cond: Tensor,
+    ) -> Home:
+        """text (text tokens, width), image (image tokens, width), of either rows to rotate by, cond (samples, ...)."""
+        streams = TwoStreams.of_lengths(text_lens, image_lens, image.device)
+        is_text = torch.zeros(streams.num_rows, dtype=torch.uint8, device=image.device)
+        is_text.index_fill_(0, streams.text_rows, 1)
+        features = [is_text] if rotation is None else [is_text, streams.join(*rotation)]
+        return Home(
+            x=streams.join(text, image),
+            seq_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
+            features=features,
+            sequence_features=[cond],
+            rest=(streams, image_lens, cond),
+        )
+
+    def chunks(
+        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+    ) -> JointChunks:
+        streams, of_token = TwoStreams.of_flags(features[0]), step.chunk_of_token(x)
+        return JointChunks(
+            step=step,
+            of_token=of_token,
+            rotation=rotation_of(features[1]) if len(features) > 1 else None,
+            streams=streams,
+            of_text=of_token.index_select(0, streams.text_rows),
+            of_image=of_token.index_select(0, streams.image_rows),
+        )
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        (cond,), streams = of_chunk, chunks.streams
+        text, image = streams.split(x)
+        for block in model.transformer_blocks:
+            text, image = run(block, text, image, cond, chunks)
+        x = streams.join(text, image)
+        for block in getattr(model, "single_transformer_blocks", ()):
+            x = run(block, x, cond, chunks)
+        return x
+
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+        streams, image_lens, cond = home.rest
+        _, image = streams.split(x)
+        scale, shift = adaptive_rows(model.norm_out, cond, 2)
+        image = modulate(model.norm_out.norm(image), shift, scale, segment_index(image_lens, image.device))
+        out = model.proj_out(image)
+        return split_predictions(out, image_lens), out
+
+
+def adaptive_rows(norm: Any, cond: Tensor, count: int) -> tuple[Tensor, ...]:
+    """What diffusers' adaptive norms compute of a conditioning vector: `count` of (chunks, width)."""
+    rows: tuple[Tensor, ...] = norm.linear(norm.silu(cond)).chunk(count, -1)
+    return rows
+
+
+def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
+    x = x.unflatten(-1, (-1, num_heads_like))
+    return x if norm is None else norm(x)
+
+
+def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a stream, normed: (tokens, width) -> (tokens, heads, head_dim) each. Projections fused or not."""
+    if getattr(attn, "fused_projections", False):
+        q, k, v = (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, -1)
+    elif added:
+        q, k, v = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
+    else:
+        q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
+    norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
+    head_dim = attn.inner_dim // attn.heads
+    return _normed(norms[0], q, head_dim), _normed(norms[1], k, head_dim), _normed(None, v, head_dim)
+
+
+def rotated(q: Tensor, k: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    if chunks.rotation is None:
+        return q, k
+    return rotate(q, chunks.rotation), rotate(k, chunks.rotation)
+
+
+def joint_attention(attn: Any, text: Tensor, image: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """Both streams, normed and modulated, through one attention; each through its own output projection."""
+    streams = chunks.streams
+    q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
+    out_text, out_image = streams.split(chunks.attention(attn, *rotated(q, k, chunks), v))
+    out_image = attn.to_out[1](attn.to_out[0](out_image))
+    if not getattr(attn, "context_pre_only", None):
+        out_text = attn.to_add_out(out_text)
+    return out_text, out_image

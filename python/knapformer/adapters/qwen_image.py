@@ -1,0 +1,103 @@
+"""Qwen-Image: diffusers' QwenImageTransformer2DModel. Text that `encoder_hidden_states_mask` masks is left out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer import ArgumentError, StateError
+from knapformer.adapters.adapter import Home, clip_half
+from knapformer.adapters.joint import JointAdapter, JointChunks, joint_attention
+from knapformer.adapters.samples import Samples
+from knapformer.models.packing import gated_add, modulate
+
+
+def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """As QwenImageTransformerBlock.forward, with a row of modulation for each chunk."""
+    of_image, of_text = chunks.of_image, chunks.of_text
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = block.img_mod(cond).chunk(6, -1)
+    t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = block.txt_mod(cond).chunk(6, -1)
+    attended_text, attended_image = joint_attention(
+        block.attn,
+        modulate(block.txt_norm1(text), t_shift, t_scale, of_text),
+        modulate(block.img_norm1(image), shift, scale, of_image),
+        chunks,
+    )
+    image = gated_add(image, attended_image, gate, of_image)
+    hidden = block.img_mlp(modulate(block.img_norm2(image), shift_ff, scale_ff, of_image))
+    image = gated_add(image, hidden, gate_ff, of_image)
+
+    text = gated_add(text, attended_text, t_gate, of_text)
+    hidden = block.txt_mlp(modulate(block.txt_norm2(text), t_shift_ff, t_scale_ff, of_text))
+    return clip_half(gated_add(text, hidden, t_gate_ff, of_text)), clip_half(image)
+
+
+class QwenImage(JointAdapter):
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
+    optional = ("encoder_hidden_states_mask", "txt_seq_lens")
+    blocks = {"transformer_blocks": block}  # noqa: RUF012
+    processors = ("QwenDoubleStreamAttnProcessor2_0",)
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        for name in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"):
+            if getattr(model.config, name, False):
+                raise StateError(f"transformer: got a model with {name}, expected one without")
+
+    def input_weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.img_in.weight
+        return weight
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        image, image_lens = samples.rows("hidden_states", model.config.in_channels)
+        text, padded_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
+        text_rows, image_rows = self._rotations(model, samples, padded_lens, image_lens, image.device)
+        kept = self._kept(samples, padded_lens, image.device)
+        text_lens = padded_lens
+        if kept is not None:
+            text_lens = [int(part.sum()) for part in kept.split(padded_lens)]
+            text, text_rows = text[kept], text_rows[kept]
+        image = model.img_in(image)
+        cond = model.time_text_embed(samples.one_each("timestep").to(image.dtype), image)
+        text = model.txt_in(model.txt_norm(text))
+        return self.home(text, text_lens, image, image_lens, (text_rows, image_rows), cond)
+
+    @staticmethod
+    def _rotations(
+        model: Any, samples: Samples, text_lens: list[int], image_lens: list[int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        texts, images = [], []
+        for i, shapes in enumerate(samples.values("img_shapes")):
+            shapes = shapes[0] if isinstance(shapes, list) and isinstance(shapes[0], list) else shapes
+            shapes = shapes if isinstance(shapes, list) else [shapes]
+            if (count := sum(math.prod(shape) for shape in shapes)) != image_lens[i]:
+                raise ArgumentError(f"samples[{i}]['img_shapes']: got {count} tokens, expected {image_lens[i]}")
+            image, text = _rotation(model.pos_embed, shapes, text_lens[i], device)
+            images.append(torch.view_as_real(image))
+            texts.append(torch.view_as_real(text))
+        empty = torch.zeros((0, sum(model.config.axes_dims_rope) // 2, 2), device=device)
+        return torch.cat([empty, *texts]), torch.cat([empty, *images])
+
+    @staticmethod
+    def _kept(samples: Samples, text_lens: list[int], device: torch.device) -> Tensor | None:
+        masks = samples.values("encoder_hidden_states_mask")
+        if all(mask is None for mask in masks):
+            return None
+        for i, (mask, length) in enumerate(zip(masks, text_lens, strict=True)):
+            if mask is not None and mask.numel() != length:
+                got = tuple(mask.shape)
+                raise ArgumentError(f"samples[{i}]['encoder_hidden_states_mask']: got {got}, expected (1, {length})")
+        whole = (torch.ones(length, dtype=torch.bool, device=device) for length in text_lens)
+        return torch.cat([w if mask is None else mask.flatten().bool() for mask, w in zip(masks, whole, strict=True)])
+
+
+def _rotation(pos_embed: Any, shapes: list[Any], text_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the image and of the text, complex (tokens, pairs). diffusers renamed an argument in 0.37."""
+    try:
+        rows: tuple[Tensor, Tensor] = pos_embed([shapes], max_txt_seq_len=text_len, device=device)
+    except TypeError:
+        rows = pos_embed([shapes], [text_len], device=device)
+    return rows

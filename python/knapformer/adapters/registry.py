@@ -1,0 +1,49 @@
+"""Which adapter takes which class of models. Adapters are imported when a model of theirs is balanced."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from knapformer import ArgumentError
+from knapformer.adapters.adapter import Adapter
+
+# The name of a class of diffusers, and where its adapter is.
+_ADAPTERS: dict[str, str | type[Adapter]] = {
+    "Flux2Transformer2DModel": "knapformer.adapters.flux2:Flux2",
+    "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
+    "QwenImageTransformer2DModel": "knapformer.adapters.qwen_image:QwenImage",
+    "SD3Transformer2DModel": "knapformer.adapters.sd3:StableDiffusion3",
+    "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
+}
+
+
+def register(model_class: type, adapter: type[Adapter]) -> None:
+    """From now on `balance` takes models of this class, and of those that derive from it."""
+    _ADAPTERS[model_class.__name__] = adapter
+
+
+def names() -> list[str]:
+    """Of the classes that `balance` takes."""
+    return sorted(_ADAPTERS)
+
+
+def adapter_of(module: Any) -> type[Adapter] | None:
+    """By the name of the module's class or of one that it derives from: FSDP puts a class of its own in front."""
+    for base in type(module).__mro__:
+        found = _ADAPTERS.get(base.__name__)
+        if isinstance(found, str):
+            name, _, attribute = found.partition(":")
+            found = _ADAPTERS[base.__name__] = getattr(importlib.import_module(name), attribute)
+        if found is not None:
+            return found
+    return None
+
+
+def find_model(transformer: Any) -> tuple[Any, type[Adapter]]:
+    """The model itself, which PEFT, DDP or torch.compile may have wrapped, and its adapter."""
+    for module in transformer.modules() if hasattr(transformer, "modules") else ():
+        adapter = adapter_of(module)
+        if adapter is not None:
+            return module, adapter
+    raise ArgumentError(f"transformer: got {type(transformer).__name__}, expected one of {', '.join(names())}")

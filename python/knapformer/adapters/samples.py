@@ -1,0 +1,132 @@
+"""The samples of a packed call, read and checked; and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from knapformer import ArgumentError
+
+Sample = Mapping[str, Any]
+
+
+class Samples:
+    """This rank's samples: of each the keyword arguments of diffusers' forward, with a batch of one.
+
+    required, optional: names of the arguments that the adapter reads. What else a sample holds must be None, but for
+    `return_dict`, which means nothing here. like: a weight of the model's input layer, whose device and dtype tensors
+    of no rows get where there are no samples.
+
+    Raises ArgumentError that names the sample and the argument.
+    """
+
+    def __init__(self, samples: Sequence[Sample], required: Sequence[str], optional: Sequence[str], like: Tensor):
+        self._samples = samples
+        self.like = like
+        for i, sample in enumerate(samples):
+            if not isinstance(sample, Mapping):
+                raise ArgumentError(
+                    f"samples[{i}]: got {type(sample).__name__}, expected a dict of forward's arguments"
+                )
+            for name in required:
+                if sample.get(name) is None:
+                    raise ArgumentError(f"samples[{i}]: got no {name!r}, expected {', '.join(required)}")
+            for name, value in sample.items():
+                if name not in (*required, *optional, "return_dict") and value is not None and value != {}:
+                    allowed = ", ".join((*required, *optional))
+                    raise ArgumentError(f"samples[{i}]: got {name!r}, expected some of {allowed} in a packed call")
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def rows(self, name: str, width: int) -> tuple[Tensor, list[int]]:
+        """Of tensors (1, tokens, width), or (tokens, width): packed, (all tokens, width), and tokens of each."""
+        parts = [self._checked(i, name, width) for i in range(len(self))]
+        return torch.cat(parts) if parts else self.like.new_zeros((0, width)), [len(part) for part in parts]
+
+    def grids(self, name: str, channels: int, patch: Sequence[int]) -> list[Tensor]:
+        """Of images or videos (1, channels, *sizes), each size a multiple of its patch's: as they came."""
+        for i, value in enumerate(self.values(name)):
+            shape = tuple(value.shape)
+            fits = len(shape) == 2 + len(patch) and shape[:2] == (1, channels)
+            if not fits or any(size < p or size % p for size, p in zip(shape[2:], patch, strict=True)):
+                expected = f"(1, {channels}, ...) with sizes that are multiples of {tuple(patch)}"
+                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected {expected}")
+        return self.values(name)
+
+    def rows_like(self, name: str, width: int, lens: Sequence[int]) -> Tensor:
+        """As rows, in float32, where a sample must have as many as `lens` says."""
+        packed, counts = self.rows(name, width)
+        for i, (count, expected) in enumerate(zip(counts, lens, strict=True)):
+            if count != expected:
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {count} rows, expected {expected}, one a token")
+        return packed.float()
+
+    def one_each(self, name: str) -> Tensor:
+        """Of numbers, or tensors with one element: (samples,)."""
+        values = self.values(name)
+        for i, value in enumerate(values):
+            if (count := torch.as_tensor(value).numel()) != 1:
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {count} numbers, expected one")
+        numbers = [torch.as_tensor(value, device=self.like.device).reshape(1) for value in values]
+        return torch.cat(numbers) if numbers else self.like.new_zeros(0)
+
+    def values(self, name: str) -> list[Any]:
+        """As they came; None where a sample has none."""
+        return [sample.get(name) for sample in self._samples]
+
+    def optional_one_each(self, name: str, needed: bool) -> Tensor | None:
+        """As one_each, where the model takes it, and all samples have to have it; None where it does not."""
+        for i, value in enumerate(self.values(name)):
+            if (value is not None) != needed:
+                got, expected = ("one", "none") if value is not None else ("none", "one")
+                raise ArgumentError(
+                    f"samples[{i}][{name!r}]: got {got}, expected {expected}, as the model's config says"
+                )
+        return self.one_each(name) if needed else None
+
+    def _checked(self, i: int, name: str, width: int) -> Tensor:
+        value = self._samples[i][name]
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"samples[{i}][{name!r}]: got {type(value).__name__}, expected a tensor")
+        shape = tuple(value.shape)
+        if value.ndim == 3 and shape[0] == 1:
+            value = value[0]
+        if value.ndim != 2 or shape[-1] != width:
+            raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, tokens, {width})")
+        return value
+
+
+@dataclass(eq=False)
+class Predictions(Sequence[Tensor]):
+    """What diffusers' forward would have returned for each sample, in order; each with its batch of one.
+
+    zero: a scalar 0 to add to the loss. On a rank without samples it carries the graph, so that backward runs, with its
+    collectives, and every parameter gets its (zero) gradient:
+
+        loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
+
+    A dataclass, and known to pytree: so FSDP and DDP find the tensors inside, to hang their backward hooks on.
+    """
+
+    tensors: list[Tensor]
+    zero: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensors[index]
+
+
+pytree.register_pytree_node(
+    Predictions,
+    lambda predictions: ([*predictions.tensors, predictions.zero], None),
+    lambda parts, _: Predictions(list(parts)[:-1], list(parts)[-1]),
+    serialized_type_name="knapformer.adapters.Predictions",
+)

@@ -1,0 +1,79 @@
+"""Stable Diffusion 3 and 3.5 large: diffusers' SD3Transformer2DModel, without blocks of two attentions (3.5 medium)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer import StateError
+from knapformer.adapters.adapter import Home, clip_half
+from knapformer.adapters.joint import JointAdapter, JointChunks, adaptive_rows, joint_attention
+from knapformer.adapters.samples import Samples
+from knapformer.models.packing import gated_add, modulate
+
+
+def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """As JointTransformerBlock.forward, with a row of modulation for each chunk."""
+    of_image, of_text = chunks.of_image, chunks.of_text
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = adaptive_rows(block.norm1, cond, 6)
+    if block.context_pre_only:  # the last block: text is read, and no longer written
+        t_scale, t_shift = adaptive_rows(block.norm1_context, cond, 2)
+    else:
+        t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = adaptive_rows(block.norm1_context, cond, 6)
+    attended_text, attended_image = joint_attention(
+        block.attn,
+        modulate(block.norm1_context.norm(text), t_shift, t_scale, of_text),
+        modulate(block.norm1.norm(image), shift, scale, of_image),
+        chunks,
+    )
+    image = gated_add(image, attended_image, gate, of_image)
+    hidden = block.ff(modulate(block.norm2(image), shift_ff, scale_ff, of_image))
+    image = gated_add(image, hidden, gate_ff, of_image)
+    if not block.context_pre_only:
+        text = gated_add(text, attended_text, t_gate, of_text)
+        hidden = block.ff_context(modulate(block.norm2_context(text), t_shift_ff, t_scale_ff, of_text))
+        text = clip_half(gated_add(text, hidden, t_gate_ff, of_text))
+    return text, image
+
+
+class StableDiffusion3(JointAdapter):
+    required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+    blocks = {"transformer_blocks": block}  # noqa: RUF012
+    processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        if model.config.dual_attention_layers:
+            raise StateError(
+                f"transformer: got dual_attention_layers {model.config.dual_attention_layers}, expected ()"
+            )
+
+    def input_weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.pos_embed.proj.weight
+        return weight
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        size = config.patch_size
+        images = samples.grids("hidden_states", config.in_channels, (size, size))
+        text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
+        pooled, _ = samples.rows("pooled_projections", config.pooled_projection_dim)
+        # Without samples on a batch of none, for the gradients of its weights.
+        grids = images or [samples.like.new_zeros((0, config.in_channels, size, size))]
+        image = torch.cat([model.pos_embed(grid).flatten(0, 1) for grid in grids])
+        cond = model.time_text_embed(samples.one_each("timestep"), pooled)
+        image_lens = [grid.shape[2] // size * (grid.shape[3] // size) for grid in images]
+        home = self.home(model.context_embedder(text), text_lens, image, image_lens, None, cond)
+        home.grids = [(grid.shape[2] // size, grid.shape[3] // size) for grid in images]
+        return home
+
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+        predictions, out = super().head(model, x, home)
+        size = model.config.patch_size
+        pictures = [
+            patches.unflatten(2, (size, size, -1)).unflatten(1, grid)  # (1, rows, columns, size, size, channels)
+            for patches, grid in zip(predictions, home.grids, strict=True)
+        ]
+        return [p.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3) for p in pictures], out

@@ -1,0 +1,211 @@
+"""Wan 2.1 and 2.2: diffusers' WanTransformer3DModel, with its image branch and with a time step per token.
+
+The sequences that are planned and moved are the video's. The embedded text of a sample travels beside it as one row,
+with room for max_text_tokens, to every rank that holds a chunk of it; so does the image of the image-to-video models.
+A token takes its time step along; the rows of modulation are computed where the token is, one for each time step that
+occurs there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer import ArgumentError
+from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows, split_predictions
+from knapformer.adapters.backend import BackendStep
+from knapformer.adapters.samples import Samples
+from knapformer.models.attention import PackedCrossAttention
+from knapformer.models.layers import rotate
+from knapformer.models.packing import gated_add, lengths_list, modulate, positions, segment_index
+
+
+@dataclass(frozen=True, eq=False)
+class WanChunks(Chunks):
+    rotation: Tensor  # (chunk tokens, 1, pairs) complex
+    to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
+    times: Tensor  # those that occur, as of_token counts them
+
+
+def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q of x; k and v of the context: (tokens, heads, head_dim). Queries and keys are normed across heads."""
+    if getattr(attn, "fused_projections", False) and not attn.is_cross_attention:
+        q, k, v = attn.to_qkv(x).chunk(3, -1)
+    elif getattr(attn, "fused_projections", False):
+        q, (k, v) = attn.to_q(x), attn.to_kv(context).chunk(2, -1)
+    else:
+        q, k, v = attn.to_q(x), attn.to_k(context), attn.to_v(context)
+    q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in (attn.norm_q(q), attn.norm_k(k), v))
+    return q, k, v
+
+
+def _image_inputs(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
+    if getattr(attn, "fused_projections", False):
+        k, v = attn.to_added_kv(image).chunk(2, -1)
+    else:
+        k, v = attn.add_k_proj(image), attn.add_v_proj(image)
+    return tuple(t.unflatten(-1, (attn.heads, -1)) for t in (attn.norm_added_k(k), v))
+
+
+def _cross_attention(attn: Any, x: Tensor, text: Tensor, image: Tensor | None, chunks: WanChunks) -> Tensor:
+    to_text, to_image = chunks.to_context
+    q, k, v = _attention_inputs(attn, x, text)
+    attended = to_text(q, k, v)
+    if image is not None and to_image is not None:
+        attended = attended + to_image(q, *_image_inputs(attn, image))
+    out: Tensor = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
+    return out
+
+
+def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: Tensor, chunks: WanChunks) -> Tensor:
+    """As WanTransformerBlock.forward; time_rows (time steps, 6, width)."""
+    of_token, dtype = chunks.of_token, x.dtype
+    rows = (block.scale_shift_table + time_rows.float()).unbind(1)
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
+    normed = modulate(block.norm1(x.float()), shift, scale, of_token).to(dtype)
+    q, k, v = _attention_inputs(block.attn1, normed, normed)
+    attended = chunks.attention(block.attn1, rotate(q, chunks.rotation), rotate(k, chunks.rotation), v)
+    attended = block.attn1.to_out[1](block.attn1.to_out[0](attended))
+    x = gated_add(x.float(), attended.float(), gate, of_token).to(dtype)
+
+    x = x + _cross_attention(block.attn2, block.norm2(x.float()).to(dtype), text, image, chunks)
+
+    hidden = block.ffn(modulate(block.norm3(x.float()), shift_ff, scale_ff, of_token).to(dtype))
+    return gated_add(x.float(), hidden.float(), gate_ff, of_token).to(dtype)
+
+
+class Wan(Adapter):
+    required = ("hidden_states", "timestep", "encoder_hidden_states")
+    optional = ("encoder_hidden_states_image",)
+    blocks = {"blocks": block}  # noqa: RUF012
+    attentions = ("attn1", "attn2")
+    processors = ("WanAttnProcessor",)
+
+    def input_weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.patch_embedding.weight
+        return weight
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config, embedder = model.config, model.condition_embedder
+        videos = samples.grids("hidden_states", config.in_channels, config.patch_size)
+        grids = [tuple(s // p for s, p in zip(v.shape[2:], config.patch_size, strict=True)) for v in videos]
+        lens = [math.prod(grid) for grid in grids]
+        # Without samples on a batch of none, for the gradients of the weights.
+        inputs = videos or [samples.like.new_zeros((0, config.in_channels, *config.patch_size))]
+        x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in inputs])
+        rotations = [rotation_rows(*(t.flatten(0, 2) for t in model.rope(video))) for video in videos]
+        rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=torch.float32), *rotations])
+
+        text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
+        text = embedder.text_embedder(text)
+        of_sequences = _rows_of_context("encoder_hidden_states", text, text_lens, self.max_text_tokens)
+        if embedder.image_embedder is not None:
+            image, image_lens = self._images(embedder.image_embedder, samples, config)
+            room = config.pos_embed_seq_len or _CLIP_TOKENS
+            of_sequences += _rows_of_context("encoder_hidden_states_image", image, image_lens, room)
+        elif any(value is not None for value in samples.values("encoder_hidden_states_image")):
+            raise ArgumentError(
+                "samples: got 'encoder_hidden_states_image', expected none of a model without image branch"
+            )
+        times = torch.cat([x.new_zeros(0, dtype=torch.float32), *self._times(samples, lens, x.device)])
+        return Home(x, lens, [rotation, times], of_sequences, rest=times, grids=grids)
+
+    def chunks(
+        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+    ) -> WanChunks:
+        # One wait for the device a step, as for the lengths: which time steps occur here.
+        times, of_token = torch.unique(features[1], return_inverse=True)
+        context_lens = [lengths_list(lens) for lens in of_chunk[1::2]]
+        crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in context_lens]
+        return WanChunks(
+            step=step,
+            of_token=of_token,
+            rotation=rotation_of(features[0]),
+            to_context=(crosses[0], crosses[1] if len(crosses) > 1 else None),
+            times=times,
+        )
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: WanChunks, run: RunBlock) -> Tensor:
+        embedder = model.condition_embedder
+        contexts = [_context_of_rows(*pair, x.shape[1]) for pair in zip(of_chunk[::2], of_chunk[1::2], strict=True)]
+        text, image = contexts[0], contexts[1] if len(contexts) > 1 else None
+        cond = _time_embedding(embedder, chunks.times, x.dtype)
+        time_rows = embedder.time_proj(embedder.act_fn(cond)).unflatten(1, (6, -1))
+        for each in model.blocks:
+            x = run(each, x, text, image, time_rows, chunks)
+        return x
+
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+        times, of_token = torch.unique(home.rest, return_inverse=True)
+        cond = _time_embedding(model.condition_embedder, times, x.dtype)
+        shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
+        normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)
+        out = model.proj_out(normed)
+        patch = model.config.patch_size
+        videos = [
+            rows.unflatten(2, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
+            for rows, grid in zip(split_predictions(out, home.seq_lens), home.grids, strict=True)
+        ]
+        return [video.flatten(6, 7).flatten(4, 5).flatten(2, 3) for video in videos], out
+
+    @staticmethod
+    def _times(samples: Samples, lens: list[int], device: torch.device) -> list[Tensor]:
+        """Of each sample a time step for each token, in float32."""
+        times = []
+        for i, (value, length) in enumerate(zip(samples.values("timestep"), lens, strict=True)):
+            time = torch.as_tensor(value, device=device).flatten().float()
+            if time.numel() not in (1, length):
+                raise ArgumentError(f"samples[{i}]['timestep']: got {time.numel()} numbers, expected 1 or {length}")
+            times.append(time.expand(length))
+        return times
+
+    @staticmethod
+    def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:
+        """Embedded one by one: with a position table (first and last frame) two pictures are one context."""
+        values = samples.values("encoder_hidden_states_image")
+        for i, value in enumerate(values):
+            if value is None:
+                raise ArgumentError(
+                    f"samples[{i}]: got no 'encoder_hidden_states_image', expected one, for the model's image branch"
+                )
+        if not values:  # none, but through the weights
+            none = samples.like.new_zeros((1, 0, config.image_dim))
+            none = none if image_embedder.pos_embed is None else none + image_embedder.pos_embed[:, :0]
+            return image_embedder.norm2(image_embedder.ff(image_embedder.norm1(none))).flatten(0, 1), []
+        rows = [image_embedder(value).flatten(0, 1) for value in values]
+        return torch.cat(rows), [len(row) for row in rows]
+
+
+_CLIP_TOKENS = 257  # of a picture
+
+
+def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
+    projected = embedder.timesteps_proj(times).to(next(embedder.time_embedder.parameters()).dtype)
+    cond: Tensor = embedder.time_embedder(projected).to(dtype)
+    return cond
+
+
+def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int) -> list[Tensor]:
+    """(tokens, width) -> (samples, room * width) with zeros behind each context; and its lengths."""
+    if max(lens, default=0) > room:
+        raise ArgumentError(f"samples: got {max(lens)} tokens in {name!r}, expected at most {room} (max_text_tokens)")
+    rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
+    rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
+    counts = torch.tensor(lens, dtype=torch.int64).to(tokens.device, non_blocking=True)
+    return [rows.reshape(len(lens), room * tokens.shape[1]), counts]
+
+
+def _context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:
+    """The inverse, of this rank's chunks."""
+    room = rows.shape[1] // width
+    places = _places(lengths_list(lens), room, rows.device)
+    return rows.reshape(len(lens) * room, width).index_select(0, places)
+
+
+def _places(lens: list[int], room: int, device: torch.device) -> Tensor:
+    """(tokens,) int64: where packed tokens lie among rows of `room` tokens a sequence."""
+    return (segment_index(lens) * room + positions(lens)).to(device, non_blocking=True)

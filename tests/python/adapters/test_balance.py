@@ -1,0 +1,234 @@
+"""A balanced model stays the model that it was, and what users hang on a model goes on counting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adapters.cases import (
+    SIZES,
+    Sample,
+    assert_gradients_equal,
+    cases,
+    gradients,
+    one_by_one,
+    relative_error,
+    sample_loss,
+    seeded,
+)
+from knapformer.adapters import Predictions
+from torch import nn
+
+import knapformer
+
+CASE = cases()["flux"]
+
+
+def samples_of(sizes: list[Any] = SIZES[:3]) -> list[Sample]:
+    return [CASE.sample(*size, seed) for seed, size in enumerate(sizes)]
+
+
+def packed(model: nn.Module, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    predictions = model(samples)
+    sum(sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)).backward()
+    return gradients(model)
+
+
+def test_a_balanced_model_stays_what_it_was(tmp_path: Any) -> None:
+    model, samples = CASE.make(), samples_of()
+    before = copy.deepcopy(model)
+    assert knapformer.balance(model) is model
+    assert type(model) is type(before)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in before.named_modules()]
+    assert all(torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(**samples[0]).sample, before(**samples[0]).sample)
+    assert torch.equal(model(*samples[0].values(), return_dict=False)[0], before(*samples[0].values()).sample)
+    model.save_pretrained(tmp_path)
+    again = type(before).from_pretrained(tmp_path)
+    assert torch.equal(again(**samples[0]).sample, before(**samples[0]).sample)
+
+
+def test_unbalance_leaves_nothing_behind() -> None:
+    model = CASE.make()
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    knapformer.unbalance(knapformer.balance(knapformer.balance(model)))
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    with pytest.raises(AttributeError):
+        model(samples_of())
+    knapformer.unbalance(model)
+
+
+def test_a_deep_copy_is_balanced_and_its_own() -> None:
+    model, samples = knapformer.balance(CASE.make()), samples_of()
+    average = copy.deepcopy(model)
+    expected = average(samples)[0].detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(average(samples)[0], expected)
+    assert not torch.equal(model(samples)[0], expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "wrapped"])
+def test_adapters_of_peft_count(when: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["to_q", "to_k", "to_out.0", "add_v_proj", "proj_mlp", "proj_out", "x_embedder", "norm1.linear"]
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    model: Any = CASE.make()
+    if when == "after":
+        knapformer.balance(model)
+    if when == "wrapped":
+        model = peft.get_peft_model(model, lora)
+    else:
+        model.add_adapter(lora)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    samples = samples_of()
+    if when == "after":
+        knapformer.unbalance(model)
+    outputs, expected = one_by_one(model, samples)
+    knapformer.balance(model)
+    predictions = model(samples)
+    assert all(relative_error(p, o) <= 1e-5 for p, o in zip(predictions, outputs, strict=True))
+    got = packed(model, samples)
+    assert got.keys() == expected.keys()
+    assert all("lora_" in name for name in got)
+    assert_gradients_equal(got, expected)
+
+
+def checkpointed(model: Any) -> None:
+    model.enable_gradient_checkpointing()
+
+
+def compiled_in_place(model: Any) -> None:
+    torch._dynamo.reset()
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.compile(backend="aot_eager")
+
+
+def compiled_wrapped(model: Any) -> None:
+    torch._dynamo.reset()
+    for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+        for i, block in enumerate(blocks):
+            blocks[i] = torch.compile(block, backend="aot_eager")
+
+
+def fused(model: Any) -> None:
+    model.fuse_qkv_projections()
+
+
+def other_backend(model: Any) -> None:
+    model.set_attention_backend("_native_math")
+
+
+@pytest.mark.parametrize("setting", [checkpointed, compiled_in_place, compiled_wrapped, other_backend])
+@pytest.mark.parametrize("balanced_first", [True, False])
+def test_settings_of_diffusers_hold(setting: Callable[[Any], None], balanced_first: bool) -> None:
+    model, samples = CASE.make(), samples_of()
+    _, expected = one_by_one(model, samples)
+    if balanced_first:
+        knapformer.balance(model)
+    setting(model)
+    knapformer.balance(model)
+    got = {name.replace("_orig_mod.", ""): gradient for name, gradient in packed(model, samples).items()}
+    assert_gradients_equal(got, expected)
+
+
+def test_the_backend_that_was_set_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models import attention_dispatch
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    calls = []
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    original = backends[AttentionBackendName._NATIVE_MATH]
+
+    def counted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(query.shape[:2])
+        return original(query, key, value, **options)
+
+    monkeypatch.setitem(backends, AttentionBackendName._NATIVE_MATH, counted)
+    monkeypatch.setitem(
+        attention_dispatch._AttentionBackendRegistry._supported_arg_names,
+        AttentionBackendName._NATIVE_MATH,
+        {"query", "key", "value", "scale"},
+    )
+    model = knapformer.balance(CASE.make())
+    samples = samples_of([SIZES[0], SIZES[3], SIZES[1]])
+    model.set_attention_backend("_native_math")
+    model(samples)
+    assert calls == [(2, 22), (1, 12)] * 3  # neighbours of one length are one batch; in each of three blocks
+
+
+def test_fused_projections_are_used() -> None:
+    model, samples = knapformer.balance(CASE.make()), samples_of()
+    model.fuse_qkv_projections()
+    with torch.no_grad():
+        expected = model(**samples[0]).sample
+        for module in model.modules():
+            for name in ("to_q", "add_q_proj"):
+                if hasattr(module, name):
+                    getattr(module, name).weight.fill_(float("nan"))
+        assert relative_error(model(samples)[0], expected) <= 1e-5
+
+
+def test_a_rank_without_samples_reaches_every_parameter() -> None:
+    for name, case in cases().items():
+        model = knapformer.balance(case.make())
+        predictions = model([])
+        assert isinstance(predictions, Predictions)
+        assert list(predictions) == []
+        predictions.zero.backward()
+        for parameter_name, parameter in model.named_parameters():
+            assert parameter.grad is not None, f"{name}: {parameter_name}"
+            assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
+
+
+def without(name: str) -> Sample:
+    return {key: value for key, value in samples_of()[0].items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (without("timestep"), r"samples\[1\]: got no 'timestep', expected hidden_states, "),
+        ({**without(""), "controlnet_block_samples": [1]}, r"samples\[1\]: got 'controlnet_block_samples', expected"),
+        ({**without(""), "guidance": None}, r"samples\[1\]\['guidance'\]: got none, expected one"),
+        ({**without(""), "timestep": torch.rand(2)}, r"samples\[1\]\['timestep'\]: got 2 numbers, expected one"),
+        (
+            {**without(""), "hidden_states": torch.rand(2, 15, 6)},
+            r"samples\[1\]\['hidden_states'\]: got shape \(2, 15, 6\), expected \(1, tokens, 6\)",
+        ),
+        ({**without(""), "img_ids": torch.rand(14, 3)}, r"samples\[1\]\['img_ids'\]: got 14 rows, expected 15"),
+        (torch.rand(3), r"samples\[1\]: got Tensor, expected a dict"),
+    ],
+)
+def test_samples_that_do_not_fit_are_named(sample: Any, message: str) -> None:
+    model = knapformer.balance(CASE.make())
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        model([samples_of()[0], sample])
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(knapformer.ArgumentError, match=r"transformer: got Linear, expected one of Flux2Transformer2DM"):
+        knapformer.balance(nn.Linear(2, 2))
+    model: Any = CASE.make()
+    model.transformer_blocks[1].attn.processor = type("OtherProcessor", (), {})()
+    with pytest.raises(
+        knapformer.StateError, match=r"transformer_blocks\[1\].attn.processor: got OtherProcessor, expected FluxAttnP"
+    ):
+        knapformer.balance(model)
+    model = knapformer.balance(CASE.make())
+    model.single_transformer_blocks[0].attn.processor._parallel_config = object()
+    with pytest.raises(knapformer.StateError, match=r"single_transformer_blocks\[0\].attn.processor: .*context parall"):
+        model(samples_of())
+
+
+def test_a_forward_that_was_replaced_later_is_not_thrown_away() -> None:
+    model: Any = knapformer.balance(seeded(CASE.make()))
+    model.forward = lambda *args: None
+    with pytest.raises(knapformer.StateError, match=r"forward was replaced after balance"):
+        knapformer.unbalance(model)
