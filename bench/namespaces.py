@@ -41,9 +41,9 @@ class CannotMakeHosts(Exception):
 @contextlib.contextmanager
 def two_hosts(rate_mbit: float | None = 1000) -> Iterator[tuple[Host, Host]]:
     """rate_mbit: of each direction of the link; None: as fast as it is. Raises CannotMakeHosts."""
-    for program in ("ip", "tc"):
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(program) is None:
-            raise CannotMakeHosts(f"{program} is not installed (Debian: iproute2)")
+            raise CannotMakeHosts(f"{program} is not installed (Debian: {package})")
     # Names of interfaces have at most 15 characters.
     hosts = tuple(Host(f"kf{os.getpid()}{side}", f"10.93.7.{i}", f"kf{side}") for i, side in ((1, "a"), (2, "b")))
     try:
@@ -132,7 +132,8 @@ def run_on(
         for i, host in enumerate(hosts):
             log = stack.enter_context((folder / host.name).open("w+"))
             command = [
-                "ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run",
+                # Not `ip netns exec`, which mounts another /sys, without control groups.
+                "nsenter", f"--net=/run/netns/{host.name}", sys.executable, "-m", "torch.distributed.run",
                 "--nnodes", str(len(hosts)), "--node-rank", str(i), "--nproc-per-node", str(num_local),
                 "--master-addr", hosts[0].address, "--master-port", "29511",
                 str(rank), str(groups or ""), *arguments,
