@@ -4,9 +4,9 @@
 
 The hosts are network namespaces on this machine (namespaces.py), each rank with its own share of a core. There
 `knapformer calibrate` measures blocks, the exchange inside a host and the one between hosts; then `knapformer simulate`
-runs steps of K micro-batches without a balancer, with flat bags inside the hosts (g2n2) and over both (g4n1), with nested
-bags (g4/2/1n1), and planned whole, which exchanges nothing. All of a run compute the same samples in turns. The planner and
-the prediction know what was calibrated, and nothing else of the machine.
+runs steps of K micro-batches without a balancer, with flat bags inside the hosts (g2n2) and over both (g4n1), with
+nested bags (g4/2/1n1), and planned whole, which exchanges nothing. All of a run compute the same samples in turns. The
+planner and the prediction know what was calibrated, and nothing else of the machine.
 
 Prints why, and ends with 0, where namespaces cannot be made: it needs root, Linux and iproute2.
 """
@@ -91,9 +91,7 @@ def main() -> int:
     if args.json is not None:
         configuration = {"model": MODEL, "data": DATA, "rate_mbit": args.rate, "steps": args.steps,
                          "repeats": args.repeats, "seed": args.seed, "shares_of_cores": shared}  # fmt: skip
-        write_results(
-            args.json, "hosts", configuration, load_before=load, calibration=calibration, runs=runs
-        )
+        write_results(args.json, "hosts", configuration, load_before=load, calibration=calibration, runs=runs)
     return 0
 
 

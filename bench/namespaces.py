@@ -3,8 +3,8 @@
     with two_hosts(rate_mbit=1000) as hosts:
         run_on(hosts, ["-m", "knapformer", "simulate", ...], num_local=2, timeout_s=300)
 
-Each host is a namespace with its own loopback, over which its ranks talk to each other. The link is a veth pair; a token
-bucket (`tc tbf`) limits what each end sends. Where the kernel lets us, each rank has a share of a core of its own
+Each host is a namespace with its own loopback, over which its ranks talk to each other. The link is a veth pair; a
+token bucket (`tc tbf`) limits what each end sends. Where the kernel lets us, each rank has a share of a core of its own
 (cgroups): otherwise a rank that has nothing to do would lend its core to the others, which no cluster's does.
 
 Linux, root, and Debian's iproute2.

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("knapformer._torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from namespaces import CannotMakeHosts, Host, run_on, two_hosts  # noqa: E402
+from namespaces import CannotMakeHosts, Host, run_on, two_hosts
 
 
 def names() -> str:

@@ -114,6 +114,15 @@ def add_micro_batches(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
+def add_whole_steps(parser: argparse._ActionsContainer) -> None:
+    """--micro-batches, and --max-tokens-per-rank of steps planned whole: 0 where it is not given."""
+    add_micro_batches(parser)
+    parser.add_argument(
+        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N",
+        help="in a micro-batch of a step planned whole; default: what the fullest rank holds in one where it is not",
+    )  # fmt: skip
+
+
 def batches_of_step(step: int, num_micro_batches: int) -> range:
     """Which of a mix's batches a rank draws for the micro-batches of an optimizer step."""
     return range(step * num_micro_batches, (step + 1) * num_micro_batches)

@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     if args.micro_batches is not None and args.report is not None:
-        raise ArgumentError("--report: got one with --micro-batches, expected none: it shows the plan of one micro-batch")
+        raise ArgumentError(
+            "--report: got one with --micro-batches, expected none: it shows the plan of one micro-batch"
+        )
     keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cli_args.limits(args)}
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)

@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "--topology", required=True, action="append", metavar="T",
         help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
     )  # fmt: skip
-    cli_args.add_micro_batches(parser)
+    cli_args.add_whole_steps(parser)
     cli_args.add_solver(parser)
     cli_args.add_gamma(parser)
     cli_args.add_d_model(parser)
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
         "solver": workload.solver,
         "num_steps": workload.num_steps if workload.mix is not None else 1,
         "micro_batches": workload.micro_batches,
+        "max_tokens_per_rank": workload.max_tokens_per_rank,
         "seed": workload.seed,
         **cli_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
@@ -81,14 +82,18 @@ def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload,
     common = {"d_model": args.d_model, "solver": args.solver, **cost}
     if args.lengths is not None:
         if args.micro_batches is not None:
-            raise ArgumentError("--micro-batches: got one beside --lengths, which are of one micro-batch, expected none")
+            raise ArgumentError(
+                "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
+            )
         lengths = cli_args.read_lengths(args.lengths)
         if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:
             raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(lengths)}, as --lengths has, or none")
         return Workload(lengths=lengths, **common), [len(lengths)]
     mix = DataMix.parse(args.mix)
     ranks = [mix.num_ranks] if args.ranks is None else parse_ranks(args.ranks)
-    return Workload(mix=mix, seed=args.seed, num_steps=args.steps, micro_batches=args.micro_batches, **common), ranks
+    of_steps = {"num_steps": args.steps, "micro_batches": args.micro_batches}
+    limit = args.max_tokens_per_rank
+    return Workload(mix=mix, seed=args.seed, **of_steps, max_tokens_per_rank=limit, **common), ranks
 
 
 def draw_scaling(path: str, points: list[Point], title: str) -> None:

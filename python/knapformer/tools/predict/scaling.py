@@ -33,7 +33,8 @@ WHOLE_STEP = "step planned, "  # before a topology
 class Workload:
     """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks.
 
-    micro_batches: of a step, which is then planned whole as well; None: one, and it is not.
+    micro_batches: of a step, which is then planned whole as well; None: one, and it is not. max_tokens_per_rank: of
+    steps planned whole; 0: what the fullest rank holds in the same step planned by micro-batch.
     """
 
     d_model: int
@@ -46,6 +47,7 @@ class Workload:
     num_steps: int = 1
     lengths: Lengths | None = None
     micro_batches: int | None = None
+    max_tokens_per_rank: int = 0
 
     def plan(self, seq_lens: Lengths, topology: str) -> Plan:
         """Of a micro-batch."""
@@ -58,7 +60,8 @@ class Workload:
         """Of all micro-batches at once. Ranks load what they compute: nothing is routed."""
         planned: StepPlan = knapformer.plan(
             lengths_of_step(micro_batches), topology, self.d_model, self.gamma, self.solver, cluster=self.cluster,
-            model=self.model.replace(routed=False), micro_batches=len(micro_batches), max_tokens_per_rank=max_tokens,
+            model=self.model.replace(routed=False), micro_batches=len(micro_batches),
+            max_tokens_per_rank=self.max_tokens_per_rank or max_tokens,
         )  # fmt: skip
         return planned
 
@@ -112,7 +115,7 @@ def plan_micro_batches(workload: Workload, topology: str, num_ranks: int) -> lis
 
 
 def plan_steps(workload: Workload, topology: str, num_ranks: int, max_tokens: Sequence[int]) -> list[PlannedStep]:
-    """Each step whole. max_tokens: for each step, of a rank in a micro-batch."""
+    """Each step whole. max_tokens: for each step, of a rank in a micro-batch where the workload has no limit."""
     steps = []
     for micro_batches, limit in zip(workload.steps(num_ranks), max_tokens, strict=True):
         start = time.perf_counter()
@@ -153,8 +156,7 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
     """For each number of ranks: no balancer, then each topology, by micro-batch and, where steps are of several
     micro-batches, by whole step. All input is checked before anything is planned.
 
-    A whole step holds no more tokens on a rank in a micro-batch than the same step planned by micro-batch. Raises
-    ArgumentError.
+    Raises ArgumentError.
     """
     for num_ranks in ranks:
         if workload.mix is not None:

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_gamma(parser)
     cli_args.add_draw(parser)
     cli_args.add_count(parser, "--steps", 1, "of --data")
-    cli_args.add_micro_batches(parser)
+    cli_args.add_whole_steps(parser)
     cli_args.add_count(parser, "--repeats", 3, "of each measurement; medians")
     cli_args.add_count(parser, "--warmup", 1, "before them")
     parser.add_argument(
@@ -156,7 +156,7 @@ def _ways(
             for name, text in topologies.items()
         ]
         if args.micro_batches is not None:
-            options |= {"model": model.replace(routed=False), "micro_batches": args.micro_batches}
+            options["model"] = model.replace(routed=False)
             ways += [_planned_whole(args, config, gamma, way, options) for way in ways]
     if any(plan.num_tokens == 0 for plans in ways[0].plans for plan in plans):
         raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
@@ -166,12 +166,14 @@ def _ways(
 def _planned_whole(
     args: argparse.Namespace, config: BaseConfig, gamma: float, way: _Way, options: dict[str, Any]
 ) -> _Way:
-    """The steps of `way`, each planned at once, with no more tokens on a rank in a micro-batch than there."""
+    """The steps of `way`, each planned at once."""
+    assert way.topology is not None
     plans, texts = [], []
     for of_step, text_tokens in zip(way.plans, way.text_tokens, strict=True):
+        limit = args.max_tokens_per_rank or max(plan.max_tokens for plan in of_step)
         step: StepPlan = knapformer.plan(
             cli_args.lengths_of_step([plan.seq_lens for plan in of_step]), way.topology, config.d_model, gamma,
-            args.solver, max_tokens_per_rank=max(plan.max_tokens for plan in of_step), **options,
+            args.solver, max_tokens_per_rank=limit, micro_batches=len(of_step), **options,
         )  # fmt: skip
         # The step's sequences count through ranks first, and then through each one's micro-batches.
         by_micro_batch = [iter(of) for of in text_tokens]
@@ -201,13 +203,13 @@ def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan:
     return plan
 
 
-def _drawn(
-    args: argparse.Namespace, config: BaseConfig
-) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
+def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
     """Of each step and micro-batch: lengths of each rank, and text tokens of each sequence."""
     if args.lengths is not None:
         if args.micro_batches is not None:
-            raise ArgumentError("--micro-batches: got one beside --lengths, which are of one micro-batch, expected none")
+            raise ArgumentError(
+                "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
+            )
         lengths = cli_args.read_lengths(args.lengths, args.ranks)
         return [[lengths]], [[_some_text(config, lengths)]]
     mix, num_ranks = cli_args.mix_and_ranks(args)
@@ -239,8 +241,8 @@ def print_results(model_name: str, result: dict[str, Any]) -> None:
         table_of(
             (_cells(row, baseline_s) for row in result["variants"]),
             left="balancer",
-            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds. Peak: tokens of "
-            "the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step.",
+            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds. Peak: "
+            "tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step.",
         ),
         text,
     )

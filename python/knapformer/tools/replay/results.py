@@ -58,6 +58,8 @@ class Variant:
         of_ranks = [ranks for of_step in self.measured for ranks in of_step]
         seconds = [[sum(rank) for rank in ranks] for ranks in of_ranks]
         work = [plan.workload_after for plan in plans]
+        busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may leave one empty
+        busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
         num_steps, num_ranks = len(self.plans), plans[0].num_ranks
         fbl_s = [math.fsum(time.total_s for time in of_step) for of_step in times]
         mean_s = statistics.fmean(fbl_s)
@@ -74,8 +76,8 @@ class Variant:
             "fbl_per_step_s": fbl_s,
             **{term: per_step(time.terms[term] for time in all_times) for term in StepTime.labels()},
             "slowest_rank_s": per_step(max(of) for of in seconds),
-            "wir": number_or_none(statistics.fmean(plan.wir_after for plan in plans)),
-            "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in seconds)),
+            "wir": number_or_none(statistics.fmean(plans[k].wir_after for k in busy)),
+            "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
             "tokens_per_s": per_step(plan.num_tokens for plan in plans) / mean_s,
             "max_tokens_per_rank": max(plan.max_tokens for plan in plans),
             "exchanged_bytes": per_step(time.route_bytes.total + time.attention_bytes.total for time in all_times),
@@ -83,8 +85,8 @@ class Variant:
             "hfu": hardware_flops_utilization(
                 flops, model.num_blocks, mean_s, num_ranks, peak_tflops, model.recomputes
             ),
-            "correlation": correlation(work, seconds),
-            "spread": spread(work, seconds),
+            "correlation": correlation(busy_work, busy_seconds),
+            "spread": spread(busy_work, busy_seconds),
             "work_per_rank": work,
             "seconds_per_rank": of_ranks,
         }

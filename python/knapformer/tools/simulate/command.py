@@ -11,13 +11,15 @@ from knapformer.tools.launch import check_ranks, run_on_ranks
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("simulate", help="fake training steps on real ranks, without and with the balancer, and planned whole")
+    parser = subparsers.add_parser(
+        "simulate", help="fake training steps on real ranks, without and with the balancer, and planned whole"
+    )
     cli_args.add_data(parser, required=True)
     parser.add_argument(
         "--topology", action="append", default=[], metavar="T",
         help="of the balancer in the model; may be given several times",
     )  # fmt: skip
-    cli_args.add_micro_batches(parser)
+    cli_args.add_whole_steps(parser)
     parser.add_argument(
         "--equal-lengths", action="store_true", help="measures as much work in sequences of equal length as well"
     )
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         data=args.data,
         topologies=tuple(args.topology),
         micro_batches=args.micro_batches,
+        max_tokens_per_rank=args.max_tokens_per_rank,
         equal_lengths=args.equal_lengths,
         num_ranks=num_ranks,
         scale=args.scale,

@@ -126,8 +126,8 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 def _legend(of_variants: list[dict[str, Any]]) -> str:
     names = {of["name"] for of in of_variants}
     lines = [
-        "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, bags of "
-        "so many ranks.",
+        "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in "
+        "bags of so many ranks."
     ]
     if PLANNED_STEP in names:
         lines.append(

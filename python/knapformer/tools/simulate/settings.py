@@ -20,6 +20,7 @@ class SimulationSettings(RunSettings):
     data: str  # data codes, or the name of a published mix
     topologies: tuple[str, ...]  # each is measured beside "no balancer", with the balancer in the model
     micro_batches: int | None = None  # of an optimizer step, which is then also planned whole; None: one, and it is not
+    max_tokens_per_rank: int = 0  # of a step planned whole; 0: what the fullest rank draws for a micro-batch
     equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
     scale: float = 1.0  # divides the resolutions
     max_text_tokens: int = 392
@@ -85,13 +86,14 @@ class SimulationSettings(RunSettings):
 
     def plan_step(self, data: StepData, gamma: float) -> StepPlan:
         """Of an optimizer step, as BalancedBatchSampler plans: whole samples, a sample on every rank in every
-        micro-batch, and no more tokens there than the ranks drew at most in one."""
+        micro-batch."""
         of = self.planning(gamma)
         # What takes as long in every plan would hide how far a plan is from the best.
         of |= {"model": of["model"].replace(routed=False), "cluster": self.cluster.replace(fixed_s=0.0)}
         planned: StepPlan = plan(
             data.seq_lens_of_step(), f"g1n{self.num_ranks}", self.model.d_model, masks=self.model.mask,
-            max_tokens_per_rank=data.max_tokens(), micro_batches=self.micro_batches or 1, **of,
+            max_tokens_per_rank=self.max_tokens_per_rank or data.max_tokens(),
+            micro_batches=self.micro_batches or 1, **of,
         )  # fmt: skip
         return planned.fill_ranks()
 
