@@ -3,8 +3,9 @@
     python docs/training_run.py            runs what is missing in build/training_run, then writes the pictures
     python docs/training_run.py --again    runs everything anew
 
-Runs of examples/train_images.py: without and with the balancer, a step of each in turn, in float32 and, shorter, in
-float64; one with the balancer that is killed and resumed; and a longer one on smaller pictures, for samples.
+Runs of examples/train_images.py with the balancer in the model: without and with it, a step of each in turn, in float32
+and, shorter, in float64; one that is killed and resumed; and a longer one on smaller pictures, for samples. Then the
+batch sampler, without and with it, in float32.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ RUNS = ROOT / "build" / "training_run"
 PICTURES = ROOT / "docs" / "pictures"
 NUM_STEPS, NUM_STEPS_FP64, KILLED_AFTER = 160, 40, 105
 NUM_STEPS_PICTURES = 500
+NUM_STEPS_SAMPLER = 40
+IN_MODEL = ("--balancer", "g2/1n1", "--micro-batches", "1", "--batch-size", "6")
 PICTURE_OPTIONS = ("--resolutions", "32,48,64", "--batch-size", "12", "--time-shift", "3", "--checkpoint-every", "250")
 NUM_WARMUP = 5  # steps that no time is taken of
 
@@ -42,9 +45,10 @@ Log = list[dict[str, Any]]
 
 def run_all() -> None:
     for name, options in (
-        ("compare", ("--compare", "--steps", str(NUM_STEPS), "--no-samples")),
-        ("pictures", ("--steps", str(NUM_STEPS_PICTURES), *PICTURE_OPTIONS)),
-        ("compare_fp64", ("--compare", "--steps", str(NUM_STEPS_FP64), "--precision", "fp64", "--no-samples")),
+        ("compare", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS), "--no-samples")),
+        ("pictures", (*IN_MODEL, "--steps", str(NUM_STEPS_PICTURES), *PICTURE_OPTIONS)),
+        ("compare_fp64", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS_FP64), "--precision", "fp64", "--no-samples")),
+        ("sampler", ("--compare", "--steps", str(NUM_STEPS_SAMPLER), "--no-samples")),
     ):
         if not (RUNS / name / "done").exists():
             finish(start(RUNS / name, *options))
@@ -52,9 +56,10 @@ def run_all() -> None:
     killed = RUNS / "killed"
     if not (killed / "done").exists():
         shutil.rmtree(killed, ignore_errors=True)
-        kill_after(start(killed, "--steps", str(NUM_STEPS), "--no-samples"), killed, KILLED_AFTER, timeout_s=3600)
+        options = (*IN_MODEL, "--steps", str(NUM_STEPS), "--no-samples")
+        kill_after(start(killed, *options), killed, KILLED_AFTER, timeout_s=3600)
         shutil.copy(killed / "log.jsonl", killed / "before.jsonl")
-        finish(start(killed, "--steps", str(NUM_STEPS), "--no-samples", "--resume"))
+        finish(start(killed, *options, "--resume"))
         (killed / "done").touch()
 
 
@@ -83,10 +88,14 @@ def times(log: Log, name: str) -> dict[str, float]:
     }
 
 
-def results(log: Log, log_fp64: Log, before: Log, resumed: Log) -> dict[str, Any]:
+def wirs(log: Log, name: str) -> list[float]:
+    """Highest over lowest work of a rank, the mean over the micro-batches of each step."""
+    return [statistics.mean(max(ranks) / min(ranks) for ranks in entry[name]["work"]) for entry in log]
+
+
+def results(log: Log, log_fp64: Log, sampler: Log, before: Log, resumed: Log) -> dict[str, Any]:
     balanced, plain = losses(log, "balanced"), losses(log, "not balanced")
     first_resumed = next(i for i, (a, b) in enumerate(zip(before, resumed, strict=False)) if a != b)
-    plans = [entry["balanced"] for entry in log]
     return {
         "loss_of_first_and_last_20_steps": [statistics.mean(plain[:20]), statistics.mean(plain[-20:])],
         "largest_relative_difference_fp32": max(differences(balanced, plain)),
@@ -96,9 +105,16 @@ def results(log: Log, log_fp64: Log, before: Log, resumed: Log) -> dict[str, Any
         "killed_after_steps": len(before),
         "resumed_from_step": first_resumed,
         "largest_relative_difference_of_resumed": max(differences(losses(resumed, "balanced"), balanced)),
-        "mean_wir_before": statistics.mean(plan["wir_before"] for plan in plans),
-        "mean_wir_after": statistics.mean(plan["wir_after"] for plan in plans),
-        "mean_fetch_seconds": statistics.mean(entry["fetch_seconds"] for entry in log[NUM_WARMUP:]),
+        "mean_wir_before": statistics.mean(wirs(log, "not balanced")),
+        "mean_wir_after": statistics.mean(wirs(log, "balanced")),
+        "sampler": {
+            "largest_relative_difference_fp32": max(
+                differences(losses(sampler, "balanced"), losses(sampler, "not balanced"))
+            ),
+            "mean_wir_before": statistics.mean(wirs(sampler, "not balanced")),
+            "mean_wir_after": statistics.mean(wirs(sampler, "balanced")),
+            "times": {name: times(sampler, name) for name in ("not balanced", "balanced")},
+        },
         "num_timed_steps": len(log) - NUM_WARMUP,
         "times": {name: times(log, name) for name in ("not balanced", "balanced")},
         "environment": {
@@ -148,7 +164,8 @@ def main() -> None:
     run_all()
     log, log_fp64 = read(RUNS / "compare" / "log.jsonl"), read(RUNS / "compare_fp64" / "log.jsonl")
     resumed = read(RUNS / "killed" / "log.jsonl")
-    figures = results(log, log_fp64, read(RUNS / "killed" / "before.jsonl"), resumed)
+    sampler = read(RUNS / "sampler" / "log.jsonl")
+    figures = results(log, log_fp64, sampler, read(RUNS / "killed" / "before.jsonl"), resumed)
     (RUNS / "results.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(figures, indent=2))
     draw(log, log_fp64, resumed, figures, PICTURES / "training_curves.png")

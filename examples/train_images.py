@@ -5,8 +5,12 @@
     torchrun --nproc-per-node 2 examples/train_images.py --out runs/mine --data ~/my_pictures    # captions: *.txt
 
 Without --data it trains on the pictures inside scikit-image and scikit-learn. Into --out go `log.jsonl` (a line a
-step), checkpoints, and at the end `samples.png`. `--balancer none` trains the same without balancing; `--compare` does
-both at once, a step of each in turn, on the same data and from the same weights.
+step), checkpoints, and at the end `samples.png`.
+
+The lengths of all samples are known, so BalancedBatchSampler decides which rank computes a sample, and in which
+micro-batch: nothing travels between ranks. `--balancer g2/1n1` has the balancer in the model in its place, behind a
+BalancedLoader; `--balancer none` trains the same without balancing. `--compare` trains without it as well, a step of
+each in turn, on the same data and from the same weights.
 """
 
 from __future__ import annotations
@@ -16,24 +20,26 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from picture_training import checkpoints
-from picture_training.pictures import PictureBatch, PictureBatches, PictureData, load_pictures, pack
+from picture_training.pictures import PictureBatch, PictureData, PictureSamples, load_pictures, pack
 from picture_training.samples import save_samples
 from picture_training.training import TrainingOptions, TrainingRun
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from knapformer import BalancedLoader, Cluster, SequenceBalancer
+from knapformer import BalancedBatchSampler, BalancedLoader, Cluster, SequenceBalancer, TrainedModel, WorkloadModel
 
 # Of ranks that are processes on one CPU. Without a latency: it would outweigh sequences as short as the smallest here.
-CPU_CLUSTER = Cluster("cpu", flops_per_s=1e10, node_latency_s=0)
+CPU_CLUSTER = Cluster("cpu", flops_per_s=1e10, node_latency_s=0, fixed_s=0)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,10 +53,13 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PIXELS,...",
         help="sides of squares of as many pixels; one that is named twice is drawn twice as often",
     )
-    parser.add_argument("--balancer", default="g2/1n1", metavar="TOPOLOGY", help="or none (default: %(default)s)")
+    parser.add_argument(
+        "--balancer", default="sampler", metavar="sampler|TOPOLOGY|none", help="which way (default: %(default)s)"
+    )
     parser.add_argument("--gamma", type=float, default=0.7, help="cost of attention's FLOPs over that of products")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=6, help="samples of all ranks in a step")
+    parser.add_argument("--batch-size", type=int, default=12, help="samples of a step, of all ranks and micro-batches")
+    parser.add_argument("--micro-batches", type=int, default=2, metavar="K", help="of a step (default: %(default)s)")
     parser.add_argument("--time-shift", type=float, default=1.0, help="trains and samples more near the noise (> 1)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
     parser.add_argument("--seed", type=int, default=0)
@@ -60,7 +69,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-samples", action="store_true")
     arguments = parser.parse_args()
     if arguments.compare and arguments.balancer == "none":
-        parser.error("--compare: got --balancer none, expected a topology to compare with none")
+        parser.error("--compare: got --balancer none, expected the sampler or a topology to compare with none")
+    lists = arguments.micro_batches * int(os.environ["WORLD_SIZE"])
+    if lists < 1 or arguments.batch_size < 1 or arguments.batch_size % lists:
+        parser.error(
+            f"--batch-size: got {arguments.batch_size}, expected a multiple of {lists}, the micro-batches of all ranks"
+        )
     return arguments
 
 
@@ -86,16 +100,17 @@ def choose_device() -> torch.device:
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     options = TrainingOptions(arguments.precision, arguments.batch_size, seed=arguments.seed)
     pictures = load_pictures(arguments.data)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     balancer = None
-    if arguments.balancer != "none":
+    if arguments.balancer not in ("none", "sampler"):
         cluster = CPU_CLUSTER if device.type == "cpu" else None
         balancer = SequenceBalancer(arguments.balancer, arguments.gamma, cluster=cluster)
-    runs = {"balanced" if balancer else "not balanced": TrainingRun(options, device, balancer)}
+    balanced = arguments.balancer != "none"
+    runs = {"balanced" if balanced else "not balanced": TrainingRun(options, device, balancer)}
     if arguments.compare:
         runs["not balanced"] = TrainingRun(options, device, None)
     if arguments.resume:
@@ -107,25 +122,56 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     first_step = main_run.num_steps_done
 
     data = PictureData(pictures, arguments.resolutions, arguments.seed, arguments.time_shift)
-    own = PictureBatches(data, options.batch_size, rank, num_ranks, options.dtype)
-    batches: Iterable[PictureBatch] = DataLoader(own, batch_size=None, sampler=range(first_step, arguments.steps))
-    if balancer:
-        planned = BalancedLoader(batches, balancer, options.model.d_model, empty=lambda: pack([], options.dtype))
-        batches = (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
+    samples = PictureSamples(data, arguments.steps * options.batch_size)
+    batches = {name: _batches(arguments, samples, options, first_step, device, name, balancer) for name in runs}
     with Log(arguments.out / "log.jsonl", first_step, arguments.steps, enabled=rank == 0) as log:
-        fetch_start = time.perf_counter()
-        for step, batch in enumerate(batches, first_step):
-            fetch_seconds = time.perf_counter() - fetch_start
-            entry = {"step": step, "tokens": of_ranks(sum(batch.seq_lens)), "fetch_seconds": fetch_seconds}
+        for step in range(first_step, arguments.steps):
+            entry: dict[str, Any] = {"step": step}
             # In turns: what disturbs the machine for a while disturbs both.
             for name in sorted(runs, reverse=step % 2 == 1):
-                entry[name] = timed_step(runs[name], batch)
+                entry[name] = timed_step(runs[name], islice(batches[name], arguments.micro_batches), arguments.gamma)
             log.write(entry)
             if main_run.num_steps_done % arguments.checkpoint_every == 0 and not arguments.compare:
                 checkpoints.save(main_run, arguments.out)
-            fetch_start = time.perf_counter()
     if not arguments.no_samples:
         save_samples(main_run, data, arguments.out / "samples.png")
+
+
+def _batches(
+    arguments: argparse.Namespace,
+    samples: PictureSamples,
+    options: TrainingOptions,
+    first_step: int,
+    device: torch.device,
+    name: str,
+    balancer: SequenceBalancer | None,
+) -> Iterator[PictureBatch]:
+    """This rank's micro-batches of a run, from a step on. Of all ranks a step has the same samples in every run."""
+    batch_size = options.batch_size // dist.get_world_size() // arguments.micro_batches
+    lists: Iterable[list[int]]
+    if name == "balanced" and balancer is None:
+        lengths = samples.lengths()
+        sampler = lists = BalancedBatchSampler(
+            lengths,
+            batch_size=batch_size,
+            d_model=options.d_model,
+            micro_batches=arguments.micro_batches,
+            shuffle=False,  # each sample is drawn at random by itself
+            max_tokens_per_rank=batch_size * max(lengths),
+            gamma=arguments.gamma,
+            cluster=CPU_CLUSTER if device.type == "cpu" else None,
+            model=TrainedModel(num_blocks=options.num_blocks, num_parameters=0),
+            num_heads=options.model.num_heads,
+        )
+        sampler.load_state_dict(sampler.state_dict(num_steps=first_step))
+    else:
+        in_order = BatchSampler(DistributedSampler(samples, shuffle=False), batch_size, drop_last=False)
+        lists = list(in_order)[first_step * arguments.micro_batches :]
+    loader = DataLoader(samples, batch_sampler=lists, collate_fn=partial(pack, dtype=options.dtype))
+    if name == "not balanced" or balancer is None:
+        return iter(loader)
+    planned = BalancedLoader(loader, balancer, options.d_model, empty=lambda: pack([], options.dtype))
+    return (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
 
 
 def of_ranks(value: Any) -> list[Any]:
@@ -134,22 +180,50 @@ def of_ranks(value: Any) -> list[Any]:
     return values
 
 
-def timed_step(run: TrainingRun, batch: PictureBatch) -> dict[str, Any]:
-    """seconds: from a common start until the slowest rank is done. cpu_seconds: what each rank computed, which other
-    programs on the machine leave nearly alone."""
+def timed_step(run: TrainingRun, batches: Iterable[PictureBatch], gamma: float) -> dict[str, Any]:
+    """work, tokens: of each rank in each micro-batch. seconds: from a common start until the slowest rank is done,
+    without fetching data. cpu_seconds: what each rank computed, which other programs on the machine leave nearly alone.
+    """
+    workload = WorkloadModel(gamma)
+    clock = _Clock()
     gc.collect()  # now, and not in the middle
     gc.disable()
-    dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    loss, gradient_norm = run.step(batch)
-    cpu_seconds = time.process_time() - cpu_start
-    dist.barrier()
-    seconds = time.perf_counter() - start
+    work, tokens = [], []
+    for batch in batches:
+        with clock:
+            run.accumulate(batch)
+        if run.balancer is None:
+            own = sum(workload.work(length, run.options.d_model) for length in batch.seq_lens)
+            work.append(of_ranks(own))
+        else:
+            work.append(run.balancer.plan.workload_after)
+        tokens.append(of_ranks(sum(batch.seq_lens)))
+    with clock:
+        loss, gradient_norm = run.finish_step()
     gc.enable()
-    figures = {"loss": loss, "gradient_norm": gradient_norm, "seconds": seconds, "cpu_seconds": of_ranks(cpu_seconds)}
-    if run.balancer is not None:
-        figures["wir_before"], figures["wir_after"] = run.balancer.plan.wir_before, run.balancer.plan.wir_after
-    return figures
+    return {
+        "loss": loss,
+        "gradient_norm": gradient_norm,
+        "seconds": clock.seconds,
+        "cpu_seconds": of_ranks(clock.cpu_seconds),
+        "work": work,
+        "tokens": tokens,
+    }
+
+
+class _Clock:
+    """Adds up what is done in it, by all ranks together."""
+
+    seconds = cpu_seconds = 0.0
+
+    def __enter__(self) -> None:
+        dist.barrier()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.cpu_seconds += time.process_time() - self._cpu_start
+        dist.barrier()
+        self.seconds += time.perf_counter() - self._start
 
 
 class Log:

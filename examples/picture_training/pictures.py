@@ -136,23 +136,51 @@ class PictureData:
     time_shift: float = 1.0
 
 
-def draw_sample(data: PictureData, number: int) -> TrainingSample:
-    generator = torch.Generator().manual_seed(data.seed * 1_000_003 + number)
+@dataclass(frozen=True)
+class _Shape:
+    """What of a sample is drawn first: all that its length follows from."""
 
+    picture: Picture
+    rows: int
+    columns: int
+    zoom: float
+    across: float
+    down: float
+    caption: str
+
+
+def _draw_shape(data: PictureData, generator: torch.Generator) -> _Shape:
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
     picture = data.pictures[draw(len(data.pictures))]
     rows, columns = grid_of_size(data.resolutions[draw(len(data.resolutions))], ASPECTS[draw(len(ASPECTS))])
-    zoom, across, down = torch.rand(3, generator=generator).tolist()
+    crop = torch.rand(3, generator=generator).tolist()
+    kept = float(torch.rand((), generator=generator)) >= CAPTION_DROPOUT
+    return _Shape(picture, rows, columns, *crop, picture.caption if kept else "")
+
+
+def _generator(data: PictureData, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(data.seed * 1_000_003 + number)
+
+
+def length_of_sample(data: PictureData, number: int) -> int:
+    """Tokens, words and patches, of draw_sample's; no picture is looked at."""
+    shape = _draw_shape(data, _generator(data, number))
+    return shape.rows * shape.columns + len(words_of(shape.caption))
+
+
+def draw_sample(data: PictureData, number: int) -> TrainingSample:
+    generator = _generator(data, number)
+    shape = _draw_shape(data, generator)
+    picture, rows, columns = shape.picture, shape.rows, shape.columns
     # The largest part of this shape, or down to two thirds of it, anywhere.
     width, height = picture.image.size
-    scale = min(width / columns, height / rows) * (1 - zoom / 3)
-    left, top = across * (width - scale * columns), down * (height - scale * rows)
+    scale = min(width / columns, height / rows) * (1 - shape.zoom / 3)
+    left, top = shape.across * (width - scale * columns), shape.down * (height - scale * rows)
     box = (left, top, left + scale * columns, top + scale * rows)
     small = picture.image.resize((columns * PATCH, rows * PATCH), Image.Resampling.BICUBIC, box)
     tokens = to_tokens(torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 127.5 - 1)
-    kept = float(torch.rand((), generator=generator)) >= CAPTION_DROPOUT
     noise = torch.randn(tokens.shape, generator=generator)
     time = torch.sigmoid(torch.randn((), generator=generator))
     return TrainingSample(
@@ -160,13 +188,13 @@ def draw_sample(data: PictureData, number: int) -> TrainingSample:
         noise=noise,
         time=data.time_shift * time / (1 + (data.time_shift - 1) * time),
         grid=(rows, columns),
-        words=words_of(picture.caption if kept else ""),
+        words=words_of(shape.caption),
     )
 
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """The samples of one rank in one step, packed, and what the model shall answer. May hold none."""
+    """The samples of one rank in one micro-batch, packed, and what the model shall answer. May hold none."""
 
     inputs: FluxBatch
     target: Tensor  # (image tokens, TOKEN_CHANNELS): the velocity from the picture to the noise
@@ -197,13 +225,18 @@ def pack(samples: Sequence[TrainingSample], dtype: torch.dtype = torch.float32) 
     return PictureBatch(inputs, (noise - picture).to(dtype))
 
 
-class PictureBatches(Dataset[PictureBatch]):
-    """Item `step` is this rank's share of the samples of that step: for a DataLoader with batch_size=None."""
+class PictureSamples(Dataset[TrainingSample]):
+    """Samples by number, for any batch sampler, with lengths that are known before one is drawn."""
 
-    def __init__(self, data: PictureData, batch_size: int, rank: int, num_ranks: int, dtype: torch.dtype) -> None:
-        self._data, self._batch_size, self._dtype = data, batch_size, dtype
-        self._share = range(rank * batch_size // num_ranks, (rank + 1) * batch_size // num_ranks)
+    def __init__(self, data: PictureData, num_samples: int) -> None:
+        self._data, self._num_samples = data, num_samples
 
-    def __getitem__(self, step: int) -> PictureBatch:
-        numbers = (step * self._batch_size + i for i in self._share)
-        return pack([draw_sample(self._data, number) for number in numbers], self._dtype)
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, number: int) -> TrainingSample:
+        return draw_sample(self._data, number)
+
+    def lengths(self) -> list[int]:
+        """Of each sample, in tokens."""
+        return [length_of_sample(self._data, number) for number in range(self._num_samples)]

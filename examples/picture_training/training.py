@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from picture_training.pictures import TOKEN_CHANNELS, WORD_CHANNELS, PictureBatc
 @dataclass(frozen=True)
 class TrainingOptions:
     precision: str = "fp32"  # "fp64"; "bf16" computes in it, with parameters and gradients in float32
-    batch_size: int = 6  # samples of all ranks
+    batch_size: int = 12  # samples of a step, of all ranks and micro-batches
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     ema_decay: float = 0.98
@@ -96,18 +96,26 @@ class TrainingRun(Stateful):
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / options.warmup_steps)
         )
+        self._loss = torch.zeros((), device=device)  # of the step so far
         self._average = get_ema_multi_avg_fn(options.ema_decay)
 
-    def step(self, batch: PictureBatch) -> tuple[float, float]:
-        """The mean loss over the samples of all ranks, and the norm of its gradient.
+    def step(self, batches: Iterable[PictureBatch]) -> tuple[float, float]:
+        """An optimizer step: this rank's micro-batches, which may be fetched while it runs. The mean loss over the
+        samples of all ranks and micro-batches, and the norm of its gradient."""
+        for batch in batches:
+            self.accumulate(batch)
+        return self.finish_step()
 
-        A balancer, where there is one, holds the plan of this batch.
-        """
+    def accumulate(self, batch: PictureBatch) -> None:
+        """Forward and backward of a micro-batch. A balancer, where there is one, holds its plan."""
         batch = on_device(batch, self.device)
         velocity = self.model(batch.inputs, self.balancer, planned=self.balancer is not None)
         per_token = (velocity.to(batch.target.dtype) - batch.target).square().mean(1)
         loss = sample_mean(per_token, batch.inputs.image_lens, total=self.options.batch_size)
         loss.backward()
+        self._loss = self._loss + loss.detach()
+
+    def finish_step(self) -> tuple[float, float]:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -115,6 +123,7 @@ class TrainingRun(Stateful):
         with torch.no_grad():
             self._average(list(_local(self.ema)), list(_local(self.model)), self.num_steps_done)
         self.num_steps_done += 1
+        loss, self._loss = self._loss, torch.zeros_like(self._loss)
         return global_mean(loss).item(), norm.full_tensor().item()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:

@@ -134,6 +134,7 @@ void bind_step_time(py::module_& m) {
           "slowest_group", [](const StepTime& t) { return t.slowest_group.value; }, "Its first rank.")
       .def_readonly("route_bytes", &StepTime::route_bytes, "Of all ranks, in a step.")
       .def_readonly("attention_bytes", &StepTime::attention_bytes, "Of all ranks, in a step.")
+      .def_readonly("fsdp_bytes", &StepTime::fsdp_bytes, "Of all ranks, in a step, hidden or not.")
       .def_readonly("ranks", &StepTime::ranks, "One block on each rank.")
       .def("__repr__", [](const StepTime& t) {
         std::string terms;

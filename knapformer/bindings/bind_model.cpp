@@ -110,6 +110,12 @@ void bind_topology(py::module_& m) {
 
 void bind_data_mix(py::module_& m) {
   py::class_<Sample>(m, "Sample", "The size of one sample.")
+      .def(py::init([](int64_t text_tokens, int64_t visual_tokens) {
+             if (text_tokens < 0) throw_argument("text_tokens", text_tokens, "at least 0");
+             if (visual_tokens < 0) throw_argument("visual_tokens", visual_tokens, "at least 0");
+             return Sample{.text_tokens = text_tokens, .visual_tokens = visual_tokens};
+           }),
+           py::arg("text_tokens"), py::arg("visual_tokens"), "In tokens. Raises ArgumentError.")
       .def_readonly("text_tokens", &Sample::text_tokens, "Of its text.")
       .def_readonly("visual_tokens", &Sample::visual_tokens, "Of its picture or video.")
       .def_property_readonly("num_tokens", &Sample::num_tokens, "Of both.")

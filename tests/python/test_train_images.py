@@ -25,8 +25,8 @@ from picture_training.launch import finish, kill_after, start  # noqa: E402
 from picture_training.training import TrainingOptions, TrainingRun  # noqa: E402
 
 NUM_STEPS = 8
-SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "5", "--resolutions", "8,16,32", "--precision", "fp64",
-         "--checkpoint-every", "3")  # fmt: skip
+SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "8", "--micro-batches", "2", "--resolutions", "8,16,32",
+         "--precision", "fp64", "--checkpoint-every", "3")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +45,51 @@ def log_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[dict[str, Any]]:
+def compare(tmp_path_factory: pytest.TempPathFactory, folder: Path, *options: str) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("compared")
-    finish(start(out, "--data", str(folder), *SMALL, "--compare", "--no-samples"), timeout_s=180)
+    finish(start(out, "--data", str(folder), *SMALL, "--compare", "--no-samples", *options), timeout_s=180)
     return log_of(out)
 
 
-def test_the_balancer_changes_no_loss(compared: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[dict[str, Any]]:
+    return compare(tmp_path_factory, folder)
+
+
+def check_same(log: list[dict[str, Any]], loss: float, gradient: float) -> None:
+    for entry in log:
+        balanced, plain = entry["balanced"], entry["not balanced"]
+        assert balanced["loss"] == pytest.approx(plain["loss"], rel=loss)
+        assert balanced["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=gradient)
+        assert sum(map(sum, balanced["tokens"])) == sum(map(sum, plain["tokens"]))
+        assert len(balanced["work"]) == len(plain["work"]) == 2, "micro-batches"
+
+
+def step_work(of: dict[str, Any]) -> float:
+    """Ranks wait for each other in every micro-batch."""
+    return sum(max(ranks) for ranks in of["work"])
+
+
+def test_the_sampler_changes_no_loss(compared: list[dict[str, Any]]) -> None:
     assert [entry["step"] for entry in compared] == list(range(NUM_STEPS))
-    for entry in compared:
-        with_balancer, without = entry["balanced"], entry["not balanced"]
-        assert with_balancer["loss"] == pytest.approx(without["loss"], rel=1e-11)
-        assert with_balancer["gradient_norm"] == pytest.approx(without["gradient_norm"], rel=1e-9)
-    # It did balance, and it did train.
-    assert any(entry["balanced"]["wir_before"] > 1.5 for entry in compared)
-    assert all(entry["balanced"]["wir_after"] < 1.2 for entry in compared)
-    losses = [entry["balanced"]["loss"] for entry in compared]
-    assert len(set(losses)) == NUM_STEPS and min(losses[4:]) < losses[0]
+    check_same(compared, 1e-11, 1e-9)
+    # It did balance.
+    works = [[step_work(entry[name]) for entry in compared] for name in ("balanced", "not balanced")]
+    assert all(a <= b for a, b in zip(*works, strict=True)) and 1.1 * sum(works[0]) < sum(works[1])
+
+
+def test_nor_in_float32(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> None:
+    check_same(compare(tmp_path_factory, folder, "--precision", "fp32"), 1e-6, 1e-5)
+
+
+def test_nor_does_the_balancer_in_the_model(
+    compared: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, folder: Path
+) -> None:
+    log = compare(tmp_path_factory, folder, "--balancer", "g2/1n1")
+    check_same(log, 1e-11, 1e-9)
+    for entry, with_sampler in zip(log, compared, strict=True):  # the same samples, in the same steps
+        assert entry["not balanced"]["loss"] == with_sampler["not balanced"]["loss"]
+        assert max(entry["balanced"]["work"][0]) < 1.2 * min(entry["balanced"]["work"][0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks to kill in /proc")
@@ -101,8 +128,9 @@ def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], 
 def train_in(rank: int, world_size: int, folder: str, precision: str) -> list[float]:
     options = TrainingOptions(precision, batch_size=4)
     run = TrainingRun(options, torch.device("cpu"), None)
-    batches = P.PictureBatches(P.PictureData(P.load_pictures(folder), (16, 32)), 4, rank, world_size, options.dtype)
-    losses = [run.step(batches[step])[0] for step in range(4)]
+    samples = P.PictureSamples(P.PictureData(P.load_pictures(folder), (16, 32)), 16)
+    batches = [P.pack([samples[4 * step + i] for i in range(4)], options.dtype) for step in range(4)]
+    losses = [run.step([batch])[0] for batch in batches]
     assert all(parameter.dtype == options.dtype for parameter in run.model.parameters())
     assert all(parameter.grad is None for parameter in run.ema.parameters())
     moved = sum(
@@ -118,17 +146,35 @@ def test_bfloat16_computes_nearly_the_same(folder: Path) -> None:
     assert in_bf16 == pytest.approx(in_fp32, rel=0.02) and in_bf16 != pytest.approx(in_fp32, rel=1e-6)
 
 
-def test_a_sample_is_the_same_on_any_rank_and_of_any_number_of_them(folder: Path) -> None:
+def test_samples_follow_from_their_number_and_lengths_are_known(folder: Path) -> None:
     data = P.PictureData(P.load_pictures(str(folder)), (8, 16, 32), seed=7)
-    whole = P.PictureBatches(data, 5, 0, 1, torch.float32)[2]
-    for num_ranks in (2, 3, 7):
-        parts = [P.PictureBatches(data, 5, r, num_ranks, torch.float32)[2] for r in range(num_ranks)]
-        for name in ("image", "image_ids", "text", "pooled", "timestep"):
-            assert torch.cat([getattr(part.inputs, name) for part in parts]).equal(getattr(whole.inputs, name)), name
-        assert torch.cat([part.target for part in parts]).equal(whole.target)
-        assert [n for part in parts for n in part.inputs.image_lens] == whole.inputs.image_lens
-    other = P.PictureBatches(dataclasses.replace(data, seed=8), 5, 0, 1, torch.float32)[2]
-    assert not other.target.equal(whole.target)
+    samples = P.PictureSamples(data, 40)
+    drawn = [samples[number] for number in range(len(samples))]
+    assert samples.lengths() == [len(sample.tokens) + len(sample.words) for sample in drawn]
+    assert P.pack(drawn).seq_lens == samples.lengths() and len(set(samples.lengths())) > 5
+    again = P.PictureSamples(data, 9)[7]
+    assert all(getattr(again, name).equal(getattr(drawn[7], name)) for name in ("tokens", "noise", "time", "words"))
+    other = P.PictureSamples(dataclasses.replace(data, seed=8), 40)
+    assert not P.pack([other[i] for i in range(40)]).target.equal(P.pack(drawn).target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch-size", "6", "--micro-batches", "2"), "--batch-size: got 6, expected a multiple of 4"),
+        (("--compare", "--balancer", "none"), "--compare: got --balancer none"),
+    ],
+)
+def test_wrong_options(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_images
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train_images.py", "--out", "x", *options])
+    with pytest.raises(SystemExit):
+        train_images.parse_arguments()
+    assert message in capsys.readouterr().err
 
 
 def test_pictures_and_their_captions(folder: Path) -> None:

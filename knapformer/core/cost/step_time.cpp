@@ -125,6 +125,18 @@ double exposed_fsdp_s(int32_t num_ranks, const Cluster& cluster, const TrainedMo
   return gather_s + reduce_s + (model.num_blocks - 1) * (std::max(0.0, gather_s - forward_s) + exposed_backward_s);
 }
 
+/// Bytes that all ranks send for it.
+double fsdp_bytes_of(int32_t num_ranks, const TrainedModel& model) {
+  const int32_t shards = std::min(model.shard_ranks, num_ranks);
+  const int32_t copies = (num_ranks + shards - 1) / shards;
+  const double bytes = model.num_parameters * model.element_size;
+  const double gather = bytes * (shards - 1) / shards;
+  const double all_reduce = 2 * bytes / shards * (copies - 1) / copies;
+  const double reduce = model.mode == StepMode::kTraining ? gather + all_reduce : 0;
+  const double gathers = model.passes().backwards > 0 ? 2 : 1;
+  return num_ranks * (gathers * gather + reduce);
+}
+
 double step_s_of(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model, double block_s, double route_s) {
   return model.num_blocks * block_s + exposed_fsdp_s(num_ranks, cluster, model, block_s) + route_s;
 }
@@ -288,6 +300,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     out.route_s = route_s;
     out.fsdp_s = exposed_fsdp_s(plan.num_ranks(), cluster, model, block_s);
   }
+  out.fsdp_bytes = fsdp_bytes_of(plan.num_ranks(), model);
   for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
   const double work =
       passes.token() * token_work(static_cast<double>(plan.num_tokens())) + passes.attention() * attention_work(pairs);

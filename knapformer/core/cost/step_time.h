@@ -140,6 +140,8 @@ struct StepTime : StepTerms {
   /// Bytes that leave their rank in a step, of all ranks.
   Traffic route_bytes;
   Traffic attention_bytes;
+  /// FSDP's, hidden or not: parameters gathered in forward and backward, gradients reduced.
+  double fsdp_bytes = 0;
 
   std::vector<RankTime> ranks;
   std::vector<ReplicaTime> replicas;

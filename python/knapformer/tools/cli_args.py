@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,6 +104,33 @@ def add_data(parser: argparse._ActionsContainer, *names: str, required: bool = F
     """names: of the option, where it has others than --data."""
     known = f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}"
     parser.add_argument(*(names or ["--data"]), metavar="CODES|MIX", required=required, help=known)
+
+
+def add_micro_batches(parser: argparse._ActionsContainer) -> None:
+    """--micro-batches, None where it is not given: then no step is planned whole."""
+    parser.add_argument(
+        "--micro-batches", type=integer(1, 1 << 12), metavar="K",
+        help="of an optimizer step, planned whole: a rank draws a batch for each",
+    )  # fmt: skip
+
+
+def add_whole_steps(parser: argparse._ActionsContainer) -> None:
+    """--micro-batches, and --max-tokens-per-rank of steps planned whole: 0 where it is not given."""
+    add_micro_batches(parser)
+    parser.add_argument(
+        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N",
+        help="in a micro-batch of a step planned whole; default: what the fullest rank holds in one where it is not",
+    )  # fmt: skip
+
+
+def batches_of_step(step: int, num_micro_batches: int) -> range:
+    """Which of a mix's batches a rank draws for the micro-batches of an optimizer step."""
+    return range(step * num_micro_batches, (step + 1) * num_micro_batches)
+
+
+def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
+    """Of each rank its sequences in all micro-batches, one batch after another."""
+    return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:

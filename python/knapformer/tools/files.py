@@ -168,6 +168,6 @@ def show(*parts: str | Table) -> None:
     """On standard output. As wide as the terminal; into a file or pipe wide enough that no table is cut, nor text."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console.width = 160
+        console.width = 200
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))

@@ -1,8 +1,9 @@
-"""`knapformer plan`: one step's plan, without starting ranks and without torch."""
+"""`knapformer plan`: the plan of a step, of one micro-batch or several, without starting ranks and without torch."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 import knapformer
-from knapformer import Plan
+from knapformer import ArgumentError, Plan, StepPlan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically
 from knapformer.tools.report import write_report
@@ -29,6 +30,11 @@ def add_parser(subparsers: Any) -> None:
         help="bags of ranks, such as g8n4, g1n2+g2n1 or g8/4/2/1n4; auto: the best for these lengths (see tune)",
     )
     cli_args.add_lengths(parser)
+    cli_args.add_micro_batches(parser)
+    parser.add_argument(
+        "--sync", choices=("micro_batch", "step"), default="micro_batch",
+        help="with --micro-batches: ranks wait for each other in each (FSDP2; default), or once a step (DDP)",
+    )  # fmt: skip
     parser.add_argument("--step", type=cli_args.integer(0, 2**63 - 1), default=0, help="of the data (default 0)")
     cli_args.add_solver(parser)
     parser.add_argument(
@@ -44,14 +50,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    keep_to = cli_args.limits(args)
+    if args.micro_batches is not None and args.report is not None:
+        raise ArgumentError(
+            "--report: got one with --micro-batches, expected none: it shows the plan of one micro-batch"
+        )
+    keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cli_args.limits(args)}
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
-    (seq_lens,) = cli_args.batches(args, range(args.step, args.step + 1), check)
+    drawn = cli_args.batches_of_step(args.step, args.micro_batches or 1)
+    seq_lens = cli_args.lengths_of_step(cli_args.batches(args, drawn, check))
+    if args.micro_batches is not None:
+        keep_to |= {"micro_batches": args.micro_batches, "sync": args.sync}
     start = time.perf_counter()
-    plan = knapformer.plan(
-        seq_lens, args.topology, args.d_model, solver=args.solver, effort=args.effort, masks=args.mask, **keep_to
-    )
+    plan = knapformer.plan(seq_lens, args.topology, args.d_model, **keep_to)
     elapsed_s = time.perf_counter() - start
     if args.report is not None:
         write_report(args.report, plan)
@@ -60,7 +71,58 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.json is not None:
         write_atomically(args.json, plan.to_json() + "\n")
-    _print_plan(plan, elapsed_s)
+    if isinstance(plan, StepPlan):
+        _print_step_plan(plan, elapsed_s)
+    else:
+        _print_plan(plan, elapsed_s)
+
+
+def _print_step_plan(step: StepPlan, elapsed_s: float) -> None:
+    first = step.plans[0]
+    over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
+    show(
+        f"{first.topology}, {first.num_ranks} ranks, {step.num_micro_batches} micro-batches, "
+        f"{len(step.micro_batches):,} sequences, {step.num_tokens:,} tokens, in {elapsed_s * 1e3:.3g} ms",
+        table_of([*(_micro_batch_cells(step, k) for k in range(step.num_micro_batches)), _step_cells(step)]),
+        "Longest, fullest: work and tokens of a rank over the mean rank of a micro-batch. Moved: held by another rank "
+        "than drew it.",
+        f"Predicted: {step.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} over the "
+        f"best plan of this topology. Ranks wait for each other "
+        f"{'in every micro-batch' if step.sync == 'micro_batch' else 'once a step'}.",
+    )
+
+
+def _micro_batch_cells(step: StepPlan, k: int) -> dict[str, str]:
+    plan = step.plans[k]
+    tokens = max(plan.num_tokens, 1)
+    return {
+        "micro-batch": str(k),
+        "sequences": f"{plan.num_sequences:,}",
+        "tokens": f"{plan.num_tokens:,}",
+        "longest": f"{plan.max_over_mean_after:.4f}" if plan.num_tokens else "-",
+        "fullest": f"{plan.max_tokens * plan.num_ranks / tokens:.2f}",
+        "max tokens": f"{plan.max_tokens:,}",
+        "exchanged": f"{plan.attention_tokens_moved / tokens:.1%}",
+        "moved": f"{plan.tokens_moved / tokens:.1%}",
+        "predicted s": f"{step.predicted_times[k]:.4g}",
+    }
+
+
+def _step_cells(step: StepPlan) -> dict[str, str]:
+    num_ranks, tokens = step.plans[0].num_ranks, max(step.num_tokens, 1)
+    highest = math.fsum(max(plan.workload_after) for plan in step.plans)
+    mean = math.fsum(math.fsum(plan.workload_after) for plan in step.plans) / num_ranks
+    return {
+        "micro-batch": "step",
+        "sequences": f"{len(step.micro_batches):,}",
+        "tokens": f"{step.num_tokens:,}",
+        "longest": f"{highest / mean:.4f}" if mean else "-",
+        "fullest": f"{step.max_tokens * num_ranks * step.num_micro_batches / tokens:.2f}",
+        "max tokens": f"{step.max_tokens:,}",
+        "exchanged": f"{step.exchanged_fraction:.1%}",
+        "moved": f"{step.tokens_moved / tokens:.1%}",
+        "predicted s": f"{step.predicted_time:.4g}",
+    }
 
 
 def _print_plan(plan: Plan, elapsed_s: float) -> None:

@@ -181,6 +181,25 @@ TEST(StepTime, FsdpShowsOnlyWhatTheBlocksDoNotHide) {
   EXPECT_DOUBLE_EQ(fsdp_s(10'000, 0), 0);
 }
 
+TEST(StepTime, FsdpGathersTwiceAndReducesOnce) {
+  TrainedModel model = small_model();
+  model.num_parameters = 1000;
+  model.element_size = 2;
+  const auto bytes = [&](int32_t shard_ranks, StepMode mode) {
+    model.shard_ranks = shard_ranks;
+    model.mode = mode;
+    return predict_step(plan_home(input_of({{1}, {1}, {1}, {1}}, "g1n4")), round_hardware(), model).fsdp_bytes;
+  };
+  // Of four ranks each sends its quarter to three others, two gathers and a reduction.
+  EXPECT_DOUBLE_EQ(bytes(4, StepMode::kTraining), 4 * 3 * (2000.0 / 4 * 3));
+  EXPECT_DOUBLE_EQ(bytes(4, StepMode::kLora), 4 * 2 * (2000.0 / 4 * 3));
+  EXPECT_DOUBLE_EQ(bytes(4, StepMode::kInference), 4 * 1 * (2000.0 / 4 * 3));
+  // Two copies: within each, halves to one other; then an all-reduce of the half with the other copy, once there and
+  // back.
+  EXPECT_DOUBLE_EQ(bytes(2, StepMode::kTraining), 4 * (3 * 1000.0 + 2 * 1000.0 / 2));
+  EXPECT_DOUBLE_EQ(bytes(1, StepMode::kTraining), 4 * 2 * 2000.0 * 3 / 4);
+}
+
 TEST(StepTime, CopiesOfTheShardsReduceOnTop) {
   TrainedModel model;
   const PlanInput input = input_of(std::vector<std::vector<int64_t>>(64, {1000}), "g1n64");

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from knapformer.tools.cli import main
 
 import knapformer
-from knapformer import ArgumentError, Cluster, DataMix, Plan, TrainedModel, _core, plan, rank_topologies
+from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, TrainedModel, _core, plan, rank_topologies
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -38,6 +39,33 @@ def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], t
     assert "g8n4, 32 ranks" in out
     status, out, err = run(capsys, *args, "--json", "-")
     assert (status, err, out) == (0, "", path.read_text())
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    args = ["plan", "--topology", "g1n32", *MIXED, "--step", "2", "--micro-batches", "3", "--sync", sync]
+    limit = ["--max-tokens-per-rank", "60000"]
+    status, out, err = run(capsys, *args, *limit, "--json", str(path))
+    batches = [DataMix.parse("mixed").draw_lengths(0, 6 + k, 32) for k in range(3)]
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    made = plan(step, "g1n32", 3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
+    assert (status, err) == (0, "") and StepPlan.from_json(path.read_text()) == made
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert [row[0] for row in cells] == ["0", "1", "2", "step"]
+    for row, of in zip(cells, made.plans, strict=False):
+        assert row[1:3] == [f"{of.num_sequences:,}", f"{of.num_tokens:,}"] and row[5] == f"{of.max_tokens:,}"
+        assert float(row[3]) == pytest.approx(max(of.workload_after) / statistics.fmean(of.workload_after), abs=1e-4)
+    mean = sum(sum(of.workload_after) for of in made.plans) / 32
+    assert float(cells[3][3]) == pytest.approx(sum(max(of.workload_after) for of in made.plans) / mean, abs=1e-4)
+    assert float(cells[3][8]) == pytest.approx(made.predicted_time, rel=1e-3)
+    assert ("once a step" if sync == "step" else "in every micro-batch") in out
+
+
+def test_plan_of_a_whole_step_has_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "2", "--report", str(tmp_path / "x.html")]
+    status, _, err = run(capsys, *args)
+    assert status == 2 and "--report: got one with --micro-batches" in err and not os.listdir(tmp_path)
 
 
 def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -155,6 +155,42 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
         assert point["efficiency"] == pytest.approx(point["ideal_s"] / point["total_s"])
 
 
+def test_a_step_of_several_micro_batches(tmp_path):
+    target = tmp_path / "out.json"
+    arguments = ("--mix", "mixed", "--topology", "g8n4", "--topology", "g1n*", "--steps", "2", "--micro-batches", "3")
+    assert _predict(*arguments, "--json", str(target)) == 0
+    points = {point["topology"]: point for point in json.loads(target.read_text())["points"]}
+    assert list(points) == ["none", "g8n4", "step planned, g8n4", "g1n32", "step planned, g1n32"]
+    mix = kf.DataMix.parse("mixed")
+    steps = [[mix.draw_lengths(0, 3 * step + k, 32) for k in range(3)] for step in range(2)]
+    by_micro_batch = [[kf.plan(lens, "g8n4", 3072, 0.41) for lens in of] for of in steps]
+    times = [[predict_step(plan) for plan in of] for of in by_micro_batch]
+    flat = points["g8n4"]
+    assert flat["total_s"] == pytest.approx(statistics.fmean(sum(t.total_s for t in of) for of in times))
+    peaks = [max(plan.max_tokens for plan in of) for of in by_micro_batch]
+    assert flat["max_tokens_per_rank"] == statistics.fmean(peaks)
+    # Two gathers and a reduction in each micro-batch, each of 31 of 32 parts of the parameters.
+    assert all(p["fsdp_bytes"] == pytest.approx(32 * 3 * 3 * 12e9 * 2 * 31 / 32) for p in points.values())
+    # Whole samples: the same work, as in one of the steps planned from Python; nothing travels.
+    whole = points["step planned, g1n32"]
+    assert whole["route_bytes"] == whole["attention_bytes"] == 0 and whole["tokens"] == points["none"]["tokens"]
+    assert whole["ideal_s"] == pytest.approx(points["none"]["ideal_s"])
+    assert whole["max_tokens_per_rank"] <= points["g1n32"]["max_tokens_per_rank"]
+    assert whole["total_s"] < points["none"]["total_s"] / 1.3
+    step = [[length for of in steps[0] for length in of[rank]] for rank in range(32)]
+    limit = ("--steps", "1", "--max-tokens-per-rank", "60000")
+    assert _predict(*arguments[:2], "--topology", "g1n32", "--micro-batches", "3", *limit, "--json", str(target)) == 0
+    planned = kf.plan(step, "g1n32", 3072, micro_batches=3, max_tokens_per_rank=60000, model=TrainedModel(routed=False))
+    assert json.loads(target.read_text())["points"][-1]["total_s"] == pytest.approx(planned.predicted_time)
+
+
+def test_lengths_from_a_file_are_one_micro_batch(tmp_path, capsys):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[[8], [4]]")
+    assert _predict("--lengths", str(lengths), "--topology", "g2n1", "--micro-batches", "2") == 2
+    assert "--micro-batches: got one beside --lengths" in capsys.readouterr().err
+
+
 def test_sixteen_thousand_ranks_take_seconds(tmp_path):
     start = time.process_time()  # of all threads, whatever else the machine does
     assert (

@@ -93,7 +93,8 @@ def test_figures_by_hand() -> None:
     model = TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1)
     measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
     free = cluster(node_bytes_per_s=1e30)
-    got = Variant("g2n1", plans, measured).figures(free, model, "full", peak_tflops=10.0)
+    by_step = [[plan] for plan in plans], [[ranks] for ranks in measured]
+    got = Variant("g2n1", *by_step).figures(free, model, "full", peak_tflops=10.0)
     # Ranks that share wait for the longer per-token phase and then for the longer attention phase.
     assert got["fbl_per_step_s"] == pytest.approx([7.0, 4.0]) and got["fbl_s"] == pytest.approx(5.5)
     assert got["slowest_rank_s"] == pytest.approx((6.0 + 4.0) / 2)
@@ -102,14 +103,15 @@ def test_figures_by_hand() -> None:
     flops = [sum(24 * n * WIDTH**2 + 4 * n**2 * WIDTH for n in lens) for lens in ([100, 20, 40], [60, 60, 60])]
     assert got["hfu"] == pytest.approx(4 * statistics.fmean(flops) * 5 / (5.5 * 2 * 10e12))
     assert got["correlation"] is None  # the plans are even
-    slow = Variant("g2n1", plans, measured).figures(cluster(node_bytes_per_s=1e6), model, "full", None)
+    slow = Variant("g2n1", *by_step).figures(cluster(node_bytes_per_s=1e6), model, "full", None)
     assert slow["hfu"] is None and slow["token_s"] == got["token_s"]
     # What the model adds is what it adds to its own compute.
     added = [kf.predict_step(plan, cluster(node_bytes_per_s=1e6), model) for plan in plans]
     assert slow["exchange_s"] == pytest.approx(statistics.fmean(step.exchange_s for step in added))
     assert slow["route_s"] == pytest.approx(statistics.fmean(step.route_s for step in added)) and slow["route_s"] > 0
     home = [plan_home(plan) for plan in plans]
-    alone = Variant(None, home, [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]])
+    seconds = [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]]
+    alone = Variant(None, [[plan] for plan in home], [[ranks] for ranks in seconds])
     got = alone.figures(
         free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), "full", None
     )
@@ -258,6 +260,28 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(*report) == 0 and "g4n1, measured" in page.read_text()
 
 
+@pytest.mark.usefixtures("flop_clock")
+def test_a_step_of_several_micro_batches_is_replayed(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    more = ["--topology", "g1n4", "--micro-batches", "2", "--repeats", "1", "--max-tokens-per-rank", "4000"]
+    assert run(*REPLAY, *more, "--gamma", "0.5", "--json", str(out)) == 0
+    none, alone, whole = json.loads(out.read_text())["variants"]
+    assert [of["name"] for of in (none, alone, whole)] == [None, "g1n4", "step planned, g1n4"]
+    mix = kf.DataMix.parse(REPLAY[2], max_text_tokens=30)
+    samples = [[mix.draw(0, k, rank) for rank in range(4)] for k in range(2)]
+    step = [[s.num_tokens for of in samples for s in of[rank]] for rank in range(4)]
+    model = TrainedModel(num_blocks=4, routed=False, num_heads=4, num_kv_heads=4, element_size=4)
+    hardware = Cluster(fixed_s=0.0, host_s_per_piece=0.0)
+    planned = kf.plan(step, "g1n4", 64, 0.5, micro_batches=2, max_tokens_per_rank=4000, model=model, cluster=hardware)
+    assert whole["work_per_rank"] == [plan.workload_after for plan in planned.plans]
+    assert whole["exchanged_bytes"] == 0 < alone["exchanged_bytes"] and none["fsdp_bytes"] == whole["fsdp_bytes"] > 0
+    # All of its tokens were computed, and no rank waits much.
+    seconds = [sum(sum(rank) for ranks in of["seconds_per_rank"] for rank in ranks) for of in (none, whole)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01) and whole["fbl_s"] < 0.8 * none["fbl_s"]
+    longest = sum(max(sum(rank) for rank in ranks) for ranks in whole["seconds_per_rank"])
+    assert whole["fbl_s"] == pytest.approx(longest, rel=0.01)
+
+
 def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     more = ["--model", "wan-tiny", "--topology", "g2n2", "--repeats", "1", "--json", str(out)]
@@ -323,6 +347,7 @@ def test_wrong_input_is_one_line_and_status_2(
         (["replay", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
         (["replay", "../none.json", *tiny], "without sequences"),
         (["replay", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
+        (["replay", "../wide.json", "--micro-batches", "2", *tiny], "--micro-batches: got one beside a plan"),
         (["replay", "--lengths", "../lengths.json", "--topology", "g2n1", *tiny], "without sequences"),
         (["replay", "--lengths", "../broken.json", "--topology", "g2n1", *tiny], "not readable as JSON"),
         *([] if torch.cuda.is_available() else [([*good, "--device", "cuda"], "device: got 'cuda'")]),

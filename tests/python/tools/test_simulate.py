@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -15,20 +16,32 @@ import pytest
 import torch
 from knapformer.calibration import ExchangeCost
 from knapformer.models import NAMED_CONFIGS
+from knapformer.models.registry import build_model, random_batch
 from knapformer.tools.measure.figures import hardware_flops_utilization
+from knapformer.tools.report import NO_BALANCER
 from knapformer.tools.simulate.calibrate import lengths_to_measure
-from knapformer.tools.simulate.results import Variant, figures, sentence
+from knapformer.tools.simulate.data import StepData, equal_lengths
+from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.worker import balancer_of
+from knapformer.tools.simulate.variants import (
+    EQUAL_LENGTHS,
+    PLANNED_STEP,
+    data_of_variants,
+    plans_of_variants,
+    variant_names,
+)
+from knapformer.tools.simulate.worker import balancer_of, joined
 
-from knapformer import ArgumentError, Calibration, Cluster, DataMix, plan
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, Sample, WorkloadModel, plan, plan_home
 
 LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
 
 def variants() -> tuple[Variant, Variant]:
     plans = [plan(lengths, "g2n1", 16, gamma=1.0) for lengths in LENGTHS]
-    return Variant(None, [4.0, 2.0], plans), Variant("g2n1", [2.0, 1.0], plans)
+    measured = Measured([4.0, 2.0], [0.5, 0.25], [3.0, 1.0]), Measured([2.0, 1.0], [0.5, 0.3], [3.0, 1.0])
+    home = Variant(NO_BALANCER, None, measured[0], [[plan_home(of)] for of in plans])
+    return home, Variant("g2n1", "g2n1", measured[1], [[of] for of in plans])
 
 
 def work(*seq_lens: int) -> float:
@@ -47,16 +60,30 @@ def test_figures_by_hand() -> None:
     assert got["share_of_promise"] == pytest.approx(2.0 / (highest_before / highest_after))
     assert got["tokens_per_s"] == pytest.approx((140 + 140) / 2 / 1.5)
     assert got["hfu"] == pytest.approx(4 * 2e12 * 5 / (1.5 * 2 * 10e12))
-    assert got["tokens_moved"] == pytest.approx(0.5)
+    assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens_per_rank"] == 70
     assert got["wir"] == pytest.approx(1.0)
+    assert got["loss_difference"] == pytest.approx(0.2) and got["gradient_difference"] == 0
     got = figures(baseline, baseline, [1e12, 3e12], depth=5, peak_tflops=None, checkpointing=True)
     assert (got["speed_up"], got["promised_speed_up"], got["tokens_moved"], got["hfu"]) == (1, 1, 0, None)
     assert got["wir"] == pytest.approx((work(100, 20) / work(20) + work(40, 60) / work(40)) / 2)
+    assert got["max_tokens_per_rank"] == 120 and got["loss_difference"] == 0
+
+
+def test_ranks_wait_in_every_micro_batch() -> None:
+    """A step of the two: each micro-batch counts with its slowest rank."""
+    baseline, balanced = (
+        dataclasses.replace(of, plans=[[plans[0] for plans in of.plans]], measured=Measured([s], [1.0], [1.0]))
+        for of, s in zip(variants(), (6.0, 4.0), strict=True)
+    )
+    got = figures(balanced, baseline, [4e12], depth=5, peak_tflops=None, checkpointing=True)
+    highest_before = work(100, 20) + work(40, 60)
+    assert got["promised_speed_up"] == pytest.approx(2 * highest_before / (work(100, 20, 20) + work(40, 40, 60)))
+    assert got["tokens_per_s"] == pytest.approx((140 + 140) / 4.0) and got["speed_up"] == 1.5
 
 
 def test_an_infinite_ratio_is_null() -> None:
-    plans = [plan([[5], []], "g2n1", 16)]
-    alone = Variant(None, [1.0], plans)
+    plans = [[plan_home(plan([[5], []], "g2n1", 16))]]
+    alone = Variant(NO_BALANCER, None, Measured([1.0], [1.0], [1.0]), plans)
     assert math.isinf(alone.wir()) and figures(alone, alone, [1.0], 1, None, True)["wir"] is None
 
 
@@ -80,17 +107,73 @@ def test_hfu_of_the_published_table() -> None:
     ],
 )
 def test_the_sentence_says_what_was_gained(speed_up: float, promised: float, words: str) -> None:
-    baseline = {"topology": None, "fbl_s": 2.0, "speed_up": 1.0, "promised_speed_up": 1.0, "share_of_promise": 1.0}
-    other = {"topology": "g4n1", "fbl_s": 4.0, "speed_up": 0.5, "promised_speed_up": 1.5, "share_of_promise": 0.3}
+    same = {"loss_per_step": [1.0], "loss_difference": 1e-7, "gradient_difference": 2e-7}
+    baseline = {"name": NO_BALANCER, "topology": None, "fbl_s": 2.0, "speed_up": 1.0, "promised_speed_up": 1.0,
+                "share_of_promise": 1.0, **same}  # fmt: skip
+    other = {"name": "g4n1", "topology": "g4n1", "fbl_s": 4.0, "speed_up": 0.5, "promised_speed_up": 1.5,
+             "share_of_promise": 0.3, **same}  # fmt: skip
     balanced = {
+        "name": "g2n1",
         "topology": "g2n1",
         "fbl_s": 2.0 / speed_up,
         "speed_up": speed_up,
         "promised_speed_up": promised,
         "share_of_promise": speed_up / promised,
+        **same,
     }
-    text = sentence([baseline, other, balanced])
-    assert words in text and "g2n1" in text and "\n" not in text
+    gained, loss = sentences([baseline, other, balanced]).splitlines()
+    assert words in gained and "g2n1" in gained and "1.0e-07, of the gradient's norm 2.0e-07" in loss
+    planned = {**balanced, "name": PLANNED_STEP, "topology": "g1n4"}
+    equal = {**balanced, "name": EQUAL_LENGTHS, "fbl_s": 1.0 / speed_up}
+    text = sentences([baseline, other, planned, equal])
+    assert f"{words}" in text and "whole step planned" in text and "2.000 of it" in text
+
+
+def test_equal_lengths_have_the_work() -> None:
+    def cost(length: int) -> float:
+        return 3 * length + length**2
+
+    for count, total in ((1, 700.0), (3, 5000.0), (7, 30.0), (5, 100_000.0)):
+        lengths = equal_lengths(total, count, cost)
+        assert len(lengths) == count and max(lengths) - min(lengths) <= 1
+        candidates = [[n] * (count - more) + [n + 1] * more for n in range(1, 400) for more in range(count)]
+        best = min(abs(sum(map(cost, of)) - total) for of in candidates)
+        assert abs(sum(map(cost, lengths)) - total) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("model", ["flux-tiny", "wan-tiny"])
+def test_what_each_variant_computes(model: str) -> None:
+    given = settings(
+        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=NAMED_CONFIGS[model], topologies=("g2n2",),
+        micro_batches=3, equal_lengths=True, max_text_tokens=20,
+    )  # fmt: skip
+    assert variant_names(given) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
+    data = data_of_variants(given, 1, 0.5)
+    drawn, planned, equal = data[NO_BALANCER], data[PLANNED_STEP], data[EQUAL_LENGTHS]
+    assert data["g2n2"] is drawn
+    mix, config = given.mix(), given.model
+    for rank in range(4):  # the batches of the mix behind those of step 0
+        sizes = [[repr(s) for s in mix.draw(0, 3 + k, rank)] for k in range(3)]
+        assert [[repr(s.size) for s in of] for of in drawn.samples[rank]] == sizes
+
+    def seeds(of: StepData) -> list[int]:
+        return sorted(s.seed for ranks in of.samples for samples in ranks for s in samples)
+
+    assert seeds(planned) == seeds(drawn) and len(set(seeds(drawn))) == len(seeds(drawn)) == 30
+    assert all(samples for ranks in planned.samples for samples in ranks)
+    fullest = max(sum(lens) for k in range(3) for lens in drawn.seq_lens(k))
+    assert drawn.max_tokens() == fullest >= planned.max_tokens()
+
+    workload = WorkloadModel(0.5)
+
+    def works(of: StepData) -> list[float]:
+        return [sum(workload.work(n, config.d_model) for n in lens) for k in range(3) for lens in of.seq_lens(k)]
+
+    assert len(set(works(equal))) == 1 and sum(works(equal)) == pytest.approx(sum(works(drawn)), rel=0.005)
+    # As the plans say that stand for them.
+    plans = plans_of_variants(given, 1, 0.5)
+    assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == [planned.seq_lens(k) for k in range(3)]
+    assert all(plan.tokens_moved == 0 for plan in plans[PLANNED_STEP] + plans[NO_BALANCER])
 
 
 def settings(**changes: Any) -> SimulationSettings:
@@ -118,6 +201,7 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
         ({"data": "high"}, "data: got 'high'"),
         ({"num_ranks": 3}, "ranks: got 3"),
         ({"topologies": ()}, "topology: got none"),
+        ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
         ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
         ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
         (
@@ -181,9 +265,9 @@ def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    *_, last = done.stdout.splitlines()
     check_results(tmp_path / "out.json", None)
-    assert last == json.loads((tmp_path / "out.json").read_text())["summary"]
+    summary = json.loads((tmp_path / "out.json").read_text())["summary"]
+    assert done.stdout.endswith(f"{summary}\n") and "The loss is the same" in summary
     assert "12 of 16 done" not in done.stdout and "g1n2" in done.stdout and "none" in done.stdout
     assert os.listdir(tmp_path) == ["out.json"]
 
@@ -200,6 +284,42 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
     patches = [[s.visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
     assert none["tokens_per_s"] == pytest.approx(sum(map(sum, patches)) / 2 / none["fbl_s"])
     assert shared["wir"] == pytest.approx(1, abs=0.05) and none["wir"] > 1.2
+
+
+def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [
+        *SIMULATE[:5], "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20", "--steps", "2", "--warmup", "0",
+        "--gamma", "0.5", "--dtype", "fp64", "--micro-batches", "3", "--topology", "g2/1n1", "--equal-lengths",
+        "--cluster", "cpu", "--json", str(out),
+    ]  # fmt: skip
+    done = start([sys.executable, "-m", "knapformer", *arguments])
+    assert done.returncode == 0, done.stderr
+    none, nested, planned, equal = json.loads(out.read_text())["variants"]
+    assert [of["name"] for of in (none, nested, planned, equal)] == [NO_BALANCER, "g2/1n1", PLANNED_STEP, EQUAL_LENGTHS]
+    for of in (nested, planned):
+        assert of["loss_per_step"] == pytest.approx(none["loss_per_step"], rel=1e-12)
+        assert of["gradient_difference"] < 1e-11
+    assert len(set(none["loss_per_step"])) == 2 and equal["loss_per_step"] != none["loss_per_step"]
+    assert planned["tokens_moved"] == 0 < nested["tokens_moved"] and planned["promised_speed_up"] > 1.5
+    assert planned["tokens_per_s"] * planned["fbl_s"] == pytest.approx(none["tokens_per_s"] * none["fbl_s"])
+    assert all(of["predicted_s"] > 0 for of in (none, nested, planned, equal))
+    assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
+
+
+def test_a_batch_is_joined_of_its_samples() -> None:
+    """A model gets the same loss of samples drawn one by one and joined as of each alone."""
+    for name in ("flux-tiny", "wan-tiny", "transformer-tiny"):
+        config = NAMED_CONFIGS[name]
+        cpu, sizes = torch.device("cpu"), [Sample(3, 12), Sample(0, 4), Sample(5, 30)]
+        torch.manual_seed(0)
+        model = build_model(config, torch.float64)
+        drawn = [
+            random_batch(config, of, seed, cpu, torch.float64)[0]
+            for seed, of in enumerate([[], *([size] for size in sizes)])
+        ]
+        alone = torch.cat([model(batch) for batch in drawn[1:]])
+        assert torch.allclose(model(joined(drawn)), alone, rtol=0, atol=1e-12)
 
 
 def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:

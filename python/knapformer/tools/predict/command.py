@@ -28,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "--topology", required=True, action="append", metavar="T",
         help="such as g8n4, which repeats over the ranks, or g8n*, all ranks together; may be given several times",
     )  # fmt: skip
+    cli_args.add_whole_steps(parser)
     cli_args.add_solver(parser)
     cli_args.add_gamma(parser)
     cli_args.add_d_model(parser)
@@ -51,12 +52,14 @@ def run(args: argparse.Namespace) -> None:
 
     result = {
         "format": _FORMAT,
-        "version": 2,
+        "version": 3,
         "mix": None if workload.mix is None else str(workload.mix),
         "d_model": workload.d_model,
         "gamma": workload.gamma,
         "solver": workload.solver,
         "num_steps": workload.num_steps if workload.mix is not None else 1,
+        "micro_batches": workload.micro_batches,
+        "max_tokens_per_rank": workload.max_tokens_per_rank,
         "seed": workload.seed,
         **cli_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         draw_scaling(args.picture, points, title=args.mix or args.lengths)
     if args.report is not None or args.timeline is not None:
         topology = topology_for(args.topology[-1], ranks[0])
-        plan = workload.plan(next(workload.seq_lens(ranks[0])), topology)
+        plan = workload.plan(next(workload.steps(ranks[0]))[0], topology)
         if args.report is not None:
             write_report(args.report, plan, points=points)
         if args.timeline is not None:
@@ -78,13 +81,19 @@ def run(args: argparse.Namespace) -> None:
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:
     common = {"d_model": args.d_model, "solver": args.solver, **cost}
     if args.lengths is not None:
+        if args.micro_batches is not None:
+            raise ArgumentError(
+                "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
+            )
         lengths = cli_args.read_lengths(args.lengths)
         if args.ranks is not None and parse_ranks(args.ranks) != [len(lengths)]:
             raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(lengths)}, as --lengths has, or none")
         return Workload(lengths=lengths, **common), [len(lengths)]
     mix = DataMix.parse(args.mix)
     ranks = [mix.num_ranks] if args.ranks is None else parse_ranks(args.ranks)
-    return Workload(mix=mix, seed=args.seed, num_steps=args.steps, **common), ranks
+    of_steps = {"num_steps": args.steps, "micro_batches": args.micro_batches}
+    limit = args.max_tokens_per_rank
+    return Workload(mix=mix, seed=args.seed, **of_steps, max_tokens_per_rank=limit, **common), ranks
 
 
 def draw_scaling(path: str, points: list[Point], title: str) -> None:
@@ -109,7 +118,7 @@ def print_points(points: list[Point]) -> None:
         table_of(
             (_cells(point, point.mean, unbalanced_s[point.num_ranks]) for point in different),
             left="topology",
-            caption="seconds; the last three columns: GB that a rank sends in a step",
+            caption="seconds; peak: tokens of the fullest rank; the last four columns: GB that a rank sends in a step",
         ),
         "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all.",
     )
@@ -130,8 +139,10 @@ def _cells(point: Point, mean: Mapping[str, float], unbalanced_s: float) -> dict
         "speed-up": f"{unbalanced_s / mean['total_s']:.2f}",
         "WIR": f"{mean['wir']:.2f}",
         "M tok/s": f"{mean['tokens_per_s'] / 1e6:.3f}",
+        "peak": f"{mean['max_tokens_per_rank']:,.0f}",
         "plan ms": f"{point.plan_s * 1e3:.3g}",
         "route": f"{mean['route_bytes'] / gb_of_all_ranks:.2f}",
         "attention": f"{mean['attention_bytes'] / gb_of_all_ranks:.2f}",
         "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
+        "FSDP": f"{mean['fsdp_bytes'] / gb_of_all_ranks:.1f}",
     }

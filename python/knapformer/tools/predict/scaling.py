@@ -1,7 +1,8 @@
-"""Predicted steps of a data mix as the cluster grows."""
+"""Predicted steps of a data mix, of one micro-batch or several, as the cluster grows."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from knapformer import (
     Cluster,
     DataMix,
     Plan,
+    StepPlan,
     StepTime,
     Topology,
     TrainedModel,
@@ -20,15 +22,20 @@ from knapformer import (
     predict_step,
     solver_names,
 )
-from knapformer.tools.cli_args import MAX_RANKS, counts
+from knapformer.tools.cli_args import MAX_RANKS, Lengths, batches_of_step, counts, lengths_of_step
 from knapformer.tools.report.points import Point
 
 NO_BALANCER = "none"  # in place of a topology
+WHOLE_STEP = "step planned, "  # before a topology
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks."""
+    """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks.
+
+    micro_batches: of a step, which is then planned whole as well; None: one, and it is not. max_tokens_per_rank: of
+    steps planned whole; 0: what the fullest rank holds in the same step planned by micro-batch.
+    """
 
     d_model: int
     gamma: float
@@ -38,20 +45,35 @@ class Workload:
     mix: DataMix | None = None
     seed: int = 0
     num_steps: int = 1
-    lengths: list[list[int]] | None = None
+    lengths: Lengths | None = None
+    micro_batches: int | None = None
+    max_tokens_per_rank: int = 0
 
-    def plan(self, seq_lens: list[list[int]], topology: str) -> Plan:
-        return knapformer.plan(
+    def plan(self, seq_lens: Lengths, topology: str) -> Plan:
+        """Of a micro-batch."""
+        planned: Plan = knapformer.plan(
             seq_lens, topology, self.d_model, self.gamma, self.solver, cluster=self.cluster, model=self.model
         )
+        return planned
 
-    def seq_lens(self, num_ranks: int) -> Iterator[list[list[int]]]:
+    def plan_step(self, micro_batches: Sequence[Lengths], topology: str, max_tokens: int) -> StepPlan:
+        """Of all micro-batches at once. Ranks load what they compute: nothing is routed."""
+        planned: StepPlan = knapformer.plan(
+            lengths_of_step(micro_batches), topology, self.d_model, self.gamma, self.solver, cluster=self.cluster,
+            model=self.model.replace(routed=False), micro_batches=len(micro_batches),
+            max_tokens_per_rank=self.max_tokens_per_rank or max_tokens,
+        )  # fmt: skip
+        return planned
+
+    def steps(self, num_ranks: int) -> Iterator[list[Lengths]]:
+        """The lengths of each micro-batch of each step, as the ranks draw them."""
         if self.lengths is not None:
-            yield self.lengths
+            yield [self.lengths]
             return
         assert self.mix is not None
         for step in range(self.num_steps):
-            yield self.mix.draw_lengths(self.seed, step, num_ranks)
+            drawn = batches_of_step(step, self.micro_batches or 1)
+            yield [self.mix.draw_lengths(self.seed, batch, num_ranks) for batch in drawn]
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -71,41 +93,68 @@ def topology_for(text: str, num_ranks: int) -> str:
     return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
 
 
-def plan_steps(workload: Workload, topology: str, num_ranks: int) -> list[tuple[Plan, float]]:
-    """The plan of each step, and the seconds that planning took."""
-    plans = []
-    for seq_lens in workload.seq_lens(num_ranks):
+@dataclass(frozen=True)
+class PlannedStep:
+    plans: list[Plan]  # of each micro-batch
+    plan_s: float  # that planning took
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the fullest rank in any micro-batch."""
+        return max(plan.max_tokens for plan in self.plans)
+
+
+def plan_micro_batches(workload: Workload, topology: str, num_ranks: int) -> list[PlannedStep]:
+    """Each micro-batch of each step by itself, as a balancer in the model plans."""
+    steps = []
+    for micro_batches in workload.steps(num_ranks):
         start = time.perf_counter()
-        plan = workload.plan(seq_lens, topology)
-        plans.append((plan, time.perf_counter() - start))
-    return plans
+        plans = [workload.plan(seq_lens, topology) for seq_lens in micro_batches]
+        steps.append(PlannedStep(plans, time.perf_counter() - start))
+    return steps
 
 
-def summary(plans: Sequence[Plan], plan_s: float, name: str) -> Point:
-    figures = [_figures(plan, predict_step(plan)) for plan in plans]
+def plan_steps(workload: Workload, topology: str, num_ranks: int, max_tokens: Sequence[int]) -> list[PlannedStep]:
+    """Each step whole. max_tokens: for each step, of a rank in a micro-batch where the workload has no limit."""
+    steps = []
+    for micro_batches, limit in zip(workload.steps(num_ranks), max_tokens, strict=True):
+        start = time.perf_counter()
+        plan = workload.plan_step(micro_batches, topology, limit)
+        steps.append(PlannedStep(plan.plans, time.perf_counter() - start))
+    return steps
+
+
+def summary(steps: Sequence[PlannedStep], name: str) -> Point:
+    figures = [_figures(step) for step in steps]
     mean = {field: statistics.fmean(of[field] for of in figures) for field in figures[0]}
     mean["efficiency"] = mean["ideal_s"] / mean["total_s"]
     mean["tokens_per_s"] = mean["tokens"] / mean["total_s"]
-    return Point(plans[0].num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean)
+    plan_s = statistics.median(step.plan_s for step in steps)
+    return Point(steps[0].plans[0].num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean)
 
 
-def _figures(plan: Plan, step: StepTime) -> dict[str, float]:
+def _figures(step: PlannedStep) -> dict[str, float]:
+    """Sums over the micro-batches, between which ranks wait for each other; of WIR the mean."""
+    times = [predict_step(plan) for plan in step.plans]
+    sums = {term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()}
     return {
-        "wir": plan.wir_after,
-        "tokens": plan.num_tokens,
-        "max_tokens_per_rank": plan.max_tokens,
-        **step.terms,
-        "total_s": step.total_s,
-        "ideal_s": step.ideal_s,
-        "route_bytes": step.route_bytes.total,
-        "route_bytes_between_nodes": step.route_bytes.between,
-        "attention_bytes": step.attention_bytes.total,
-        "attention_bytes_between_nodes": step.attention_bytes.between,
+        "wir": statistics.fmean(plan.wir_after for plan in step.plans),
+        "tokens": sum(plan.num_tokens for plan in step.plans),
+        "max_tokens_per_rank": step.max_tokens,
+        **sums,
+        "total_s": math.fsum(of.total_s for of in times),
+        "ideal_s": math.fsum(of.ideal_s for of in times),
+        "route_bytes": math.fsum(of.route_bytes.total for of in times),
+        "route_bytes_between_nodes": math.fsum(of.route_bytes.between for of in times),
+        "attention_bytes": math.fsum(of.attention_bytes.total for of in times),
+        "attention_bytes_between_nodes": math.fsum(of.attention_bytes.between for of in times),
+        "fsdp_bytes": math.fsum(of.fsdp_bytes for of in times),
     }
 
 
 def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> list[Point]:
-    """For each number of ranks: no balancer, then each topology. All input is checked before anything is planned.
+    """For each number of ranks: no balancer, then each topology, by micro-batch and, where steps are of several
+    micro-batches, by whole step. All input is checked before anything is planned.
 
     Raises ArgumentError.
     """
@@ -117,14 +166,18 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
     points = []
     for num_ranks in ranks:
         # The plan at home does not depend on the solver: the fastest one.
-        planned_somehow = plan_steps(replace(workload, solver=solver_names()[-1]), "g1n1", num_ranks)
-        home = [plan_home(plan) for plan, _ in planned_somehow]
-        points.append(summary(home, 0.0, NO_BALANCER))
-        planned: dict[str, Point] = {}
+        planned_somehow = plan_micro_batches(replace(workload, solver=solver_names()[-1]), "g1n1", num_ranks)
+        home = [PlannedStep([plan_home(plan) for plan in step.plans], 0.0) for step in planned_somehow]
+        points.append(summary(home, NO_BALANCER))
+        planned: dict[str, list[Point]] = {}
         for asked in topologies:
             text = topology_for(asked, num_ranks)
             if text not in planned:
-                plans, seconds = zip(*plan_steps(workload, text, num_ranks), strict=True)
-                planned[text] = summary(plans, statistics.median(seconds), text)
-            points.append(replace(planned[text], asked=asked))
+                steps = plan_micro_batches(workload, text, num_ranks)
+                planned[text] = [summary(steps, text)]
+                if workload.micro_batches is not None:
+                    whole = plan_steps(workload, text, num_ranks, [step.max_tokens for step in steps])
+                    planned[text].append(summary(whole, WHOLE_STEP + text))
+            for point, prefix in zip(planned[text], ("", WHOLE_STEP), strict=False):
+                points.append(replace(point, asked=prefix + asked))
     return points

@@ -7,11 +7,12 @@ of whole sequences through attention; forward, recompute, backward. Communicatio
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import knapformer
-from knapformer import ArgumentError, Cluster, Plan, Topology, TrainedModel, plan_home
+from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, TrainedModel, plan_home
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import NO_BALANCER, write_report
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_gamma(parser)
     cli_args.add_draw(parser)
     cli_args.add_count(parser, "--steps", 1, "of --data")
+    cli_args.add_whole_steps(parser)
     cli_args.add_count(parser, "--repeats", 3, "of each measurement; medians")
     cli_args.add_count(parser, "--warmup", 1, "before them")
     parser.add_argument(
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)
     model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
-    plans_of, text_of_steps = _plans(args, config, gamma, cluster, model)
+    ways = _ways(args, config, gamma, cluster, model)
 
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
@@ -76,26 +78,33 @@ def run(args: argparse.Namespace) -> None:
     model = model.replace(num_parameters=replayer.num_parameters)
     shares = [
         share
-        for plans in plans_of.values()
-        for plan, text_tokens in zip(plans, text_of_steps, strict=True)
-        for share in shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
+        for way in ways
+        for plans, texts in zip(way.plans, way.text_tokens, strict=True)
+        for plan, of_plan in zip(plans, texts, strict=True)
+        for share in shares_of(plan, config.num_heads, config.num_kv_heads, of_plan, config.text_beside)
     ]
     with Progress(replayer.num_measurements(shares) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
         measured, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
     of_share = iter(measured)
     variants = [
-        Variant(name, plans, [list(islice(of_share, plan.num_ranks)) for plan in plans])
-        for name, plans in plans_of.items()
+        Variant(
+            way.topology,
+            way.plans,
+            [[list(islice(of_share, plan.num_ranks)) for plan in plans] for plans in way.plans],
+            way.planned_whole,
+        )
+        for way in ways
     ]
     figures = [variant.figures(cluster, model, config.mask, args.peak_tflops) for variant in variants]
     result = {
         "format": _FORMAT,
-        "version": 1,
+        "version": 2,
         "model": config_to_dict(config),
         "dtype": dtype,
-        "num_ranks": variants[0].plans[0].num_ranks,
-        "gamma": variants[0].plans[0].workload.gamma,
+        "num_ranks": variants[0].plans[0][0].num_ranks,
+        "micro_batches": args.micro_batches,
+        "gamma": variants[0].plans[0][0].workload.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
         "cluster": cli_args.settings_dict(cluster, model),
@@ -104,57 +113,115 @@ def run(args: argparse.Namespace) -> None:
     }
     write_json(args.json, result)
     if args.report is not None:
-        names = [variant.name or NO_BALANCER for variant in variants]
-        measured_s = {name: of["fbl_per_step_s"] for name, of in zip(names, figures, strict=True)}
+        measured_s = {of["name"] or NO_BALANCER: of["fbl_per_step_s"] for of in figures}
         # Not predicted: the cluster's compute is not this device's.
-        plan = variants[-1].plans[0].on(cluster, model)
+        plan = variants[-1].plans[0][0].on(cluster, model)
         write_report(args.report, plan, measured_s=measured_s, predicts=False)
     print_results(model_name, result)
 
 
-def _plans(
+@dataclass(frozen=True)
+class _Way:
+    """One way to place the sequences of each step: a plan for each of its micro-batches."""
+
+    topology: str | None  # None: every sequence at home
+    plans: list[list[Plan]]
+    text_tokens: list[list[list[int]]]  # of each sequence of each plan
+    planned_whole: bool = False
+
+
+def _ways(
     args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel
-) -> tuple[dict[str | None, list[Plan]], list[list[int]]]:
-    """Plans of each step, by name, of which the first leaves every sequence at home; and for each step text tokens of
-    each sequence. Raises ArgumentError, OSError."""
+) -> list[_Way]:
+    """Of which the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.plan is not None:
-        plan = cli_args.read_plan(args.plan)
-        if args.topology is not None:
-            raise ArgumentError("--topology: got one beside a plan, which has its own, expected none")
-        if plan.d_model != config.d_model:
-            expected = f"expected {config.d_model}, as the model has"
-            raise ArgumentError(f"{args.plan}: d_model: got {plan.d_model}, {expected}")
-        lens = [length for of in plan.seq_lens for length in of]
-        works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
-        if plan.sequence_works != works:
-            raise ArgumentError(f"{args.plan}: masks: got others, expected {config.mask!r} alone, as the model has")
-        plans: dict[str | None, list[Plan]] = {str(plan.topology): [plan]}
-        text_tokens = [_some_text(config, plan.seq_lens)]
+        plan = _read_plan(args, config)
+        text_tokens = [[_some_text(config, plan.seq_lens)]]
+        ways = [_Way(str(plan.topology), [[plan]], text_tokens)]
     else:
         if args.topology is None:
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
         seq_lens, text_tokens = _drawn(args, config)
-        topologies = {str(Topology(text, len(seq_lens[0]))): text for text in args.topology}
+        topologies = {str(Topology(text, len(seq_lens[0][0]))): text for text in args.topology}
         options: dict[str, Any] = {"masks": config.mask, "cluster": cluster, "model": model}
-        plans = {
-            name: [knapformer.plan(lens, text, config.d_model, gamma, args.solver, **options) for lens in seq_lens]
+        ways = [
+            _Way(
+                name,
+                [
+                    [knapformer.plan(lens, text, config.d_model, gamma, args.solver, **options) for lens in of_step]
+                    for of_step in seq_lens
+                ],
+                text_tokens,
+            )
             for name, text in topologies.items()
-        }
-    one = next(iter(plans.values()))
-    if any(plan.num_tokens == 0 for plan in one):
+        ]
+        if args.micro_batches is not None:
+            options["model"] = model.replace(routed=False)
+            ways += [_planned_whole(args, config, gamma, way, options) for way in ways]
+    if any(plan.num_tokens == 0 for plans in ways[0].plans for plan in plans):
         raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
-    return {None: [plan_home(plan) for plan in one], **plans}, text_tokens
+    return [_Way(None, [[plan_home(plan) for plan in plans] for plans in ways[0].plans], text_tokens), *ways]
 
 
-def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Lengths of each step and rank, and for each step text tokens of each sequence."""
+def _planned_whole(
+    args: argparse.Namespace, config: BaseConfig, gamma: float, way: _Way, options: dict[str, Any]
+) -> _Way:
+    """The steps of `way`, each planned at once."""
+    assert way.topology is not None
+    plans, texts = [], []
+    for of_step, text_tokens in zip(way.plans, way.text_tokens, strict=True):
+        limit = args.max_tokens_per_rank or max(plan.max_tokens for plan in of_step)
+        step: StepPlan = knapformer.plan(
+            cli_args.lengths_of_step([plan.seq_lens for plan in of_step]), way.topology, config.d_model, gamma,
+            args.solver, max_tokens_per_rank=limit, micro_batches=len(of_step), **options,
+        )  # fmt: skip
+        # The step's sequences count through ranks first, and then through each one's micro-batches.
+        by_micro_batch = [iter(of) for of in text_tokens]
+        text_of = [
+            next(by_micro_batch[k])
+            for rank in range(step.plans[0].num_ranks)
+            for k, plan in enumerate(of_step)
+            for _ in plan.seq_lens[rank]
+        ]
+        plans.append(step.plans)
+        texts.append([[text_of[s] for s in step.sequences_of(k)] for k in range(step.num_micro_batches)])
+    return _Way(way.topology, plans, texts, planned_whole=True)
+
+
+def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan:
+    plan = cli_args.read_plan(args.plan)
+    for option, given in (("--topology", args.topology), ("--micro-batches", args.micro_batches)):
+        if given is not None:
+            raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
+    if plan.d_model != config.d_model:
+        expected = f"expected {config.d_model}, as the model has"
+        raise ArgumentError(f"{args.plan}: d_model: got {plan.d_model}, {expected}")
+    lens = [length for of in plan.seq_lens for length in of]
+    works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
+    if plan.sequence_works != works:
+        raise ArgumentError(f"{args.plan}: masks: got others, expected {config.mask!r} alone, as the model has")
+    return plan
+
+
+def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
+    """Of each step and micro-batch: lengths of each rank, and text tokens of each sequence."""
     if args.lengths is not None:
+        if args.micro_batches is not None:
+            raise ArgumentError(
+                "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
+            )
         lengths = cli_args.read_lengths(args.lengths, args.ranks)
-        return [lengths], [_some_text(config, lengths)]
+        return [[lengths]], [[_some_text(config, lengths)]]
     mix, num_ranks = cli_args.mix_and_ranks(args)
-    samples = [[mix.draw(args.seed, step, rank) for rank in range(num_ranks)] for step in range(args.steps)]
-    seq_lens = [[[config.planned_tokens(sample) for sample in of] for of in ranks] for ranks in samples]
-    return seq_lens, [[sample.text_tokens for of in ranks for sample in of] for ranks in samples]
+    samples = [
+        [
+            [mix.draw(args.seed, batch, rank) for rank in range(num_ranks)]
+            for batch in cli_args.batches_of_step(step, args.micro_batches or 1)
+        ]
+        for step in range(args.steps)
+    ]
+    seq_lens = [[[[config.planned_tokens(s) for s in of] for of in ranks] for ranks in step] for step in samples]
+    return seq_lens, [[[s.text_tokens for of in ranks for s in of] for ranks in step] for step in samples]
 
 
 def _some_text(config: BaseConfig, seq_lens: list[list[int]]) -> list[int]:
@@ -174,7 +241,8 @@ def print_results(model_name: str, result: dict[str, Any]) -> None:
         table_of(
             (_cells(row, baseline_s) for row in result["variants"]),
             left="balancer",
-            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds.",
+            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds. Peak: "
+            "tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step.",
         ),
         text,
     )
@@ -182,7 +250,7 @@ def print_results(model_name: str, result: dict[str, Any]) -> None:
 
 def _cells(row: dict[str, Any], baseline_s: float) -> dict[str, str]:
     cells = {
-        "balancer": row["topology"] or "none",
+        "balancer": row["name"] or "none",
         "WIR": text_or(row["wir"], ".2f", "inf"),
         "measured": text_or(row["measured_wir"], ".2f", "inf"),
         "FBL": f"{row['fbl_s']:.3f}",
@@ -190,6 +258,9 @@ def _cells(row: dict[str, Any], baseline_s: float) -> dict[str, str]:
         "exchange": f"{row['exchange_s']:.3f}",
         "route": f"{row['route_s']:.3f}",
         "FSDP": f"{row['fsdp_s']:.3f}",
+        "peak": f"{row['max_tokens_per_rank']:,}",
+        "GB": f"{row['exchanged_bytes'] / 1e9:.2f}",
+        "FSDP GB": f"{row['fsdp_bytes'] / 1e9:.1f}",
         "TPS": f"{row['tokens_per_s']:,.0f}",
         "speed-up": f"{baseline_s / row['fbl_s']:.2f}",
         "corr.": text_or(row["correlation"], ".3f", "-"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,47 +25,70 @@ class RankSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to place the sequences, and what was measured of it, for each step."""
+    """One way to place the sequences, and what was measured of it: for each step, each of its micro-batches."""
 
     name: str | None  # the topology; None: every sequence at home
-    plans: list[Plan]
-    measured: list[list[RankSeconds]]  # of each rank
+    plans: list[list[Plan]]
+    measured: list[list[list[RankSeconds]]]  # of each rank
+    planned_whole: bool = False  # the micro-batches of a step at once, by ranks that load what they compute
 
-    def steps(self, cluster: Cluster, model: TrainedModel) -> list[StepTime]:
+    def micro_batches(self, cluster: Cluster, model: TrainedModel) -> list[list[StepTime]]:
         """Measured compute, and around it what the cluster model says of waits and communication."""
         # The model wants seconds of one block's forward pass.
         layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
-        of_block = [
-            [(r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks]
-            for ranks in self.measured
+        if self.planned_whole:
+            model = model.replace(routed=False)
+
+        def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> StepTime:
+            of_block = [
+                (r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks
+            ]
+            return predict_step(plan, cluster, model, of_block)
+
+        return [
+            [time_of(*of) for of in zip(plans, measured, strict=True)]
+            for plans, measured in zip(self.plans, self.measured, strict=True)
         ]
-        return [predict_step(plan, cluster, model, of) for plan, of in zip(self.plans, of_block, strict=True)]
 
     def figures(self, cluster: Cluster, model: TrainedModel, mask: str, peak_tflops: float | None) -> dict[str, Any]:
-        """Means over the steps, ready for JSON: what is infinite or undefined is None there."""
-        steps = self.steps(cluster, model)
-        seconds = [[sum(rank) for rank in ranks] for ranks in self.measured]
-        work = [plan.workload_after for plan in self.plans]
-        fbl_s = [step.total_s for step in steps]
+        """Means over the steps, ready for JSON: what is infinite or undefined is None there. Work and seconds of ranks
+        stand there by micro-batch, all steps one after another."""
+        times = self.micro_batches(cluster, model)
+        plans = [plan for of_step in self.plans for plan in of_step]
+        of_ranks = [ranks for of_step in self.measured for ranks in of_step]
+        seconds = [[sum(rank) for rank in ranks] for ranks in of_ranks]
+        work = [plan.workload_after for plan in plans]
+        busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may leave one empty
+        busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
+        num_steps, num_ranks = len(self.plans), plans[0].num_ranks
+        fbl_s = [math.fsum(time.total_s for time in of_step) for of_step in times]
         mean_s = statistics.fmean(fbl_s)
-        num_tokens = statistics.fmean(plan.num_tokens for plan in self.plans)
-        flops, num_ranks = statistics.fmean(forward_flops(plan, mask) for plan in self.plans), self.plans[0].num_ranks
+
+        def per_step(values: Iterable[float]) -> float:
+            return math.fsum(values) / num_steps
+
+        all_times = [time for of_step in times for time in of_step]
+        flops = per_step(forward_flops(plan, mask) for plan in plans)
         return {
+            "name": self.name if self.name is None or not self.planned_whole else f"step planned, {self.name}",
             "topology": self.name,
             "fbl_s": mean_s,
             "fbl_per_step_s": fbl_s,
-            **{term: statistics.fmean(step.terms[term] for step in steps) for term in StepTime.labels()},
-            "slowest_rank_s": statistics.fmean(max(of) for of in seconds),
-            "wir": number_or_none(statistics.fmean(plan.wir_after for plan in self.plans)),
-            "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in seconds)),
-            "tokens_per_s": num_tokens / mean_s,
+            **{term: per_step(time.terms[term] for time in all_times) for term in StepTime.labels()},
+            "slowest_rank_s": per_step(max(of) for of in seconds),
+            "wir": number_or_none(statistics.fmean(plans[k].wir_after for k in busy)),
+            "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),
+            "tokens_per_s": per_step(plan.num_tokens for plan in plans) / mean_s,
+            "max_tokens_per_rank": max(plan.max_tokens for plan in plans),
+            "exchanged_bytes": per_step(time.route_bytes.total + time.attention_bytes.total for time in all_times),
+            "fsdp_bytes": per_step(time.fsdp_bytes for time in all_times),
             "hfu": hardware_flops_utilization(
                 flops, model.num_blocks, mean_s, num_ranks, peak_tflops, model.recomputes
             ),
-            "correlation": correlation(work, seconds),
-            "spread": spread(work, seconds),
+            "correlation": correlation(busy_work, busy_seconds),
+            "spread": spread(busy_work, busy_seconds),
             "work_per_rank": work,
-            "seconds_per_rank": self.measured,
+            "seconds_per_rank": of_ranks,
         }
 
 

@@ -120,7 +120,9 @@ def measured_of(results: str) -> dict[str, list[float]]:
     content = read_json(results, "--measured")
     try:
         return {
-            str(variant["topology"] or NO_BALANCER): [float(s) for s in variant["fbl_per_step_s"]]
+            str(variant.get("name") or variant["topology"] or NO_BALANCER): [
+                float(s) for s in variant["fbl_per_step_s"]
+            ]
             for variant in content["variants"]
         }
     except (KeyError, TypeError, ValueError):

@@ -1,20 +1,28 @@
-"""`knapformer simulate`: fake training steps on real ranks, without and with the balancer."""
+"""`knapformer simulate`: fake training steps on real ranks, without and with the balancer, and planned whole."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from knapformer import Cluster
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("simulate", help="fake training steps on real ranks, without and with the balancer")
+    parser = subparsers.add_parser(
+        "simulate", help="fake training steps on real ranks, without and with the balancer, and planned whole"
+    )
     cli_args.add_data(parser, required=True)
-    parser.add_argument("--topology", required=True, action="append", metavar="T", help="may be given several times")
+    parser.add_argument(
+        "--topology", action="append", default=[], metavar="T",
+        help="of the balancer in the model; may be given several times",
+    )  # fmt: skip
+    cli_args.add_whole_steps(parser)
+    parser.add_argument(
+        "--equal-lengths", action="store_true", help="measures as much work in sequences of equal length as well"
+    )
     cli_args.add_ranks(parser, "local ranks to start")
     cli_args.add_model(parser)
     cli_args.add_count(parser, "--steps", 10, "timed", high=10**9)
@@ -24,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_gamma(parser, can_fit=True)
     cli_args.add_draw(parser)
     cli_args.add_device(parser)
+    cli_args.add_cluster_options(parser.add_argument_group("the cluster that is planned, and then predicted, for"))
     parser.add_argument(
         "--keep-exchanges", action="store_true", help="keeps what attention's exchanges brought: none is repeated"
     )
@@ -37,10 +46,13 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
-    gamma, calibration = cli_args.gamma_and_calibration(args)
+    gamma, cluster, model = cli_args.costs(args).values()
     settings = SimulationSettings(
         data=args.data,
         topologies=tuple(args.topology),
+        micro_batches=args.micro_batches,
+        max_tokens_per_rank=args.max_tokens_per_rank,
+        equal_lengths=args.equal_lengths,
         num_ranks=num_ranks,
         scale=args.scale,
         max_text_tokens=args.max_text_tokens,
@@ -49,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
         num_repeats=args.repeats,
         solver=args.solver,
         gamma=gamma,
-        cluster=Cluster() if calibration is None else calibration.cluster(),
+        cluster=cluster,
+        shard_ranks=model.shard_ranks,
+        predicts=args.calibration is not None or args.cluster is not None,
         seed=args.seed,
         keep_exchanges=args.keep_exchanges,
         peak_tflops=args.peak_tflops,

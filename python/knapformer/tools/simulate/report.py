@@ -1,19 +1,23 @@
-"""What a simulation shows at its end: a table, a sentence, a JSON file, an HTML file."""
+"""What a simulation shows at its end: a table, its legend, what was gained, a JSON file, an HTML file."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 import torch
 
-from knapformer import WorkloadFit
+from knapformer import Plan, TrainedModel, WorkloadFit, predict_step
 from knapformer.tools.cli_args import trained_model
 from knapformer.tools.files import show, table_of, text_or, write_json
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.figures import forward_flops
+from knapformer.tools.report import NO_BALANCER
 from knapformer.tools.report import write_report as write_html
-from knapformer.tools.simulate.results import Variant, figures, sentence
+from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, PLANNED_STEP, plans_of_variants, variant_names
 
 
 def write_report(
@@ -22,19 +26,29 @@ def write_report(
     dtype: torch.dtype,
     gamma: float,
     fit: WorkloadFit | None,
-    latencies_s: list[list[float]],
+    measured: list[Measured],
+    num_parameters: int,
 ) -> None:
-    """Table and sentence on standard output, files where asked for.
+    """On standard output, and in files where asked for. Raises RuntimeError where variants differ in what they compute.
 
-    fit: where gamma was fitted. latencies_s: of each step's slowest rank, without a balancer and with each topology.
+    fit: where gamma was fitted. measured: of each of variant_names. num_parameters: of the model's blocks.
     """
-    variants = _variants(settings, gamma, latencies_s)
-    flops = [forward_flops(plan, settings.model.mask) for plan in variants[0].plans]
-    run = (flops, settings.model.depth, settings.peak_tflops, settings.checkpointing)
-    of_variants = [figures(variant, variants[0], *run) for variant in variants]
+    variants = _variants(settings, gamma, measured)
+    mask = settings.model.mask
+
+    def figures_of(variant: Variant) -> dict[str, Any]:
+        flops = [sum(forward_flops(plan, mask) for plan in plans) for plans in variant.plans]
+        run = (flops, settings.model.depth, settings.peak_tflops, settings.checkpointing)
+        of = figures(variant, variants[0], *run)
+        return {**of, "predicted_s": _predicted_s(settings, variant, model)} if settings.predicts else of
+
+    model = trained_model(settings.model, dtype, settings.checkpointing).replace(
+        num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
+    )
+    of_variants = [figures_of(variant) for variant in variants]
     fitted = ("seconds_per_flop", "gamma", "relative_rms_error")
     results = {
-        "format": "knapformer-simulation/1",
+        "format": "knapformer-simulation/2",
         "settings": settings.to_dict(),
         "data_codes": str(settings.mix()),
         "device": device.type,
@@ -43,40 +57,87 @@ def write_report(
         "fit": fit and {name: getattr(fit, name) for name in fitted},
         "variants": of_variants,
         "environment": environment(device),
-        "summary": sentence(of_variants),
+        "summary": sentences(of_variants),
     }
+    _check_same(of_variants, dtype)
     write_json(settings.json_path, results)
+    micro_batches = "" if settings.micro_batches is None else f" of {settings.micro_batches} micro-batches"
     show(
-        f"{settings.model_name} on {settings.num_ranks} ranks, data {settings.data}, {settings.num_steps} steps, "
-        f"gamma {gamma:.3g}",
+        f"{settings.model_name} on {settings.num_ranks} ranks, data {settings.data}, {settings.num_steps} steps"
+        f"{micro_batches}, gamma {gamma:.3g}",
         table_of(map(_cells, of_variants), left="balancer"),
+        _legend(of_variants),
         str(results["summary"]),
     )
     if settings.report_path is not None:
-        plan = variants[-1].plans[0]
-        model = trained_model(settings.model, dtype, settings.checkpointing, of=plan.model)
-        measured_s = {variant.name: variant.latencies_s for variant in variants}
+        shown = next(variant for variant in reversed(variants) if variant.name != EQUAL_LENGTHS)
+        plan = shown.plans[0][0]
+        measured_s = {variant.name: variant.measured.latencies_s for variant in variants}
         # Not predicted: the cluster is not this machine.
         write_html(settings.report_path, plan.on(model=model), measured_s=measured_s, predicts=False)
 
 
-def _variants(settings: SimulationSettings, gamma: float, latencies_s: list[list[float]]) -> list[Variant]:
-    """With the plans that the ranks made: the same input gives the same plan anywhere."""
+def _variants(settings: SimulationSettings, gamma: float, measured: list[Measured]) -> list[Variant]:
     steps = range(settings.num_warmup_steps, settings.num_warmup_steps + settings.num_steps)
-    lengths = [settings.seq_lens(step) for step in steps]
-    plans = [[settings.plan(lens, topology, gamma) for lens in lengths] for topology in settings.topologies]
-    names: list[str | None] = [None, *settings.topologies]
-    return [Variant(*of) for of in zip(names, latencies_s, [plans[0], *plans], strict=True)]
+    plans = [plans_of_variants(settings, step, gamma) for step in steps]
+    topologies = {name: name for name in settings.topologies} | {PLANNED_STEP: f"g1n{settings.num_ranks}"}
+    names = variant_names(settings)
+    return [
+        Variant(name, topologies.get(name), of, [of_step[name] for of_step in plans])
+        for name, of in zip(names, measured, strict=True)
+    ]
+
+
+def _predicted_s(settings: SimulationSettings, variant: Variant, model: TrainedModel) -> float:
+    """The mean step. What no calibration measures is left out."""
+    cluster = settings.cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
+
+    def step_s(plan: Plan) -> float:
+        return predict_step(plan, cluster, model).total_s
+
+    return statistics.fmean(math.fsum(map(step_s, plans)) for plans in variant.plans)
+
+
+def _check_same(of_variants: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    """Sums are rounded in other orders, and nothing else differs."""
+    limit = math.sqrt(torch.finfo(dtype).eps)
+    for of in of_variants:
+        for name in ("loss_difference", "gradient_difference"):
+            if of.get(name, 0.0) > limit:
+                raise RuntimeError(f"{of['name']}: {name}: got {of[name]:.2g}, expected at most {limit:.2g}")
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     cells = {
-        "balancer": row["topology"] or "none",
+        "balancer": "none" if row["name"] == NO_BALANCER else row["name"],
         "WIR": text_or(row["wir"], ".2f", "inf"),
         "FBL s": f"{row['fbl_s']:.3f}",
         "TPS": f"{row['tokens_per_s']:,.0f}",
         "speed-up": f"{row['speed_up']:.2f}",
         "promised": f"{row['promised_speed_up']:.2f}",
         "tokens moved": f"{row['tokens_moved']:.0%}",
+        "peak tokens": f"{row['max_tokens_per_rank']:,}",
     }
+    if "predicted_s" in row:
+        cells["predicted s"] = f"{row['predicted_s']:.3f}"
     return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}
+
+
+def _legend(of_variants: list[dict[str, Any]]) -> str:
+    names = {of["name"] for of in of_variants}
+    lines = [
+        "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in "
+        "bags of so many ranks."
+    ]
+    if PLANNED_STEP in names:
+        lines.append(
+            f"{PLANNED_STEP}: BalancedBatchSampler's way: whole samples, loaded where they are computed; no rank waits "
+            "for tokens."
+        )
+    if EQUAL_LENGTHS in names:
+        lines.append(f"{EQUAL_LENGTHS}: other samples, of equal length, with as much work.")
+    lines.append(
+        "WIR: highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
+        "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch."
+    )
+    return "\n".join(lines)

@@ -8,41 +8,52 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from knapformer import Plan
 from knapformer.tools.measure.figures import hardware_flops_utilization, number_or_none
-from knapformer.tools.report import NO_BALANCER
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, PLANNED_STEP
+
+
+class Measured(NamedTuple):
+    """Of one variant, an entry per timed step."""
+
+    latencies_s: list[float]  # of the slowest rank
+    losses: list[float]  # mean over the samples of all ranks and micro-batches
+    gradient_norms: list[float]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the steps, and what was measured of it. Lists hold one entry per timed step."""
+    """One way to run the steps, and what was measured of it."""
 
+    name: str
     topology: str | None  # None: no balancer
-    latencies_s: list[float]  # of the slowest rank
-    plans: list[Plan]  # for no balancer any topology's: their state before is what counts
-
-    @property
-    def name(self) -> str:
-        return self.topology or NO_BALANCER
+    measured: Measured
+    plans: list[list[Plan]]  # of each timed step, of each of its micro-batches; without a balancer, all at home
 
     def wir(self) -> float:
-        """Mean over steps; infinite where in some step a rank had no work."""
-        values = [plan.wir_after if self.topology else plan.wir_before for plan in self.plans]
+        """Mean over steps and micro-batches; infinite where in some a rank had no work."""
+        values = [plan.wir_after for plans in self.plans for plan in plans]
         return math.inf if math.inf in values else statistics.fmean(values)
 
     def highest_work(self) -> list[float]:
-        """For each step, FLOPs of one block on the most loaded rank: what the step's time follows."""
-        return [max(plan.workload_after if self.topology else plan.workload_before) for plan in self.plans]
+        """For each step, FLOPs of one block on the most loaded rank of each micro-batch, added up: what the step's
+        time follows, since ranks wait for each other in every micro-batch."""
+        return [math.fsum(max(plan.workload_after) for plan in plans) for plans in self.plans]
+
+    def num_tokens(self) -> list[int]:
+        return [sum(plan.num_tokens for plan in plans) for plans in self.plans]
+
+    def max_tokens(self) -> int:
+        """Of the fullest rank in any micro-batch."""
+        return max(plan.max_tokens for plans in self.plans for plan in plans)
 
     def tokens_moved(self) -> float:
         """Share of the tokens that one route takes to another rank."""
-        if self.topology is None:
-            return 0.0
-        return sum(plan.tokens_moved for plan in self.plans) / sum(plan.num_tokens for plan in self.plans)
+        return sum(plan.tokens_moved for plans in self.plans for plan in plans) / sum(self.num_tokens())
 
 
 def figures(
@@ -54,20 +65,23 @@ def figures(
     checkpointing: bool,
 ) -> dict[str, Any]:
     """Of one variant, ready for JSON: an infinite WIR is None there. forward_flops: of one block, for each step."""
-    num_ranks = variant.plans[0].num_ranks
-    fbl = statistics.fmean(variant.latencies_s)
-    ratios = [before / after for before, after in zip(baseline.latencies_s, variant.latencies_s, strict=True)]
+    latencies_s, losses, _ = variant.measured
+    num_ranks = variant.plans[0][0].num_ranks
+    fbl = statistics.fmean(latencies_s)
+    ratios = [before / after for before, after in zip(baseline.measured.latencies_s, latencies_s, strict=True)]
     promises = [before / after for before, after in zip(baseline.highest_work(), variant.highest_work(), strict=True)]
     promised = math.fsum(baseline.highest_work()) / math.fsum(variant.highest_work())
-    speed_up = statistics.fmean(baseline.latencies_s) / fbl
+    speed_up = statistics.fmean(baseline.measured.latencies_s) / fbl
     flops = statistics.fmean(forward_flops)
     return {
+        "name": variant.name,
         "topology": variant.topology,
         "wir": number_or_none(variant.wir()),
         "fbl_s": fbl,
-        "fbl_median_s": statistics.median(variant.latencies_s),
-        "fbl_per_step_s": variant.latencies_s,
-        "tokens_per_s": statistics.fmean(plan.num_tokens for plan in variant.plans) / fbl,
+        "fbl_median_s": statistics.median(latencies_s),
+        "fbl_per_step_s": latencies_s,
+        "tokens_per_s": statistics.fmean(variant.num_tokens()) / fbl,
+        "max_tokens_per_rank": variant.max_tokens(),
         "hfu": hardware_flops_utilization(flops, depth, fbl, num_ranks, peak_tflops, checkpointing),
         "speed_up": speed_up,
         "speed_up_median": statistics.median(ratios),
@@ -75,23 +89,52 @@ def figures(
         "share_of_promise": speed_up / promised,
         "share_of_promise_median": statistics.median(r / p for r, p in zip(ratios, promises, strict=True)),
         "tokens_moved": variant.tokens_moved(),
+        "loss_per_step": losses,
+        **({} if variant.name == EQUAL_LENGTHS else differences(variant, baseline)),
     }
 
 
-def sentence(all_figures: Sequence[dict[str, Any]]) -> str:
-    """What was gained, in one line of words. The first figures are those without a balancer."""
-    baseline, *balanced = all_figures
-    best = max(balanced, key=lambda f: float(f["speed_up"]))
-    step = f"a step takes {best['fbl_s']:.3g} s instead of {baseline['fbl_s']:.3g} s"
-    promise = f"{best['share_of_promise']:.0%} of what its plans promise"
-    if best["promised_speed_up"] < 1.02:
-        return (
-            f"The ranks' work is even already, there was nothing to gain: with {best['topology']} {step}, "
-            f"{abs(1 - 1 / best['speed_up']):.1%} {'less' if best['speed_up'] >= 1 else 'more'}."
-        )
-    if best["speed_up"] >= 1.005:
-        return f"The balancer gained: with {best['topology']} {step}, {best['speed_up']:.2f} times as fast, {promise}."
-    return (
-        f"The balancer gained nothing: with {best['topology']} {step}, though its plans promise a factor of "
-        f"{best['promised_speed_up']:.2f}."
+def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
+    """The largest over the steps, relative, of what has to be the same."""
+
+    def largest(of: Callable[[Measured], list[float]]) -> float:
+        pairs = zip(of(variant.measured), of(baseline.measured), strict=True)
+        return max(abs(a - b) / abs(b) if a != b else 0.0 for a, b in pairs)
+
+    return {"loss_difference": largest(lambda m: m.losses), "gradient_difference": largest(lambda m: m.gradient_norms)}
+
+
+def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
+    """What was gained, in a line of words each. The first figures are those without a balancer."""
+    baseline, *others = all_figures
+    topologies = [of for of in others if of["name"] not in (PLANNED_STEP, EQUAL_LENGTHS)]
+    by_name = {of["name"]: of for of in others}
+    lines = []
+    if topologies:
+        best = max(topologies, key=lambda of: float(of["speed_up"]))
+        lines.append(_gain(best, baseline, f"with {best['topology']}"))
+    if PLANNED_STEP in by_name:
+        lines.append(_gain(by_name[PLANNED_STEP], baseline, "with the whole step planned"))
+    if EQUAL_LENGTHS in by_name:
+        equal, best = by_name[EQUAL_LENGTHS], by_name.get(PLANNED_STEP, topologies[0] if topologies else baseline)
+        ratio = best["fbl_s"] / equal["fbl_s"]
+        lines.append(f"As much work in sequences of equal length takes {equal['fbl_s']:.3g} s: {ratio:.3f} of it.")
+    compared = [of for of in others if "loss_difference" in of]
+    loss, gradient = (max(of[name] for of in compared) for name in ("loss_difference", "gradient_difference"))
+    lines.append(
+        f"The loss is the same, {baseline['loss_per_step'][0]:.6g} in the first step: relative differences of at most "
+        f"{loss:.1e}, of the gradient's norm {gradient:.1e}."
     )
+    return "\n".join(lines)
+
+
+def _gain(of: dict[str, Any], baseline: dict[str, Any], how: str) -> str:
+    step = f"a step takes {of['fbl_s']:.3g} s instead of {baseline['fbl_s']:.3g} s"
+    if of["promised_speed_up"] < 1.02:
+        change = f"{abs(1 - 1 / of['speed_up']):.1%} {'less' if of['speed_up'] >= 1 else 'more'}"
+        return f"The ranks' work is even already, there was nothing to gain: {how} {step}, {change}."
+    if of["speed_up"] >= 1.005:
+        promise = f"{of['share_of_promise']:.0%} of what its plans promise"
+        return f"The balancer gained: {how} {step}, {of['speed_up']:.2f} times as fast, {promise}."
+    factor = of["promised_speed_up"]
+    return f"The balancer gained nothing: {how} {step}, though its plans promise a factor of {factor:.2f}."

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, TrainedModel, plan
+from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, Topology, TrainedModel, plan
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.models.registry import config_to_dict
 from knapformer.tools.launch import RunSettings
+from knapformer.tools.simulate.data import SeededSample, StepData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,10 @@ class SimulationSettings(RunSettings):
     """Construction checks how fields go together, and raises ArgumentError, naming one."""
 
     data: str  # data codes, or the name of a published mix
-    topologies: tuple[str, ...]  # each is measured beside "no balancer"
+    topologies: tuple[str, ...]  # each is measured beside "no balancer", with the balancer in the model
+    micro_batches: int | None = None  # of an optimizer step, which is then also planned whole; None: one, and it is not
+    max_tokens_per_rank: int = 0  # of a step planned whole; 0: what the fullest rank draws for a micro-batch
+    equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
     scale: float = 1.0  # divides the resolutions
     max_text_tokens: int = 392
     num_steps: int = 10
@@ -25,6 +29,8 @@ class SimulationSettings(RunSettings):
     num_repeats: int = 1  # of every timed step, of which the best counts: for machines that are not idle
     gamma: float | None = None  # None: fitted to this machine before the run
     cluster: Cluster = field(default_factory=Cluster)  # what the planner predicts times with
+    shard_ranks: int = TrainedModel().shard_ranks
+    predicts: bool = False  # the cluster is this machine: measured steps stand beside predicted ones
     solver: str = "balanced"
     seed: int = 0
     keep_exchanges: bool = False  # what attention's exchanges brought is kept: the recomputation repeats none
@@ -33,8 +39,8 @@ class SimulationSettings(RunSettings):
 
     def __post_init__(self) -> None:
         self.mix().check_divides(self.num_ranks)
-        if not self.topologies:
-            raise ArgumentError("topology: got none, expected at least one")
+        if not self.topologies and self.micro_batches is None:
+            raise ArgumentError("topology: got none, expected at least one, or micro_batches")
         for i, topology in enumerate(self.topologies):
             canonical = str(Topology(topology, self.num_ranks))
             if canonical in (str(Topology(other)) for other in self.topologies[:i]):
@@ -48,17 +54,48 @@ class SimulationSettings(RunSettings):
             )
 
         # What only a plan can tell, such as a solver that does not know nested bags.
-        lengths = self.seq_lens(0)
+        first = self.draw(0)
+        gamma = DEFAULT_GAMMA if self.gamma is None else self.gamma
         for topology in self.topologies:
-            self.plan(lengths, topology, DEFAULT_GAMMA if self.gamma is None else self.gamma)
+            self.plan(first.seq_lens(0), topology, gamma)
+        if self.micro_batches is not None:
+            self.plan_step(first, gamma)
 
     def mix(self) -> DataMix:
         return DataMix.parse(self.data, resolution_scale=self.scale, max_text_tokens=self.max_text_tokens)
 
+    def draw(self, step: int) -> StepData:
+        """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
+        mix, count = self.mix(), self.micro_batches or 1
+        first_seed = (self.seed * 1_000_003 + step) * 65_537
+        number = 0
+        samples: list[list[list[SeededSample]]] = []
+        for rank in range(self.num_ranks):
+            samples.append([])
+            for k in range(count):
+                sizes = mix.draw(self.seed, step * count + k, rank)
+                seeds = ((first_seed + number + i) % (1 << 63) for i in range(len(sizes)))
+                samples[-1].append([SeededSample(*of) for of in zip(sizes, seeds, strict=True)])
+                number += len(sizes)
+        return StepData(self.model, samples)
+
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
-        """As the ranks' balancers plan."""
+        """Of a micro-batch, as the ranks' balancers plan."""
         planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **self.planning(gamma))
         return planned
+
+    def plan_step(self, data: StepData, gamma: float) -> StepPlan:
+        """Of an optimizer step, as BalancedBatchSampler plans: whole samples, a sample on every rank in every
+        micro-batch."""
+        of = self.planning(gamma)
+        # What takes as long in every plan would hide how far a plan is from the best.
+        of |= {"model": of["model"].replace(routed=False), "cluster": self.cluster.replace(fixed_s=0.0)}
+        planned: StepPlan = plan(
+            data.seq_lens_of_step(), f"g1n{self.num_ranks}", self.model.d_model, masks=self.model.mask,
+            max_tokens_per_rank=self.max_tokens_per_rank or data.max_tokens(),
+            micro_batches=self.micro_batches or 1, **of,
+        )  # fmt: skip
+        return planned.fill_ranks()
 
     def planning(self, gamma: float) -> dict[str, Any]:
         """Arguments of `plan` and of SequenceBalancer."""
@@ -67,11 +104,6 @@ class SimulationSettings(RunSettings):
             num_blocks=model.depth, num_parameters=0.0, recomputes=recomputes, num_heads=model.num_heads
         )
         return {"gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": trained}
-
-    def seq_lens(self, step: int) -> list[list[int]]:
-        """Of each rank, what its balancer plans."""
-        mix, ranks = self.mix(), range(self.num_ranks)
-        return [[self.model.planned_tokens(sample) for sample in mix.draw(self.seed, step, rank)] for rank in ranks]
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

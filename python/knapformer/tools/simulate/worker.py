@@ -1,23 +1,27 @@
 """What one rank of a simulation does.
 
 The loop of the paper: forward, mean loss, backward, gradients dropped; no optimizer. Every step runs once per variant
-("no balancer" and each topology), on the same data and weights, one after another and in turns first: what disturbs the
-machine for a while disturbs them all.
+("no balancer", each topology, the whole step planned), on the same samples and weights, one after another and in turns
+first: what disturbs the machine for a while disturbs them all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from knapformer import SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.losses import token_mean
+from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
 from knapformer.models.registry import build_model, random_batch
@@ -25,8 +29,11 @@ from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.simulate.calibrate import fit_blocks
+from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
+from knapformer.tools.simulate.results import Measured
 from knapformer.tools.simulate.settings import SimulationSettings
+from knapformer.tools.simulate.variants import data_of_variants, variant_names
 
 
 def run_rank(settings: SimulationSettings) -> None:
@@ -37,14 +44,14 @@ def run_rank(settings: SimulationSettings) -> None:
 
 def _simulate(settings: SimulationSettings, device: torch.device) -> None:
     rank = dist.get_rank()
-    mix = settings.mix()
     dtype = DTYPES[settings.dtype or default_dtype(device)]
     num_rounds = settings.num_warmup_steps + settings.num_steps * settings.num_repeats
-    with Progress(num_rounds * (1 + len(settings.topologies)), enabled=rank == 0) as progress:
+    names = variant_names(settings)
+    with Progress(num_rounds * len(names), enabled=rank == 0) as progress:
         gamma, fit = settings.gamma, None
         if gamma is None:
             progress.describe("fitting gamma to this machine")
-            seq_lens = [n for lens in settings.seq_lens(0) for n in lens]
+            seq_lens = [n for lens in settings.draw(0).seq_lens_of_step() for n in lens]
             fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing)
             if plausible(fit.gamma):
                 gamma = fit.gamma
@@ -53,27 +60,36 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
         model = _sharded_model(settings, device, dtype)
-        balancers = [None, *(balancer_of(settings, topology, gamma) for topology in settings.topologies)]
-        # Of this rank, for each variant one per timed step and repeat.
-        times: list[list[float]] = [[] for _ in balancers]
+        balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
+        times: list[list[float]] = [[] for _ in names]  # of this rank, one per timed step and repeat
+        outcomes: list[list[_Outcome]] = [[] for _ in names]  # one per timed step
         progress.describe("warming up")
         for step in range(settings.num_warmup_steps + settings.num_steps):
             timed = step >= settings.num_warmup_steps
             if timed:
                 progress.describe("measuring")
-            seed = ((settings.seed * 1_000_003 + step) * 65_537 + rank) % (1 << 63)
-            batch, target = random_batch(settings.model, mix.draw(settings.seed, step, rank), seed, device, dtype)
-            for turn in range(len(balancers) * (settings.num_repeats if timed else 1)):
-                variant = (turn + step) % len(balancers)
-                seconds = _timed_step(model, batch, target, balancers[variant], device)
+            data = data_of_variants(settings, step, gamma)
+            # Variants that compute the same samples in the same place share their tensors.
+            batches = {id(of): _batches(settings, of.samples[rank], device, dtype) for of in data.values()}
+            for turn in range(len(names) * (settings.num_repeats if timed else 1)):
+                variant = (turn + step) % len(names)
+                name = names[variant]
+                seconds, outcome = _timed_step(model, batches[id(data[name])], balancers.get(name), device)
                 if timed:
                     times[variant].append(seconds)
+                    if turn < len(names):
+                        outcomes[variant].append(outcome)
                 progress.advance()
         latencies_s = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
         latencies_s = latencies_s.unflatten(1, (settings.num_steps, settings.num_repeats)).amin(2)
+        num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
     if rank == 0:
-        write_report(settings, device, dtype, gamma, fit, latencies_s.tolist())
+        measured = [
+            Measured(seconds, [of.loss for of in of_steps], [of.gradient_norm for of in of_steps])
+            for seconds, of_steps in zip(latencies_s.tolist(), outcomes, strict=True)
+        ]
+        write_report(settings, device, dtype, gamma, fit, measured, num_parameters)
 
 
 def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
@@ -94,23 +110,76 @@ def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: to
     return model
 
 
+Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
+
+
+def _batches(
+    settings: SimulationSettings,
+    micro_batches: Sequence[Sequence[SeededSample]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Batches:
+    """Of one rank. Each sample is drawn by itself, from its seed."""
+
+    def drawn(samples: Sequence[SeededSample]) -> tuple[Any, torch.Tensor]:
+        nothing = random_batch(settings.model, [], 0, device, dtype)
+        alone = [random_batch(settings.model, [sample.size], sample.seed, device, dtype) for sample in samples]
+        batches, targets = zip(nothing, *alone, strict=True)
+        return joined(batches), torch.cat(targets)
+
+    return [drawn(samples) for samples in micro_batches]
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """One batch of several of a model's: rows of tensors and entries of lists one after another; None stays."""
+
+    def field_of(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches]
+        if isinstance(values[0], torch.Tensor):
+            return torch.cat(values)
+        return None if values[0] is None else [entry for value in values for entry in value]
+
+    return type(batches[0])(**{field.name: field_of(field.name) for field in dataclasses.fields(batches[0])})
+
+
+class _Outcome(NamedTuple):
+    """Of all ranks together: what one process with all samples of the step would have got."""
+
+    loss: float
+    gradient_norm: float
+
+
 def _timed_step(
-    model: PackedModel, batch: Any, target: torch.Tensor, balancer: SequenceBalancer | None, device: torch.device
-) -> float:
-    """Seconds from a common start to the end of this rank's backward pass."""
+    model: PackedModel, batches: Batches, balancer: SequenceBalancer | None, device: torch.device
+) -> tuple[float, _Outcome]:
+    """An optimizer step but for the optimizer. Seconds from a common start to the end of this rank's last backward
+    pass, and what came out."""
+    total = count_over_ranks(sum(len(target) for _, target in batches))
+    whole_loss = torch.zeros((), device=device)
     gc.collect()  # now, and not in the middle
     gc.disable()
     dist.barrier()
     start = time.perf_counter()
-    error = model(batch, balancer) - target
-    loss = token_mean(error.square().mean(-1))
-    loss.backward()
+    for batch, target in batches:
+        error = model(batch, balancer) - target
+        loss = token_mean(error.square().mean(-1), total=total)
+        loss.backward()
+        whole_loss = whole_loss + loss.detach()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     latency_s = time.perf_counter() - start
     gc.enable()
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss.item()}: the model's numbers leave the range of {target.dtype}")
+    outcome = _Outcome(global_mean(whole_loss).item(), _gradient_norm(model))
+    if not math.isfinite(outcome.loss):
+        raise RuntimeError(f"the loss is {outcome.loss}: the model's numbers leave the range of {target.dtype}")
     for parameter in model.parameters():
         parameter.grad = None
-    return latency_s
+    return latency_s, outcome
+
+
+def _gradient_norm(model: PackedModel) -> float:
+    """Over the shards of all ranks."""
+    shards = [cast(DTensor, parameter.grad).to_local() for parameter in model.parameters()]
+    squares = torch.stack([shard.double().square().sum() for shard in shards]).sum()
+    dist.all_reduce(squares)
+    return math.sqrt(squares.item())
