@@ -19,7 +19,9 @@ from knapformer.tools.report.points import Point
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-NO_BALANCER = "no balancer"  # of step times, measured and predicted
+# Of step times, measured and predicted, where it is not a topology alone.
+NO_BALANCER = "no balancer"
+PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
 
 
 def write_report(
