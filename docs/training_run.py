@@ -47,7 +47,10 @@ def run_all() -> None:
     for name, options in (
         ("compare", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS), "--no-samples")),
         ("pictures", (*IN_MODEL, "--steps", str(NUM_STEPS_PICTURES), *PICTURE_OPTIONS)),
-        ("compare_fp64", (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS_FP64), "--precision", "fp64", "--no-samples")),
+        (
+            "compare_fp64",
+            (*IN_MODEL, "--compare", "--steps", str(NUM_STEPS_FP64), "--precision", "fp64", "--no-samples"),
+        ),
         ("sampler", ("--compare", "--steps", str(NUM_STEPS_SAMPLER), "--no-samples")),
     ):
         if not (RUNS / name / "done").exists():

@@ -18,18 +18,12 @@ from knapformer.calibration import ExchangeCost
 from knapformer.models import NAMED_CONFIGS
 from knapformer.models.registry import build_model, random_batch
 from knapformer.tools.measure.figures import hardware_flops_utilization
-from knapformer.tools.report import NO_BALANCER
+from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.simulate.calibrate import lengths_to_measure
 from knapformer.tools.simulate.data import StepData, equal_lengths
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import (
-    EQUAL_LENGTHS,
-    PLANNED_STEP,
-    data_of_variants,
-    plans_of_variants,
-    variant_names,
-)
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, data_of_variants, plans_of_variants, variant_names
 from knapformer.tools.simulate.worker import balancer_of, joined
 
 from knapformer import ArgumentError, Calibration, Cluster, DataMix, Sample, WorkloadModel, plan, plan_home

@@ -23,10 +23,10 @@ from knapformer import (
     solver_names,
 )
 from knapformer.tools.cli_args import MAX_RANKS, Lengths, batches_of_step, counts, lengths_of_step
+from knapformer.tools.report import PLANNED_STEP
 from knapformer.tools.report.points import Point
 
 NO_BALANCER = "none"  # in place of a topology
-WHOLE_STEP = "step planned, "  # before a topology
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
                 planned[text] = [summary(steps, text)]
                 if workload.micro_batches is not None:
                     whole = plan_steps(workload, text, num_ranks, [step.max_tokens for step in steps])
-                    planned[text].append(summary(whole, WHOLE_STEP + text))
-            for point, prefix in zip(planned[text], ("", WHOLE_STEP), strict=False):
+                    planned[text].append(summary(whole, f"{PLANNED_STEP}, {text}"))
+            for point, prefix in zip(planned[text], ("", f"{PLANNED_STEP}, "), strict=False):
                 points.append(replace(point, asked=prefix + asked))
     return points

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
 from knapformer.tools.measure.figures import forward_flops, hardware_flops_utilization, number_or_none
+from knapformer.tools.report import PLANNED_STEP
 
 # Planned work that differs less than this between ranks has nothing to correlate with.
 _MIN_SPREAD_OF_WORK = 0.01
@@ -70,7 +71,7 @@ class Variant:
         all_times = [time for of_step in times for time in of_step]
         flops = per_step(forward_flops(plan, mask) for plan in plans)
         return {
-            "name": self.name if self.name is None or not self.planned_whole else f"step planned, {self.name}",
+            "name": self.name if not self.planned_whole else f"{PLANNED_STEP}, {self.name}",
             "topology": self.name,
             "fbl_s": mean_s,
             "fbl_per_step_s": fbl_s,

@@ -7,7 +7,7 @@ with profiled_steps("rank0.json", rank=0): ...                     a real run, b
 
 from __future__ import annotations
 
-from knapformer.tools.report.page import NO_BALANCER, write_report
+from knapformer.tools.report.page import NO_BALANCER, PLANNED_STEP, write_report
 from knapformer.tools.report.timeline import merged, predicted_timeline, profiled_steps
 
-__all__ = ["NO_BALANCER", "merged", "predicted_timeline", "profiled_steps", "write_report"]
+__all__ = ["NO_BALANCER", "PLANNED_STEP", "merged", "predicted_timeline", "profiled_steps", "write_report"]

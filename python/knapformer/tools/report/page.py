@@ -14,7 +14,9 @@ from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import HtmlPage
 from knapformer.tools.report.points import Point
 
-NO_BALANCER = "no balancer"  # of step times, measured and predicted
+# Of step times, measured and predicted, where it is not a topology alone.
+NO_BALANCER = "no balancer"
+PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
 
 
 def write_report(

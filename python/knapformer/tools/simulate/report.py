@@ -13,11 +13,11 @@ from knapformer.tools.cli_args import trained_model
 from knapformer.tools.files import show, table_of, text_or, write_json
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.figures import forward_flops
-from knapformer.tools.report import NO_BALANCER
+from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.report import write_report as write_html
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS, PLANNED_STEP, plans_of_variants, variant_names
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, plans_of_variants, variant_names
 
 
 def write_report(

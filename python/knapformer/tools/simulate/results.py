@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from knapformer import Plan
 from knapformer.tools.measure.figures import hardware_flops_utilization, number_or_none
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS, PLANNED_STEP
+from knapformer.tools.report import PLANNED_STEP
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS
 
 
 class Measured(NamedTuple):

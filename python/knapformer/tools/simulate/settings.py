@@ -9,6 +9,7 @@ from typing import Any
 from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, Topology, TrainedModel, plan
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.models.registry import config_to_dict
+from knapformer.tools.cli_args import batches_of_step
 from knapformer.tools.launch import RunSettings
 from knapformer.tools.simulate.data import SeededSample, StepData
 
@@ -66,14 +67,14 @@ class SimulationSettings(RunSettings):
 
     def draw(self, step: int) -> StepData:
         """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
-        mix, count = self.mix(), self.micro_batches or 1
+        mix, batches = self.mix(), batches_of_step(step, self.micro_batches or 1)
         first_seed = (self.seed * 1_000_003 + step) * 65_537
         number = 0
         samples: list[list[list[SeededSample]]] = []
         for rank in range(self.num_ranks):
             samples.append([])
-            for k in range(count):
-                sizes = mix.draw(self.seed, step * count + k, rank)
+            for batch in batches:
+                sizes = mix.draw(self.seed, batch, rank)
                 seeds = ((first_seed + number + i) % (1 << 63) for i in range(len(sizes)))
                 samples[-1].append([SeededSample(*of) for of in zip(sizes, seeds, strict=True)])
                 number += len(sizes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from knapformer import Plan, WorkloadModel, plan_home
-from knapformer.tools.report import NO_BALANCER
+from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.simulate.data import StepData
 from knapformer.tools.simulate.settings import SimulationSettings
 
-PLANNED_STEP = "step planned"  # who computes what, and in which micro-batch: the batch sampler's way
 EQUAL_LENGTHS = "equal lengths"  # as much work, in sequences that leave nothing to balance
 
 
