@@ -127,6 +127,7 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
+	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
 
 clean:
 	rm -rf build

@@ -718,9 +718,9 @@ SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) 
 
 void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const int64_t num_rows = step().route.tokens.recv.num_rows;
-  check_rows(q, "q", num_rows, kChunkToken, 2);
-  check_rows(k, "k", num_rows, kChunkToken, 2);
-  check_rows(v, "v", num_rows, kChunkToken, 2);
+  check_rows(q, "q", num_rows, kChunkToken, 3);
+  check_rows(k, "k", num_rows, kChunkToken, 3);
+  check_rows(v, "v", num_rows, kChunkToken, 3);
   check_has_memory(q, "q");
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");

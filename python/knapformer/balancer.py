@@ -7,6 +7,7 @@ torch.distributed's.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from typing import SupportsFloat, cast
 
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 import knapformer._torch as _torch
-from knapformer._core import DEFAULT_GAMMA, Cluster, TrainedModel
+from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, TrainedModel
 
 # An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait
 # for it: the op has a side effect, on others.
@@ -36,7 +37,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
         1 of its ranks), repeated over the ranks of `group`. `knapformer.rank_topologies` finds the best for a sample of
-        lengths.
+        lengths. None: nested bags over the ranks of each node, as torchrun's LOCAL_WORLD_SIZE counts them.
     gamma: cost of attention's FLOPs over that of the matrix products: a number, or a `knapformer.Calibration`.
     group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
         alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call
@@ -56,7 +57,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     def __init__(
         self,
-        topology: str,
+        topology: str | None = None,
         gamma: SupportsFloat = DEFAULT_GAMMA,
         group: dist.ProcessGroup | None = None,
         *,
@@ -73,7 +74,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         super().__init__(
-            topology,
+            node_topology(group) if topology is None else topology,
             gamma=gamma,
             solver=solver,
             effort=effort,
@@ -89,6 +90,33 @@ class SequenceBalancer(_torch.SequenceBalancer):
         )
         #: Whether tensors on the CPU can be routed beside those of an accelerator.
         self.has_cpu_backend = group is None or any(device.type == "cpu" for device in group._device_types)
+
+
+def node_topology(group: dist.ProcessGroup | None = None) -> str:
+    """Nested bags over the ranks of each node, in which every number of ranks may share that nests: g8/4/2/1n1 of 8.
+
+    group: whose ranks. None: the default group, or this process alone. A node has LOCAL_WORLD_SIZE ranks, which
+    torchrun sets; where it is not set, all ranks are taken to be on one.
+
+    Raises ArgumentError where the group's ranks on a node are not one after another, or not equally many on all.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    num_ranks = 1 if group is None else group.size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    members = range(num_ranks) if group is None else dist.get_process_group_ranks(group)
+    nodes = [rank // per_node for rank in members]
+    on_first = nodes.count(nodes[0])
+    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(on_first)]:
+        raise ArgumentError(
+            f"topology: got none, for ranks on the nodes {nodes} (LOCAL_WORLD_SIZE {per_node}), expected equally many "
+            "on each node, one after another, or a topology"
+        )
+    degrees = [on_first]
+    while degrees[-1] > 1:
+        smallest_factor = next(factor for factor in range(2, degrees[-1] + 1) if degrees[-1] % factor == 0)
+        degrees.append(degrees[-1] // smallest_factor)
+    return f"g{'/'.join(map(str, degrees))}n1"
 
 
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:

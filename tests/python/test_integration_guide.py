@@ -44,6 +44,17 @@ def test_known_models(tmp_path: Path) -> None:
         assert value.equal(small.state_dict()[name]), f"{name} changed, though nothing was trained"
 
 
+def test_a_diffusers_model(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    small = diffusers.FluxTransformer2DModel(
+        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=24, pooled_projection_dim=12, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    small.save_pretrained(tmp_path / "FLUX.1-dev" / "transformer")
+    (block,) = blocks_of("A diffusers model")
+    run_ranks(run_blocks, 2, str(tmp_path), [block])
+
+
 SAMPLING, PLAIN, TITAN = "Sampling", "A plain FSDP2 loop", "A torchtitan-style trainer"
 MOVED = "Moving over from the published implementation"
 

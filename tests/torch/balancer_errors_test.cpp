@@ -121,6 +121,12 @@ std::vector<Mistake> mistakes() {
          b.pre_attn(h, h, h);
        },
        attention, "ArgumentError", "q: got a tensor of shape "},
+      {"q_of_two_dimensions",
+       [routed](SequenceBalancer& b) {
+         const at::Tensor h = routed(b).flatten(1);
+         b.attention(h, h, h, [](const at::Tensor& q, auto...) { return q; });
+       },
+       attention, "ArgumentError", "expected at least 3 dimensions"},
       {"post_first", [routed](SequenceBalancer& b) { b.post_attn(routed(b).view({-1, 2, 2})); }, attention,
        "StateError", "pre_attn: has not been called since plan_routing, expected before post_attn"},
       {"lens_zero", [](SequenceBalancer& b) { b.plan_routing(std::vector<int64_t>{3, 0}, 8); }, plan, "ArgumentError",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from knapformer import ArgumentError, StateError
+from knapformer import StateError
 from knapformer.adapters.adapter import Adapter, Chunks, PackedBlock, original_of
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.registry import find_model
@@ -128,7 +128,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
         adapter.check(model)
         like = adapter.input_weight(model)
         home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
-    except (ArgumentError, StateError) as error:
+    except Exception as error:
         if balancer is not None:
             balancer.report(str(error))  # to the ranks that wait for this one's lengths
         raise

@@ -76,11 +76,20 @@ class Flux2(JointAdapter):
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
         (cond,), streams = of_chunk, chunks.streams
-        image_rows, text_rows = model.double_stream_modulation_img(cond), model.double_stream_modulation_txt(cond)
+        image_rows, text_rows = (
+            _rows(modulation, cond)
+            for modulation in (model.double_stream_modulation_img, model.double_stream_modulation_txt)
+        )
         text, image = streams.split(x)
         for block in model.transformer_blocks:
             text, image = run(block, text, image, image_rows, text_rows, chunks)
-        x, rows = streams.join(text, image), model.single_stream_modulation(cond)
+        x, rows = streams.join(text, image), _rows(model.single_stream_modulation, cond)
         for block in model.single_transformer_blocks:
             x = run(block, x, rows, chunks)
         return x
+
+
+def _rows(modulation: Any, cond: Tensor) -> Tensor:
+    """(chunks, width) -> (chunks, count * width). Not through its forward, which before diffusers 0.37 split them."""
+    rows: Tensor = modulation.linear(modulation.act_fn(cond))
+    return rows

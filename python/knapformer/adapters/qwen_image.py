@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -95,9 +96,9 @@ class QwenImage(JointAdapter):
 
 
 def _rotation(pos_embed: Any, shapes: list[Any], text_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the image and of the text, complex (tokens, pairs). diffusers renamed an argument in 0.37."""
-    try:
+    """Of the image and of the text, complex (tokens, pairs). diffusers 0.36 took a list of text lengths."""
+    if "max_txt_seq_len" in inspect.signature(pos_embed.forward).parameters:
         rows: tuple[Tensor, Tensor] = pos_embed([shapes], max_txt_seq_len=text_len, device=device)
-    except TypeError:
+    else:
         rows = pos_embed([shapes], [text_len], device=device)
     return rows

@@ -2,8 +2,8 @@
 
 The sequences that are planned and moved are the video's. The embedded text of a sample travels beside it as one row,
 with room for max_text_tokens, to every rank that holds a chunk of it; so does the image of the image-to-video models.
-A token takes its time step along; the rows of modulation are computed where the token is, one for each time step that
-occurs there.
+A token takes its time step along; the rows of modulation are computed where the token is, one for each run of tokens
+of one time step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from knapformer.models.packing import gated_add, lengths_list, modulate, positio
 class WanChunks(Chunks):
     rotation: Tensor  # (chunk tokens, 1, pairs) complex
     to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
-    times: Tensor  # those that occur, as of_token counts them
+    times: Tensor  # of each run of tokens of one time step, as of_token counts them
 
 
 def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,8 +117,8 @@ class Wan(Adapter):
     def chunks(
         self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
     ) -> WanChunks:
-        # One wait for the device a step, as for the lengths: which time steps occur here.
-        times, of_token = torch.unique(features[1], return_inverse=True)
+        # One wait for the device a step, as for the lengths.
+        times, of_token = torch.unique_consecutive(features[1], return_inverse=True)
         context_lens = [lengths_list(lens) for lens in of_chunk[1::2]]
         crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in context_lens]
         return WanChunks(
@@ -140,7 +140,7 @@ class Wan(Adapter):
         return x
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        times, of_token = torch.unique(home.rest, return_inverse=True)
+        times, of_token = torch.unique_consecutive(home.rest, return_inverse=True)
         cond = _time_embedding(model.condition_embedder, times, x.dtype)
         shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
         normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)

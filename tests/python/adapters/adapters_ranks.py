@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from adapters.cases import SIZES, Sample, cases, sample_loss
+from adapters.cases import SIZES, Sample, cases, gradients, sample_loss
 from exactness_ranks import CLUSTER
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import knapformer
 from knapformer import SequenceBalancer
@@ -49,6 +50,29 @@ def sharded_and_balanced(rank: int, world: int, names: list[str], topology: str)
             grads[parameter_name] = parameter.grad.full_tensor()
         shared = sum(degree > 1 for degree in balancer.plan.degree_of_sequence)
         outcomes[name] = ([p.detach() for p in predictions], grads, shared)
+    return outcomes
+
+
+def ddp_with_frozen_base(rank: int, world: int, name: str, topology: str) -> Outcome:
+    """Only the projections of attention train, as adapters would. All samples are rank 1's."""
+    balancer = SequenceBalancer(topology, cluster=CLUSTER)
+    case = cases()[name]
+    model = case.make()
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(".to_q." in parameter_name)
+    balanced = DistributedDataParallel(knapformer.balance(model, balancer))
+    samples = samples_of(name) if rank == 1 else []
+    predictions = balanced(samples)
+    loss = sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero)
+    (loss * world).backward()
+    degrees = balancer.plan.degree_of_sequence
+    return [p.detach() for p in predictions], gradients(model), sum(degree > 1 for degree in degrees)
+
+
+def on_ranks(rank: int, world: int, names: list[str], topology: str) -> dict[str, Outcome]:
+    outcomes = sharded_and_balanced(rank, world, names, topology)
+    if world == 2:
+        outcomes["ddp"] = ddp_with_frozen_base(rank, world, names[0], topology)
     return outcomes
 
 

@@ -190,7 +190,7 @@ def cases() -> dict[str, Case]:
         "flux2-plain": flux2(num_layers=2, num_single_layers=1, num_attention_heads=2, rope_theta=500),
         "qwen-image": qwen_image(),
         "sd3": sd3(),
-        "sd3-plain": sd3(num_layers=2, qk_norm=None, patch_size=2, num_attention_heads=2, caption_projection_dim=16),
+        "sd3-plain": sd3(num_layers=2, qk_norm=None, num_attention_heads=2, attention_head_dim=12),
         "wan": wan(cross_attn_norm=False),
         "wan-time-per-token": wan(per_token=True, num_attention_heads=2),
         "wan-image": wan(image_dim=11, added_kv_proj_dim=42),

@@ -1,0 +1,49 @@
+"""examples/train_lora.py with accelerate and PEFT on two ranks: balancing changes no loss, nor does going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapters.lora_ranks import trainings
+from distributed.ranks import run_ranks
+
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+
+# Two optimizer steps an epoch.
+SIZES = [(16, 16), (64, 48), (130, 33), (32, 96), (48, 48), (16, 200), (96, 96), (20, 40), (33, 17)] * 2
+NUM_STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for i, (width, height) in enumerate(SIZES):
+        Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        if i % 4:
+            (folder / f"{i}.txt").write_text(" ".join(["a", "picture", "of", "noise"][: i % 4] * (i % 3 + 1)))
+    return folder
+
+
+def test_losses_are_those_of_the_plain_loop_also_after_a_resume(folder: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(trainings, 2, folder, tmp_path, NUM_STEPS, timeout_s=240)
+    assert outcomes[0] == outcomes[1]  # reduced over ranks
+    losses = outcomes[0]
+    assert len(losses["balanced"]) == NUM_STEPS
+    assert losses["balanced"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["first part"] + losses["second part"] == pytest.approx(losses["balanced"], rel=1e-5)
+    assert len(set(losses["balanced"])) == NUM_STEPS
+    # The averages that were saved at the end are those of the plain loop, too.
+    from safetensors.torch import load_file
+
+    adapters = {
+        name: load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("plain", "balanced", "parts")
+    }
+    for name in ("balanced", "parts"):
+        for key, value in adapters["plain"].items():
+            assert torch.allclose(adapters[name][key], value, rtol=0, atol=1e-4 * value.abs().max().item()), (name, key)
