@@ -3,8 +3,8 @@
     python bench/bench_sampler.py [--samples 10000000] [--json build/bench/sampler.json]
 
 Lengths are those of a published mix, in a memory map of int32. Start: from the constructor to the first list, with the
-shuffle of all samples. Step: all its lists, so planning is in it; in the mean, and the slowest. Of both the processor time
-of this process, which has one thread, so that others on the machine do not count; the start's wall clock beside it. 4
+shuffle of all samples. Step: all its lists, so planning is in it; in the mean, and the slowest. Both are processor time
+of this process, which has one thread, so that others on the machine do not count; beside it the start's wall clock. 4
 samples a list, width 3072.
 """
 

@@ -140,7 +140,7 @@ routed, and attention works on these tokens at once.
 Collective over the balancer's group: one all-gather of a number, for which the next exchange waits. Ranks whose plans
 differ raise ArgumentError there, before a token moves.)")
       .def(
-          "start_moving_samples",
+          "start_planning_step",
           [](SequenceBalancer& self, const std::shared_ptr<Samples>& samples, const GivenInteger& d_model,
              const GivenInteger& micro_batches, const GivenText& sync, const GivenInteger& max_bytes_in_flight,
              bool ended, std::optional<std::string> failure, const GivenMasks& masks) {

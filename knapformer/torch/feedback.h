@@ -41,7 +41,8 @@ class StepFeedback {
     int64_t plan = 0;
     std::vector<double> token_work, attention_work;  // per rank; attention at gamma = 1
   };
-  static constexpr size_t kPlansKept = 8;
+  /// Of micro-batches too: with BalancedLoader a measurement is heard two steps later.
+  static constexpr size_t kPlansKept = 64;
 
   LoadObserver observer_{1.0, {}, 1};
   std::deque<Loads> recent_;

@@ -147,13 +147,12 @@ class BalancedLoader(Generic[Batch]):
         # Two steps ahead: of the next one samples are under way, of the one after it lengths.
         moving, position = self._start_step(source), source.position
         balancer.start_moving(moving)
-        drawn, after = self._start_step(source), source.position
-        while not self._has_ended(moving):
-            step, ahead = moving, drawn
-            planned = self._raising_own(source, partial(balancer.finish_planning_step, step))
-            micro_batches = balancer.finish_moving(step)
-            balancer.start_moving(ahead)
-            moving, drawn = ahead, self._start_step(source)
+        drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
+        while drawn is not None:
+            planned = self._raising_own(source, partial(balancer.finish_planning_step, moving))
+            micro_batches = balancer.finish_moving(moving)
+            balancer.start_moving(drawn)
+            moving, drawn = drawn, None if self._has_ended(drawn) else self._start_step(source)
             self._position, position, after = position, after, source.position
             self._step_plan = planned
             for number, tensors in enumerate(micro_batches):
@@ -163,6 +162,7 @@ class BalancedLoader(Generic[Batch]):
                 plan = balancer.follow_micro_batch(number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
         self._raising_own(source, partial(balancer.finish_planning_step, moving))
+        balancer.finish_moving(moving)  # of what nobody computes, so that nothing stays in flight
         self._position = _Position()
 
     @property
@@ -228,7 +228,7 @@ class BalancedLoader(Generic[Batch]):
     def _start_step(self, source: _Source[Any]) -> PlanningAhead:
         samples, masks = source.fetch_step()
         failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
-        return self._balancer.start_moving_samples(
+        return self._balancer.start_planning_step(
             samples,
             self._d_model,
             micro_batches=self._micro_batches or 1,

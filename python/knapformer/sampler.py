@@ -51,6 +51,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"). None: every sample is whole on one rank.
     num_replicas, rank: of the data-parallel ranks. None: of the default process group, or one rank alone.
     shuffle, seed: as of DistributedSampler.
+    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it there.
+        What is planned is the cost of stacking: a sample counts as many tokens as the longest of its shape in the step.
+        Samples that count equally many trade places, so that each shape is in as few lists as may be. Ranks have
+        different numbers of groups: under FSDP all groups of a list belong in one call of the model.
+    shapes: with same_shape, of every sample the number of its shape, as lengths are given. None: its length.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
         others. None is repeated to fill it, as DistributedSampler does.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
@@ -70,6 +75,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         d_model: int,
         micro_batches: int = 1,
         topology: str | None = None,
+        same_shape: bool = False,
+        shapes: Sequence[int] | Tensor | Any | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -97,7 +104,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ArgumentError(f"{name}: got {value}, expected at least 1")
         if not 0 <= rank < num_replicas:
             raise ArgumentError(f"rank: got {rank}, expected 0 to {num_replicas - 1}")
-        self._lengths = _checked_lengths(lengths)
+        self._lengths = _checked_integers("lengths", lengths)
+        if len(self._lengths) > 0 and (shortest := int(self._lengths.min())) < 1:
+            raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
+        if shapes is not None and not same_shape:
+            raise ArgumentError("shapes: got some, expected none without same_shape=True")
+        if same_shape and topology is not None:
+            raise ArgumentError(f"topology: got {topology!r}, expected none with same_shape=True")
+        self._shapes: Tensor | None = None
+        if same_shape:
+            self._shapes = self._lengths if shapes is None else _checked_integers("shapes", shapes)
+            if len(self._shapes) != len(self._lengths):
+                raise ArgumentError(f"shapes: got {len(self._shapes)}, expected one for each of {len(self._lengths)}")
         self._batch_size = batch_size
         self._micro_batches = micro_batches
         self._num_ranks = num_replicas
@@ -133,11 +151,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._resume_at = 0
         self._check_last_step()
         for step in range(self._num_steps()):
-            samples, planned = self._planned_step(step)
             for micro_batch in range(self._micro_batches):
+                indices = [index for index, _, _ in self.chunks(step, micro_batch)]
                 if micro_batch == self._micro_batches - 1:
                     self._next = self._first + (step + 1) * self._step_size
-                yield samples[planned.sequences_on(self._rank, micro_batch)].tolist()
+                yield indices
 
     def __len__(self) -> int:
         """Lists of a pass: micro-batches of its steps."""
@@ -171,8 +189,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
         order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
         samples, planned = self._planned_step(step)
         chunks = planned.chunks_on(self._rank, self._checked_micro_batch(micro_batch))
-        indices = samples[[sequence for sequence, _, _ in chunks]].tolist()
-        return [(index, begin, end) for index, (_, begin, end) in zip(indices, chunks, strict=True)]
+        held = samples[[sequence for sequence, _, _ in chunks]]
+        if self._shapes is not None:
+            own = held[self._shapes[held].argsort(stable=True)]
+            return [(i, 0, n) for i, n in zip(own.tolist(), self._lengths[own].tolist(), strict=True)]
+        return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
+
+    def groups(self, step: int, micro_batch: int) -> list[list[int]]:
+        """With same_shape: this rank's list in a micro-batch of this pass, cut where the shape changes."""
+        if self._shapes is None:
+            raise ArgumentError("same_shape: got False, expected True for groups")
+        groups: dict[int, list[int]] = {}
+        indices = [index for index, _, _ in self.chunks(step, micro_batch)]
+        for index, shape in zip(indices, self._shapes[indices].tolist(), strict=True):
+            groups.setdefault(shape, []).append(index)
+        return list(groups.values())
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
         """Where the pass stands, the same on all ranks: behind the last whole optimizer step.
@@ -237,24 +268,49 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if key in self._planned:
             self._planned.move_to_end(key)
             return self._planned[key]
-        lens = iter(self._lengths[samples].tolist())
+        counted = self._lengths[samples]
+        if self._shapes is not None:
+            _, shape = self._shapes[samples].unique(return_inverse=True)
+            longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
+            counted = longest[shape]
+        lens = iter(counted.tolist())
         each, more = divmod(len(samples), self._num_ranks)
         by_rank = [[next(lens) for _ in range(each + (rank < more))] for rank in range(self._num_ranks)]
         planned = plan(by_rank, **self._settings)
-        self._planned[key] = samples, planned if self._allow_empty else planned.fill_ranks()
+        if not self._allow_empty:
+            planned = planned.fill_ranks()
+        if self._shapes is not None:
+            samples = self._gathered_shapes(samples, counted, planned)
+        self._planned[key] = samples, planned
         if len(self._planned) > _STEPS_KEPT:
             self._planned.popitem(last=False)
         return self._planned[key]
 
+    def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: StepPlan) -> Tensor:
+        """The samples in another order: those that count equally many tokens trade places, which changes no list's
+        work, until the lists of a length, one after another, have its shapes one after another. So S shapes on L lists
+        are at most S + L - 1 groups."""
+        assert self._shapes is not None
+        places = torch.empty(len(samples), dtype=torch.int64)  # the list of each id
+        for micro_batch, of_micro_batch in enumerate(planned.plans):
+            ids = torch.tensor(planned.sequences_of(micro_batch), dtype=torch.int64)
+            ranks = torch.tensor(of_micro_batch.first_rank_of_sequence, dtype=torch.int64)
+            places[ids] = micro_batch * self._num_ranks + ranks
+        by_place = places.argsort(stable=True)
+        by_place = by_place[counted[by_place].argsort(stable=True)]
+        by_shape = self._shapes[samples].argsort(stable=True)
+        by_shape = by_shape[counted[by_shape].argsort(stable=True)]
+        gathered = torch.empty_like(samples)
+        gathered[by_place] = samples[by_shape]
+        return gathered
 
-def _checked_lengths(lengths: Any) -> Tensor:
+
+def _checked_integers(name: str, values: Any) -> Tensor:
     with warnings.catch_warnings():  # of memory maps that cannot be written: nothing here writes
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        checked = torch.as_tensor(lengths)
+        checked = torch.as_tensor(values)
     if checked.ndim != 1 or checked.is_floating_point() or checked.is_complex():
         raise ArgumentError(
-            f"lengths: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
+            f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
         )
-    if len(checked) > 0 and (shortest := int(checked.min())) < 1:
-        raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
     return checked

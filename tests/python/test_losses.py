@@ -128,6 +128,9 @@ def test_one_process_without_torch_distributed() -> None:
     assert loss.item() == 2.5 and global_mean(loss).item() == 2.5
     assert torch.autograd.grad(loss, per_token)[0].tolist() == [0.5, 0.25, 0.25]
     assert token_mean(per_token, plan=knapformer.plan([[1, 2]], "g1n1", 8)).item() == 3.0
+    # Of three samples this rank has a whole one, two of the four tokens of another, and none of the third.
+    parts = sample_mean(per_token, [1, 2, 0], sample_lens=[1, 4, 5], total=3)
+    assert torch.autograd.grad(parts, per_token)[0].tolist() == pytest.approx([1 / 3, 1 / 12, 1 / 12])
     assert count_over_ranks(7) == 7
     none = torch.empty(0, requires_grad=True)
     assert token_mean(none).item() == 0 and sample_mean(none, []).item() == 0
@@ -150,6 +153,10 @@ def test_wrong_arguments_are_named() -> None:
         sample_mean(torch.zeros(3), [1, 1])
     with pytest.raises(ValueError, match=r"seq_lens: got \[3, 0\]"):
         sample_mean(torch.zeros(3), [3, 0])
+    with pytest.raises(ValueError, match="total: got none, expected the samples of all ranks"):
+        sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 4])
+    with pytest.raises(ValueError, match=r"sample_lens: got \[1, 1\], expected one for each of the chunks of \[1, 2\]"):
+        sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 1], total=2)
     with pytest.raises(ValueError, match="total: got 2, expected at least the 3 of this rank"):
         token_mean(torch.zeros(3), total=2)
     with pytest.raises(ValueError, match="gradient_reduction: got 'none', expected 'mean' or 'sum'"):

@@ -168,6 +168,90 @@ def test_lists_are_empty_only_where_that_is_allowed():
     assert samples_in(steps[0]) and len(steps) == 3
 
 
+def test_shared_samples_are_the_same_and_each_token_is_on_one_rank():
+    lengths = lengths_of(1000)
+    lengths[::37] *= 40  # more than a rank's share
+    options = {"batch_size": 2, "micro_batches": 2, "seed": 5, "drop_last": True, "cluster": "cpu"}
+    whole = samplers(lengths, 8, **options)
+    shared = samplers(lengths, 8, topology="g4/2/1n2", **options)
+    num_shared = 0
+    for number, (step, lists) in enumerate(zip(steps_of(whole, 2), steps_of(shared, 2), strict=True)):
+        assert set(samples_in(step)) == set(samples_in(lists))
+        for micro_batch in range(2):
+            plans = [sampler.plan(number, micro_batch) for sampler in shared]
+            assert all(plan == plans[0] for plan in plans)
+            pieces = []
+            for rank, sampler in enumerate(shared):
+                chunks = sampler.chunks(number, micro_batch)
+                assert [index for index, _, _ in chunks] == lists[rank][micro_batch]
+                assert [end - begin for _, begin, end in chunks] == [
+                    n
+                    for _, _, n in sorted(
+                        (plans[0].degree_of_sequence[s], s, n) for s, r, _, n in plans[0].chunks if r == rank
+                    )
+                ]
+                pieces += chunks
+            ends = {}
+            for index, begin, end in sorted(pieces):
+                assert begin == ends.get(index, 0)
+                num_shared += begin > 0
+                ends[index] = end
+            assert all(end == lengths[index] for index, end in ends.items())
+    assert num_shared > 0
+
+
+def test_what_a_trainer_asks_for_is_the_step_that_it_computes():
+    """Also behind the lists that workers fetch ahead, and after more steps than plans are kept."""
+    (sampler,) = samplers(lengths_of(320), 1, batch_size=4, micro_batches=2)
+    lists = list(sampler)
+    assert len(lists) == 80
+    for number, own in enumerate(lists):
+        assert [index for index, _, _ in sampler.chunks(*divmod(number, 2))] == own
+    with pytest.raises(knapformer.ArgumentError, match="micro_batch: got 2, expected 0 to 1"):
+        sampler.plan(0, 2)
+
+
+def test_samples_of_a_shape_are_adjacent_and_few_lists_have_it():
+    generator = torch.Generator().manual_seed(3)
+    shapes = torch.randint(0, 12, (960,), generator=generator)
+    image, text = 64 * 2 ** (shapes // 3), torch.randint(0, 9, (960,), generator=generator)  # three shapes of a size
+    ranks = samplers(image + text, 4, batch_size=6, micro_batches=2, same_shape=True, shapes=shapes, gamma=1.0)
+    plain = samplers(image + text, 4, batch_size=6, micro_batches=2)
+
+    def num_groups(step) -> int:
+        return sum(len(set(shapes[own].tolist())) for lists in step for own in lists)
+
+    def work(own: list[int]) -> float:  # of a block, forward, stacked
+        lens = torch.tensor([64 * 2 ** (int(shapes[i]) // 3) + 8 for i in own]).double()
+        return float((24 * lens * WIDTH**2 + 4 * lens**2 * WIDTH).sum())
+
+    fewer = 0
+    for number, (step, other) in enumerate(zip(steps_of(ranks, 2), steps_of(plain, 2), strict=True)):
+        assert samples_in(step) == samples_in(other)
+        for lists, sampler in zip(step, ranks, strict=True):
+            for micro_batch, own in enumerate(lists):
+                groups = sampler.groups(number, micro_batch)
+                assert [i for group in groups for i in group] == own
+                assert all(len(set(shapes[group].tolist())) == 1 for group in groups)
+                assert len({int(shapes[group[0]]) for group in groups}) == len(groups)
+        slowest = sum(max(work(lists[i]) for lists in step) for i in range(2))
+        assert slowest < 1.15 * work(samples_in(step)) / 4
+        fewer += num_groups(other) - num_groups(step)
+    assert fewer > 0
+
+
+def test_shapes_of_one_length_trade_places():
+    """Of equal lengths all may: S shapes on L lists are at most S + L - 1 groups."""
+    shapes = torch.arange(96) % 7
+    ranks = samplers([50] * 96, 4, batch_size=6, micro_batches=2, same_shape=True, shapes=shapes)
+    for number, step in enumerate(steps_of(ranks, 2)):
+        groups = [sampler.groups(number, k) for sampler in ranks for k in range(2)]
+        assert sum(map(len, groups)) <= 7 + 8 - 1
+        assert sorted(i for own in groups for group in own for i in group) == samples_in(step)
+    with pytest.raises(knapformer.ArgumentError, match="same_shape: got False"):
+        samplers([50] * 96, 4, batch_size=6)[0].groups(0, 0)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -178,6 +262,11 @@ def test_lists_are_empty_only_where_that_is_allowed():
         ({"lengths": [5, 0]}, "lengths: got 0, expected at least 1"),
         ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
         ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
+        ({"shapes": [1, 2, 3, 3]}, "shapes: got some, expected none without same_shape=True"),
+        ({"shapes": [1, 2], "same_shape": True}, "shapes: got 2, expected one for each of 4"),
+        ({"shapes": [1.5] * 4, "same_shape": True}, "shapes: got torch.float32"),
+        ({"topology": "g2n1", "same_shape": True}, "topology: got 'g2n1', expected none with same_shape=True"),
+        ({"topology": "g3n1"}, "topology: "),
     ],
 )
 def test_bad_arguments_are_named(options, message):

@@ -1,4 +1,4 @@
-"""Plans that a balancer follows without gathering lengths. Oracle: tokens are numbered, so the plan says what arrives."""
+"""Plans that a balancer follows without gathering lengths. Oracle: numbered tokens, of which plans say what arrives."""
 
 from __future__ import annotations
 
