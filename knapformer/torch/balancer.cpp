@@ -108,7 +108,7 @@ void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
 /// Keys of this library in a group's store.
 constexpr const char* kStorePrefix = "knapformer/";
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 1;
+constexpr int32_t kProtocolVersion = 2;
 
 /// The watchdog of one balancer, and the prefix of the keys that its ranks share in the group's store.
 std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup& group) {

@@ -24,6 +24,9 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
   return bytes;
 }
 
+/// The widest word that divides a number of bytes.
+int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
+
 /// What the tables say, against what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
   const int32_t num_peers = first.send.num_peers(), index = sharing.index_in_group;
@@ -105,6 +108,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
     slot.output_shape[1] = num_heads_at(HeadSharing::kRecv, *shares, sharing);
   }
   slot.output_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
+  slot.word_bytes = word_of(shares == nullptr ? slot.input_row_bytes : slot.head_bytes);
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
 }
 
@@ -117,8 +121,8 @@ void ExchangeCall::lay_out_wire() {
       WireBlock& block = blocks.emplace_back(WireBlock{.segment = s, .end = &of_segment, .peer = peer});
       block.first_byte = next_byte;
       block.num_rows = of_segment.peer_rows(peer);
-      for (const Slot& slot : segments_[s].slots) block.row_bytes += of_segment.wire_bytes(slot, peer);
-      next_byte += block.num_rows * block.row_bytes;
+      block.row_bytes = of_segment.for_each_slot(segments_[s].slots, peer, [](const Slot&, int64_t) {});
+      next_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
     }
     return next_byte - first_byte;
   };

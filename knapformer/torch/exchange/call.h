@@ -6,10 +6,14 @@
 //   bytes of the buffer = | sent to others, by peer | own | received from others, by peer |
 //   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
 //   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
+//
+// The columns of a slot begin at a multiple of its word, and a segment's rows of a peer at one of 16 bytes, by padding:
+// so one narrow feature does not make the wide ones beside it move byte by byte, neither here nor in the transport.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -25,6 +29,11 @@ struct ColumnRun {
   int64_t num_bytes = 0;
 };
 
+/// The widest word that rows are moved by, and what the parts of the buffer are aligned to.
+constexpr int64_t kMaxWordBytes = 16;
+
+constexpr int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
 /// A tensor of a segment.
 struct Slot {
   at::Tensor input;  // rows are dense in themselves; between them input.stride(0)
@@ -36,6 +45,7 @@ struct Slot {
   int64_t input_row_bytes = 0;         // of all columns, as the next
   int64_t output_row_bytes = 0;
   int64_t input_stride_bytes = 0;  // between rows
+  int64_t word_bytes = 1;          // the widest word that divides its rows or heads: the same on all ranks
 };
 
 /// One end of a segment.
@@ -52,6 +62,9 @@ struct SegmentEnd : PackedEndView {
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
+  /// visit(slot, the byte of a row on the wire where its columns begin). Returns the bytes of a row of all slots.
+  template <class Slots, class Visit>
+  int64_t for_each_slot(Slots& slots, int32_t peer, Visit visit) const;
   /// The runs of columns that meet `peer` here.
   template <class Visit>
   void for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const;
@@ -77,7 +90,7 @@ struct WireBlock {
   int32_t peer = 0;
   int64_t first_byte = 0;
   int64_t num_rows = 0;
-  int64_t row_bytes = 0;  // of all slots
+  int64_t row_bytes = 0;  // of all slots, padding included
 };
 
 class ExchangeCall {
@@ -122,6 +135,21 @@ class ExchangeCall {
   int64_t own_begin_ = 0, own_end_ = 0;
   at::Device device_ = at::kCPU;
 };
+
+template <class Slots, class Visit>
+int64_t SegmentEnd::for_each_slot(Slots& slots, int32_t peer, Visit visit) const {
+  int64_t next_byte = 0, widest = 1;
+  for (auto& slot : slots) {
+    const int64_t num_bytes = wire_bytes(slot, peer);
+    if (num_bytes > 0) {
+      next_byte = round_up(next_byte, slot.word_bytes);
+      widest = std::max(widest, slot.word_bytes);
+    }
+    visit(slot, next_byte);
+    next_byte += num_bytes;
+  }
+  return round_up(next_byte, widest);
+}
 
 template <class Visit>
 void SegmentEnd::for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const {

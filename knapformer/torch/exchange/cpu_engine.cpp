@@ -81,11 +81,8 @@ class CpuEngine final : public Engine {
   void for_each_slot(const std::vector<WireBlock>& blocks, Visit visit) {
     for (const WireBlock& block : blocks) {
       Segment& segment = call_.segments()[block.segment];
-      int64_t first_byte = block.first_byte;
-      for (Slot& slot : segment.slots) {
-        visit(block, segment, slot, first_byte);
-        first_byte += block.end->wire_bytes(slot, block.peer);
-      }
+      block.end->for_each_slot(segment.slots, block.peer,
+                               [&](Slot& slot, int64_t byte) { visit(block, segment, slot, block.first_byte + byte); });
     }
   }
 

@@ -1,12 +1,11 @@
 // The engine for any device. The rows of each segment are gathered into a matrix of bytes in the buffer's order, and
 // what arrives is gathered out of such a matrix: own rows too, which need no copy between the two.
 //
-// Bytes are moved as the widest integers that divide every row.
+// Each slot's bytes are moved as the widest words that divide its rows and where they begin.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
 
-#include <algorithm>
 #include <numeric>
 
 #include "knapformer/core/util/error.h"
@@ -16,40 +15,53 @@
 namespace knapformer {
 namespace {
 
-at::ScalarType word_of(int64_t divisor) {
-  if (divisor % 8 == 0) return at::kLong;
-  if (divisor % 4 == 0) return at::kInt;
-  if (divisor % 2 == 0) return at::kShort;
-  return at::kByte;
+/// A type of that many bytes, to copy as.
+at::ScalarType dtype_of_word(int64_t num_bytes) {
+  switch (num_bytes) {
+    case 16:
+      return at::kComplexDouble;
+    case 8:
+      return at::kLong;
+    case 4:
+      return at::kInt;
+    case 2:
+      return at::kShort;
+    default:
+      return at::kByte;
+  }
+}
+
+/// Complex numbers of 16 bytes are not on every device.
+int64_t widest_word_on(at::Device device) { return device.is_mps() || device.is_xpu() ? 8 : kMaxWordBytes; }
+
+/// (rows, words) of columns of rows that lie in flat memory of bytes from `first_byte` on.
+at::Tensor columns_of(const at::Tensor& bytes, int64_t first_byte, int64_t num_rows, int64_t row_bytes,
+                      int64_t num_bytes, int64_t word) {
+  return bytes.view(dtype_of_word(word))
+      .as_strided({num_rows, num_bytes / word}, {row_bytes / word, 1}, first_byte / word);
+}
+
+/// (rows, words) of a dense tensor's rows.
+at::Tensor rows_as_words(const at::Tensor& tensor, int64_t row_bytes, int64_t stride_bytes, int64_t word) {
+  const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
+  return tensor.as_strided({tensor.size(0), row_bytes / item_bytes}, {stride_bytes / item_bytes, 1})
+      .view(dtype_of_word(word));
 }
 
 class DeviceEngine final : public Engine {
  public:
-  explicit DeviceEngine(ExchangeCall& call) : call_(call) {
-    int64_t divisor = 8;
-    for (const Segment& segment : call.segments()) {
-      for (const Slot& slot : segment.slots) {
-        const int64_t unit = slot.shares == nullptr ? slot.input_row_bytes : slot.head_bytes;
-        divisor = std::gcd(divisor, unit);
-        // An input is read in words too, from where it begins and a row's stride at a time.
-        divisor =
-            std::gcd(divisor, std::gcd(slot.input_stride_bytes, slot.input.storage_offset() * slot.input.itemsize()));
-      }
-    }
-    word_bytes_ = divisor;
-    wire_ = call.wire().view(word_of(divisor));
-  }
+  explicit DeviceEngine(ExchangeCall& call) : call_(call), widest_word_(widest_word_on(call.device())) {}
 
   void pack() override {
-    std::vector<at::Tensor> matrices(call_.segments().size());
-    for (size_t s = 0; s < matrices.size(); ++s) {
+    std::vector<at::Tensor> gathered(call_.segments().size());
+    for (size_t s = 0; s < gathered.size(); ++s) {
       if (call_.segments()[s].send.heads_shared()) {
         pack_shared(s);
       } else {
-        matrices[s] = gather(s);
+        gathered[s] = gather(s);
       }
     }
-    if (matrices.size() > 1) interleave(matrices);
+    interleave(gathered);
   }
 
   void move_own() override {}
@@ -66,19 +78,20 @@ class DeviceEngine final : public Engine {
   }
 
  private:
-  /// (rows, words) of a dense tensor's rows.
-  at::Tensor rows_as_words(const at::Tensor& tensor, int64_t row_bytes, int64_t stride_bytes) const {
-    const int64_t num_rows = tensor.size(0), item_bytes = static_cast<int64_t>(tensor.itemsize());
-    const at::Tensor flat = tensor.as_strided({num_rows, row_bytes / item_bytes}, {stride_bytes / item_bytes, 1});
-    return flat.view(wire_.scalar_type());
+  int64_t word_of(const Slot& slot) const { return std::min(slot.word_bytes, widest_word_); }
+
+  /// An input is read in words too, from where it begins and a row's stride at a time.
+  int64_t input_word_of(const Slot& slot) const {
+    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(slot.input.const_data_ptr()));
+    const int64_t offset = slot.input.storage_offset() * static_cast<int64_t>(slot.input.itemsize());
+    return std::gcd(std::gcd(word_of(slot), slot.input_stride_bytes), std::gcd(address, offset));
+  }
+  at::Tensor input_rows(const Slot& slot, int64_t word) const {
+    return rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes, word);
   }
 
-  /// (rows, words) of the buffer from a block on.
-  at::Tensor matrix(const WireBlock& block, int64_t num_rows) const {
-    const int64_t row_words = block.row_bytes / word_bytes_;
-    return wire_.narrow(0, block.first_byte / word_bytes_, num_rows * row_words).view({num_rows, row_words});
-  }
-  at::Tensor matrix(const WireBlock& block) const { return matrix(block, block.num_rows); }
+  /// Whether a segment's rows of all peers lie one after another in the buffer.
+  bool is_one_matrix(int64_t row_bytes) const { return call_.segments().size() == 1 && row_bytes % kMaxWordBytes == 0; }
 
   /// The blocks of a segment that have rows.
   static std::vector<WireBlock> blocks_of(size_t segment, const std::vector<WireBlock>& blocks) {
@@ -88,117 +101,120 @@ class DeviceEngine final : public Engine {
     return found;
   }
 
-  /// The rows of a segment in the buffer's order. A segment alone is in the buffer with that; of several each is
-  /// gathered on its own.
+  /// Rows of a segment in the buffer's order: into the buffer where they lie there one after another, and otherwise
+  /// returned, as bytes.
   at::Tensor gather(size_t s) const {
     const Segment& segment = call_.segments()[s];
     const WireBlock& first = call_.sent_blocks()[s];
     const int64_t num_rows = segment.send.num_wire_rows();
-    const at::Tensor gathered = call_.segments().size() == 1
-                                    ? matrix(first, num_rows)
-                                    : at::empty({num_rows, first.row_bytes / word_bytes_}, wire_.options());
-    if (gathered.numel() == 0) return gathered;
-    const at::Tensor index = segment.send.gather_index();
-    int64_t column = 0;
-    for (const Slot& slot : segment.slots) {
-      const int64_t words = slot.input_row_bytes / word_bytes_;
-      if (words == 0) continue;
-      at::Tensor columns = gathered.narrow(1, column, words);
-      at::index_select_out(columns, rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes), 0, index);
-      column += words;
-    }
-    return gathered;
+    const bool in_place = is_one_matrix(first.row_bytes);
+    const at::Tensor bytes =
+        in_place ? call_.wire()
+                 : at::empty({round_up(num_rows * first.row_bytes, kMaxWordBytes)}, call_.wire().options());
+    segment.send.for_each_slot(segment.slots, first.peer, [&](const Slot& slot, int64_t byte) {
+      if (num_rows == 0 || slot.input_row_bytes == 0) return;
+      const int64_t word = input_word_of(slot);
+      at::Tensor columns = columns_of(bytes, byte, num_rows, first.row_bytes, slot.input_row_bytes, word);
+      at::index_select_out(columns, input_rows(slot, word), 0, segment.send.gather_index());
+    });
+    return in_place ? at::Tensor() : bytes;
   }
 
-  /// Matrices of segments -> buffer, block by block.
-  void interleave(const std::vector<at::Tensor>& matrices) const {
-    std::vector<int64_t> next_row(matrices.size(), 0);
+  /// Gathered rows of segments -> buffer, block by block.
+  void interleave(const std::vector<at::Tensor>& gathered) const {
+    int64_t word = widest_word_;
+    for (const WireBlock& block : call_.sent_blocks()) word = std::gcd(word, block.row_bytes);
+    const at::ScalarType dtype = dtype_of_word(word);
+    std::vector<int64_t> next_byte(gathered.size(), 0);
     std::vector<at::Tensor> pieces;
     for (const WireBlock& block : call_.sent_blocks()) {
-      if (!matrices[block.segment].defined()) continue;
-      pieces.push_back(matrices[block.segment].narrow(0, next_row[block.segment], block.num_rows).flatten());
-      next_row[block.segment] += block.num_rows;
+      if (!gathered[block.segment].defined() || block.num_rows == 0) continue;
+      const int64_t num_bytes = block.num_rows * block.row_bytes;
+      const at::Tensor rows = gathered[block.segment].view(dtype);
+      pieces.push_back(rows.narrow(0, next_byte[block.segment] / word, num_bytes / word));
+      next_byte[block.segment] += num_bytes;
+      if (const int64_t padding = round_up(num_bytes, kMaxWordBytes) - num_bytes; padding > 0) {
+        pieces.push_back(at::empty({padding / word}, rows.options()));
+      }
     }
     if (pieces.empty()) return;
-    at::Tensor sent = wire_.narrow(0, 0, wire_.numel() - call_.received().numel() / word_bytes_);
+    at::Tensor sent = call_.wire().view(dtype).narrow(0, 0, (call_.wire().numel() - call_.received().numel()) / word);
     at::cat_out(sent, pieces);
   }
 
   void pack_shared(size_t s) const {
     const Segment& segment = call_.segments()[s];
     for (const WireBlock& block : blocks_of(s, call_.sent_blocks())) {
-      const at::Tensor to = matrix(block);
-      int64_t column = 0;
-      for (const Slot& slot : segment.slots) {
-        const at::Tensor from = rows_as_words(slot.input, slot.input_row_bytes, slot.input_stride_bytes);
+      segment.send.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
+        const int64_t word = input_word_of(slot);
+        const at::Tensor from = input_rows(slot, word);
+        int64_t to_byte = block.first_byte + byte;
         segment.send.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
-          const int64_t words = run.num_bytes / word_bytes_;
-          to.narrow(1, column, words).copy_(from.narrow(1, run.first_byte / word_bytes_, words));
-          column += words;
+          columns_of(call_.wire(), to_byte, block.num_rows, block.row_bytes, run.num_bytes, word)
+              .copy_(from.narrow(1, run.first_byte / word, run.num_bytes / word));
+          to_byte += run.num_bytes;
         });
-      }
+      });
     }
   }
 
   void unpack_whole(size_t s) const {
-    const Segment& segment = call_.segments()[s];
+    Segment& segment = call_.segments()[s];
     const WireBlock& first = call_.received_blocks()[s];
-    const int64_t num_rows = segment.recv.num_wire_rows();
-    at::Tensor arrived;
-    if (call_.segments().size() == 1) {
-      arrived = matrix(first, num_rows);
-    } else {
-      std::vector<at::Tensor> pieces = {matrix(first)};  // also where it has no rows: cat needs one
+    const int64_t num_rows = segment.recv.num_wire_rows(), row_bytes = first.row_bytes;
+    at::Tensor bytes = call_.wire();
+    int64_t first_byte = first.first_byte;
+    if (!is_one_matrix(row_bytes) && num_rows > 0) {
+      const int64_t word = std::gcd(widest_word_, row_bytes);
+      std::vector<at::Tensor> pieces;
       for (const WireBlock& block : blocks_of(s, call_.received_blocks())) {
-        if (block.peer != first.peer) pieces.push_back(matrix(block));
+        pieces.push_back(call_.wire()
+                             .view(dtype_of_word(word))
+                             .narrow(0, block.first_byte / word, block.num_rows * row_bytes / word));
       }
-      arrived = at::cat(pieces);
+      bytes = at::cat(pieces).view(at::kByte);
+      first_byte = 0;
     }
     const at::Tensor scatter = segment.recv.scatter_index();
-    int64_t column = 0;
-    for (const Slot& slot : segment.slots) {
-      const int64_t words = slot.output_row_bytes / word_bytes_;
-      const at::Tensor columns = arrived.narrow(1, column, words);
-      column += words;
-      if (slot.output.numel() == 0) continue;
+    segment.recv.for_each_slot(segment.slots, first.peer, [&](Slot& slot, int64_t byte) {
+      if (slot.output.numel() == 0) return;
+      const int64_t word = word_of(slot);
+      const at::Tensor columns = columns_of(bytes, first_byte + byte, num_rows, row_bytes, slot.output_row_bytes, word);
       if (segment.recv.has_duplicates()) {
         std::vector<int64_t> shape = slot.output.sizes().vec();
         shape[0] = num_rows;
         slot.output.copy_(sum_rows(columns.contiguous().view(slot.output.scalar_type()).view(shape), scatter));
       } else {
-        at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes);
+        at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes, word);
         at::index_select_out(out, columns, 0, scatter.flatten());
       }
-    }
+    });
   }
 
   void unpack_shared(size_t s) const {
     Segment& segment = call_.segments()[s];
     for (const WireBlock& block : blocks_of(s, call_.received_blocks())) {
-      const at::Tensor from = matrix(block);
-      int64_t column = 0;
-      for (Slot& slot : segment.slots) {
-        const int64_t words = segment.recv.wire_bytes(slot, block.peer) / word_bytes_;
-        const at::Tensor columns = from.narrow(1, column, words);
-        column += words;
+      segment.recv.for_each_slot(segment.slots, block.peer, [&](Slot& slot, int64_t byte) {
+        const int64_t word = word_of(slot);
+        const at::Tensor columns = columns_of(call_.wire(), block.first_byte + byte, block.num_rows, block.row_bytes,
+                                              segment.recv.wire_bytes(slot, block.peer), word);
         if (segment.sums(slot)) {
           add_block(segment.recv, slot, block.peer, columns);
-          continue;
+          return;
         }
-        const at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes);
+        const at::Tensor out = rows_as_words(slot.output, slot.output_row_bytes, slot.output_row_bytes, word);
         int64_t first = 0;
         segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
-          const int64_t run_words = run.num_bytes / word_bytes_;
-          out.narrow(1, run.first_byte / word_bytes_, run_words).copy_(columns.narrow(1, first, run_words));
+          const int64_t run_words = run.num_bytes / word;
+          out.narrow(1, run.first_byte / word, run_words).copy_(columns.narrow(1, first, run_words));
           first += run_words;
         });
-      }
+      });
     }
   }
 
   ExchangeCall& call_;
-  int64_t word_bytes_ = 1;
-  at::Tensor wire_;  // the call's buffer, as words
+  int64_t widest_word_;
 };
 
 }  // namespace

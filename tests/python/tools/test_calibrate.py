@@ -291,3 +291,38 @@ def test_nodes_and_the_network_are_measured_apart() -> None:
         # Half of a rank's rows go to the other one.
         assert node_bytes == network_bytes and node_bytes == pytest.approx([1 << 13, 1 << 15], rel=0.1)
         assert min(seconds) > 0 and alone == [True, False]
+
+
+def calls_of_a_timed_exchange(rank: int, world_size: int) -> Any:
+    import torch
+    from knapformer.tools.measure import exchange
+
+    calls: list[str] = []
+
+    class Spy(exchange.SequenceBalancer):
+        def pre_attn(self, *qkv: Any) -> Any:
+            calls.append("there")
+            return super().pre_attn(*qkv)
+
+        def post_attn(self, o: Any) -> Any:
+            calls.append("back")
+            return super().post_attn(o)
+
+    def two_seconds_each(prepare: list[Any], *args: Any) -> list[list[float]]:
+        for make in prepare:
+            work = make()
+            calls.clear()
+            work()
+        return [[2.0] for _ in prepare]
+
+    exchange.SequenceBalancer, exchange.measured_rounds = Spy, two_seconds_each  # type: ignore[misc, assignment]
+    return calls, exchange.time_exchanges([1 << 16], torch.device("cpu"), 1)
+
+
+def test_both_ways_of_an_exchange_are_timed() -> None:
+    from distributed.ranks import run_ranks
+
+    for calls, (num_bytes, seconds) in run_ranks(calls_of_a_timed_exchange, 2):
+        assert calls == ["there", "back"]
+        # Of four tensors there and back, in two all-to-alls, half to the other rank.
+        assert seconds == [1.0] and num_bytes == pytest.approx([1 << 15], rel=0.1)

@@ -13,6 +13,7 @@ from knapformer.tools.measure.timing import Work, measured_rounds
 
 # What a rank gets of a token: three heads of 128 numbers in bfloat16, as of FLUX in a bag of 8.
 _HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
+_MEAN_TENSORS = 2  # three there, one back
 
 
 def time_exchanges(
@@ -21,28 +22,28 @@ def time_exchanges(
     """Bytes that a rank sends in an all-to-all of the balancer, and the median seconds of it on the slowest rank.
 
     Each is what attention exchanges in one bag of all ranks of `group`, packing included, as the cluster model counts
-    it. sizes: bytes of a rank's rows, each rounded to whole rows. Collective over `group`.
+    it: the mean of the way there (queries, keys and values) and the way back (outputs), which pack otherwise. sizes:
+    bytes of a rank's rows in that mean, each rounded to whole rows. Collective over `group`.
     """
     num_ranks = dist.get_world_size(group)
     balancer = SequenceBalancer(f"g{num_ranks}n1", group=group, solver="greedy")  # even chunks
     d_model = num_ranks * _HEADS_PER_RANK * _HEAD_DIM
     row_bytes = d_model * _DTYPE.itemsize
-    tokens = [max(num_ranks, size // row_bytes) for size in sizes]
+    tokens = [max(num_ranks, size // (_MEAN_TENSORS * row_bytes)) for size in sizes]
 
     def prepare(num_tokens: int) -> Work:
         balancer.plan_routing([num_tokens], d_model)
         _, x, _ = balancer.route(torch.zeros(num_tokens, d_model, device=device, dtype=_DTYPE))
         q = x.unflatten(1, (-1, _HEAD_DIM))
-        o = balancer.pre_attn(q, q, q)[1]
         dist.barrier(group)
-        return lambda: balancer.post_attn(o)
+        return lambda: balancer.post_attn(balancer.pre_attn(q, q, q)[1])
 
     with torch.no_grad():
         rounds = measured_rounds([partial(prepare, n) for n in tokens], device, num_rounds)
     slowest = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    sent = [n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]
-    return sent, slowest.median(1).values.tolist()
+    sent = [_MEAN_TENSORS * n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]
+    return sent, (slowest.median(1).values / 2).tolist()
 
 
 def node_groups(num_local: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
