@@ -159,7 +159,10 @@ class BalancedSolver {
     for (size_t r = 0; r < bounds_s_.size(); ++r) {
       if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
     }
-    return with_flat_replicas(with_other_construction(finish(placements_)));
+    Plan plan = finish(placements_);
+    std::vector<Figures> figures = figures_of(plan);
+    plan = with_other_construction(std::move(plan), figures);
+    return with_flat_replicas(std::move(plan), std::move(figures));
   }
 
  private:
@@ -248,18 +251,26 @@ class BalancedSolver {
   }
 
   /// The plan, with those replicas that stay far above their bound from another construction, where that is better.
-  Plan with_other_construction(Plan plan) {
-    const std::vector<Figures> before = figures_of(plan);
-    std::vector<char> is_far(before.size());
-    for (size_t r = 0; r < before.size(); ++r) {
-      is_far[r] = !is_greedy_[r] && before[r].block_s > bounds_s_[r] * kFar;
+  /// `best`: the plan's figures.
+  Plan with_other_construction(Plan plan, std::vector<Figures>& best) {
+    std::vector<char> is_far(best.size());
+    for (size_t r = 0; r < best.size(); ++r) {
+      is_far[r] = !is_greedy_[r] && best[r].block_s > bounds_s_[r] * kFar;
       if (is_far[r]) solve(static_cast<int32_t>(r), Objective::kTime, Construction::FitBy::kEvenTime);
     }
     if (!contains(is_far, true)) return plan;
-    const Plan other = finish(placements_);
-    const std::vector<Figures> after = figures_of(other);
-    for (size_t r = 0; r < before.size(); ++r) is_far[r] = is_far[r] && after[r].is_better_than(before[r]);
-    return merged(std::move(plan), other, is_far);
+    return with_better(std::move(plan), finish(placements_), is_far, best);
+  }
+
+  /// The plan, with those of the marked replicas from the other that are better there. `best`: the plan's figures.
+  static Plan with_better(Plan plan, const Plan& other, std::span<const char> may_win, std::vector<Figures>& best) {
+    const std::vector<Figures> figures = figures_of(other);
+    std::vector<char> wins(best.size());
+    for (size_t r = 0; r < best.size(); ++r) {
+      wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
+      if (wins[r]) best[r] = figures[r];
+    }
+    return merged(std::move(plan), other, wins);
   }
 
   /// The nodes of the items, which are left in the trees.
@@ -351,19 +362,22 @@ class BalancedSolver {
     return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
   }
 
-  /// The plan, with those replicas from plans of flat topologies that are better there.
-  Plan with_flat_replicas(Plan plan) const {
-    std::vector<Figures> best = figures_of(plan);
-    std::vector<char> may_win(best.size()), wins(best.size());
+  /// The plan, with those replicas from plans of flat topologies that are better there. `best`: the plan's figures.
+  Plan with_flat_replicas(Plan plan, std::vector<Figures> best) const {
+    std::vector<char> may_win(best.size());
     const std::vector<Topology> flats = input_.topology.flat_topologies();
     // Then a flat plan is greedy's; a limit of tokens may have it search.
     const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
-    std::vector<double> budgets_s(best.size());  // the longest block with which a flat plan could win
+    std::vector<double> budgets_s;  // the longest block with which a flat plan could win
+    const auto set_budgets = [&] {
+      budgets_s.clear();
+      for (const Figures& figures : best) budgets_s.push_back(block_budget_s(input_, figures.step_s));
+    };
+    set_budgets();
     for (const Topology& topology : flats) {
       const bool is_smallest = &topology == &flats.front();
       for (size_t r = 0; r < best.size(); ++r) {
         const auto replica = static_cast<int32_t>(r);
-        budgets_s[r] = block_budget_s(input_, best[r].step_s);
         const auto may_be_below = [&](double block_s) {
           return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
                            : flat_may_take_less(input_, topology, replica, block_s);
@@ -382,12 +396,8 @@ class BalancedSolver {
       input.topology = topology;
       const Plan flat =
           in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
-      const std::vector<Figures> figures = figures_of(flat);
-      for (size_t r = 0; r < best.size(); ++r) {
-        wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
-        if (wins[r]) best[r] = figures[r];
-      }
-      plan = merged(std::move(plan), flat, wins);
+      plan = with_better(std::move(plan), flat, may_win, best);
+      set_budgets();
     }
     return plan;
   }
