@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
-#include <map>
 #include <utility>
 #include <vector>
 
@@ -24,28 +23,31 @@ std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
 
 /// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.
 struct Offer {
+  int32_t degree = 1;
   double speed = 0;              // summed
   Traffic exchange_s_per_token;  // tokens of a chunk
 };
 
-/// One for each degree.
+/// One for each degree, ascending.
 std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica) {
   const AttentionShares shares = input.attention_shares();
-  std::map<int32_t, std::pair<double, Traffic>> best;  // by degree: summed speed, the part of a row that is sent
+  std::vector<Offer> offers;
   for (const Bag& bag : bags_of(topology, replica)) {
     for (const int32_t degree : topology.shapes()[bag.shape].degrees) {
-      auto& [speed, sent] =
-          best.try_emplace(degree, 0.0, Traffic{.inside = kInfinity, .between = kInfinity}).first->second;
+      auto offer = std::ranges::lower_bound(offers, degree, {}, &Offer::degree);
+      if (offer == offers.end() || offer->degree != degree) {
+        offer = offers.insert(offer,
+                              {.degree = degree, .exchange_s_per_token = {.inside = kInfinity, .between = kInfinity}});
+      }
+      Traffic& sent = offer->exchange_s_per_token;  // first, the part of a row
       for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
         const Traffic min = sent_range(input.cluster, shares, Rank(r), degree).min;
         sent = {.inside = std::min(sent.inside, min.inside), .between = std::min(sent.between, min.between)};
-        speed = std::max(speed, input.group_speed(Rank(r), degree).sum);
+        offer->speed = std::max(offer->speed, input.group_speed(Rank(r), degree).sum);
       }
     }
   }
-  std::vector<Offer> offers;
-  for (const auto& [degree, offer] : best)
-    offers.push_back({.speed = offer.first, .exchange_s_per_token = exchange_s_per_token(input, offer.second)});
+  for (Offer& offer : offers) offer.exchange_s_per_token = exchange_s_per_token(input, offer.exchange_s_per_token);
   return offers;
 }
 

@@ -93,53 +93,55 @@ double row_bytes(int64_t d_model, const TrainedModel& model) {
   return static_cast<double>(d_model) * model.element_size;
 }
 
-/// Seconds of FSDP's communication that blocks of so many seconds do not hide, of all blocks. The next block's
-/// parameters are gathered while one computes, and the last one's gradients reduced; the first gather and the last
-/// reduction have nothing to hide behind. Gathers go around a ring, all-reduces over the copies along a tree. A frozen
-/// base has no gradients to reduce.
-double exposed_fsdp_s(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model, double block_s) {
-  const int32_t shards = std::min(model.shard_ranks, num_ranks);
-  const int32_t copies = (num_ranks + shards - 1) / shards;
-  const double block_bytes = model.num_parameters / model.num_blocks * model.element_size;
+/// Seconds of FSDP's communication. The next block's parameters are gathered while one computes, and the last one's
+/// gradients reduced. Gathers go around a ring, all-reduces over the copies along a tree. A frozen base has no
+/// gradients to reduce.
+struct Fsdp {
+  double gather_s = 0, reduce_s = 0;  // of a block
+  double bytes = 0;                   // that all ranks send, for all blocks
+  int32_t num_blocks = 1;
+  Passes passes;
 
-  double gather_s = 0;
-  if (shards > 1) {
-    const int32_t nodes = (shards + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
-    const double inside_s = block_bytes * (shards - 1) / shards / cluster.node_bytes_per_s;
-    // A node's adapters together fetch what its ranks lack.
-    const int32_t adapters = std::min(shards, cluster.ranks_per_node);
-    const double between_s = block_bytes * (nodes - 1) / nodes / (adapters * cluster.network_bytes_per_s);
-    gather_s = std::max(inside_s, between_s) + (nodes - 1) * cluster.network_latency_s + cluster.node_latency_s;
+  Fsdp(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model)
+      : num_blocks(model.num_blocks), passes(model.passes()) {
+    const int32_t shards = std::min(model.shard_ranks, num_ranks);
+    const int32_t copies = (num_ranks + shards - 1) / shards;
+    const double block_bytes = model.num_parameters / model.num_blocks * model.element_size;
+
+    const bool reduces = model.mode == StepMode::kTraining;
+    const double gather_bytes = block_bytes * (shards - 1) / shards;
+    const double all_reduce_bytes = 2 * block_bytes / shards * (copies - 1) / copies;
+    const double gathers = passes.backwards > 0 ? 2 : 1;
+    bytes = static_cast<double>(num_ranks) * num_blocks *
+            (gathers * gather_bytes + (reduces ? gather_bytes + all_reduce_bytes : 0));
+
+    if (shards > 1) {
+      const int32_t nodes = (shards + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
+      const double inside_s = gather_bytes / cluster.node_bytes_per_s;
+      // A node's adapters together fetch what its ranks lack.
+      const int32_t adapters = std::min(shards, cluster.ranks_per_node);
+      const double between_s = block_bytes * (nodes - 1) / nodes / (adapters * cluster.network_bytes_per_s);
+      gather_s = std::max(inside_s, between_s) + (nodes - 1) * cluster.network_latency_s + cluster.node_latency_s;
+    }
+    double all_reduce_s = 0;
+    if (copies > 1) {
+      const double bandwidth =
+          num_ranks <= cluster.ranks_per_node ? cluster.node_bytes_per_s : cluster.network_bytes_per_s;
+      all_reduce_s = all_reduce_bytes / bandwidth + 2 * std::ceil(std::log2(copies)) * cluster.network_latency_s;
+    }
+    reduce_s = reduces ? gather_s + all_reduce_s : 0;
   }
-  double all_reduce_s = 0;
-  if (copies > 1) {
-    const double bandwidth =
-        num_ranks <= cluster.ranks_per_node ? cluster.node_bytes_per_s : cluster.network_bytes_per_s;
-    all_reduce_s = 2 * block_bytes / shards * (copies - 1) / copies / bandwidth +
-                   2 * std::ceil(std::log2(copies)) * cluster.network_latency_s;
+
+  /// What blocks of so many seconds do not hide, of all blocks. The first gather and the last reduction have nothing to
+  /// hide behind.
+  double exposed_s(double block_s) const {
+    const double forward_s = block_s / passes.token(), backward_s = block_s - forward_s;
+    const double exposed_backward_s = passes.backwards > 0 ? std::max(0.0, gather_s + reduce_s - backward_s) : 0;
+    return gather_s + reduce_s + (num_blocks - 1) * (std::max(0.0, gather_s - forward_s) + exposed_backward_s);
   }
-  const Passes passes = model.passes();
-  const double reduce_s = model.mode == StepMode::kTraining ? gather_s + all_reduce_s : 0;
-  const double forward_s = block_s / passes.token(), backward_s = block_s - forward_s;
-  const double exposed_backward_s = passes.backwards > 0 ? std::max(0.0, gather_s + reduce_s - backward_s) : 0;
-  return gather_s + reduce_s + (model.num_blocks - 1) * (std::max(0.0, gather_s - forward_s) + exposed_backward_s);
-}
-
-/// Bytes that all ranks send for it.
-double fsdp_bytes_of(int32_t num_ranks, const TrainedModel& model) {
-  const int32_t shards = std::min(model.shard_ranks, num_ranks);
-  const int32_t copies = (num_ranks + shards - 1) / shards;
-  const double bytes = model.num_parameters * model.element_size;
-  const double gather = bytes * (shards - 1) / shards;
-  const double all_reduce = 2 * bytes / shards * (copies - 1) / copies;
-  const double reduce = model.mode == StepMode::kTraining ? gather + all_reduce : 0;
-  const double gathers = model.passes().backwards > 0 ? 2 : 1;
-  return num_ranks * (gathers * gather + reduce);
-}
-
-double step_s_of(int32_t num_ranks, const Cluster& cluster, const TrainedModel& model, double block_s, double route_s) {
-  return model.num_blocks * block_s + exposed_fsdp_s(num_ranks, cluster, model, block_s) + route_s;
-}
+  /// Of the blocks and what they do not hide.
+  double step_s(double block_s) const { return num_blocks * block_s + exposed_s(block_s); }
+};
 
 double route_s_of(std::span<const RankLoad> ranks, double token_bytes, const Cluster& cluster, double num_routes) {
   double slowest_s = 0;
@@ -268,6 +270,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   }
 
   const int32_t num_ranks = plan.topology().num_ranks_per_replica();
+  const Fsdp fsdp(plan.num_ranks(), cluster, model);
   double slowest_s = -1;
   for (int32_t replica = 0; replica < plan.topology().num_replicas(); ++replica) {
     const int32_t begin = replica * num_ranks, end = begin + num_ranks;
@@ -288,7 +291,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     }
     const double route_s = route_s_of(std::span(loads).subspan(begin, num_ranks), token_bytes, cluster, passes.routes);
     const double block_s = slowest.blocks_s();
-    const double step_s = step_s_of(plan.num_ranks(), cluster, model, block_s, route_s);
+    const double step_s = fsdp.step_s(block_s) + route_s;
     out.replicas.push_back({.block_s = block_s, .route_s = route_s, .step_s = step_s});
     if (step_s <= slowest_s) continue;
     slowest_s = step_s;
@@ -298,9 +301,9 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     out.exchange_s = slowest.exchange_s * model.num_blocks;
     out.host_s = slowest.host_s * model.num_blocks;
     out.route_s = route_s;
-    out.fsdp_s = exposed_fsdp_s(plan.num_ranks(), cluster, model, block_s);
+    out.fsdp_s = fsdp.exposed_s(block_s);
   }
-  out.fsdp_bytes = fsdp_bytes_of(plan.num_ranks(), model);
+  out.fsdp_bytes = fsdp.bytes;
   for (int32_t s = 0; s < plan.num_sequences(); ++s) pairs += input.pairs_of(SequenceId(s));
   const double work =
       passes.token() * token_work(static_cast<double>(plan.num_tokens())) + passes.attention() * attention_work(pairs);
@@ -311,16 +314,17 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
 }
 
 double replica_step_s(const PlanInput& input, double block_s, double route_s) {
-  return step_s_of(input.topology.num_ranks(), input.cluster, input.model, block_s, route_s);
+  return Fsdp(input.topology.num_ranks(), input.cluster, input.model).step_s(block_s) + route_s;
 }
 
 double block_budget_s(const PlanInput& input, double step_s) {
+  const Fsdp fsdp(input.topology.num_ranks(), input.cluster, input.model);
   double low = 0, high = step_s / input.model.num_blocks;
-  if (replica_step_s(input, high, 0) <= step_s) return high;
+  if (fsdp.step_s(high) <= step_s) return high;
   constexpr int kBits = 60;
   for (int i = 0; i < kBits; ++i) {
     const double middle = low + (high - low) / 2;
-    (replica_step_s(input, middle, 0) <= step_s ? low : high) = middle;
+    (fsdp.step_s(middle) <= step_s ? low : high) = middle;
   }
   return high;
 }

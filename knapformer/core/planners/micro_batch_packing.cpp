@@ -1,7 +1,6 @@
 #include "knapformer/core/planners/micro_batch_packing.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -14,33 +13,6 @@ namespace knapformer {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-/// The maximum of many keys of which any may change; of equal ones the one of lower index.
-class MaxTree {
- public:
-  explicit MaxTree(std::span<const double> keys) : width_(std::bit_ceil(std::max<size_t>(keys.size(), 1))) {
-    keys_.assign(width_, -kInfinity);
-    std::ranges::copy(keys, keys_.begin());
-    winners_.resize(2 * width_);
-    for (size_t i = 0; i < width_; ++i) winners_[width_ + i] = static_cast<int32_t>(i);
-    for (size_t i = width_ - 1; i > 0; --i) play(i);
-  }
-  int32_t winner() const { return winners_[1]; }
-  double max() const { return keys_[winners_[1]]; }
-  void set(int32_t index, double key) {
-    keys_[index] = key;
-    for (size_t i = (width_ + static_cast<size_t>(index)) / 2; i > 0; i /= 2) play(i);
-  }
-
- private:
-  void play(size_t i) {
-    const int32_t a = winners_[2 * i], b = winners_[2 * i + 1];
-    winners_[i] = keys_[b] > keys_[a] ? b : a;
-  }
-  size_t width_;
-  std::vector<double> keys_;
-  std::vector<int32_t> winners_;
-};
 
 }  // namespace
 
@@ -393,14 +365,14 @@ class MicroBatchPacking::Refinement {
     level_s_ = packing_.levels_s_;
     is_settled_.assign(level_s_.size(), 0);
     excess_s_ = excesses();
-    fullest_ = MaxTree(excess_s_);
     sum_s_ = std::accumulate(level_s_.begin(), level_s_.end(), 0.0);
     num_open_ = static_cast<int32_t>(std::ranges::count_if(level_s_, [](double level_s) { return level_s > 0; }));
-    for (size_t bin = 0; bin < excess_s_.size(); ++bin) {
-      if (level_s_[bin / replica_.leaves.size()] <= 0) fullest_.set(static_cast<int32_t>(bin), -kInfinity);
-    }
+    std::vector<double> keys;
+    for (size_t bin = 0; bin < excess_s_.size(); ++bin)
+      keys.push_back(level_s_[bin / replica_.leaves.size()] > 0 ? -excess_s_[bin] : kInfinity);
+    fullest_ = WinnerTree(keys);
     const bool tries_pairs = replica_.items.size() <= kFewForPairs;
-    while (trials_left_ > 0 && num_open_ > 0 && sum_s_ + num_open_ * fullest_.max() > good_enough_s) {
+    while (trials_left_ > 0 && num_open_ > 0 && sum_s_ + num_open_ * max_excess_s() > good_enough_s) {
       const int32_t bin = fullest_.winner();
       find(bin, /*with_pairs=*/false);
       if (best_bin_ < 0 && tries_pairs) find(bin, /*with_pairs=*/true);
@@ -410,7 +382,7 @@ class MicroBatchPacking::Refinement {
         trade();
       }
     }
-    return sum_s_ + (num_open_ > 0 ? num_open_ * fullest_.max() : 0.0);
+    return sum_s_ + (num_open_ > 0 ? num_open_ * max_excess_s() : 0.0);
   }
 
   void kick() {
@@ -441,6 +413,9 @@ class MicroBatchPacking::Refinement {
       packing_.put(replica_, static_cast<int32_t>(i), bin_of_item[i]);
     }
   }
+
+  void set_excess(int32_t bin, double excess_s) { fullest_.set(bin, -excess_s); }
+  double max_excess_s() const { return -fullest_.min(); }
 
   /// Of the bin's group.
   double excess(int32_t bin) const { return group_s(replica_, replica_.groups[bin]) - level_s_[bin / num_leaves_]; }
@@ -570,7 +545,7 @@ class MicroBatchPacking::Refinement {
       const double now_s = excess(traded);
       for (int32_t b = group.first; b < group.first + group.size; ++b) {
         excess_s_[b] = now_s;
-        if (is_settled_[b / num_leaves_] == 0) fullest_.set(b, now_s);
+        if (is_settled_[b / num_leaves_] == 0) set_excess(b, now_s);
       }
     }
   }
@@ -578,12 +553,12 @@ class MicroBatchPacking::Refinement {
   void settle(int32_t micro_batch) {
     is_settled_[micro_batch] = 1;
     --num_open_;
-    const double above_s = fullest_.max();
+    const double above_s = max_excess_s();
     level_s_[micro_batch] += above_s;
     sum_s_ += above_s;
     for (int32_t b = micro_batch * num_leaves_; b < (micro_batch + 1) * num_leaves_; ++b) {
       excess_s_[b] = excess(b);
-      fullest_.set(b, -kInfinity);
+      set_excess(b, -kInfinity);
     }
   }
 
@@ -593,7 +568,7 @@ class MicroBatchPacking::Refinement {
   std::vector<double> level_s_;
   std::vector<char> is_settled_;  // by micro-batch
   std::vector<double> excess_s_;  // by bin
-  MaxTree fullest_{{}};           // excesses, of micro-batches that are not settled
+  WinnerTree fullest_{1};         // by bin, its excess, negated; of micro-batches that are not settled
   Random random_;
   std::vector<int32_t> bins_;  // of micro-batches that are in use
   double sum_s_ = 0;           // of the levels

@@ -83,6 +83,9 @@ class StepSolver {
 
   void consider(StepPlan plan) {
     const double time_s = predict_accumulated(plan).total_s;
+    consider(std::move(plan), time_s);
+  }
+  void consider(StepPlan plan, double time_s) {
     if (best_ && time_s >= best_s_ * kShorter) return;
     best_s_ = time_s;
     best_ = std::move(plan);
@@ -269,7 +272,7 @@ class StepSolver {
       if (!best_) refuse();
       return;
     }
-    consider(StepPlan(input_, micro_batches, std::move(plans)));
+    consider(StepPlan(input_, micro_batches, std::move(plans)), clock.total_s());
   }
 
   StepInput input_;
@@ -462,10 +465,7 @@ StepPlan fill_ranks(const StepPlan& plan) {
 
 StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
-  PlanInput nothing = input.sequences;  // what is wrong with the request is wrong without sequences, too
-  nothing.attention_pairs.clear();
-  nothing.seq_lens = SequenceLengths({}, std::vector<int64_t>(static_cast<size_t>(nothing.topology.num_ranks()), 0));
-  make_plan(std::move(nothing), solver, effort);
+  planner_for(input.sequences.topology, solver, effort);  // refuses at once what each micro-batch would be refused for
   check_token_limit(input);
   return StepSolver(std::move(input), solver, effort).solve();
 }

@@ -60,13 +60,17 @@ const Planner& planner_named(std::string_view name) {
   throw_argument("solver", text("'", name, "'"), expected);
 }
 
-Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
+const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort) {
   const Planner& planner = planner_named(solver);
-  input.validate();
   if (effort.moves < Effort::kHigh) throw_argument("effort", effort.moves, "a number of moves of at least 0");
-  if (!planner.plans_nested_bags && !input.topology.is_flat()) {
-    throw_argument("solver", text("'", solver, "' for topology ", input.topology.str()), "flat bags, such as g8n4");
-  }
+  if (!planner.plans_nested_bags && !topology.is_flat())
+    throw_argument("solver", text("'", solver, "' for topology ", topology.str()), "flat bags, such as g8n4");
+  return planner;
+}
+
+Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
+  const Planner& planner = planner_for(input.topology, solver, effort);
+  input.validate();
   Plan plan = planner.plan(std::move(input), effort);
   check_token_limit(plan);
   return plan;

@@ -25,6 +25,10 @@ std::span<const Planner> planners();
 /// Throws ArgumentError (argument "solver") for an unknown name.
 const Planner& planner_named(std::string_view name);
 
+/// The planner of that name, for these bags and this effort. Throws ArgumentError (argument "solver" or "effort") where
+/// it cannot plan them.
+const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort);
+
 /// Plans with the named planner. Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank
 /// that the plan does not keep.
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort = {});

@@ -13,12 +13,14 @@ struct KeyedIndex {
   int32_t index = 0;
 };
 
-/// Ascending by key; equal keys keep their order. Least significant digit first, skipping digits that are all alike.
+/// Ascending by key, of equal ones by index. The indices must come ascending. Least significant digit first, skipping
+/// digits that are all alike.
 inline void sort_by_key(std::vector<KeyedIndex>& items) {
   constexpr size_t kFew = 512;  // below, comparing is faster than counting
   if (items.size() < kFew) {
-    std::stable_sort(items.begin(), items.end(),
-                     [](const KeyedIndex& a, const KeyedIndex& b) { return a.key < b.key; });
+    std::sort(items.begin(), items.end(), [](const KeyedIndex& a, const KeyedIndex& b) {
+      return a.key != b.key ? a.key < b.key : a.index < b.index;
+    });
     return;
   }
   constexpr int kDigitBits = 11, kNumDigits = 6;

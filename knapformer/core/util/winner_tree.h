@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 namespace knapformer {
@@ -14,14 +15,16 @@ namespace knapformer {
 /// along one path, whose opponents are known from the start: nothing is guessed, as a heap's way down is.
 class WinnerTree {
  public:
-  /// `count` keys of 0, at least one.
-  explicit WinnerTree(size_t count) : width_(std::bit_ceil(count)), nodes_(2 * width_) {
+  /// At least one key.
+  explicit WinnerTree(std::span<const double> keys) : width_(std::bit_ceil(keys.size())), nodes_(2 * width_) {
     for (size_t i = 0; i < width_; ++i) {
-      nodes_[width_ + i] = {.key = i < count ? 0 : std::numeric_limits<double>::infinity(),
+      nodes_[width_ + i] = {.key = i < keys.size() ? keys[i] : std::numeric_limits<double>::infinity(),
                             .index = static_cast<int32_t>(i)};
     }
     for (size_t i = width_ - 1; i > 0; --i) nodes_[i] = nodes_[2 * i + (nodes_[2 * i + 1].key < nodes_[2 * i].key)];
   }
+  /// `count` keys of 0.
+  explicit WinnerTree(size_t count) : WinnerTree(std::vector<double>(count)) {}
 
   int32_t winner() const { return nodes_[1].index; }
   double min() const { return nodes_[1].key; }

@@ -176,20 +176,17 @@ class Search {
     const TreeItem& item_a = items[a];
     const bool one_bag = from_bag == to_bag;
     const double before = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag));
-    trees_.save(from, saved_from_);
-    trees_.save(to, saved_to_);
+    trees_.save(from, to, paths_);
     trees_.remove(item_a, from);
     trees_.add(item_a, to);
     if (b >= 0) {
       trees_.remove(items[b], to);
       trees_.add(items[b], from);
     }
-    trees_.update_path(from);
-    trees_.update_path(to);
+    trees_.update(paths_);
     const double rise = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag)) - before;
     if (rise > 0 && rise >= temperature * random_.exponential()) {
-      trees_.restore(from, saved_from_);
-      trees_.restore(to, saved_to_);
+      trees_.restore(paths_);
       return false;
     }
     journal_.push_back({a, from});
@@ -221,8 +218,8 @@ class Search {
   std::vector<DegreeRange> ranges_;
   /// (item, the node it left) since the best placement, or since the journal was dropped for a copy of that.
   std::vector<std::pair<int32_t, int32_t>> journal_;
-  std::vector<int32_t> best_;  // that copy, or empty
-  PlacementTrees::SavedPath saved_from_, saved_to_;
+  std::vector<int32_t> best_;    // that copy, or empty
+  PlacementTrees::Paths paths_;  // of the nodes that a step changes
 };
 
 }  // namespace

@@ -98,12 +98,12 @@ int32_t Construction::place(const TreeItem& item) {
     if (trees_.cost(item, v) > target_ && !must_try) continue;
     if (place_alone(item, v)) return v;
     refresh_bag_of(v);
-    trees_.save(v, saved_);
+    trees_.save(v, v, paths_);
     trees_.add(item, v);
-    trees_.update_path(v);
-    const double time = trees_.group_time(v);
+    trees_.update(paths_);
+    const double time = fit_by_ == FitBy::kTime ? trees_.group_time(v) : trees_.even_group_time(v);
     if (time <= target_) return v;
-    trees_.restore(v, saved_);
+    trees_.restore(paths_);
     if (time < best_time) {
       best_time = time;
       best = v;
@@ -116,8 +116,9 @@ int32_t Construction::place(const TreeItem& item) {
   return best;
 }
 
-double Construction::place_all(double target, std::vector<int32_t>& node_of_item) {
+double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item) {
   target_ = target;
+  fit_by_ = fit_by;
   trees_.clear();
   for (Queue& queue : queues_) queue.occupancy = WinnerTree(queue.nodes.size());
   is_stale_.assign(static_cast<size_t>(trees_.num_bags()), 0);

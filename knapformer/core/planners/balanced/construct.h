@@ -19,8 +19,12 @@ class Construction {
  public:
   explicit Construction(PlacementTrees& trees);
 
+  /// By which time a group is held against the target: as it stands, or as if its exchange were even already (see
+  /// PlacementTrees::even_group_time).
+  enum class FitBy { kTime, kEvenTime };
+
   /// Empties the trees and places all its items. Returns the time of the slowest group, which may be above the target.
-  double place_all(double target, std::vector<int32_t>& node_of_item);
+  double place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item);
 
  private:
   /// Groups of one degree and about one speed. Groups only fill up, so a load that is out of date is too low, and
@@ -43,9 +47,10 @@ class Construction {
 
   PlacementTrees& trees_;
   double target_ = 0;
+  FitBy fit_by_ = FitBy::kTime;
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, and one past the last
-  PlacementTrees::SavedPath saved_;
+  PlacementTrees::Paths paths_;
   std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
 };
 

@@ -145,15 +145,32 @@ void PlacementTrees::update_bag(int32_t bag) {
   for (int32_t v = end - 1; v >= roots_[b]; --v) update(v);
 }
 
-double PlacementTrees::group_time(int32_t v) const {
+int32_t PlacementTrees::top_of_group(int32_t v) const {
   int32_t top = v;
   for (int32_t x = node(v).parent; x >= 0; x = node(x).parent) {
     if (state(x).num_sequences > 0) top = x;
   }
+  return top;
+}
+
+double PlacementTrees::group_time(int32_t top, double exchange) const {
   const State& group = state(top);
   if (objective_ == Objective::kFlat) return group.max_token_time + group.max_attention;
-  return group.max_token_time + attention_phase(group.max_attention, group.max_shared_attention, group.max_exchange) +
+  return group.max_token_time + attention_phase(group.max_attention, group.max_shared_attention, exchange) +
          node(top).latency;
+}
+
+double PlacementTrees::group_time(int32_t v) const {
+  const int32_t top = top_of_group(v);
+  return group_time(top, state(top).max_exchange);
+}
+
+double PlacementTrees::even_group_time(int32_t v) const {
+  double exchange = 0;
+  for (int32_t x = v; x >= 0; x = node(x).parent)
+    exchange += state(x).tokens * node(x).exchange_per_token / node(x).degree;
+  const int32_t top = top_of_group(v);
+  return group_time(top, std::min(exchange, state(top).max_exchange));
 }
 
 void PlacementTrees::set_reference(double floor, double reference) {

@@ -134,6 +134,9 @@ class PlacementTrees {
   void update_all();
   /// Time of the connected group that v is in; where none holds a sequence, as if v did.
   double group_time(int32_t v) const;
+  /// The same, as if v's ranks had equal chunks of what they share. While a group fills up, those that have nothing
+  /// whole yet hold more: then this is closer to what its time will be.
+  double even_group_time(int32_t v) const;
   /// The load of v's fullest rank, as if all were cut evenly: what tells ranks of one connected group apart.
   double load(int32_t v) const {
     double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
@@ -163,18 +166,20 @@ class PlacementTrees {
   }
   double slowest_with_exchange() const;
 
-  /// The nodes from v to its root, saved and put back.
+  /// What a change of one or two nodes moves: they and the nodes above them, each once, children before parents; and
+  /// their states as they were, to be put back.
   static constexpr int32_t kMaxDepth = 24;
-  struct SavedPath {
-    State states[kMaxDepth];
+  struct Paths {
+    int32_t count = 0;
+    int32_t nodes[2 * kMaxDepth];
+    State states[2 * kMaxDepth];
   };
-  void save(int32_t v, SavedPath& out) const {
-    int32_t i = 0;
-    for (; v >= 0; v = node(v).parent) out.states[i++] = state(v);
+  void save(int32_t a, int32_t b, Paths& out) const;
+  void update(const Paths& paths) {
+    for (int32_t i = 0; i < paths.count; ++i) update(paths.nodes[i]);
   }
-  void restore(int32_t v, const SavedPath& saved) {
-    int32_t i = 0;
-    for (; v >= 0; v = node(v).parent) states_[v] = saved.states[i++];
+  void restore(const Paths& paths) {
+    for (int32_t i = 0; i < paths.count; ++i) states_[paths.nodes[i]] = paths.states[i];
   }
 
   Placement placement(int32_t v) const;
@@ -183,6 +188,9 @@ class PlacementTrees {
 
  private:
   void add_bag(const PlanInput& input, const Bag& bag, int32_t index);
+  /// The largest group that holds a sequence and has v in it; v where none does.
+  int32_t top_of_group(int32_t v) const;
+  double group_time(int32_t top, double exchange) const;
   /// Of a connected group: its attention and exchange, what hides taken off.
   double attention_phase(double attention, double shared_attention, double exchange) const;
   void update(int32_t v);
@@ -222,6 +230,26 @@ inline void PlacementTrees::change(const TreeItem& item, int32_t v, double sign)
   if (state.num_sequences == 0) state.attention = 0;  // leave no rounding behind
 }
 
+inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
+  out.count = 0;
+  const auto climb = [&](int32_t& v) {
+    out.nodes[out.count] = v;
+    out.states[out.count++] = state(v);
+    v = node(v).parent;
+  };
+  if (node(a).bag == node(b).bag) {
+    while (a != b) {
+      if (node(a).degree <= node(b).degree)
+        climb(a);
+      else
+        climb(b);
+    }
+  } else {
+    while (b >= 0) climb(b);
+  }
+  while (a >= 0) climb(a);
+}
+
 inline double PlacementTrees::attention_phase(double attention, double shared_attention, double exchange) const {
   if (overlap_.pre_attn == 0) return attention + exchange;
   const auto pass = [&](double part_of_attention, double part_of_exchange) {
@@ -238,13 +266,17 @@ inline void PlacementTrees::update(int32_t v) {
   const bool shared = state.num_sequences > 0;
   const auto depth = static_cast<size_t>(n.depth);
   const State* const children = states_.data() + n.first_child;
-  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0;
+  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0;
+  double time = 0, energy = 0;
   for (int32_t i = 0; i < n.num_children; ++i) {
     const State& child = children[i];
     tokens += child.subtree_tokens;
     token_time = std::max(token_time, child.max_token_time);
     attention = std::max(attention, child.max_attention);
     shared_attention = std::max(shared_attention, child.max_shared_attention);
+    exchange = std::max(exchange, child.max_exchange);
+    time = std::max(time, child.time);
+    energy += child.energy;
   }
   const double tokens_per_rank = tokens / n.degree;
   state.subtree_tokens = tokens;
@@ -261,20 +293,16 @@ inline void PlacementTrees::update(int32_t v) {
   state.max_shared_attention = shared_attention;
 
   const double filled = n.exchange_per_token * tokens_per_rank;
-  double exchange = 0;
   if (n.num_children == 0) {
     exchange = filled;
-  } else {
-    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].max_exchange);
-    if (shared) {
-      for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
-    }
+  } else if (shared) {
+    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
   }
   state.max_exchange = exchange;
 
   if (shared || n.num_children == 0) {
     for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
-    double time = token_time + attention_phase(attention, shared_attention, exchange) + (shared ? n.latency : 0);
+    time = token_time + attention_phase(attention, shared_attention, exchange) + (shared ? n.latency : 0);
     if (objective_ == Objective::kFlat) {
       constexpr double kPenalty = 1000;
       const double work = token_time + attention;
@@ -293,11 +321,6 @@ inline void PlacementTrees::update(int32_t v) {
     double above = children[0].above[k];
     for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
     state.above[k] = above;
-  }
-  double time = 0, energy = 0;
-  for (int32_t i = 0; i < n.num_children; ++i) {
-    time = std::max(time, children[i].time);
-    energy += children[i].energy;
   }
   state.time = time;
   state.energy = energy;

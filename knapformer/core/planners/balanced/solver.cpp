@@ -19,30 +19,34 @@ namespace knapformer {
 namespace {
 
 /// Within this of the lower bound nothing is left to search for.
-constexpr double kGoodEnough = 1.0002;
+constexpr double kGoodEnough = 1.0005;
 /// At low effort, of the greedy plan of single ranks.
 constexpr double kGoodEnoughAtLowEffort = 1.001;
+/// Further above the bound, another construction is worth its time.
+constexpr double kFar = 1.05;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
 constexpr double kEvenEnough = 1.00005;
 
+struct Constructed {
+  std::vector<int32_t> node_of_item;
+  double time = std::numeric_limits<double>::infinity();
+};
+
 /// Constructs under targets around an estimate of the time: doubling the margin while the placement misses its target,
-/// halving it while it meets it. Returns the best placement.
-std::vector<int32_t> constructed(PlacementTrees& trees, double bound, double estimate, int32_t num_targets,
-                                 double first_margin) {
-  Construction fit(trees);
-  double best_time = std::numeric_limits<double>::infinity();
-  std::vector<int32_t> best, trial;
+/// halving it while it meets it. Keeps the best placement.
+void construct(Construction& fit, Construction::FitBy fit_by, double bound, double estimate, int32_t num_targets,
+               double first_margin, Constructed& best) {
+  std::vector<int32_t> trial;
   double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
   double margin = first_margin;
   bool is_met = false;
-  for (int32_t i = 0; i < num_targets; ++i) {
+  for (int32_t i = 0; i < num_targets && best.time > bound * kGoodEnough; ++i) {
     const double target = estimate * (1 + margin);
-    const double time = fit.place_all(target, trial);
-    if (time < best_time) {
-      best_time = time;
-      best.swap(trial);
+    const double time = fit.place_all(target, fit_by, trial);
+    if (time < best.time) {
+      best.node_of_item.swap(trial);
+      best.time = time;
     }
-    if (best_time <= bound * kGoodEnough) break;
     if (time <= target) {
       high = std::min(margin, time / estimate - 1);
       is_met = true;
@@ -52,7 +56,6 @@ std::vector<int32_t> constructed(PlacementTrees& trees, double bound, double est
     margin = is_met ? (low + high) / 2 : 2 * margin;
     if (is_met && high - low < 0.0005) break;
   }
-  return best;
 }
 
 /// A replica's plan depends on its own lengths alone.
@@ -66,7 +69,7 @@ uint64_t random_key(const PlanInput& input, int32_t replica) {
 
 int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kMin = 2000, kMax = 150'000, kPerItem = 150;
+  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 100;
   // Where construction does not keep the limit of tokens, low effort searches as well.
   if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
   const auto num_items = static_cast<int64_t>(trees.items().size());
@@ -156,7 +159,10 @@ class BalancedSolver {
     for (size_t r = 0; r < bounds_s_.size(); ++r) {
       if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
     }
-    return with_flat_replicas(finish(std::move(placements_)));
+    Plan plan = finish(placements_);
+    std::vector<Figures> figures = figures_of(plan);
+    plan = with_other_construction(std::move(plan), figures);
+    return with_flat_replicas(std::move(plan), std::move(figures));
   }
 
  private:
@@ -228,11 +234,11 @@ class BalancedSolver {
     for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
   }
 
-  void solve(int32_t replica, Objective objective) {
+  void solve(int32_t replica, Objective objective, Construction::FitBy fit_by = Construction::FitBy::kTime) {
     PlacementTrees trees(input_, replica, objective);
     if (trees.items().empty()) return;
     const auto place_all = [&] {
-      return objective == Objective::kTime ? placed_nested(trees, replica) : placed_flat(trees, replica);
+      return objective == Objective::kTime ? placed_nested(trees, replica, fit_by) : placed_flat(trees, replica);
     };
     std::vector<int32_t> node_of_item = place_all();
     if (input_.max_tokens_per_rank > 0) {
@@ -244,20 +250,50 @@ class BalancedSolver {
       placements_[trees.items()[i].id.index()] = trees.placement(node_of_item[i]);
   }
 
+  /// The plan, with those replicas that stay far above their bound from another construction, where that is better.
+  /// `best`: the plan's figures.
+  Plan with_other_construction(Plan plan, std::vector<Figures>& best) {
+    std::vector<char> is_far(best.size());
+    for (size_t r = 0; r < best.size(); ++r) {
+      is_far[r] = !is_greedy_[r] && best[r].block_s > bounds_s_[r] * kFar;
+      if (is_far[r]) solve(static_cast<int32_t>(r), Objective::kTime, Construction::FitBy::kEvenTime);
+    }
+    if (!contains(is_far, true)) return plan;
+    return with_better(std::move(plan), finish(placements_), is_far, best);
+  }
+
+  /// The plan, with those of the marked replicas from the other that are better there. `best`: the plan's figures.
+  static Plan with_better(Plan plan, const Plan& other, std::span<const char> may_win, std::vector<Figures>& best) {
+    const std::vector<Figures> figures = figures_of(other);
+    std::vector<char> wins(best.size());
+    for (size_t r = 0; r < best.size(); ++r) {
+      wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
+      if (wins[r]) best[r] = figures[r];
+    }
+    return merged(std::move(plan), other, wins);
+  }
+
   /// The nodes of the items, which are left in the trees.
-  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica) const {
+  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica, Construction::FitBy fit_by) const {
     const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
     constexpr size_t kFewSequences = 512;  // then there is time to try more
-    const int32_t few_targets = trees.items().size() <= kFewSequences ? 4 : 2;
+    const int32_t few_targets = trees.items().size() <= kFewSequences ? 5 : 3;
     const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
     // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
     // close to the bound.
     const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
-    const int32_t num_targets = effort_ == Effort::kLow ? few_targets : 10;
-    std::vector<int32_t> best = constructed(trees, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004);
+    const bool is_low = effort_ == Effort::kLow;
+    Construction fit(trees);
+    Constructed constructed;
+    const auto construct_by = [&](Construction::FitBy by, int32_t num_targets) {
+      construct(fit, by, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004, constructed);
+    };
+    if (fit_by == Construction::FitBy::kTime) construct_by(fit_by, is_low ? few_targets : 10);
+    if (fit_by == Construction::FitBy::kEvenTime || !is_low) construct_by(Construction::FitBy::kEvenTime, 3);
+    std::vector<int32_t> best = std::move(constructed.node_of_item);
     SearchRange range{.bound = bound,
                       .high_goes_on = true,
-                      .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.03}};
+                      .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.0005}};
     const auto time_from = [&](std::vector<int32_t>& placement) {
       load(trees, placement);
       range.time = trees.slowest();
@@ -269,7 +305,7 @@ class BalancedSolver {
       // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
       // there.
       std::vector<int32_t> spread;
-      Construction(trees).place_all(0, spread);
+      fit.place_all(0, Construction::FitBy::kTime, spread);
       range.options.first_temperature = 32;
       if (time_from(spread) < time) {
         best.swap(spread);
@@ -326,19 +362,22 @@ class BalancedSolver {
     return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
   }
 
-  /// The plan, with those replicas from plans of flat topologies that are better there.
-  Plan with_flat_replicas(Plan plan) const {
-    std::vector<Figures> best = figures_of(plan);
-    std::vector<char> may_win(best.size()), wins(best.size());
+  /// The plan, with those replicas from plans of flat topologies that are better there. `best`: the plan's figures.
+  Plan with_flat_replicas(Plan plan, std::vector<Figures> best) const {
+    std::vector<char> may_win(best.size());
     const std::vector<Topology> flats = input_.topology.flat_topologies();
     // Then a flat plan is greedy's; a limit of tokens may have it search.
     const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
-    std::vector<double> budgets_s(best.size());  // the longest block with which a flat plan could win
+    std::vector<double> budgets_s;  // the longest block with which a flat plan could win
+    const auto set_budgets = [&] {
+      budgets_s.clear();
+      for (const Figures& figures : best) budgets_s.push_back(block_budget_s(input_, figures.step_s));
+    };
+    set_budgets();
     for (const Topology& topology : flats) {
       const bool is_smallest = &topology == &flats.front();
       for (size_t r = 0; r < best.size(); ++r) {
         const auto replica = static_cast<int32_t>(r);
-        budgets_s[r] = block_budget_s(input_, best[r].step_s);
         const auto may_be_below = [&](double block_s) {
           return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
                            : flat_may_take_less(input_, topology, replica, block_s);
@@ -357,12 +396,8 @@ class BalancedSolver {
       input.topology = topology;
       const Plan flat =
           in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
-      const std::vector<Figures> figures = figures_of(flat);
-      for (size_t r = 0; r < best.size(); ++r) {
-        wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
-        if (wins[r]) best[r] = figures[r];
-      }
-      plan = merged(std::move(plan), flat, wins);
+      plan = with_better(std::move(plan), flat, may_win, best);
+      set_budgets();
     }
     return plan;
   }

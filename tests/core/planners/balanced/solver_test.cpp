@@ -193,6 +193,35 @@ TEST(BalancedSolver, FlatBagsAreNeverWorseThanGreedyOnes) {
   EXPECT_GE(num_better, 30);
 }
 
+/// Groups of 4 share a long sequence each; the short ones are whole, each on the rank with the fewest tokens so far.
+Plan long_ones_shared_by_four(const PlanInput& in) {
+  std::vector<Placement> placements;
+  std::vector<int64_t> chunk_lens, whole(static_cast<size_t>(in.topology.num_ranks()));
+  int32_t group = 0;
+  for (int32_t s = 0; s < in.seq_lens.num_sequences(); ++s) {
+    const int64_t length = in.seq_lens[SequenceId(s)];
+    const int32_t degree = length > 10'000 ? 4 : 1;
+    const auto freest = static_cast<int32_t>(std::ranges::min_element(whole) - whole.begin());
+    const Rank rank(degree > 1 ? group++ % 8 * 4 : freest);
+    if (degree == 1) whole[rank.index()] += length;
+    placements.push_back({.bag = in.topology.bag_of(rank), .first_rank = rank, .degree = degree});
+    for (int32_t i = 0; i < degree; ++i) chunk_lens.push_back(length * (i + 1) / degree - length * i / degree);
+  }
+  return Plan(in, "by hand", std::move(placements), std::move(chunk_lens));
+}
+
+TEST(BalancedSolver, SlowNetworksShareNoMoreThanTheyMust) {
+  // While a group fills up, ranks that have nothing whole yet hold the larger chunks, and their exchange takes long.
+  // Once all have some, it does not: so it is no reason to share short sequences, too.
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    PlanInput in = mix_input("mixed", "g8/4/2/1n4", seed, 0.41);
+    in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s;
+    const double by_hand_s = max_block_s(long_ones_shared_by_four(in));
+    EXPECT_LE(max_block_s(balanced(in, {.moves = Effort::kLow})), by_hand_s) << seed;
+    EXPECT_LE(max_block_s(balanced(in)), by_hand_s) << seed;
+  }
+}
+
 TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
   // A replica's predicted time does not depend on what the others hold.
   std::vector<std::vector<int64_t>> all;
