@@ -38,12 +38,10 @@ def test_losses_are_those_of_the_plain_loop_also_after_a_resume(folder: Path, tm
     assert losses["balanced"] == pytest.approx(losses["plain"], rel=1e-5)
     assert losses["first part"] + losses["second part"] == pytest.approx(losses["balanced"], rel=1e-5)
     assert len(set(losses["balanced"])) == NUM_STEPS
-    # The averages that were saved at the end are those of the plain loop, too.
+    # The averaged adapters of a resumed run. Those of the plain loop are not compared: AdamW divides by the gradient's
+    # size, so that weights whose gradient is next to zero follow its rounding. There the losses are what is held.
     from safetensors.torch import load_file
 
-    adapters = {
-        name: load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("plain", "balanced", "parts")
-    }
-    for name in ("balanced", "parts"):
-        for key, value in adapters["plain"].items():
-            assert torch.allclose(adapters[name][key], value, rtol=0, atol=1e-4 * value.abs().max().item()), (name, key)
+    whole, resumed = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("balanced", "parts"))
+    for key, value in whole.items():
+        assert torch.allclose(resumed[key], value, rtol=0, atol=1e-5 * value.abs().max().item()), key

@@ -254,7 +254,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "bad_topology": ({"topology": "g2x"}, "topology: got "),
     "bad_gamma": ({"gamma": float("nan")}, "gamma: got nan"),
     "ranks_do_not_divide": ({"topology": "g3n1"}, "topology: got "),
-    "topology_none": ({"topology": None}, "topology: got None"),
+    "topology_none": ({"topology": None}, "topology: got g2/1n1 on rank 1, expected g2n1, as on rank 0"),
     "topology_zero_byte": ({"topology": "g2\0n1"}, "topology: got 'g2\\x00n1', expected text"),
     "gamma_text": ({"gamma": "x"}, "gamma: got 'x', expected a number"),
     "solver_none": ({"solver": None}, "solver: got None, expected text"),
