@@ -82,9 +82,7 @@ std::string text_from(py::handle object, std::string_view argument) {
 Effort effort_from(py::handle object) {
   if (const std::optional<std::string> name = as_text(object)) return Effort::parse(*name);
   const std::optional<int64_t> moves = as_integer(object);
-  if (!moves || *moves < 0) {
-    throw_argument("effort", shown(object), "'low', 'default', 'high' or a number of moves of at least 0");
-  }
+  if (!moves || *moves < 0 || *moves > Effort::kMaxMoves) throw_argument("effort", shown(object), Effort::expected());
   return {.moves = *moves};
 }
 
