@@ -1,5 +1,7 @@
 #include "knapformer/bindings/arguments.h"
 
+#include <unistd.h>
+
 namespace py = pybind11;
 
 namespace knapformer {
@@ -59,6 +61,12 @@ std::optional<std::string> as_text(py::handle object) {
   // It would end the message of an error that quotes it.
   if (value.find('\0') != std::string::npos) return std::nullopt;
   return value;
+}
+
+void check_signals() {
+  if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;  // not the main thread
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 int64_t integer_from(py::handle object, std::string_view argument, int64_t most) {

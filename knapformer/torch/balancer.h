@@ -16,6 +16,10 @@
 // plan_routing, so the backward pass is collective too. An error on one rank becomes an error on all, which then need a
 // new balancer.
 //
+// Tensors that methods return may share memory with those that they were given: where nothing moves (route on one rank
+// alone, attention in a bag of one) they are views. Code that writes into them in place is wrong on any number of
+// ranks.
+//
 // Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
 // one), and as many in the backward pass, planning aside.
 #pragma once

@@ -9,9 +9,9 @@ import venv
 from pathlib import Path
 
 import pytest
+from knapformer.tools.cli import main
 
 from knapformer import _core
-from knapformer.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,11 @@ def test_a_wheel_that_only_plans_must_be_asked_for(tmp_path: Path) -> None:
     without = _configure_a_wheel(tmp_path)
     assert without.returncode != 0
     assert "this build sees no torch" in without.stderr
-    for line in ("pip install torch && pip install .", "--no-build-isolation .", "-C cmake.define.KNAPFORMER_TORCH=OFF"):
+    for line in (
+        "pip install torch && pip install .",
+        "--no-build-isolation .",
+        "-C cmake.define.KNAPFORMER_TORCH=OFF",
+    ):
         assert line in without.stderr
     asked_for = _configure_a_wheel(tmp_path, "-DKNAPFORMER_TORCH=OFF")
     assert "this build sees no torch" not in asked_for.stderr
