@@ -3,6 +3,7 @@
 #   make demo     the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test     every test, C++ and Python
 #   make sanitize the core's tests under the address and undefined-behaviour sanitizers
+#   make faults   what other ranks see when one fails: every fault in every call
 #   make lint     formatters, linters and the order of includes
 #   make format   lets the formatters have their way
 #   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize faults lint format bench dev clean
 .NOTPARALLEL:
 
 help:
@@ -87,8 +88,11 @@ sanitize: $(VENV)/.dependencies
 	$(CMAKE) --build build/sanitize -j $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
 
+faults: $(VENV)/.installed
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
+
 # Formatters and linters; warnings are errors.
-CXX_FILES := $(shell find knapformer tests bench -name '*.cpp' -o -name '*.h')
+CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')
 PY_FILES := python tests bench docs examples
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python

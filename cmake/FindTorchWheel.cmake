@@ -1,5 +1,6 @@
 # Finds the Torch of the Python that the build serves. Sets KNAPFORMER_TORCH_FOUND, KNAPFORMER_TORCH_DIR (the package's
-# folder), TORCH_INCLUDE_DIRS, TORCH_LIBRARIES and TORCH_PYTHON_LIBRARY.
+# folder; set it to use that of a LibTorch without Python) and TORCH_PYTHON_LIBRARY, and defines the target
+# knapformer_libtorch.
 #
 # Not by find_package(Torch): for a CUDA build of torch it insists on a CUDA toolkit, which nothing here needs.
 #
@@ -21,11 +22,26 @@ if(KNAPFORMER_TORCH_DIR)
     find_library(_${_library}_path ${_library} PATHS ${KNAPFORMER_TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE REQUIRED)
     list(APPEND TORCH_LIBRARIES ${_${_library}_path})
   endforeach()
-  find_library(TORCH_PYTHON_LIBRARY torch_python PATHS ${KNAPFORMER_TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE REQUIRED)
+  find_library(TORCH_PYTHON_LIBRARY torch_python PATHS ${KNAPFORMER_TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
+  add_library(knapformer_libtorch INTERFACE IMPORTED GLOBAL)
+  # As system headers: warnings in them are not ours. Defined as the wheels are built; c10d's headers ask.
+  target_include_directories(knapformer_libtorch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
+  target_link_libraries(knapformer_libtorch INTERFACE ${TORCH_LIBRARIES})
+  target_compile_definitions(knapformer_libtorch INTERFACE USE_DISTRIBUTED USE_C10D)
+  file(STRINGS ${KNAPFORMER_TORCH_DIR}/include/torch/headeronly/version.h KNAPFORMER_TORCH_VERSION
+       REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
   set(KNAPFORMER_TORCH_FOUND ON)
   message(STATUS "knapformer: building against torch in ${KNAPFORMER_TORCH_DIR}")
-elseif(KNAPFORMER_TORCH STREQUAL "ON")
-  message(FATAL_ERROR "knapformer: KNAPFORMER_TORCH=ON, but ${Python_EXECUTABLE} has no torch. Install it first.")
+elseif(KNAPFORMER_TORCH STREQUAL "ON" OR SKBUILD)
+  # A wheel that lacks what most users want must be asked for. pip resolves torch (as in `pip install '.[torch]'`) after
+  # this build, and uv builds where the environment's packages cannot be seen.
+  message(FATAL_ERROR "knapformer: this build sees no torch, and what it would install could only plan.\n"
+    "With torch (pip; then uv):\n"
+    "    pip install torch && pip install .\n"
+    "    uv pip install torch scikit-build-core pybind11 pybind11-stubgen nlohmann-json cmake ninja && "
+    "uv pip install --no-build-isolation .\n"
+    "The planner alone, without torch:\n"
+    "    pip install . -C cmake.define.KNAPFORMER_TORCH=OFF\n")
 else()
   message(STATUS "knapformer: no torch found; building the planner only")
 endif()

@@ -1,5 +1,7 @@
 #include "knapformer/bindings/arguments.h"
 
+#include <unistd.h>
+
 namespace py = pybind11;
 
 namespace knapformer {
@@ -61,6 +63,12 @@ std::optional<std::string> as_text(py::handle object) {
   return value;
 }
 
+void check_signals() {
+  if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;  // not the main thread
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 int64_t integer_from(py::handle object, std::string_view argument, int64_t most) {
   const std::optional<int64_t> value = as_integer(object);
   if (!value || *value > most) throw_argument(argument, shown(object), text("an integer of at most ", most));
@@ -82,9 +90,7 @@ std::string text_from(py::handle object, std::string_view argument) {
 Effort effort_from(py::handle object) {
   if (const std::optional<std::string> name = as_text(object)) return Effort::parse(*name);
   const std::optional<int64_t> moves = as_integer(object);
-  if (!moves || *moves < 0) {
-    throw_argument("effort", shown(object), "'low', 'default', 'high' or a number of moves of at least 0");
-  }
+  if (!moves || *moves < 0 || *moves > Effort::kMaxMoves) throw_argument("effort", shown(object), Effort::expected());
   return {.moves = *moves};
 }
 

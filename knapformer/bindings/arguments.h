@@ -71,6 +71,9 @@ TrainedModel model_from(pybind11::handle object);
 PlanInput settings_from(pybind11::handle gamma, pybind11::handle num_heads, pybind11::handle max_tokens_per_rank,
                         pybind11::handle rank_speed, pybind11::handle cluster, pybind11::handle model);
 
+/// What interrupt_check is set to: throws what a signal raises, on the thread that Python gives them to.
+void check_signals();
+
 /// Visits what an iterable has; text is none here.
 void for_each_item(pybind11::handle list, std::string_view argument, std::string_view expected,
                    const std::function<void(pybind11::handle)>& visit);

@@ -5,8 +5,10 @@
 #include <torch/headeronly/version.h>
 #endif
 
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/interrupt.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the core
@@ -41,6 +43,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("torch_version") = py::none();
 #endif
   bind_errors(m);
+  interrupt_check = check_signals;
   bind_model(m);
   bind_cost_parameters(m);
   bind_plan(m);

@@ -2,6 +2,7 @@
 #include "knapformer/bindings/from_python.h"
 #include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/interrupt.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
@@ -34,6 +35,15 @@ void drop_without_gil(ProcessGroupPtr group) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return;
   const py::gil_scoped_release release;
   group.reset();
+}
+
+/// As the exception that the module translates it to.
+[[noreturn]] void raise_as_python(const Error& error) {
+  const py::gil_scoped_acquire gil;
+  const bool is_argument = dynamic_cast<const ArgumentError*>(&error) != nullptr;
+  const py::object type = py::module_::import("knapformer._core").attr(is_argument ? "ArgumentError" : "StateError");
+  PyErr_SetString(type.ptr(), error.what());
+  throw py::error_already_set();
 }
 
 BalancerClass bind_balancer(py::module_& m) {
@@ -85,6 +95,8 @@ PYBIND11_MODULE(_torch, m) {
   bind_planning(balancer);
   bind_exchanges(balancer);
   CommGroup::set_drop_process_group(drop_without_gil);
+  set_raise_in_backward(raise_as_python);
+  interrupt_check = check_signals;
   m.def("release_groups", &CommGroup::release_process_groups, py::call_guard<py::gil_scoped_release>(),
         "Lets the groups of all balancers go, which can start no collective after it. For the end of the process.");
   m.def(

@@ -91,6 +91,14 @@ at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts hea
   return o;
 }
 
+/// Whether torch.func or forward-mode differentiation sees them, which the halves of an exchange do not pass.
+static bool is_transformed(at::TensorList tensors) {
+  constexpr c10::DispatchKeySet kWrappers{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
+  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) {
+    return tensor.key_set().has_any(kWrappers) || tensor._fw_grad(0).defined();
+  });
+}
+
 std::vector<Ulysses::Inputs> Ulysses::split_by_level(const at::Tensor& q, const at::Tensor& k,
                                                      const at::Tensor& v) const {
   if (tables.levels.size() == 1) return {{q, k, v}};
@@ -117,7 +125,8 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
     there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
   }
   std::vector<at::Tensor> moved;
-  if (first_shared == 1 && has_tokens(0)) {  // what is whole here attends while the rest travels
+  if (first_shared == 1 && has_tokens(0) &&
+      !is_transformed({q, k, v})) {  // what is whole here attends while the rest travels
     const at::Tensor started = start_exchange(std::move(there));
     outputs[0] = attend_level(0, inputs[0], heads, attend);
     moved = finish_exchange(started);

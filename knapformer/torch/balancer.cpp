@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -29,9 +30,10 @@ at::Tensor lengths_tensor(std::span<const int64_t> lens) {
 }
 
 /// Checked before other ranks depend on them, so that the error names this rank's own mistake.
-GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks) {
+GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
+                            Rank rank) {
   const auto count = static_cast<int64_t>(seq_lens.size());
-  GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1))};
+  GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1), rank.value)};
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
   if (!masks.empty() && masks.size() != seq_lens.size()) {
     throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
@@ -48,7 +50,7 @@ DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
 /// Whether ranks exchange with nobody: all rows stay where they are.
 bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
 
-/// What a call returns where nothing moves: another tensor, as an exchange would give, of the same values.
+/// What a call returns where nothing moves: another tensor on the same memory.
 at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
 
 std::vector<at::Tensor> as_views(at::TensorList tensors) {
@@ -118,7 +120,8 @@ std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup&
   // collective.
   const int32_t rank = group.getRank();
   const std::string prefix = text(kStorePrefix, "number ", store->add(text(kStorePrefix, rank), 1));
-  return {std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank), prefix};
+  return {std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, group.getSize()),
+          prefix};
 }
 
 /// The same on all ranks where the group has a name, as groups made by torch.distributed have.
@@ -208,10 +211,13 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
   std::tie(watchdog_, prefix) = join_store(*group);
   all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
+    watchdog_->make_lifeline();
     all_->fingerprints().agree(parse(group->getSize()));
+    watchdog_->connect_lifeline();
     gatherer_ = std::make_shared<LengthGatherer>(all_);
     bag_ = join_bag(group, prefix + "/bag", make_bag_group);
     all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
+    watchdog_->withdraw_lifeline_address();
   });
 }
 
@@ -235,7 +241,7 @@ Fingerprint SequenceBalancer::options_fingerprint() const {
   PlanInput::for_each_setting(options_.plan,
                               [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
   fingerprint.add("solver", options_.solver);
-  fingerprint.add("effort", std::to_string(options_.effort.moves));
+  fingerprint.add("effort", options_.effort.str());
   fingerprint.add("mask", options_.mask.str());
   return fingerprint;
 }
@@ -282,6 +288,9 @@ const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
   if (s.followed) check_followed(s);
   const auto known = std::ranges::find(s.tables, device, &Step::DeviceTables::device);
   if (known != s.tables.end()) return known->tables;
+  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
+  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
   for (const AttentionLevel& level : s.attention.levels) {
     if (level.degree > 1) tables.push_back(&level.pre_attn);
@@ -424,7 +433,7 @@ SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view cal
                                                             const std::optional<StepShape>& shape) {
   return collective([&] {
     RECORD_USER_SCOPE(text("knapformer::", call));
-    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks);
+    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, rank_);
     lengths.observed = {feedback_.take()};
     const BalancerOptions options = learned_options();
     begin_step(call, shape);
@@ -496,7 +505,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
                                                                                   const AheadOptions& options) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
-    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks);
+    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks, rank_);
     own.statuses = {status_of(options)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();

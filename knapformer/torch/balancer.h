@@ -20,6 +20,10 @@
 // ranks made by themselves, as from lengths known before the data is loaded: follow. Where ranks load what such a plan
 // gives them, attention alone moves anything.
 //
+// Tensors that methods return may share memory with those that they were given: where nothing moves (route on one rank
+// alone, attention in a bag of one) they are views. Code that writes into them in place is wrong on any number of
+// ranks.
+//
 // Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
 // one), and as many in the backward pass, planning aside.
 #pragma once

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import knapformer._core as _core
 
-_BUILD_AGAIN = "build it again beside the torch that it is to run with (pip install --force-reinstall --no-deps .)"
+_BUILD_AGAIN = (
+    "build it again beside the torch that it is to run with (pip install torch && pip install --force-reinstall "
+    "--no-deps .; with uv: --no-build-isolation)"
+)
+
+
+def build_description() -> str:
+    """What this knapformer can do: "for torch 2.13.0", or that it only plans."""
+    if _core.torch_version is None:
+        return "planner only: built without torch"
+    return f"for torch {_core.torch_version}"
 
 
 def installed_torch() -> str | None:

@@ -4,18 +4,19 @@
 
 namespace knapformer {
 
-SequenceLengths::SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts) {
+SequenceLengths::SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts, int32_t first_rank) {
   lens_.offsets.reserve(counts.size() + 1);
   homes_.resize(lens.size());
   size_t next = 0;
   for (size_t rank = 0; rank < counts.size(); ++rank) {
     if (counts[rank] < 0 || static_cast<size_t>(counts[rank]) > lens.size() - next) {
-      throw_argument("seq_lens", text(counts[rank], " sequences for rank ", rank),
+      throw_argument("seq_lens", text(counts[rank], " sequences for rank ", first_rank + static_cast<int32_t>(rank)),
                      text("counts of at least 0 that add up to the ", lens.size(), " lengths"));
     }
     for (int64_t i = 0; i < counts[rank]; ++i, ++next) {
       if (lens[next] < 1 || lens[next] > kMaxSequenceTokens) {
-        throw_argument("seq_lens", text(lens[next], " for sequence ", i, " of rank ", rank),
+        throw_argument("seq_lens",
+                       text(lens[next], " for sequence ", i, " of rank ", first_rank + static_cast<int32_t>(rank)),
                        text("a length of 1 to ", kMaxSequenceTokens, " tokens"));
       }
       homes_[next] = Rank(rank);

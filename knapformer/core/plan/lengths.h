@@ -15,8 +15,8 @@ class SequenceLengths {
  public:
   SequenceLengths() = default;
   /// `counts[r]` sequences live on rank r. Throws ArgumentError (argument "seq_lens") for a length below 1 or above
-  /// kMaxSequenceTokens, or counts that do not add up.
-  SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts);
+  /// kMaxSequenceTokens, or counts that do not add up. first_rank: the number of the first rank in messages.
+  SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts, int32_t first_rank = 0);
   static SequenceLengths from_lists(const std::vector<std::vector<int64_t>>& per_rank);
 
   static constexpr int64_t kMaxSequenceTokens = int64_t{1} << 31;

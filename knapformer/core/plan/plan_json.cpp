@@ -2,27 +2,14 @@
 
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 
+#include "knapformer/core/plan/json_fields.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr std::string_view kFormat = "knapformer.plan/2";
-
-template <class T>
-T field(const Json& json, const char* name) {
-  const auto it = json.find(name);
-  if (it == json.end()) throw_argument("plan", text("JSON without '", name, "'"), text("a plan of format ", kFormat));
-  try {
-    return it->get<T>();
-  } catch (const nlohmann::json::exception&) {
-    throw_argument("plan", text("'", name, "' of type ", it->type_name()), "what plan_to_json writes there");
-  }
-}
 
 /// JSON has no infinity: null stands for it.
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
@@ -45,16 +32,17 @@ Json to_json(const T& value) {
 template <class T>
 void read(const Json& json, const char* name, T& value) {
   if constexpr (IsRecord<T>) {
-    const auto object = field<Json>(json, name);
+    const auto object = json_field<Json>(json, name);
     if (!object.is_object()) throw_argument("plan", text("'", name, "' of type ", object.type_name()), "an object");
     for_each_field<T>([&](const auto& f) { read(object, f.name, value.*f.member); });
   } else if constexpr (std::is_same_v<T, double>) {
     const auto it = json.find(name);
-    value = it != json.end() && it->is_null() ? std::numeric_limits<double>::infinity() : field<double>(json, name);
+    value =
+        it != json.end() && it->is_null() ? std::numeric_limits<double>::infinity() : json_field<double>(json, name);
   } else if constexpr (std::is_same_v<T, StepMode>) {
-    value = parse_step_mode(field<std::string>(json, name));
+    value = parse_step_mode(json_field<std::string>(json, name));
   } else {
-    value = field<T>(json, name);
+    value = json_field<T>(json, name);
   }
 }
 
@@ -109,26 +97,18 @@ std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
 }
 
 Plan plan_from_json(std::string_view json_text) {
-  Json json;
-  try {
-    json = Json::parse(json_text);
-  } catch (const nlohmann::json::parse_error& error) {
-    throw_argument("plan", text("malformed JSON at byte ", error.byte), "a plan as JSON");
-  }
-  if (!json.is_object()) throw_argument("plan", text("JSON of type ", json.type_name()), "an object");
-  if (field<std::string>(json, "format") != kFormat) {
-    throw_argument("plan", text("format '", field<std::string>(json, "format"), "'"), text("'", kFormat, "'"));
-  }
-  PlanInput input{.seq_lens = SequenceLengths::from_lists(field<std::vector<std::vector<int64_t>>>(json, "seq_lens")),
-                  .topology = Topology::parse(field<std::string>(json, "topology"), field<int64_t>(json, "num_ranks")),
-                  .workload = {},
-                  .attention_pairs = field<std::vector<int64_t>>(json, "attention_pairs")};
+  const Json json = parse_json(json_text, kFormat);
+  PlanInput input{
+      .seq_lens = SequenceLengths::from_lists(json_field<std::vector<std::vector<int64_t>>>(json, "seq_lens")),
+      .topology = Topology::parse(json_field<std::string>(json, "topology"), json_field<int64_t>(json, "num_ranks")),
+      .workload = {},
+      .attention_pairs = json_field<std::vector<int64_t>>(json, "attention_pairs")};
   PlanInput::for_each_setting(input, [&](const char* name, auto& value) { read(json, name, value); });
   input.validate();
-  const auto bags = field<std::vector<int32_t>>(json, "bag_of_sequence");
-  const auto first_ranks = field<std::vector<int32_t>>(json, "first_rank_of_sequence");
-  const auto degrees = field<std::vector<int32_t>>(json, "degree_of_sequence");
-  const auto lens = field<std::vector<std::vector<int64_t>>>(json, "chunk_lens_of_sequence");
+  const auto bags = json_field<std::vector<int32_t>>(json, "bag_of_sequence");
+  const auto first_ranks = json_field<std::vector<int32_t>>(json, "first_rank_of_sequence");
+  const auto degrees = json_field<std::vector<int32_t>>(json, "degree_of_sequence");
+  const auto lens = json_field<std::vector<std::vector<int64_t>>>(json, "chunk_lens_of_sequence");
   const auto num_sequences = static_cast<size_t>(input.seq_lens.num_sequences());
   if (bags.size() != num_sequences || first_ranks.size() != num_sequences || degrees.size() != num_sequences ||
       lens.size() != num_sequences) {
@@ -152,7 +132,7 @@ Plan plan_from_json(std::string_view json_text) {
     }
     chunk_lens.insert(chunk_lens.end(), lens[s].begin(), lens[s].end());
   }
-  Plan plan(std::move(input), field<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens));
+  Plan plan(std::move(input), json_field<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens));
   try {
     plan.validate();
   } catch (const StateError& error) {

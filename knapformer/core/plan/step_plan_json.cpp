@@ -1,29 +1,14 @@
 #include "knapformer/core/plan/step_plan_json.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
+#include "knapformer/core/plan/json_fields.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr std::string_view kFormat = "knapformer.step_plan/1";
-
-template <class T>
-T field(const Json& json, const char* name) {
-  const auto it = json.find(name);
-  if (it == json.end()) {
-    throw_argument("plan", text("JSON without '", name, "'"), text("a step's plan of format ", kFormat));
-  }
-  try {
-    return it->get<T>();
-  } catch (const nlohmann::json::exception&) {
-    throw_argument("plan", text("'", name, "' of type ", it->type_name()), "what step_plan_to_json writes there");
-  }
-}
 
 }  // namespace
 
@@ -54,22 +39,14 @@ std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& predic
 }
 
 StepPlan step_plan_from_json(std::string_view json_text) {
-  Json json;
-  try {
-    json = Json::parse(json_text);
-  } catch (const nlohmann::json::parse_error& error) {
-    throw_argument("plan", text("malformed JSON at byte ", error.byte), "a step's plan as JSON");
-  }
-  if (!json.is_object()) throw_argument("plan", text("JSON of type ", json.type_name()), "an object");
-  if (field<std::string>(json, "format") != kFormat) {
-    throw_argument("plan", text("format '", field<std::string>(json, "format"), "'"), text("'", kFormat, "'"));
-  }
+  const Json json = parse_json(json_text, kFormat);
   StepInput input;
-  input.sync = parse_step_sync(field<std::string>(json, "sync"));
-  SequenceLengths seq_lens = SequenceLengths::from_lists(field<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
-  auto micro_batches = field<std::vector<int32_t>>(json, "micro_batch_of_sequence");
+  input.sync = parse_step_sync(json_field<std::string>(json, "sync"));
+  SequenceLengths seq_lens =
+      SequenceLengths::from_lists(json_field<std::vector<std::vector<int64_t>>>(json, "seq_lens"));
+  auto micro_batches = json_field<std::vector<int32_t>>(json, "micro_batch_of_sequence");
   std::vector<Plan> plans;
-  for (const Json& plan : field<std::vector<Json>>(json, "plans")) plans.push_back(plan_from_json(plan.dump()));
+  for (const Json& plan : json_field<std::vector<Json>>(json, "plans")) plans.push_back(plan_from_json(plan.dump()));
   if (plans.empty() || std::ssize(micro_batches) != seq_lens.num_sequences()) {
     throw_argument("plan", text(plans.size(), " plans, and micro-batches of ", micro_batches.size(), " sequences"),
                    text("at least one plan, and micro-batches of the ", seq_lens.num_sequences(), " sequences"));

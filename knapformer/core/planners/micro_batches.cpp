@@ -233,12 +233,8 @@ class StepSolver {
   /// the limit of tokens.
   std::optional<Plan> better_of(std::optional<Plan> plan, const PlanInput& input) const {
     if (plan && is_good(*plan)) return plan;
-    try {
-      Plan other = make_plan(input, solver_, planners_effort());
-      if (!plan || predict_step(other).total_s() < predict_step(*plan).total_s()) plan = std::move(other);
-    } catch (const ArgumentError& error) {
-      if (!is_over_limit(error)) throw;
-    }
+    std::optional<Plan> other = plan_within_limit(input, solver_, planners_effort());
+    if (other && (!plan || predict_step(*other).total_s() < predict_step(*plan).total_s())) plan = std::move(other);
     return plan;
   }
 
@@ -261,16 +257,15 @@ class StepSolver {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     StepClock clock(input_);
     std::vector<Plan> plans;
-    try {
-      for (size_t k = 0; k < inputs.size(); ++k) {
-        if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
-        plans.push_back(make_plan(inputs[k], solver_, planners_effort()));
-        clock.add(plans.back());
+    for (size_t k = 0; k < inputs.size(); ++k) {
+      if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
+      std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, planners_effort());
+      if (!plan) {
+        if (!best_) refuse();
+        return;
       }
-    } catch (const ArgumentError& error) {
-      if (!is_over_limit(error)) throw;
-      if (!best_) refuse();
-      return;
+      plans.push_back(*std::move(plan));
+      clock.add(plans.back());
     }
     consider(StepPlan(input_, micro_batches, std::move(plans)), clock.total_s());
   }

@@ -16,10 +16,25 @@ constexpr std::array<Planner, 2> kPlanners = {{
     {.name = "greedy", .plan = [](PlanInput input, Effort) { return plan_greedy(std::move(input)); }},
 }};
 
-/// Throws where a rank holds more than the input allows.
-void check_token_limit(const Plan& plan) {
+bool keeps_limit(const Plan& plan) {
   const int64_t limit = plan.input().max_tokens_per_rank;
-  if (limit == 0 || plan.max_tokens() <= limit) return;
+  return limit == 0 || plan.max_tokens() <= limit;
+}
+
+/// From `limit` on, the first one tried that the planner keeps. What a plan of another limit holds may not be one: the
+/// search goes another way with each.
+int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64_t limit) {
+  for (;;) {
+    input.max_tokens_per_rank = limit;
+    const Plan plan = planner.plan(input, effort);
+    if (keeps_limit(plan)) return limit;
+    limit = plan.max_tokens();
+  }
+}
+
+/// Of a plan that does not keep its limit. The limit that it names is one that this planner keeps.
+[[noreturn]] void refuse(const Plan& plan, const Planner& planner, Effort effort) {
+  const int64_t limit = plan.input().max_tokens_per_rank;
   const Topology& topology = plan.topology();
   const int32_t num_ranks = topology.num_ranks_per_replica();
   int64_t max_replica = 0;  // tokens
@@ -31,11 +46,13 @@ void check_token_limit(const Plan& plan) {
   const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
   const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
   const int64_t of_replica = share(max_replica, num_ranks), of_longest = share(longest, sharing);
-  if (std::max(of_replica, of_longest) <= limit) {
-    throw_argument("max_tokens_per_rank", limit,
-                   text(plan.max_tokens(), ", ", plan.max_tokens() - limit, " more: the minimum that solver '",
-                        plan.solver(), "' found with topology ", topology.str(),
-                        "; with more effort, or in bags of more ranks, less may be possible"));
+  const int64_t least = std::max(of_replica, of_longest);
+  const int64_t kept = kept_limit(plan.input(), planner, effort, least > limit ? least : plan.max_tokens());
+  if (kept != least) {
+    throw_argument(
+        "max_tokens_per_rank", limit,
+        text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
+             topology.str(), "; with more effort, or in bags of more ranks, less may be possible"));
   }
   if (of_replica >= of_longest) {
     throw_argument("max_tokens_per_rank", limit,
@@ -46,6 +63,12 @@ void check_token_limit(const Plan& plan) {
       "max_tokens_per_rank", limit,
       text("at least ", of_longest, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
            sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));
+}
+
+/// Whether it keeps its limit or not.
+Plan planned(PlanInput input, const Planner& planner, Effort effort) {
+  input.validate();
+  return planner.plan(std::move(input), effort);
 }
 
 }  // namespace
@@ -62,17 +85,23 @@ const Planner& planner_named(std::string_view name) {
 
 const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort) {
   const Planner& planner = planner_named(solver);
-  if (effort.moves < Effort::kHigh) throw_argument("effort", effort.moves, "a number of moves of at least 0");
+  effort.validate();
   if (!planner.plans_nested_bags && !topology.is_flat())
     throw_argument("solver", text("'", solver, "' for topology ", topology.str()), "flat bags, such as g8n4");
   return planner;
 }
 
+std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort) {
+  const Planner& planner = planner_for(input.topology, solver, effort);
+  Plan plan = planned(std::move(input), planner, effort);
+  if (!keeps_limit(plan)) return std::nullopt;
+  return plan;
+}
+
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
-  input.validate();
-  Plan plan = planner.plan(std::move(input), effort);
-  check_token_limit(plan);
+  Plan plan = planned(std::move(input), planner, effort);
+  if (!keeps_limit(plan)) refuse(plan, planner, effort);
   return plan;
 }
 

@@ -4,6 +4,7 @@
 // rank sends a plan to another. Ties are broken by id.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -30,7 +31,9 @@ const Planner& planner_named(std::string_view name);
 const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort);
 
 /// Plans with the named planner. Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank
-/// that the plan does not keep.
+/// that the plan does not keep; then it names one that the planner keeps, which it plans a few times more to find.
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort = {});
+/// The same, with nothing in place of a plan that does not keep the limit.
+std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort = {});
 
 }  // namespace knapformer

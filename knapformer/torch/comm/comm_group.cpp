@@ -79,12 +79,15 @@ std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPt
   return made;
 }
 
-std::shared_ptr<CommGroup> CommGroup::find(std::string_view name) {
+std::shared_ptr<CommGroup> CommGroup::find_if_alive(std::string_view name) {
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
-  if (const auto it = r.groups.find(name); it != r.groups.end()) {
-    if (std::shared_ptr<CommGroup> group = it->second.lock()) return group;
-  }
+  const auto it = r.groups.find(name);
+  return it == r.groups.end() ? nullptr : it->second.lock();
+}
+
+std::shared_ptr<CommGroup> CommGroup::find(std::string_view name) {
+  if (std::shared_ptr<CommGroup> group = find_if_alive(name)) return group;
   throw StateError(text("group: got the name ", name, ", expected that of a balancer that still exists"));
 }
 
@@ -97,6 +100,7 @@ void CommGroup::release_process_groups() {
   }
   for (const std::shared_ptr<CommGroup>& group : groups) {
     if (!group) continue;
+    group->watchdog().leave(/*at_end=*/true);
     ProcessGroupPtr released;  // likewise: its threads may be what still uses the comm group
     const std::lock_guard lock(group->mutex_);
     released.swap(group->process_group_);
@@ -127,9 +131,27 @@ at::Device CommGroup::control_device() const {
   return has_cpu ? at::Device(at::kCPU) : devices.front();
 }
 
+void CommGroup::fail(std::string_view label, const std::exception& error) {
+  // A rank that raised, or ended, is the better reason. It may take a moment to be known.
+  for (int32_t i = 0; i < 40; ++i) {
+    watchdog_->look();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  const std::string absent = watchdog_->absent_ranks(*fingerprints_);
+  throw StateError(text(label, ": the collective failed on rank ", fingerprints_->place().number(), ": ", error.what(),
+                        absent.empty() ? "" : "; not in this call: ", absent));
+}
+
 WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
-                                    std::vector<int64_t> send_splits) {
-  WorkPtr work = all_to_all(*process_group(), recv, send, recv_splits, send_splits);
+                                    std::vector<int64_t> send_splits, std::string_view label) {
+  WorkPtr work;
+  try {
+    work = all_to_all(*process_group(), recv, send, recv_splits, send_splits);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail(label, error);
+  }
   counters_.bytes_sent += send.numel();
   counters_.num_collectives += 1;
   return work;
@@ -146,12 +168,6 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
                      const std::stop_token& stop) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
   const bool in_background = stop.stop_possible();  // no call waits
-  const auto fail = [&](const std::exception& error) {
-    watchdog_->look();  // a rank that raised and left is the better reason
-    const std::string absent = watchdog_->absent_ranks(*fingerprints_);
-    throw StateError(text(label, ": the collective failed on rank ", fingerprints_->place().number(), ": ",
-                          error.what(), absent.empty() ? "" : "; not in this call: ", absent));
-  };
   using Clock = std::chrono::steady_clock;
   const Clock::time_point wait_begin = Clock::now();
   const auto poll = [&](std::chrono::milliseconds patience) {
@@ -171,7 +187,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
       // On a timeout it throws and the work goes on. Where that was none, or the work has failed, this is the end; work
       // that was done just now is waited for once more, for what wait does at its end.
       const bool timed_out = device.is_cpu() && Clock::now() - begin >= patience / 2;
-      if (work.isCompleted() ? work.exception() != nullptr || !device.is_cpu() : !timed_out) fail(error);
+      if (work.isCompleted() ? work.exception() != nullptr || !device.is_cpu() : !timed_out) fail(label, error);
     }
     return false;
   };

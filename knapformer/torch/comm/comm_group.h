@@ -35,8 +35,11 @@ class CommGroup {
   /// Throws StateError where there is none of that name (any more).
   static std::shared_ptr<CommGroup> find(std::string_view name);
 
-  /// Lets all process groups go, and waits for threads of those that nobody else holds: what a process does before it
-  /// ends. No collective can start after it.
+  /// Null where there is none.
+  static std::shared_ptr<CommGroup> find_if_alive(std::string_view name);
+
+  /// Leaves all balancers, lets all process groups go, and waits for threads of those that nobody else holds: what a
+  /// process does before it ends. No collective can start after it.
   static void release_process_groups();
   /// What a comm group does with its process group at its end instead of just dropping it: the end of a process group
   /// joins threads that may need a lock which this thread holds.
@@ -59,7 +62,7 @@ class CommGroup {
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
-                           std::vector<int64_t> send_splits);
+                           std::vector<int64_t> send_splits, std::string_view label = "all_to_all");
   /// Starts an all-gather of one-dimensional tensors of equal size.
   WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own);
   /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator its
@@ -71,6 +74,8 @@ class CommGroup {
  private:
   CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
             std::shared_ptr<Watchdog> watchdog, int32_t first_rank);
+  /// Throws what is behind a collective's error.
+  [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
   std::string name_;
   mutable std::mutex mutex_;

@@ -16,6 +16,7 @@ constexpr const char* kGradients = "gradients";              // of the first ran
 constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: counts where none has any
 constexpr const char* kCount = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
+constexpr const char* kNumGone = "num_gone";              // of the group's ranks, whose objects have ended
 
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
 
@@ -51,13 +52,16 @@ std::string value_of(const std::string& name, const std::string& fields) {
   return found == std::string::npos ? "none" : lines.substr(begin, lines.find('\n', begin) - begin);
 }
 
-/// A line for each tensor, of which the last lines of `fields` are.
+/// Two lines for each tensor, of which the last lines of `fields` are.
 std::string gradient_lines(const std::string& fields, const std::string& gradients) {
   const std::vector<std::string> names = names_of(fields);
   const size_t first_tensor = names.size() - gradients.size();
   std::string lines;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    lines += names[first_tensor + i] + ".requires_grad\t" + (gradients[i] == '1' ? "True" : "False") + "\n";
+    const std::string& name = names[first_tensor + i];
+    const int bits = gradients[i] - '0';
+    lines += text(name, ".requires_grad\t", (bits & 1) != 0 ? "True" : "False", "\n");
+    lines += text(name, ".tangent\t", (bits & 2) != 0 ? "one" : "none", "\n");
   }
   return lines;
 }
@@ -67,6 +71,22 @@ std::string gradient_lines(const std::string& fields, const std::string& gradien
 CallFingerprints::CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place,
                                    std::chrono::milliseconds timeout, std::shared_ptr<Watchdog> watchdog)
     : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), watchdog_(std::move(watchdog)) {}
+
+CallFingerprints::~CallFingerprints() {
+  if (place_.num_ranks == 1 || process_ != ::getpid()) return;
+  try {
+    if (store_->add(kNumGone, 1) < place_.num_ranks) return;
+    for (const char* name : {kLastAnnounced, kNumGone}) store_->deleteKey(name);
+    erase_call(last_announced_);
+    erase_call(num_calls_);  // which not all ranks came to
+  } catch (...) {            // NOLINT: a store that is gone
+  }
+}
+
+void CallFingerprints::erase_call(int64_t call) {
+  if (call < 0) return;
+  for (const char* name : {kFields, kGradients, kFollowed, kCount}) store_->deleteKey(key(call, name));
+}
 
 const Fingerprint* CallFingerprints::predicted() const {
   const size_t place = calls_.size() - num_last_step_;
@@ -98,7 +118,7 @@ void CallFingerprints::agree(const Fingerprint& own) {
   if (const Fingerprint* before = made_ago(1)) followed_by_[id_of(*before)] = agreed;
   gradients_of_[agreed.fields] = agreed.gradients;
   calls_.push_back(std::move(agreed));
-  num_calls_begun_ = ++num_calls_;
+  *num_calls_begun_ = ++num_calls_;
 }
 
 std::string CallFingerprints::gradients_of_others(const Fingerprint& own) {
@@ -119,7 +139,7 @@ void CallFingerprints::begin_step() {
 
 std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
   const int64_t call = num_calls_;
-  num_calls_begun_ = call + 1;
+  *num_calls_begun_ = call + 1;
   const Said first = say_first(*store_, key(call, kFields), place_.number(), own.fields);
   if (first.text != own.fields) throw_mismatch(own, first.rank, first.text);
   Said gradients = say_first(*store_, key(call, follows ? kFollowed : kGradients), place_.number(), own.gradients);
@@ -129,9 +149,7 @@ std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
   store_->set(kLastAnnounced, std::to_string(call));
   if (store_->add(key(call, kCount), 1) == place_.num_ranks) {
     // All ranks are here, so all have read what was announced before.
-    for (const char* name : {kFields, kGradients, kFollowed, kCount}) {
-      if (last_announced_ >= 0) store_->deleteKey(key(last_announced_, name));
-    }
+    erase_call(last_announced_);
   } else {
     await_all(call, value_of("call", own.fields));
   }

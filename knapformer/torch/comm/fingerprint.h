@@ -11,6 +11,8 @@
 // moment (watchdog.h).
 #pragma once
 
+#include <unistd.h>
+
 #include <chrono>
 #include <mutex>
 #include <optional>
@@ -36,7 +38,7 @@ struct Fingerprint {
 
   /// Lines "name\tvalue\n" that all ranks must share: the call, its options, and last a line for each tensor.
   std::string fields;
-  /// A '0' or '1' for each tensor: whether its gradient travels back.
+  /// A digit for each tensor, of which derivatives travel: 1 for its gradient, 2 for its tangent, or their sum.
   std::string gradients;
 };
 
@@ -47,6 +49,8 @@ class CallFingerprints final : public WatchedGroup {
   /// store: shared by the group's ranks, for this object alone. timeout: how long to wait for announcements of others.
   CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place, std::chrono::milliseconds timeout,
                    std::shared_ptr<Watchdog> watchdog);
+  /// Of the last rank to come here: takes the group's keys out of the store.
+  ~CallFingerprints() override;
 
   /// Agrees on the next call and counts it. Throws ArgumentError on every rank where ranks differ, StateError where
   /// they are in different calls. Collective where the call is not as predicted.
@@ -63,6 +67,7 @@ class CallFingerprints final : public WatchedGroup {
   const Fingerprint* predicted() const;
   const Fingerprint* made_ago(int64_t num_calls) const;
   Fingerprint resolve(const Fingerprint& own, bool follows);
+  void erase_call(int64_t call);
   std::string announce(const Fingerprint& own, bool follows);
   void await_all(int64_t call, const std::string& name);
   /// Names the first line that differs from the other rank's; where none does, the first gradient.
@@ -71,6 +76,7 @@ class CallFingerprints final : public WatchedGroup {
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::chrono::milliseconds timeout_;
+  pid_t process_ = ::getpid();
   std::shared_ptr<Watchdog> watchdog_;
 
   std::recursive_mutex mutex_;      // a rank that waits for announcements looks for others meanwhile

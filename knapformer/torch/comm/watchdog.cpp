@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/interrupt.h"
 
 namespace knapformer {
 namespace {
@@ -12,6 +14,8 @@ namespace {
 constexpr std::chrono::milliseconds kFirstLook{200}, kMaxPatience{1000};
 constexpr int32_t kMaxNamed = 8;  // ranks in a message
 constexpr const char* kPositionNote = "position";
+constexpr const char* kLeftNote = "left";  // like a position
+constexpr const char* kNumLeftKey = "num_left";
 constexpr const char* kErrorKey = "error";
 constexpr char kArgument = 'A', kState = 'S';
 
@@ -30,7 +34,28 @@ void Watchdog::post(const std::exception& error) noexcept {
   }
 }
 
+void Watchdog::post_end_of(int32_t rank) noexcept {
+  try {
+    const std::string message =
+        text("rank ", rank, ": its process has ended, expected it in the calls of the other ranks");
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = message;
+      if (!first_error_.empty()) return;
+    }
+    store_->compareSet(kErrorKey, "", kState + message);
+  } catch (...) {  // NOLINT: a store that is gone: those that wait notice
+  }
+}
+
 void Watchdog::check_errors() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_.empty()) {
+      if (first_error_.empty()) first_error_ = ended_;
+      throw StateError(ended_);
+    }
+  }
   if (!store_->check({kErrorKey})) return;
   const std::string entry = store_->get_to_str(kErrorKey);
   const std::string message = entry.substr(1);
@@ -50,7 +75,67 @@ void Watchdog::check_usable() {
   }
 }
 
-void Watchdog::leave_note(std::string_view name, const std::string& note) { store_->set(text(name, '/', rank_), note); }
+/// A store that fails has most likely ended with the process that serves it.
+void Watchdog::throw_store_lost(const std::exception& error) {
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // the lifeline may hear of it a moment later, and know more
+  const std::lock_guard lock(mutex_);
+  const std::string reason = error.what();
+  const std::string message =
+      !ended_.empty() ? ended_
+                      : text("rank ", rank_, ": lost the group's store, which rank 0 or the launcher serves, expected ",
+                             "that to live as long as the balancer (", reason.substr(0, reason.find('\n')), ")");
+  if (first_error_.empty()) first_error_ = message;
+  throw StateError(message);
+}
+
+void Watchdog::make_lifeline() {
+  lifeline_ = std::make_unique<Lifeline>(store_, rank_, num_ranks_, [this](int32_t rank) { post_end_of(rank); });
+}
+
+void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group) {
+  groups_.push_back(group);
+  num_calls_begun_.push_back(group->num_calls_begun_);
+}
+
+void Watchdog::leave(bool at_end) noexcept {
+  if (num_ranks_ == 0 || process_ != ::getpid() || std::exchange(has_left_, true)) return;
+  try {
+    Position last;
+    for (size_t i = 0; i < num_calls_begun_.size(); ++i) last.counts[i] = *num_calls_begun_[i];
+    store_->set(text(kLeftNote, '/', rank_), text(last.counts[0], ' ', last.counts[1], ' '));
+    for (const std::string& note : notes_) store_->deleteKey(note);
+    if (store_->add(kNumLeftKey, 1) == num_ranks_) {
+      for (int32_t rank = 0; rank < num_ranks_; ++rank) store_->deleteKey(text(kLeftNote, '/', rank));
+      for (const char* key : {kErrorKey, kNumLeftKey}) store_->deleteKey(key);
+    }
+    for (int32_t i = 0; i < 20 && at_end && rank_ == 0 && store_->check({kNumLeftKey}); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  } catch (...) {  // NOLINT: a store that is gone: nobody can read in it
+  }
+  lifeline_.reset();
+}
+
+void Watchdog::check_ranks_left() const {
+  if (!store_->check({kNumLeftKey})) return;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const std::shared_ptr<WatchedGroup> here = group(i);
+    if (!here) continue;
+    for (int32_t j = 0; j < here->place().num_ranks; ++j) {
+      const int32_t rank = here->place().number_of(j);
+      const std::optional<Position> last = position_of(rank, kLeftNote);
+      if (!last || last->counts[i] >= here->num_calls_begun()) continue;
+      throw StateError(text("rank ", rank,
+                            ": has left (its balancer or its process has ended), expected it in the call ",
+                            "that rank ", rank_, " waits in"));
+    }
+  }
+}
+
+void Watchdog::leave_note(std::string_view name, const std::string& note) {
+  const std::string key = text(name, '/', rank_);
+  store_->set(key, note);
+  if (std::ranges::find(notes_, key) == notes_.end()) notes_.push_back(key);
+}
 
 std::optional<std::string> Watchdog::note_of(int32_t rank, std::string_view name) const {
   const std::string key = text(name, '/', rank);
@@ -70,10 +155,10 @@ Watchdog::Position Watchdog::position(const std::string& call) const {
   return position;
 }
 
-std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank) const {
-  const std::optional<std::string> note = note_of(rank, kPositionNote);
-  if (!note) return std::nullopt;
-  std::istringstream in(*note);
+std::optional<Watchdog::Position> Watchdog::position_of(int32_t rank, std::string_view note) const {
+  const std::optional<std::string> entry = note_of(rank, note);
+  if (!entry) return std::nullopt;
+  std::istringstream in(*entry);
   Position position;
   in >> position.counts[0] >> position.counts[1] >> std::ws;
   std::getline(in, position.call);
@@ -89,12 +174,14 @@ void Watchdog::look() {
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (const auto alive = group(i)) alive->check_announcements();
   }
+  check_ranks_left();
 }
 
 void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background) {
   bool shown = false;
   for (auto patience = kFirstLook; !poll(patience); patience = std::min(patience * 2, kMaxPatience)) {
     look();
+    check_interrupt();
     if (in_background) continue;
     const Position here = position(call_name(label));
     if (!std::exchange(shown, true)) show(here);
@@ -112,7 +199,7 @@ void Watchdog::check_order(const Position& own) const {
   if (!bag) return;
   for (int32_t i = 0; i < bag->place().num_ranks; ++i) {
     const int32_t rank = bag->place().number_of(i);
-    const std::optional<Position> other = i == bag->place().rank ? std::nullopt : position_of(rank);
+    const std::optional<Position> other = i == bag->place().rank ? std::nullopt : position_of(rank, kPositionNote);
     if (!other) continue;
     const int64_t ahead_in_all = own.counts[0] - other->counts[0], ahead_in_bag = own.counts[1] - other->counts[1];
     const bool crosswise = (ahead_in_all > 0 && ahead_in_bag < 0) || (ahead_in_all < 0 && ahead_in_bag > 0);
@@ -130,7 +217,7 @@ std::string Watchdog::absent_ranks(const WatchedGroup& of) const {
   for (int32_t i = 0; i < of.place().num_ranks; ++i) {
     const int32_t rank = of.place().number_of(i);
     if (i == of.place().rank) continue;
-    const std::optional<Position> position = position_of(rank);
+    const std::optional<Position> position = position_of(rank, kPositionNote);
     if (position && position->counts[index] >= of.num_calls_begun()) continue;
     if (++num_absent > kMaxNamed) continue;
     const bool waits = position && !position->call.empty();

@@ -8,8 +8,13 @@
 // bag that call in the same order, one is behind the other in no group. A rank that is ahead in one group and behind in
 // the other has called in another order. Counts that are out of date tell it too.
 //
+// A rank that leaves, because its balancer or its process ends, says to how many calls it came: whoever waits in a
+// later one raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
+//
 // A step without errors and long waits does not ask the store.
 #pragma once
+
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -24,6 +29,8 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "knapformer/torch/comm/lifeline.h"
 
 namespace knapformer {
 
@@ -46,22 +53,40 @@ class WatchedGroup {
   virtual void check_announcements() = 0;
   const RankInGroup& place() const { return place_; }
   /// Calls that this rank has come to, with the one that it is in.
-  int64_t num_calls_begun() const { return num_calls_begun_; }
+  int64_t num_calls_begun() const { return *num_calls_begun_; }
 
  protected:
+  friend class Watchdog;
   RankInGroup place_;
-  std::atomic<int64_t> num_calls_begun_ = 0;
+  /// Shared with the watchdog, which outlives the group.
+  std::shared_ptr<std::atomic<int64_t>> num_calls_begun_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 /// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. Errors and notes
 /// are thread-safe.
 class Watchdog {
  public:
-  /// `store`: shared by all ranks, with keys of this balancer alone.
-  Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank) : store_(std::move(store)), rank_(rank) {}
+  /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that leaves unsaid
+  /// when this rank leaves.
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks = 0)
+      : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), process_(::getpid()) {}
+  ~Watchdog() { leave(); }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  /// Three steps by which ranks hold on to each other; between one and the next all ranks have come by.
+  void make_lifeline();
+  void connect_lifeline() { lifeline_->connect(); }
+  void withdraw_lifeline_address() { lifeline_->withdraw_address(); }
+  /// Tells the other ranks that this one will come to no more calls. The last to leave takes the balancer's keys out of
+  /// the store.
+  /// at_end: the process ends, and perhaps the store with it: rank 0 gives the others a second to leave, too.
+  void leave(bool at_end = false) noexcept;
 
   /// Tells the other ranks of an error of this one. Never throws: there is an error to raise already.
   void post(const std::exception& error) noexcept;
+  /// The same, of a rank whose process has ended.
+  void post_end_of(int32_t rank) noexcept;
   /// Throws what another rank posted, as that rank's kind of error and with its name. Asks the store.
   void check_errors();
   /// Throws StateError where this rank has posted or found an error before. Does not ask the store.
@@ -71,6 +96,8 @@ class Watchdog {
   decltype(auto) guard(Call call) {
     try {
       return call();
+    } catch (const c10::DistNetworkError& error) {
+      throw_store_lost(error);
     } catch (const std::exception& error) {
       post(error);
       throw;
@@ -83,7 +110,7 @@ class Watchdog {
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
 
   /// First the balancer's group, then the bag's where that is another.
-  void watch(std::weak_ptr<WatchedGroup> group) { groups_.push_back(std::move(group)); }
+  void watch(const std::shared_ptr<WatchedGroup>& group);
   /// Waits in `label` ("route(x)") until poll returns true, and looks each time it does not; throws what it sees. poll
   /// gets the time that it may take itself: longer each time, up to a second. in_background: on a thread beside the one
   /// that makes the calls, which knows nothing of their order.
@@ -104,15 +131,23 @@ class Watchdog {
   };
   std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
   Position position(const std::string& call) const;
-  std::optional<Position> position_of(int32_t rank) const;
+  std::optional<Position> position_of(int32_t rank, std::string_view note) const;
   void show(const Position& position);
   void check_order(const Position& own) const;
+  void check_ranks_left() const;
+  [[noreturn]] void throw_store_lost(const std::exception& error);
 
   c10::intrusive_ptr<c10d::Store> store_;
-  int32_t rank_ = 0;
+  int32_t rank_ = 0, num_ranks_ = 0;
+  pid_t process_;
   std::mutex mutex_;
   std::string first_error_;  // that this rank knows of; empty: none
+  std::string ended_;        // which rank's process has; empty: none
+  bool has_left_ = false;
   std::vector<std::weak_ptr<WatchedGroup>> groups_;
+  std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of these
+  std::vector<std::string> notes_;                                      // keys that this rank has set
+  std::unique_ptr<Lifeline> lifeline_;                                  // the last member: its thread ends first
 };
 
 /// "route(x,ids)" -> "route".

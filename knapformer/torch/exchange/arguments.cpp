@@ -1,15 +1,32 @@
 #include "knapformer/torch/exchange/arguments.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
 
 namespace knapformer {
 namespace {
 
-bool gradient_travels(const at::Tensor& tensor) {
-  return at::GradMode::is_enabled() && tensor.requires_grad() &&
-         (at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
+constexpr uint64_t kLevel = 0;  // of forward-mode differentiation: torch has one
+
+bool has_tangent(const at::Tensor& tensor) {
+  return c10::AutogradState::get_tls_state().get_fw_grad_mode() && tensor._fw_grad(kLevel).defined();
+}
+
+bool is_differentiating() {
+  return at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(kLevel) != nullptr;
+}
+
+/// Bits of Derivative.
+int64_t derivatives_of(const at::Tensor& tensor) {
+  if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return 0;
+  int64_t bits = 0;
+  if (at::GradMode::is_enabled() && tensor.requires_grad()) bits |= kGradient;
+  if (has_tangent(tensor)) bits |= kTangent;
+  return bits;
 }
 
 /// Of the tensors in a label: "route(x,ids)" -> "x", "ids".
@@ -38,18 +55,27 @@ void ExchangeArguments::add(PackedTable table, const std::vector<at::Tensor>& in
   segments.push_back({.table = std::move(table), .roles = std::move(roles), .sharing = sharing});
 }
 
-bool ExchangeArguments::any_differentiable() const {
-  return std::find(differentiable.begin(), differentiable.end(), 1) != differentiable.end();
+bool ExchangeArguments::any(Derivative derivative) const {
+  return std::ranges::any_of(differentiable, [&](int64_t bits) { return (bits & derivative) != 0; });
 }
 
-void ExchangeArguments::decide_gradients() {
+void ExchangeArguments::decide_derivatives() {
   differentiable.clear();
-  if (!at::GradMode::is_enabled()) return;
-  for (const at::Tensor& tensor : tensors) differentiable.push_back(gradient_travels(tensor));
+  if (!is_differentiating()) return;
+  for (const at::Tensor& tensor : tensors) differentiable.push_back(derivatives_of(tensor));
   follow_others();
 }
 
-/// A rank without rows follows the others: its own tensors may have come about without any gradient. It learns theirs
+void ExchangeArguments::add_derivatives() {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t bits = derivatives_of(tensors[i]);
+    if (bits == 0) continue;
+    differentiable.resize(tensors.size());
+    differentiable[i] |= bits;
+  }
+}
+
+/// A rank without rows follows the others: its own tensors may have come about without any derivative. It learns theirs
 /// here, before autograd looks, since its backward must run where theirs does. It follows what was agreed on last:
 /// where ranks with rows change their minds, in the same gradient mode, that is an error.
 void ExchangeArguments::follow_others() {
@@ -58,11 +84,12 @@ void ExchangeArguments::follow_others() {
   const std::string gradients =
       comm->watchdog().guard([&] { return comm->fingerprints().gradients_of_others(fingerprint()); });
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const bool travels = gradients[i] == '1';
-    if (travels == (differentiable[i] != 0)) continue;
-    tensors[i] = tensors[i].detach();
-    if (travels) tensors[i].set_requires_grad(true);
-    differentiable[i] = travels;
+    const int64_t travel = gradients[i] - '0';
+    if (travel == differentiable[i]) continue;
+    tensors[i] = tensors[i].detach()._fw_primal(kLevel);
+    if ((travel & kGradient) != 0) tensors[i].set_requires_grad(true);
+    if ((travel & kTangent) != 0) tensors[i]._set_fw_grad(at::zeros_like(tensors[i]).detach(), kLevel, false);
+    differentiable[i] = travel;
   }
 }
 
@@ -77,10 +104,10 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
     std::vector<at::Tensor> inputs;
     std::vector<HeadRole> roles;
     for (const HeadRole role : segment.roles) {
-      if (differentiable[next] != 0) {
+      if ((differentiable[next] & kGradient) != 0) {
         inputs.push_back(gradients[next]);
         roles.push_back(role);
-        back.differentiable.push_back(gradient_travels(gradients[next]));
+        back.differentiable.push_back(derivatives_of(gradients[next]));
         if (next < names.size()) {
           names_of_gradients.append(names_of_gradients.empty() ? "" : ",").append(names[next]).append(".grad");
         }
@@ -90,14 +117,48 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
     back.add(segment.table.inverse(), inputs, std::move(roles), segment.sharing.inverse());
   }
   if (!names.empty()) back.label += "(" + names_of_gradients + ")";
-  if (at::GradMode::is_enabled()) back.follow_others();
+  if (is_differentiating()) back.follow_others();
   return back;
+}
+
+ExchangeArguments ExchangeArguments::take_tangents() {
+  ExchangeArguments of_tangents{.heads = heads, .group = group, .label = call_name(label) + " jvp"};
+  const std::vector<std::string> names = names_in(label);
+  std::string names_of_tangents;
+  size_t next = 0;
+  for (const SegmentArguments& segment : segments) {
+    std::vector<at::Tensor> inputs;
+    std::vector<HeadRole> roles;
+    for (const HeadRole role : segment.roles) {
+      at::Tensor& tensor = tensors[next];
+      if ((differentiable[next] & kTangent) != 0) {
+        const at::Tensor tangent = tensor._fw_grad(kLevel);
+        inputs.push_back(tangent.defined() ? tangent : at::zeros_like(tensor));
+        roles.push_back(role);
+        tensor = tensor._fw_primal(kLevel);
+        if (next < names.size()) {
+          names_of_tangents.append(names_of_tangents.empty() ? "" : ",").append(names[next]).append(".tangent");
+        }
+      }
+      ++next;
+    }
+    of_tangents.add(segment.table, inputs, std::move(roles), segment.sharing);
+  }
+  if (!names.empty()) of_tangents.label += "(" + names_of_tangents + ")";
+  return of_tangents;
+}
+
+void ExchangeArguments::set_tangents(const std::vector<at::Tensor>& outputs,
+                                     const std::vector<at::Tensor>& moved) const {
+  for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
+    if ((differentiable[i] & kTangent) != 0) outputs[i]._set_fw_grad(moved[next++], kLevel, false);
+  }
 }
 
 std::vector<at::Tensor> ExchangeArguments::gradients_from(const std::vector<at::Tensor>& moved) const {
   std::vector<at::Tensor> gradients(differentiable.size());
   for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
-    if (differentiable[i] != 0) gradients[i] = moved[next++];
+    if ((differentiable[i] & kGradient) != 0) gradients[i] = moved[next++];
   }
   return gradients;
 }
@@ -120,7 +181,7 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
 
 Fingerprint ExchangeArguments::fingerprint() const {
   std::string call = call_name(label);
-  // All ranks are in one gradient mode, those without rows as well.
+  // All ranks are in one mode, those without rows as well.
   if (differentiable.empty()) call += " without gradients";
   Fingerprint fingerprint(call);
   if (heads.num_heads > 0) {
@@ -141,7 +202,7 @@ Fingerprint ExchangeArguments::fingerprint() const {
       }
       value.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
       fingerprint.add(i < names.size() ? names[i] : text("tensor ", i), value);
-      fingerprint.gradients.push_back(!differentiable.empty() && differentiable[i] != 0 ? '1' : '0');
+      fingerprint.gradients.push_back(static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i])));
       ++i;
     }
   }

@@ -36,6 +36,9 @@ struct HeadSharing {
   HeadSharing inverse() const;
 };
 
+/// Which derivatives of a tensor travel: bits.
+enum Derivative : int64_t { kGradient = 1, kTangent = 2 };
+
 struct SegmentArguments {
   PackedTable table;
   std::vector<HeadRole> roles;  // of each of its tensors
@@ -46,21 +49,29 @@ struct ExchangeArguments {
   std::vector<at::Tensor> tensors = {};  // segment by segment
   std::vector<SegmentArguments> segments = {};
   HeadCounts heads = {};
-  std::vector<int64_t> differentiable = {};  // of each tensor: 1 where its gradient travels. Empty: in no_grad mode
-  std::string group;                         // CommGroup::name
-  std::string label;                         // the call and its tensors, for messages: "route(x,features[0])"
+  /// Of each tensor, the bits of Derivative. Empty: in no_grad mode, outside of forward-mode differentiation.
+  std::vector<int64_t> differentiable = {};
+  std::string group;  // CommGroup::name
+  std::string label;  // the call and its tensors, for messages: "route(x,features[0])"
 
   /// A segment and its tensors. One without tensors is left out.
   void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
            HeadSharing sharing = {});
-  /// Decides which gradients travel: those of tensors that require one, here and now; on a rank without rows, those
+  /// Decides which derivatives travel: those that tensors require or have, here and now; on a rank without rows, those
   /// that travel on the others. There it may be collective, when the call is a new one.
-  void decide_gradients();
-  bool any_differentiable() const;
+  void decide_derivatives();
+  /// Adds what the tensors require or have and was not known of: transforms of functions, one in another, show each
+  /// theirs alone.
+  void add_derivatives();
+  bool any(Derivative derivative) const;
 
   /// The exchange of the gradients, with the ends swapped: of tensors whose gradient travels, and segments that have
   /// any. `gradients`: one for each tensor of this exchange.
   ExchangeArguments inverse(const std::vector<at::Tensor>& gradients) const;
+  /// The exchange of the tangents (an exchange is linear), of which this one's tensors are freed.
+  ExchangeArguments take_tangents();
+  /// Gives outputs of this exchange the tangents that the exchange of them brought.
+  void set_tangents(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& moved) const;
   /// What the inverse brought, by tensor of this exchange: undefined where no gradient travels.
   std::vector<at::Tensor> gradients_from(const std::vector<at::Tensor>& moved) const;
 

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/engine.h"
 
@@ -118,7 +120,7 @@ class InFlight {
       engine_ = call_->engine() == ExchangeEngine::kCpu ? make_cpu_engine(*call_) : make_device_engine(*call_);
       engine_->pack();
       at::Tensor received = call_->received(), sent = call_->sent();
-      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes());
+      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
       engine_->move_own();
     });
     arguments.tensors.clear();
@@ -184,8 +186,11 @@ using torch::autograd::AutogradContext;
 
 /// Arguments that autograd keeps for the backward, and need not look into.
 struct KeptArguments : torch::CustomClassHolder {
-  explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept) { arguments.tensors.clear(); }
+  explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept), group(CommGroup::find_if_alive(kept.group)) {
+    arguments.tensors.clear();
+  }
   ExchangeArguments arguments;
+  std::shared_ptr<CommGroup> group;  // for the backward, also where the balancer goes before it; null while tracing
 };
 
 void keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
@@ -201,11 +206,23 @@ const ExchangeArguments& kept_arguments(AutogradContext& context) {
 Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (arguments.differentiable[i] == 0) fixed.push_back(outputs[i]);
+    if ((arguments.differentiable[i] & kGradient) == 0) fixed.push_back(outputs[i]);
   }
   context.mark_non_differentiable(fixed);
   keep_arguments(context, arguments);
   return outputs;
+}
+
+std::atomic<void (*)(const Error&)> raise_in_backward{nullptr};
+
+template <class Body>
+auto in_backward(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    if (auto* raise = raise_in_backward.load()) raise(error);
+    throw;
+  }
 }
 
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
@@ -217,7 +234,8 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const ExchangeArguments& arguments = kept_arguments(*context);
-    Tensors results = arguments.gradients_from(call_exchange(arguments.inverse(gradients)));
+    Tensors results =
+        in_backward([&] { return arguments.gradients_from(call_exchange(arguments.inverse(gradients))); });
     results.emplace_back();  // of the arguments
     return results;
   }
@@ -232,7 +250,7 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& started) {
-    Tensors results = kept_arguments(*context).gradients_from(call_finish(started[0]));
+    Tensors results = in_backward([&] { return kept_arguments(*context).gradients_from(call_finish(started[0])); });
     results.emplace_back();
     return results;
   }
@@ -246,16 +264,48 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    return {call_start(kept_arguments(*context).inverse(gradients))};
+    return in_backward([&] { return Tensors{call_start(kept_arguments(*context).inverse(gradients))}; });
   }
 };
 
 template <class Function, auto kBelow>
-auto differentiable_kernel(const ExchangeArguments& arguments) {
-  if (arguments.any_differentiable()) return Function::apply(at::TensorList(arguments.tensors), arguments);
+auto with_gradients(const ExchangeArguments& arguments) {
+  if (arguments.any(kGradient)) {
+    // torch passes no autograd function of C++ through these.
+    if (arguments.tensors[0].key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) {
+      throw ArgumentError(text(arguments.label, ": got tensors inside torch.func.grad or vjp, expected plain ones: ",
+                               "take gradients by backward() or torch.autograd.grad"));
+    }
+    return Function::apply(at::TensorList(arguments.tensors), arguments);
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return kBelow(arguments);
 }
+
+Tensors exchange_autograd(ExchangeArguments arguments) {
+  arguments.add_derivatives();
+  if (!arguments.any(kTangent)) return with_gradients<ExchangeFunction, call_exchange>(arguments);
+  ExchangeArguments tangents = arguments.take_tangents();
+  Tensors outputs = with_gradients<ExchangeFunction, call_exchange>(arguments);
+  tangents.decide_derivatives();  // behind the first exchange, as it may be collective itself
+  arguments.set_tangents(outputs, call_exchange(tangents));
+  return outputs;
+}
+
+at::Tensor start_autograd(ExchangeArguments arguments) {
+  arguments.add_derivatives();
+  if (arguments.any(kTangent)) throw StateError(text(arguments.label, ": got tangents, expected a whole exchange"));
+  return with_gradients<StartFunction, call_start>(arguments);
+}
+
+/// torch.func.vmap. A batch of calls would be as many collectives, in an order that it does not promise.
+[[noreturn]] void throw_vmap(const ExchangeArguments& arguments) {
+  throw ArgumentError(text(arguments.label,
+                           ": got tensors inside torch.func.vmap, expected plain ones: put the mapped dimension behind "
+                           "the rows, where it travels with them"));
+}
+Tensors exchange_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
+at::Tensor start_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
 
 Tensors finish_autograd(const at::Tensor& started) {
   if (started.requires_grad()) return FinishFunction::apply(started);
@@ -270,11 +320,13 @@ TORCH_LIBRARY(knapformer, library) {
   library.def(text("exchange", kSchema, " -> Tensor[]").c_str());
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
-  library.impl("exchange", c10::DispatchKey::Autograd, kernel<differentiable_kernel<ExchangeFunction, call_exchange>>);
+  library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
+  library.impl("exchange", c10::DispatchKey::FuncTorchBatched, kernel<exchange_vmap>);
 
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str());
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
-  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<differentiable_kernel<StartFunction, call_start>>);
+  library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
+  library.impl("exchange_start", c10::DispatchKey::FuncTorchBatched, kernel<start_vmap>);
 
   library.def("exchange_finish(Tensor started) -> Tensor[]");
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
@@ -282,15 +334,17 @@ TORCH_LIBRARY(knapformer, library) {
 }
 
 Tensors exchange(ExchangeArguments arguments) {
-  arguments.decide_gradients();
+  arguments.decide_derivatives();
   return call_exchange(arguments);
 }
 
 at::Tensor start_exchange(ExchangeArguments arguments) {
-  arguments.decide_gradients();
+  arguments.decide_derivatives();
   return call_start(arguments);
 }
 
 Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }
+
+void set_raise_in_backward(void (*raise)(const Error& error)) { raise_in_backward = raise; }
 
 }  // namespace knapformer

@@ -1,7 +1,8 @@
 // The ops that move everything: knapformer::exchange, and its two halves.
 //
 //   exchange(Tensor[] tensors,       rows in, segment by segment
-//            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
+//            int[] differentiable,   of each tensor: 1 where its gradient travels, 2 where its tangent does, or their
+//                                    sum; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
 //            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how many
@@ -19,6 +20,9 @@
 // tensors that differ in their rows alone, and with the same `differentiable`. A rank without rows takes part like any
 // other, forward and backward. One all-to-all, forward and backward each.
 //
+// An exchange is linear: in forward-mode differentiation (torch.func.jvp) its tangents travel by a second exchange of
+// the same tables. The two halves take no tangents.
+//
 // The backward of an exchange is the exchange with the ends swapped. Where a row or head went to several peers, its
 // gradients add up. The backward of a finish starts that exchange, and the backward of its start finishes it: what was
 // computed between the halves overlaps with the transport in the backward pass too.
@@ -29,16 +33,21 @@
 #include <string>
 #include <vector>
 
+#include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/arguments.h"
 
 namespace knapformer {
 
-/// Decides which gradients travel, and calls the op.
+/// Decides which derivatives travel, and calls the op.
 std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 
 /// The same in two halves.
 at::Tensor start_exchange(ExchangeArguments arguments);
 std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
+
+/// How an error of a backward pass is raised, in place of throwing it: torch's engine would make any exception Python's
+/// RuntimeError. The function throws something else.
+void set_raise_in_backward(void (*raise)(const Error& error));
 
 /// `tables` and `layout` of the op, for callers of the op itself (a traced graph).
 struct OpSegments {

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import knapformer
 from knapformer import ArgumentError, StateError
+from knapformer.installed_torch import build_description
 from knapformer.tools import plan as plan_command
 from knapformer.tools import tune
 from knapformer.tools.calibrate import command as calibrate
@@ -41,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="knapformer", description="Load balancing for diffusion transformers.")
-    parser.add_argument("--version", action="version", version=f"knapformer {knapformer.__version__}")
+    version = f"knapformer {knapformer.__version__} ({build_description()})"
+    parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)

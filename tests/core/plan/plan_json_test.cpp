@@ -66,6 +66,28 @@ TEST(PlanJson, RefusesWhatIsNoPlan) {
     bad.erase(field);
     EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << "without " << field;
   }
+  for (const char* number : {"1e400", "-1e400"}) {  // more than a double holds
+    std::string text = good.dump();
+    const std::string gamma = "\"gamma\":";
+    text.replace(text.find(gamma) + gamma.size(), text.find(',', text.find(gamma)) - text.find(gamma) - gamma.size(),
+                 number);
+    EXPECT_THROW(plan_from_json(text), ArgumentError) << number;
+  }
+  const std::vector<std::pair<const char*, nlohmann::json>> too_large = {
+      {"bag_of_sequence", {(int64_t{1} << 32) + good["bag_of_sequence"][0].get<int64_t>()}},
+      {"degree_of_sequence", {4294967297}},
+      {"first_rank_of_sequence", {1e300}},
+      {"num_ranks", 18446744073709551615u},
+      {"d_model", 1.5}};
+  for (const auto& [field, value] : too_large) {  // which would be another number, cut off
+    auto bad = good;
+    if (value.is_array()) {
+      bad[field][0] = value[0];
+    } else {
+      bad[field] = value;
+    }
+    EXPECT_THROW(plan_from_json(bad.dump()), ArgumentError) << field << " = " << value;
+  }
   auto moved = good;  // well-formed, but a promise is broken
   moved["chunk_lens_of_sequence"][0][0] = moved["chunk_lens_of_sequence"][0][0].get<int64_t>() + 1;
   EXPECT_THROW(plan_from_json(moved.dump()), ArgumentError);

@@ -7,6 +7,7 @@
 
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 
 namespace knapformer {
@@ -128,6 +129,61 @@ TEST(MakePlan, KnowsItsSolversByName) {
                         .workload = {}};
   for (const Planner& planner : planners()) EXPECT_NO_THROW(make_plan(input, planner.name).validate()) << planner.name;
   EXPECT_THROW(make_plan(input, "best"), ArgumentError);
+}
+
+TEST(MakePlan, ALimitThatARefusalNamesIsKept) {
+  int32_t num_refused = 0;
+  for (uint64_t seed = 0; seed < 2000; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(seed % 3 != 0, seed % 2 == 0 ? 60 : 3000);
+    in.topology = Topology::parse(in.topology.str());
+    if (in.topology.num_ranks() > 12) continue;
+    in.seq_lens = cases.lengths(in.topology.num_ranks(), 60);
+    const char* solver = in.topology.is_flat() && seed % 6 == 0 ? "greedy" : "balanced";
+    const Effort effort{.moves = Effort::kLow};
+    const int64_t total = std::accumulate(in.seq_lens.lens().begin(), in.seq_lens.lens().end(), int64_t{0});
+    in.max_tokens_per_rank = std::max<int64_t>(1, total * cases.integer(5, 15) / 10 / in.topology.num_ranks());
+    try {
+      make_plan(in, solver, effort);
+    } catch (const ArgumentError& error) {
+      ++num_refused;
+      const std::string message = error.what(), expected = "expected ";
+      const size_t number = message.find_first_of("0123456789", message.find(expected));
+      in.max_tokens_per_rank = std::stoll(message.substr(number));
+      EXPECT_NO_THROW(EXPECT_LE(make_plan(in, solver, effort).max_tokens(), in.max_tokens_per_rank))
+          << "seed " << seed << ": " << message;
+    }
+  }
+  EXPECT_GT(num_refused, 200);
+}
+
+TEST(MakePlan, BoundsEffort) {
+  Cases cases(1);
+  const PlanInput in = cases.input(true);
+  for (const int64_t moves : {Effort::kMaxMoves + 1, int64_t{1} << 31, Effort::kHigh - 1}) {
+    try {
+      make_plan(in, "balanced", {.moves = moves});
+      FAIL() << moves;
+    } catch (const ArgumentError& error) {
+      EXPECT_EQ(std::string(error.what()),
+                "effort: got " + std::to_string(moves) +
+                    ", expected 'low', 'default', 'high' or a number of moves from 0 to 100000000");
+    }
+  }
+  for (const char* name : {"low", "default", "high"}) EXPECT_EQ(Effort::parse(name).str(), name);
+  EXPECT_EQ(Effort{.moves = 7}.str(), "7");
+}
+
+TEST(MakePlan, ALongSearchAsksWhetherItIsWanted) {
+  struct Unwanted {};
+  interrupt_check = [] { throw Unwanted(); };
+  PlanInput in{.seq_lens = SequenceLengths::from_lists({{900, 40, 700}, {30, 55}, {600, 5}, {123}}),
+               .topology = Topology::parse("g4/2/1n1"),
+               .d_model = 64,
+               .workload = {}};
+  EXPECT_THROW(make_plan(in, "balanced", {.moves = Effort::kMaxMoves}), Unwanted);
+  EXPECT_NO_THROW(make_plan(in, "balanced", {.moves = Effort::kLow}));
+  interrupt_check = nullptr;
 }
 
 }  // namespace

@@ -83,6 +83,9 @@ def _new_group(world_size: int, timeout_s: float = TIMEOUT_S) -> dist.ProcessGro
     return dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=timeout_s))
 
 
+_kept: list[SequenceBalancer] = []
+
+
 def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tuple[str, str, float]]:
     outcomes = {}
     for name, (mistake, _) in MISTAKES.items():
@@ -102,7 +105,8 @@ def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tup
     for _ in range(warm_steps):
         _step(balancer, rank)
     dist.barrier()
-    if rank != 1:  # whose process stays until the others are done
+    _kept.append(balancer)  # of rank 1, which lives on without a word until the others are done
+    if rank != 1:
         outcomes["no_call"] = _error_of(lambda: _step(balancer, rank))
     return outcomes
 

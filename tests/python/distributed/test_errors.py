@@ -289,13 +289,17 @@ def test_options_that_differ_are_an_error_on_all_ranks() -> None:
             assert kind == "ArgumentError" and words in message and seconds < SOON_S, (name, kind, message, seconds)
 
 
+_kept: list[SequenceBalancer] = []
+
+
 def _lose_a_rank(rank: int, world_size: int) -> tuple[str, str, float]:
     """Rank 1 leaves without a word: the others are told at the group's timeout."""
     balancer = SequenceBalancer("g2n1")
     for _ in range(2):
         _step(balancer, rank)
     if rank == 1:
-        return "", "", 0  # its process stays until the other is done
+        _kept.append(balancer)
+        return "", "", 0  # its process and its balancer stay until the other is done
     return _error_of(lambda: _step(balancer, rank))
 
 

@@ -14,7 +14,7 @@ namespace {
 class Group : public WatchedGroup {
  public:
   using WatchedGroup::WatchedGroup;
-  void set_calls(int64_t count) { num_calls_begun_ = count; }
+  void set_calls(int64_t count) { *num_calls_begun_ = count; }
   void check_announcements() override {
     ++num_checks;
     if (announced) throw StateError("announced");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
 
@@ -39,7 +40,9 @@ class Search {
     int32_t halvings = 0;
     for (double t = options_.first_temperature; t > options_.last_temperature; t /= 2) ++halvings;
     const int64_t moves_per_halving = options_.num_moves / std::max(halvings, 1) + 1;
+    constexpr int64_t kMovesPerCheck = 65536;  // tens of milliseconds
     for (int64_t move = 0; move < options_.num_moves; ++move) {
+      if (move % kMovesPerCheck == kMovesPerCheck - 1) check_interrupt();
       if (move > 0 && move % moves_per_halving == 0) temperature /= 2;
       if (!step(temperature)) continue;
       if (slowest_time() < best) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "knapformer/core/util/error.h"
@@ -15,15 +16,30 @@ struct Effort {
   static constexpr int64_t kDefault = -1;
   static constexpr int64_t kHigh = -2;  // 50 times the default
 
+  /// More takes minutes for a replica, and finds nothing that this many do not.
+  static constexpr int64_t kMaxMoves = 100'000'000;
+
   int64_t moves = kDefault;
 
+  /// As users write it: "low", "default", "high" or the number of moves.
+  std::string str() const {
+    if (moves == kLow) return "low";
+    if (moves == kDefault) return "default";
+    return moves == kHigh ? "high" : std::to_string(moves);
+  }
+  /// Throws ArgumentError (argument "effort").
+  void validate() const {
+    if (moves < kHigh || moves > kMaxMoves) throw_argument("effort", moves, expected());
+  }
   /// "low", "default", "high". Throws ArgumentError (argument "effort").
   static Effort parse(std::string_view name) {
     if (name == "low") return {.moves = kLow};
     if (name == "default") return {.moves = kDefault};
     if (name == "high") return {.moves = kHigh};
-    throw_argument("effort", text("'", name, "'"), "'low', 'default', 'high' or a number of moves of at least 0");
+    throw_argument("effort", text("'", name, "'"), expected());
   }
+
+  static std::string expected() { return text("'low', 'default', 'high' or a number of moves from 0 to ", kMaxMoves); }
 };
 
 }  // namespace knapformer

@@ -1,0 +1,58 @@
+"""What an installation is, and that one which can only plan does not come about unasked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from knapformer.tools.cli import main
+
+from knapformer import _core
+
+ROOT = Path(__file__).parents[2]
+
+
+def _configure_a_wheel(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """As scikit-build-core does in an environment without torch."""
+    cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    environment = folder / "environment"
+    if not environment.exists():
+        venv.create(environment)
+    python = environment / "bin/python"
+    return subprocess.run(
+        [cmake, "-S", ROOT, "-B", folder / "build", "-DSKBUILD=2", f"-DPython_EXECUTABLE={python}", *options],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(environment)},
+    )
+
+
+def test_a_wheel_that_only_plans_must_be_asked_for(tmp_path: Path) -> None:
+    without = _configure_a_wheel(tmp_path)
+    assert without.returncode != 0
+    assert "this build sees no torch" in without.stderr
+    for line in (
+        "pip install torch && pip install .",
+        "--no-build-isolation .",
+        "-C cmake.define.KNAPFORMER_TORCH=OFF",
+    ):
+        assert line in without.stderr
+    asked_for = _configure_a_wheel(tmp_path, "-DKNAPFORMER_TORCH=OFF")
+    assert "this build sees no torch" not in asked_for.stderr
+
+
+@pytest.mark.parametrize(
+    ("built_for", "words"), [("2.13.0", "(for torch 2.13.0)"), (None, "(planner only: built without torch)")]
+)
+def test_the_version_says_what_was_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], built_for: str | None, words: str
+) -> None:
+    monkeypatch.setattr(_core, "torch_version", built_for)
+    assert main(["--version"]) == 0
+    assert words in capsys.readouterr().out
