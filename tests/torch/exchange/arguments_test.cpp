@@ -93,8 +93,8 @@ TEST(ExchangeArguments, TangentsTravelByAnExchangeOfTheirOwn) {
   EXPECT_FALSE(arguments.tensors[0]._fw_grad(0).defined());
   EXPECT_TRUE(arguments.tensors[0].requires_grad());
   const std::vector<at::Tensor> outputs = {at::zeros({6, 3}), at::zeros({6}), at::zeros({9, 7}), at::zeros({8, 2, 2})};
-  arguments.set_tangents(outputs, {at::ones({6, 3}), at::full({9, 7}, 2)});
-  EXPECT_TRUE(outputs[2]._fw_grad(0).equal(at::full({9, 7}, 2)));
+  arguments.set_tangents(outputs, {at::ones({6, 3}), at::full({9, 7}, 2.0)});
+  EXPECT_TRUE(outputs[2]._fw_grad(0).equal(at::full({9, 7}, 2.0)));
   EXPECT_FALSE(outputs[3]._fw_grad(0).defined());
   torch::autograd::ForwardADLevel::release_idx(0);
 }
