@@ -106,7 +106,7 @@ def test_two_ranks_compute_what_one_computes() -> None:
 
 def test_every_python_block_of_the_guide_is_run() -> None:
     sections = re.findall(r"^## (.*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
-    run = {"Known models", SAMPLING, PLAIN, TITAN, MOVED}
+    run = {"A diffusers model", "Known models", SAMPLING, PLAIN, TITAN, MOVED}
     assert {section for section in sections if blocks_of(section)} == run
 
 
