@@ -170,28 +170,3 @@ def an_input_overwritten_too_soon(rank: int, world: int) -> bool:
     module.hold_collectives(False)
     work.wait()
     return torch.equal(received.cpu(), torch.ones(world))
-
-
-def launches_of_calls(rank: int, world: int, topologies: list[str]) -> dict[str, dict[str, int]]:
-    """By topology, what each call of a step launches, the kernel of attention aside."""
-    group, results = sim.new_group(), {}
-    for topology in topologies:
-        balancer = SequenceBalancer(topology, group=group)
-        lens = [[64, 8, 8], [8, 8], [16, 4], [4]][rank]
-        x, ids = torch.ones(sum(lens), 64, device="sim", dtype=torch.bfloat16), torch.ones(sum(lens), 3, device="sim")
-        condition = torch.ones(len(lens), 64, device="sim", dtype=torch.bfloat16)
-        balancer.plan_routing(lens, 64)
-        launches = {}
-        with torch.no_grad():
-            for name in ("route", "attention", "reverse_route"):
-                with sim.counted() as counted:
-                    if name == "route":
-                        _, x, _, _ = balancer.route(x, [ids], sequence_features=[condition])
-                    elif name == "attention":
-                        q = x.unflatten(1, (8, 8))
-                        balancer.attention(q, q, q, lambda q, k, v, seq_lens: q)
-                    else:
-                        balancer.reverse_route(x)
-                launches[name] = counted.launches
-        results[topology] = launches
-    return results
