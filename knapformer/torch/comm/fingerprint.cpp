@@ -187,10 +187,16 @@ void CallFingerprints::throw_mismatch(const Fingerprint& own, int32_t other_rank
   const std::string own_lines = same_fields ? gradient_lines(fields, own.gradients) : own.fields;
   const std::string other_lines = same_fields ? gradient_lines(fields, gradients) : fields;
   for (const std::string& name : names_of(own_lines + other_lines)) {
-    const std::string got = value_of(name, own_lines), expected = value_of(name, other_lines);
+    std::string got = value_of(name, own_lines), expected = value_of(name, other_lines);
     if (got == expected) continue;
+    // The lower rank's value is the expected one, so that both ranks say the same, whoever announced first.
+    int32_t got_rank = place_.number(), expected_rank = other_rank;
+    if (got_rank < expected_rank) {
+      std::swap(got, expected);
+      std::swap(got_rank, expected_rank);
+    }
     const std::string message =
-        text(name, ": got ", got, " on rank ", place_.number(), ", expected ", expected, ", as on rank ", other_rank);
+        text(name, ": got ", got, " on rank ", got_rank, ", expected ", expected, ", as on rank ", expected_rank);
     if (name == "call") throw StateError(message);
     throw ArgumentError(text(call, ": ", message));
   }

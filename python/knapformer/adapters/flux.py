@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from knapformer.adapters.adapter import Home, clip_half, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks, adaptive_rows, joint_attention, projected, rotated
+from knapformer.adapters.joint import (
+    JointAdapter,
+    JointChunks,
+    Stream,
+    adaptive_rows,
+    double_stream,
+    projected,
+    rotated,
+)
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
@@ -16,20 +24,13 @@ from knapformer.models.packing import gated_add, modulate
 def double_block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
     """As FluxTransformerBlock.forward, with a row of modulation for each chunk."""
     rows, text_rows = adaptive_rows(block.norm1, cond, 6), adaptive_rows(block.norm1_context, cond, 6)
-    of_image, of_text = chunks.of_image, chunks.of_text
-    attended_text, attended_image = joint_attention(
+    text, image = double_stream(
         block.attn,
-        modulate(block.norm1_context.norm(text), text_rows[0], text_rows[1], of_text),
-        modulate(block.norm1.norm(image), rows[0], rows[1], of_image),
+        Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
+        Stream(image, rows, block.norm1.norm, block.norm2, block.ff),
         chunks,
     )
-    image = gated_add(image, attended_image, rows[2], of_image)
-    hidden = block.ff(modulate(block.norm2(image), rows[3], rows[4], of_image))
-    image = gated_add(image, hidden, rows[5], of_image)
-
-    text = gated_add(text, attended_text, text_rows[2], of_text)
-    hidden = block.ff_context(modulate(block.norm2_context(text), text_rows[3], text_rows[4], of_text))
-    return clip_half(gated_add(text, hidden, text_rows[5], of_text)), image
+    return clip_half(text), image
 
 
 def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from knapformer.adapters.adapter import Home, RunBlock, clip_half, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks, joint_attention, rotated
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, rotated
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
@@ -17,22 +17,13 @@ def double_block(
     block: Any, text: Tensor, image: Tensor, image_rows: Tensor, text_rows: Tensor, chunks: JointChunks
 ) -> tuple[Tensor, Tensor]:
     """As Flux2TransformerBlock.forward; image_rows, text_rows (chunks, 6 width)."""
-    of_image, of_text = chunks.of_image, chunks.of_text
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = image_rows.chunk(6, -1)
-    t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = text_rows.chunk(6, -1)
-    attended_text, attended_image = joint_attention(
+    text, image = double_stream(
         block.attn,
-        modulate(block.norm1_context(text), t_shift, t_scale, of_text),
-        modulate(block.norm1(image), shift, scale, of_image),
+        Stream(text, text_rows.chunk(6, -1), block.norm1_context, block.norm2_context, block.ff_context),
+        Stream(image, image_rows.chunk(6, -1), block.norm1, block.norm2, block.ff),
         chunks,
     )
-    image = gated_add(image, attended_image, gate, of_image)
-    hidden = block.ff(modulate(block.norm2(image), shift_ff, scale_ff, of_image))
-    image = gated_add(image, hidden, gate_ff, of_image)
-
-    text = gated_add(text, attended_text, t_gate, of_text)
-    hidden = block.ff_context(modulate(block.norm2_context(text), t_shift_ff, t_scale_ff, of_text))
-    return clip_half(gated_add(text, hidden, t_gate_ff, of_text)), image
+    return clip_half(text), image
 
 
 def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Tensor:

@@ -6,6 +6,7 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, split_predictions
 from knapformer.adapters.backend import BackendStep
 from knapformer.models.layers import rotate
-from knapformer.models.packing import TwoStreams, modulate, segment_index
+from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,3 +121,35 @@ def joint_attention(attn: Any, text: Tensor, image: Tensor, chunks: JointChunks)
     if not getattr(attn, "context_pre_only", None):
         out_text = attn.to_add_out(out_text)
     return out_text, out_image
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """One of the two streams in a block.
+
+    rows: of modulation, (chunks, width) each: shift, scale and gate of attention, then of the feed-forward. The first
+    two alone where the block reads the stream and does not write it.
+    """
+
+    x: Tensor
+    rows: Sequence[Tensor]
+    norm: Callable[[Tensor], Tensor]
+    norm_feed_forward: Callable[[Tensor], Tensor]
+    feed_forward: Callable[[Tensor], Tensor]
+
+
+def double_stream(attn: Any, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """Joint attention, then each stream's feed-forward, as all of these models have it."""
+    read_text = modulate(text.norm(text.x), text.rows[0], text.rows[1], chunks.of_text)
+    read_image = modulate(image.norm(image.x), image.rows[0], image.rows[1], chunks.of_image)
+    attended_text, attended_image = joint_attention(attn, read_text, read_image, chunks)
+    return _written(text, attended_text, chunks.of_text), _written(image, attended_image, chunks.of_image)
+
+
+def _written(stream: Stream, attended: Tensor, of_token: Tensor) -> Tensor:
+    if len(stream.rows) == 2:
+        return stream.x
+    _, _, gate, shift_ff, scale_ff, gate_ff = stream.rows
+    x = gated_add(stream.x, attended, gate, of_token)
+    hidden = stream.feed_forward(modulate(stream.norm_feed_forward(x), shift_ff, scale_ff, of_token))
+    return gated_add(x, hidden, gate_ff, of_token)

@@ -11,29 +11,19 @@ from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Home, clip_half
-from knapformer.adapters.joint import JointAdapter, JointChunks, joint_attention
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
-from knapformer.models.packing import gated_add, modulate
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
     """As QwenImageTransformerBlock.forward, with a row of modulation for each chunk."""
-    of_image, of_text = chunks.of_image, chunks.of_text
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = block.img_mod(cond).chunk(6, -1)
-    t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = block.txt_mod(cond).chunk(6, -1)
-    attended_text, attended_image = joint_attention(
+    text, image = double_stream(
         block.attn,
-        modulate(block.txt_norm1(text), t_shift, t_scale, of_text),
-        modulate(block.img_norm1(image), shift, scale, of_image),
+        Stream(text, block.txt_mod(cond).chunk(6, -1), block.txt_norm1, block.txt_norm2, block.txt_mlp),
+        Stream(image, block.img_mod(cond).chunk(6, -1), block.img_norm1, block.img_norm2, block.img_mlp),
         chunks,
     )
-    image = gated_add(image, attended_image, gate, of_image)
-    hidden = block.img_mlp(modulate(block.img_norm2(image), shift_ff, scale_ff, of_image))
-    image = gated_add(image, hidden, gate_ff, of_image)
-
-    text = gated_add(text, attended_text, t_gate, of_text)
-    hidden = block.txt_mlp(modulate(block.txt_norm2(text), t_shift_ff, t_scale_ff, of_text))
-    return clip_half(gated_add(text, hidden, t_gate_ff, of_text)), clip_half(image)
+    return clip_half(text), clip_half(image)
 
 
 class QwenImage(JointAdapter):

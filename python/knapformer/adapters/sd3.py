@@ -9,33 +9,24 @@ from torch import Tensor
 
 from knapformer import StateError
 from knapformer.adapters.adapter import Home, clip_half
-from knapformer.adapters.joint import JointAdapter, JointChunks, adaptive_rows, joint_attention
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, adaptive_rows, double_stream
 from knapformer.adapters.samples import Samples
-from knapformer.models.packing import gated_add, modulate
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
     """As JointTransformerBlock.forward, with a row of modulation for each chunk."""
-    of_image, of_text = chunks.of_image, chunks.of_text
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = adaptive_rows(block.norm1, cond, 6)
     if block.context_pre_only:  # the last block: text is read, and no longer written
-        t_scale, t_shift = adaptive_rows(block.norm1_context, cond, 2)
+        scale, shift = adaptive_rows(block.norm1_context, cond, 2)
+        text_rows: tuple[Tensor, ...] = (shift, scale)
     else:
-        t_shift, t_scale, t_gate, t_shift_ff, t_scale_ff, t_gate_ff = adaptive_rows(block.norm1_context, cond, 6)
-    attended_text, attended_image = joint_attention(
+        text_rows = adaptive_rows(block.norm1_context, cond, 6)
+    text, image = double_stream(
         block.attn,
-        modulate(block.norm1_context.norm(text), t_shift, t_scale, of_text),
-        modulate(block.norm1.norm(image), shift, scale, of_image),
+        Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
+        Stream(image, adaptive_rows(block.norm1, cond, 6), block.norm1.norm, block.norm2, block.ff),
         chunks,
     )
-    image = gated_add(image, attended_image, gate, of_image)
-    hidden = block.ff(modulate(block.norm2(image), shift_ff, scale_ff, of_image))
-    image = gated_add(image, hidden, gate_ff, of_image)
-    if not block.context_pre_only:
-        text = gated_add(text, attended_text, t_gate, of_text)
-        hidden = block.ff_context(modulate(block.norm2_context(text), t_shift_ff, t_scale_ff, of_text))
-        text = clip_half(gated_add(text, hidden, t_gate_ff, of_text))
-    return text, image
+    return text if block.context_pre_only else clip_half(text), image
 
 
 class StableDiffusion3(JointAdapter):
