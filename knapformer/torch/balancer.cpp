@@ -1,20 +1,17 @@
 #include "knapformer/torch/balancer.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
-#include <list>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "knapformer/core/planners/micro_batches.h"
+#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/torch/tensor_checks.h"
 
 namespace knapformer {
 namespace {
@@ -22,12 +19,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-at::Tensor lengths_tensor(std::span<const int64_t> lens) {
-  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
-  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
-  return tensor;
-}
 
 /// Checked before other ranks depend on them, so that the error names this rank's own mistake.
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
@@ -59,59 +50,8 @@ std::vector<at::Tensor> as_views(at::TensorList tensors) {
   return views;
 }
 
-void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
-                int64_t min_dims) {
-  if (!tensor.defined()) throw_argument(argument, "no tensor", "a tensor");
-  if (tensor.is_quantized()) throw_argument(argument, "a quantized tensor", "one that is not");
-  if (tensor.layout() != at::kStrided) {
-    throw_argument(argument, text("a tensor of layout ", tensor.layout()), "a dense tensor");
-  }
-  if (tensor.dim() < min_dims) {
-    throw_argument(argument, text("a tensor of shape ", tensor.sizes()), text("at least ", min_dims, " dimensions"));
-  }
-  if (tensor.size(0) != num_rows) {
-    throw_argument(argument, text(tensor.size(0), " rows (shape ", tensor.sizes(), ")"),
-                   text(num_rows, " rows, one for each ", rows));
-  }
-}
-
-/// Of the shortest text that reads back as the same number.
-std::string exact_text(double value) {
-  char buffer[32];
-  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-  KNAPFORMER_ASSERT(error == std::errc());
-  return {buffer, end};
-}
-
-template <class T>
-void add_setting(Fingerprint& fingerprint, const std::string& name, const T& value) {
-  if constexpr (IsRecord<T>) {
-    for_each_field<T>([&](const auto& f) { add_setting(fingerprint, name + "." + f.name, value.*f.member); });
-  } else if constexpr (std::is_same_v<T, StepMode>) {
-    fingerprint.add(name, step_mode_name(value));
-  } else if constexpr (std::is_arithmetic_v<T>) {
-    fingerprint.add(name, exact_text(static_cast<double>(value)));
-  } else {  // a list of numbers
-    std::string numbers;
-    for (const double number : value) numbers += exact_text(number) + ' ';
-    fingerprint.add(name, numbers);
-  }
-}
-
-void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
-  if (tensor.device() != as.device())
-    throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
-}
-
-void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
-  if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
-}
-
 /// Keys of this library in a group's store.
 constexpr const char* kStorePrefix = "knapformer/";
-/// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 2;
-
 /// The watchdog of one balancer, and the prefix of the keys that its ranks share in the group's store.
 std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup& group) {
   const c10::intrusive_ptr<c10d::Store> store = group.getStore();
@@ -133,29 +73,6 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   }
 }
 
-void add_shape(Fingerprint& fingerprint, const StepShape& shape) {
-  fingerprint.add("micro_batches", std::to_string(shape.num_micro_batches));
-  fingerprint.add("sync", step_sync_name(shape.sync));
-}
-
-/// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
-int64_t hash_of(const Plan& plan) {
-  uint64_t hash = 0;
-  const auto add = [&](int64_t value) {  // as boost::hash_combine, with the last steps of MurmurHash3
-    hash ^= static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15 + (hash << 6) + (hash >> 2);
-    hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccd;
-  };
-  const SequenceLengths& lengths = plan.seq_lens();
-  for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
-  for (const int64_t length : lengths.lens()) add(length);
-  for (const Placement& placement : plan.placements()) add(placement.degree);
-  for (const Chunk& chunk : plan.chunks()) {
-    add(chunk.rank.value);
-    add(chunk.num_tokens);
-  }
-  return static_cast<int64_t>(hash);
-}
-
 /// Of a rank, why its data failed.
 constexpr const char* kFailureNote = "failure";
 
@@ -166,39 +83,12 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
 }  // namespace
 
-struct SequenceBalancer::Step {
-  int64_t number = 0;  // no other step of this process has it
-  Plan plan;
-  RouteTables route;
-  AttentionTables attention;
-  at::Tensor seq_lens = {}, chunk_lens = {};
-  std::vector<at::Tensor> attn_lens = {};  // of each attention level
-  double planning_s = 0;                   // what it took to make all this
-  HeadCounts heads = {};                   // of the last pre_attn
-
-  /// The hashes of the plans that ranks follow, while they are gathered.
-  struct Followed {
-    at::Tensor own, gathered;
-    WorkPtr work;
-  };
-  std::optional<Followed> followed = {};
-
-  struct DeviceTables {
-    at::Device device;
-    std::vector<PackedTable> tables;
-  };
-  /// Of each device that exchanged in this step: an accelerator, the CPU (what hosts read), or both.
-  std::list<DeviceTables> tables = {};
-  /// In DeviceTables. From the last on, one for each attention level of several ranks.
-  static constexpr size_t kTokenTable = 0, kSequenceTable = 1, kFirstLevelTable = 2;
-};
-
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group)
     : options_(std::move(options)) {
   const auto parse = [&](int32_t num_ranks) {
     topology_ = Topology::parse(topology, num_ranks);
-    Fingerprint fingerprint = options_fingerprint();
+    Fingerprint fingerprint = fingerprint_of(options_, topology_);
     feedback_ = StepFeedback(options_.plan.workload.gamma, options_.plan.rank_speed, topology_.num_ranks());
     return fingerprint;
   };
@@ -231,21 +121,6 @@ void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception
 
 SequenceBalancer::~SequenceBalancer() = default;
 
-Fingerprint SequenceBalancer::options_fingerprint() const {
-  const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology_.num_ranks()));
-  // Making a plan checks its input.
-  static_cast<void>(plan_with(options_, topology_, {.lengths = SequenceLengths::from_lists(none)}, 1));
-  Fingerprint fingerprint("SequenceBalancer");
-  fingerprint.add("version", std::to_string(kProtocolVersion));
-  fingerprint.add("topology", topology_.str());
-  PlanInput::for_each_setting(options_.plan,
-                              [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
-  fingerprint.add("solver", options_.solver);
-  fingerprint.add("effort", options_.effort.str());
-  fingerprint.add("mask", options_.mask.str());
-  return fingerprint;
-}
-
 std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                                       const MakeBagGroup& make_bag_group) {
   const BagId id = topology_.bag_of(rank_);
@@ -272,7 +147,7 @@ void SequenceBalancer::report(const std::exception& error) noexcept {
   if (watchdog_) watchdog_->post(error);
 }
 
-SequenceBalancer::Step& SequenceBalancer::step() const {
+PlannedStep& SequenceBalancer::step() const {
   if (!step_) throw StateError("plan_routing: has made no plan, expected one before anything moves");
   return *step_;
 }
@@ -283,27 +158,15 @@ const at::Tensor& SequenceBalancer::seq_lens() const { return step().seq_lens; }
 
 const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_lens; }
 
-const std::vector<PackedTable>& SequenceBalancer::tables_on(at::Device device) {
-  Step& s = step();
-  if (s.followed) check_followed(s);
-  const auto known = std::ranges::find(s.tables, device, &Step::DeviceTables::device);
-  if (known != s.tables.end()) return known->tables;
-  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
-  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
-  std::vector<const ExchangeTable*> tables = {&s.route.tokens, &s.route.sequences};
-  for (const AttentionLevel& level : s.attention.levels) {
-    if (level.degree > 1) tables.push_back(&level.pre_attn);
-  }
-  const ExchangeEngine engine =
-      options_.engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice);
-  return s.tables.emplace_back(Step::DeviceTables{device, pack_tables(tables, engine, device)}).tables;
+const PlannedStep::PackedTables& SequenceBalancer::tables_on(at::Device device) {
+  await_agreement(step());
+  return step().tables_on(device, options_.engine);
 }
 
 Ulysses SequenceBalancer::ulysses_on(at::Device device) {
   Ulysses ulysses{.tables = step().attention, .seq_lens = step().attn_lens, .shared_tables = {}, .group = {}};
   if (bag_) {
-    ulysses.shared_tables = std::span(tables_on(device)).subspan(Step::kFirstLevelTable);
+    ulysses.shared_tables = tables_on(device).shared_levels;
     ulysses.group = bag_->name();
   }
   return ulysses;
@@ -322,31 +185,6 @@ void SequenceBalancer::check_recomputation(std::string_view call) {
   throw StateError(text(call,
                         ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
                         "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
-}
-
-namespace {
-
-PlanInput input_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
-                     int64_t d_model) {
-  PlanInput input = options.plan;
-  input.seq_lens = std::move(gathered.lengths);
-  input.attention_pairs = std::move(gathered.attention_pairs);
-  input.topology = topology;
-  input.d_model = d_model;
-  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
-    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
-  }
-  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
-    int64_t& pairs = input.attention_pairs[s];
-    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
-  }
-  return input;
-}
-
-}  // namespace
-
-Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model) {
-  return make_plan(input_with(options, topology, std::move(gathered), d_model), options.solver, options.effort);
 }
 
 BalancerOptions SequenceBalancer::learned_options() const {
@@ -379,33 +217,19 @@ SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, i
                   .statuses = std::move(gathered.statuses),
                   .observed = std::move(gathered.observed)};
   try {
-    PlanInput input = input_with(options, topology, std::move(gathered), d_model);
+    PlanInput input = plan_input(options, topology, std::move(gathered), d_model);
     if (shape) {
       planned.step_plan = std::make_shared<StepPlan>(knapformer::plan_step(
           {.sequences = std::move(input), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
           options.solver, options.effort));
     } else {
-      planned.step = make_step(make_plan(std::move(input), options.solver, options.effort), rank);
+      planned.step = PlannedStep::make(make_plan(std::move(input), options.solver, options.effort), rank);
       planned.step->planning_s = seconds_since(begin);
     }
   } catch (const ArgumentError& error) {
     planned.refused = error;
   }
   return planned;
-}
-
-std::shared_ptr<SequenceBalancer::Step> SequenceBalancer::make_step(Plan plan, Rank rank) {
-  static std::atomic<int64_t> num_made = 0;
-  const auto begin = Clock::now();
-  RouteTables route = make_route_tables(plan, rank);
-  AttentionTables attention = make_attention_tables(plan, rank);
-  auto step = std::make_shared<Step>(Step{
-      .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
-  step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
-  step->chunk_lens = lengths_tensor(step->route.chunk_lens);
-  for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
-  step->planning_s = seconds_since(begin);
-  return step;
 }
 
 void SequenceBalancer::take_up(Planned planned) {
@@ -421,7 +245,7 @@ void SequenceBalancer::take_up(Planned planned) {
   }
 }
 
-const Plan& SequenceBalancer::take_up(std::shared_ptr<Step> step) {
+const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
   step_ = std::move(step);
   *step_in_backward_ = 0;
   feedback_.begin_plan(step_->plan);
@@ -463,7 +287,7 @@ const Plan& SequenceBalancer::follow_micro_batch(int64_t micro_batch) {
     // Calls repeat from step to step, not from micro-batch to micro-batch.
     if (all_) all_->fingerprints().agree(Fingerprint(text("follow_micro_batch(", micro_batch, ")")));
     before_step_ = traffic();
-    return make_step(step_plan_->plans()[micro_batch], rank_);
+    return PlannedStep::make(step_plan_->plans()[micro_batch], rank_);
   }));
 }
 
@@ -474,30 +298,16 @@ const Plan& SequenceBalancer::follow(const Plan& plan) {
       throw_argument("plan", text("one of ", plan.topology().str(), " on ", plan.num_ranks(), " ranks"),
                      text("one of ", topology_.str(), " on ", num_ranks(), " ranks, as the balancer's"));
     }
-    if (step_ && step_->followed) check_followed(*step_);
+    if (step_) await_agreement(*step_);
     begin_step("follow");
-    std::shared_ptr<Step> step = make_step(plan, rank_);
-    if (all_) {
-      const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(all_->control_device());
-      Step::Followed& followed = step->followed.emplace();
-      followed.own = at::full({1}, hash_of(plan), options);
-      followed.gathered = at::empty({num_ranks()}, options);
-      followed.work = all_->start_all_gather(followed.gathered, followed.own);
-    }
+    std::shared_ptr<PlannedStep> step = PlannedStep::make(plan, rank_);
+    if (all_) step->agreement.emplace(*all_, plan);
     return step;
   }));
 }
 
-void SequenceBalancer::check_followed(Step& step) {
-  all_->wait(*step.followed->work, step.followed->own.device(), "follow", /*on_host=*/true);
-  const at::Tensor hashes = step.followed->gathered.to(at::kCPU);
-  step.followed.reset();
-  const std::span<const int64_t> of_ranks(hashes.const_data_ptr<int64_t>(), static_cast<size_t>(hashes.numel()));
-  const auto other = std::ranges::find_if(of_ranks, [&](int64_t hash) { return hash != of_ranks[0]; });
-  if (other != of_ranks.end()) {
-    throw_argument("plan", text("one on rank ", other - of_ranks.begin(), " that differs from that on rank 0"),
-                   "the same plan on all ranks");
-  }
+void SequenceBalancer::await_agreement(PlannedStep& step) {
+  if (step.agreement) std::exchange(step.agreement, std::nullopt)->await(*all_);
 }
 
 std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens,
@@ -673,7 +483,7 @@ StepMetrics SequenceBalancer::metrics() {
 SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::TensorList features,
                                                  at::TensorList sequence_features) {
   return collective([&]() -> Routed {
-    Step& s = step();
+    PlannedStep& s = step();
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     check_has_memory(x, "x");
     std::string label = "route(x";
@@ -693,13 +503,12 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
               .features = as_views(features),
               .sequence_features = as_views(sequence_features)};
     }
-    const std::vector<PackedTable>& tables = tables_on(x.device());
+    const PlannedStep::PackedTables& tables = tables_on(x.device());
     std::vector<at::Tensor> of_tokens = {x};
     of_tokens.insert(of_tokens.end(), features.begin(), features.end());
     ExchangeArguments arguments{.group = all_->name(), .label = label + ")"};
-    arguments.add(tables[Step::kTokenTable], of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
-    arguments.add(tables[Step::kSequenceTable], sequence_features.vec(),
-                  std::vector(sequence_features.size(), HeadRole::kNone));
+    arguments.add(tables.tokens, of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
+    arguments.add(tables.sequences, sequence_features.vec(), std::vector(sequence_features.size(), HeadRole::kNone));
     const std::vector<at::Tensor> moved = exchange(std::move(arguments));
     const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
     return {.chunk_lens = s.chunk_lens,
@@ -711,13 +520,13 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
 
 SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) {
   return collective([&]() -> Returned {
-    Step& s = step();
+    PlannedStep& s = step();
     check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
     check_has_memory(x, "x");
     Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
     if (!is_identity(s.route.tokens)) {
       ExchangeArguments arguments{.group = all_->name(), .label = "reverse_route(x)"};
-      arguments.add(tables_on(x.device())[Step::kTokenTable].inverse(), {x}, {HeadRole::kNone});
+      arguments.add(tables_on(x.device()).tokens.inverse(), {x}, {HeadRole::kNone});
       returned.x = exchange(std::move(arguments))[0];
     }
     watch_backward(returned.x);
@@ -760,7 +569,7 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
                                                              const at::Tensor& v) {
   return collective([&]() -> AttentionInputs {
-    Step& s = step();
+    PlannedStep& s = step();
     check_flat("pre_attn");
     check_recomputation("pre_attn");
     check_attention_inputs(q, k, v);
@@ -778,7 +587,7 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
 
 SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& o) {
   AttentionOutput output = collective([&]() -> AttentionOutput {
-    Step& s = step();
+    PlannedStep& s = step();
     check_flat("post_attn");
     if (s.heads.num_heads == 0)
       throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");

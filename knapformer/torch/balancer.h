@@ -43,44 +43,21 @@
 #include <vector>
 
 #include "knapformer/core/model/mask.h"
-#include "knapformer/core/plan/exchange_table.h"
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/plan/step_plan.h"
-#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/attention.h"
+#include "knapformer/torch/balancer_options.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/comm/gather_lengths.h"
-#include "knapformer/torch/exchange/exchange.h"
 #include "knapformer/torch/feedback.h"
+#include "knapformer/torch/planned_step.h"
 #include "knapformer/torch/samples.h"
 
 namespace knapformer {
 
-/// How to plan, the same on all ranks.
-struct BalancerOptions {
-  /// Without lengths, their pairs, topology and width: the balancer fills these in.
-  PlanInput plan = {};
-  /// As in make_plan.
-  std::string solver = std::string(planners().front().name);
-  Effort effort = {};
-  /// Of all sequences.
-  Mask mask = {};
-  /// Unset: the CPU engine for CPU tensors, the device engine for others.
-  std::optional<ExchangeEngine> engine = std::nullopt;
-};
-
 /// What a training loop may log of a step, by name. SequenceBalancer::metrics lists the names.
 using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
-
-/// Into how many micro-batches an optimizer step is planned, the same on all ranks.
-struct StepShape {
-  int32_t num_micro_batches = 1;
-  StepSync sync = StepSync::kMicroBatch;
-};
-
-/// The plan that these options make.
-Plan plan_with(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered, int64_t d_model);
 
 /// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
 /// ranks alone, and not for bags of one.
@@ -219,10 +196,9 @@ class SequenceBalancer {
   int32_t num_ranks() const { return topology_.num_ranks(); }
 
  private:
-  struct Step;  // what a plan leaves for the calls after it
   struct Planned {
     // One of the three; none where lengths have to be gathered once more.
-    std::shared_ptr<Step> step;
+    std::shared_ptr<PlannedStep> step;
     std::shared_ptr<const StepPlan> step_plan;
     std::optional<ArgumentError> refused;  // no plan can be made, on any rank
 
@@ -236,8 +212,6 @@ class SequenceBalancer {
     double waited_s = 0;
   };
 
-  /// What ranks must agree on, or they would plan differently. Throws ArgumentError where an option is wrong.
-  Fingerprint options_fingerprint() const;
   std::shared_ptr<CommGroup> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
                                       const MakeBagGroup& make_bag_group);
   /// The options with what was learned from steps in them.
@@ -246,7 +220,6 @@ class SequenceBalancer {
   /// The part of planning that needs no other rank. On any thread.
   static Planned plan_for(GatheredLengths gathered, int64_t d_model, const Topology& topology,
                           const BalancerOptions& options, Rank rank, const std::optional<StepShape>& shape);
-  static std::shared_ptr<Step> make_step(Plan plan, Rank rank);
   Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
                           std::span<const Mask> masks, const std::optional<StepShape>& shape);
   /// Waits for what was started. Collective where lengths did not fit.
@@ -254,12 +227,12 @@ class SequenceBalancer {
   Planned finish(PlanningAhead& ahead);
   /// Makes it the plan in force, or the step whose micro-batches are followed. Throws where there is none.
   void take_up(Planned planned);
-  const Plan& take_up(std::shared_ptr<Step> step);
-  /// Waits until it is known that all ranks follow the plan of this step.
-  void check_followed(Step& step);
+  const Plan& take_up(std::shared_ptr<PlannedStep> step);
+  /// Waits until it is known that all ranks follow the same plan in this step.
+  void await_agreement(PlannedStep& step);
   Traffic traffic() const;
-  Step& step() const;
-  const std::vector<PackedTable>& tables_on(at::Device device);
+  PlannedStep& step() const;
+  const PlannedStep::PackedTables& tables_on(at::Device device);
   /// Notes in step_in_backward_ when a backward pass comes by `output`, which is of the present step.
   void watch_backward(const at::Tensor& output);
   /// Attention that is computed again in a backward pass (activation checkpointing) goes by the plan in force. Throws
@@ -278,7 +251,7 @@ class SequenceBalancer {
   std::shared_ptr<CommGroup> all_;
   std::shared_ptr<LengthGatherer> gatherer_;
   std::shared_ptr<CommGroup> bag_;  // null in a bag of one
-  std::shared_ptr<Step> step_;
+  std::shared_ptr<PlannedStep> step_;
   std::shared_ptr<const StepPlan> step_plan_;
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.

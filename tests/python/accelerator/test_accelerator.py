@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator.ranks import balancers_agree, loader_agrees, models_agree
+from accelerator.device_ranks import balancers_agree, loader_agrees, models_agree
 from distributed.ranks import run_ranks
 
 TOPOLOGIES = {1: ["g1n1"], 2: ["g1n2", "g2n1", "g2/1n1"], 4: ["g4n1", "g4/2/1n1", "g2n2", "g1n2+g2n1"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simulated_device as sim
 import torch
-from accelerator.ranks import a_missing_wait, an_input_overwritten_too_soon
+from accelerator.device_ranks import a_missing_wait, an_input_overwritten_too_soon
 from distributed.ranks import run_ranks
 
 TESTS = Path(__file__).parents[1]

@@ -1,0 +1,77 @@
+#include "knapformer/torch/balancer_options.h"
+
+#include <charconv>
+#include <vector>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Changes with what ranks say to each other: ranks of different versions do not work together.
+constexpr int32_t kProtocolVersion = 2;
+
+/// Of the shortest text that reads back as the same number.
+std::string exact_text(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  KNAPFORMER_ASSERT(error == std::errc());
+  return {buffer, end};
+}
+
+template <class T>
+void add_setting(Fingerprint& fingerprint, const std::string& name, const T& value) {
+  if constexpr (IsRecord<T>) {
+    for_each_field<T>([&](const auto& f) { add_setting(fingerprint, name + "." + f.name, value.*f.member); });
+  } else if constexpr (std::is_same_v<T, StepMode>) {
+    fingerprint.add(name, step_mode_name(value));
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    fingerprint.add(name, exact_text(static_cast<double>(value)));
+  } else {  // a list of numbers
+    std::string numbers;
+    for (const double number : value) numbers += exact_text(number) + ' ';
+    fingerprint.add(name, numbers);
+  }
+}
+
+}  // namespace
+
+PlanInput plan_input(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
+                     int64_t d_model) {
+  PlanInput input = options.plan;
+  input.seq_lens = std::move(gathered.lengths);
+  input.attention_pairs = std::move(gathered.attention_pairs);
+  input.topology = topology;
+  input.d_model = d_model;
+  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
+    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
+  }
+  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
+    int64_t& pairs = input.attention_pairs[s];
+    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
+  }
+  return input;
+}
+
+Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology) {
+  const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology.num_ranks()));
+  // Making a plan checks its input.
+  static_cast<void>(make_plan(plan_input(options, topology, {.lengths = SequenceLengths::from_lists(none)}, 1),
+                              options.solver, options.effort));
+  Fingerprint fingerprint("SequenceBalancer");
+  fingerprint.add("version", std::to_string(kProtocolVersion));
+  fingerprint.add("topology", topology.str());
+  PlanInput::for_each_setting(options.plan,
+                              [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
+  fingerprint.add("solver", options.solver);
+  fingerprint.add("effort", options.effort.str());
+  fingerprint.add("mask", options.mask.str());
+  return fingerprint;
+}
+
+void add_shape(Fingerprint& fingerprint, const StepShape& shape) {
+  fingerprint.add("micro_batches", std::to_string(shape.num_micro_batches));
+  fingerprint.add("sync", step_sync_name(shape.sync));
+}
+
+}  // namespace knapformer

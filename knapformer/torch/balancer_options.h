@@ -1,0 +1,47 @@
+// How a balancer plans: its options, and what of them ranks must agree on.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "knapformer/core/model/mask.h"
+#include "knapformer/core/plan/plan.h"
+#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/planners/planner.h"
+#include "knapformer/torch/comm/fingerprint.h"
+#include "knapformer/torch/comm/gather_lengths.h"
+#include "knapformer/torch/exchange/exchange.h"
+
+namespace knapformer {
+
+/// How to plan, the same on all ranks.
+struct BalancerOptions {
+  /// Without lengths, their pairs, topology and width: the balancer fills these in.
+  PlanInput plan = {};
+  /// As in make_plan.
+  std::string solver = std::string(planners().front().name);
+  Effort effort = {};
+  /// Of all sequences.
+  Mask mask = {};
+  /// Unset: the CPU engine for CPU tensors, the device engine for others.
+  std::optional<ExchangeEngine> engine = std::nullopt;
+};
+
+/// Into how many micro-batches an optimizer step is planned, the same on all ranks.
+struct StepShape {
+  int32_t num_micro_batches = 1;
+  StepSync sync = StepSync::kMicroBatch;
+};
+
+/// What a plan of these lengths is made from.
+PlanInput plan_input(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
+                     int64_t d_model);
+
+/// Of a balancer with these options: ranks of different ones would plan differently. Throws ArgumentError where an
+/// option is wrong.
+Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology);
+
+void add_shape(Fingerprint& fingerprint, const StepShape& shape);
+
+}  // namespace knapformer

@@ -1,0 +1,94 @@
+#include "knapformer/torch/planned_step.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <iterator>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+at::Tensor lengths_tensor(std::span<const int64_t> lens) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
+  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
+  return tensor;
+}
+
+/// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
+int64_t hash_of(const Plan& plan) {
+  uint64_t hash = 0;
+  const auto add = [&](int64_t value) {  // as boost::hash_combine, with the last steps of MurmurHash3
+    hash ^= static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15 + (hash << 6) + (hash >> 2);
+    hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccd;
+  };
+  const SequenceLengths& lengths = plan.seq_lens();
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
+  for (const int64_t length : lengths.lens()) add(length);
+  for (const Placement& placement : plan.placements()) add(placement.degree);
+  for (const Chunk& chunk : plan.chunks()) {
+    add(chunk.rank.value);
+    add(chunk.num_tokens);
+  }
+  return static_cast<int64_t>(hash);
+}
+
+}  // namespace
+
+PlanAgreement::PlanAgreement(CommGroup& group, const Plan& plan) {
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(group.control_device());
+  own_ = at::full({1}, hash_of(plan), options);
+  gathered_ = at::empty({group.num_ranks()}, options);
+  work_ = group.start_all_gather(gathered_, own_);
+}
+
+void PlanAgreement::await(CommGroup& group) {
+  group.wait(*work_, own_.device(), "follow", /*on_host=*/true);
+  const at::Tensor hashes = gathered_.to(at::kCPU);
+  const std::span<const int64_t> of_ranks(hashes.const_data_ptr<int64_t>(), static_cast<size_t>(hashes.numel()));
+  const auto other = std::ranges::find_if(of_ranks, [&](int64_t hash) { return hash != of_ranks[0]; });
+  if (other != of_ranks.end()) {
+    throw_argument("plan", text("one on rank ", other - of_ranks.begin(), " that differs from that on rank 0"),
+                   "the same plan on all ranks");
+  }
+}
+
+std::shared_ptr<PlannedStep> PlannedStep::make(Plan plan, Rank rank) {
+  static std::atomic<int64_t> num_made = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  RouteTables route = make_route_tables(plan, rank);
+  AttentionTables attention = make_attention_tables(plan, rank);
+  auto step = std::make_shared<PlannedStep>(PlannedStep{
+      .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+  step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
+  step->chunk_lens = lengths_tensor(step->route.chunk_lens);
+  for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
+  step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return step;
+}
+
+const PlannedStep::PackedTables& PlannedStep::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
+  const auto known = std::ranges::find(packed, device, &TablesOnDevice::device);
+  if (known != packed.end()) return known->tables;
+  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
+  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+  std::vector<const ExchangeTable*> tables = {&route.tokens, &route.sequences};
+  for (const AttentionLevel& level : attention.levels) {
+    if (level.degree > 1) tables.push_back(&level.pre_attn);
+  }
+  std::vector<PackedTable> all =
+      pack_tables(tables, engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice), device);
+  const auto first_level = all.begin() + 2;
+  PackedTables named{.tokens = std::move(all[0]),
+                     .sequences = std::move(all[1]),
+                     .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
+  return packed.emplace_back(device, std::move(named)).tables;
+}
+
+}  // namespace knapformer
