@@ -4,6 +4,7 @@
 #   make test     every test, C++ and Python
 #   make sanitize the core's tests under the address and undefined-behaviour sanitizers
 #   make faults   what other ranks see when one fails: every fault in every call
+#   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
 #   make lint     formatters, linters and the order of includes
 #   make format   lets the formatters have their way
 #   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize faults lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize faults exactness lint format bench dev clean
 .NOTPARALLEL:
 
 help:
@@ -90,6 +91,9 @@ sanitize: $(VENV)/.dependencies
 
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
+
+exactness: $(VENV)/.installed
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
 
 # Formatters and linters; warnings are errors.
 CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')
