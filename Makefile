@@ -1,14 +1,14 @@
 # The README's two commands are `make demo` and `make test`; both set up what they need in .venv first.
 #
-#   make demo     the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
-#   make test     every test, C++ and Python
-#   make sanitize the core's tests under the address and undefined-behaviour sanitizers
-#   make faults   what other ranks see when one fails: every fault in every call
+#   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
+#   make test       every test, C++ and Python
+#   make sanitize   the core's tests under the address and undefined-behaviour sanitizers
+#   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
-#   make lint     formatters, linters and the order of includes
-#   make format   lets the formatters have their way
-#   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
-#   make dev      builds the extension modules in place, for PYTHONPATH=python
+#   make lint       formatters, linters and the order of includes
+#   make format     lets the formatters have their way
+#   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make dev        builds the extension modules in place, for PYTHONPATH=python
 PYTHON ?= python3
 # Any torch from 2.11 on serves. On Linux the package index's plain `torch` brings CUDA with it (gigabytes).
 TORCH ?= torch==2.13.0
@@ -74,12 +74,15 @@ test-cpp: $(VENV)/.dependencies
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target core_tests torch_tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
+# Much of a test is waiting for ranks to start: files run side by side. Four at most, since some start eight ranks.
+PYTEST_JOBS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 # The simulated accelerator of tests/python/accelerator is built here.
 test-python: $(VENV)/.installed
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
 
 # The core under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.dependencies
