@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, TrainedModel, solver_names
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, StepPlan, TrainedModel, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS, MAX_SEQUENCE_TOKENS
 from knapformer.installed_torch import torch_problem
 from knapformer.json_file import parse_json, read_json
@@ -131,6 +131,12 @@ def batches_of_step(step: int, num_micro_batches: int) -> range:
 def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
     """Of each rank its sequences in all micro-batches, one batch after another."""
     return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
+
+
+def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
+    """[micro-batch][rank]: of each rank its sequences of a step in consecutive parts, as even as may be."""
+    cuts = [[len(lens) * part // count for part in range(count + 1)] for lens in lengths]
+    return [[list(lens[of[k] : of[k + 1]]) for lens, of in zip(lengths, cuts, strict=True)] for k in range(count)]
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:
@@ -375,9 +381,14 @@ def add_plan(source: argparse._ActionsContainer) -> None:
     source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
 
 
-def read_plan(path: str) -> Plan:
-    """Raises ArgumentError, OSError."""
-    return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+def read_plan(path: str) -> Plan | StepPlan:
+    """Of a micro-batch, or of a step of several. Raises ArgumentError, OSError."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    content: Any = None
+    with contextlib.suppress(ArgumentError):  # what is no JSON is Plan's to complain of
+        content = parse_json(text.encode(), path)
+    is_step = isinstance(content, dict) and str(content.get("format")).startswith("knapformer.step_plan/")
+    return StepPlan.from_json(text) if is_step else Plan.from_json(text)
 
 
 def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 import knapformer
-from knapformer import ArgumentError, Plan, StepPlan
+from knapformer import Plan, StepPlan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically
 from knapformer.tools.report import write_report
@@ -50,10 +50,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    if args.micro_batches is not None and args.report is not None:
-        raise ArgumentError(
-            "--report: got one with --micro-batches, expected none: it shows the plan of one micro-batch"
-        )
     keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cli_args.limits(args)}
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)

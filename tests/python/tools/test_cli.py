@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import json
 import os
 import re
 import statistics
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from knapformer.tools.cli import main
 
 import knapformer
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, TrainedModel, _core, plan, rank_topologies
+from knapformer import (
+    ArgumentError,
+    Cluster,
+    DataMix,
+    Plan,
+    StepPlan,
+    TrainedModel,
+    _core,
+    plan,
+    predict_step,
+    rank_topologies,
+)
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -62,10 +76,41 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     assert ("once a step" if sync == "step" else "in every micro-batch") in out
 
 
-def test_plan_of_a_whole_step_has_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "2", "--report", str(tmp_path / "x.html")]
-    status, _, err = run(capsys, *args)
-    assert status == 2 and "--report: got one with --micro-batches" in err and not os.listdir(tmp_path)
+def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, path = tmp_path / "x.html", tmp_path / "step.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--report", str(page), "--json", str(path)]
+    assert run(capsys, *args)[0] == 0
+    step, shown = StepPlan.from_json(path.read_text()), page.read_text()
+    step_s = [predict_step(of).total_s for of in step.plans]
+    longest = step_s.index(max(step_s))
+    assert f"of 3 micro-batches, number {longest} in detail" in shown
+    assert f"{sum(step_s):.3g} s</b>" in shown
+    # Every rank's work in every micro-batch is drawn.
+    rows = charts_of(shown)[0]["data"][0]["z"]
+    mean = sum(sum(of.workload_after) for of in step.plans) / 96
+    for row, of in zip(rows_of(rows), step.plans, strict=True):
+        assert row == pytest.approx([work / mean for work in of.workload_after])
+    # A command that shows a micro-batch says where to go with a step.
+    status, _, err = run(capsys, "report", str(path), "--output", str(page))
+    assert status == 2 and "got the plan of a step" in err
+
+
+def charts_of(page: str) -> list[dict[str, Any]]:
+    """Of a report, in the order of the page."""
+    at = page.index('{"chart0": ')
+    charts, _ = json.JSONDecoder().raw_decode(page[at:].replace("<\\/", "</"))
+    return list(charts.values())
+
+
+def rows_of(matrix: Any) -> list[list[float]]:
+    """As plotly writes it: as lists, or as base64 with its type and shape."""
+    if isinstance(matrix, list):
+        return matrix
+    rows, columns = map(int, matrix["shape"].split(","))
+    assert matrix["dtype"] == "f8"
+    values = struct.unpack(f"<{rows * columns}d", base64.b64decode(matrix["bdata"]))
+    return [list(values[i * columns : (i + 1) * columns]) for i in range(rows)]
 
 
 def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ model (docs/cluster_model.md); ranks wait for each other in every micro-batch, a
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,7 @@ from functools import cached_property
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
-
-Lengths = list[list[int]]  # for each rank those of its samples, in tokens
+from knapformer.tools.cli_args import Lengths, micro_batches_of_step
 
 
 @dataclass(frozen=True)
@@ -103,23 +101,11 @@ class Alternative:
     ours: bool = False
 
 
-def _micro_batches(lens: Sequence[int], count: int) -> list[list[int]]:
-    """A rank's samples in consecutive parts, as even as may be."""
-    cuts = [len(lens) * part // count for part in range(count + 1)]
-    return [list(lens[a:b]) for a, b in itertools.pairwise(cuts)]
-
-
-def _in_order(step: Lengths, count: int) -> list[Lengths]:
-    """[micro-batch][rank]."""
-    parts = [_micro_batches(lens, count) for lens in step]
-    return [[part[micro_batch] for part in parts] for micro_batch in range(count)]
-
-
 def as_drawn(draw: Draw) -> Iterator[Step]:
     """Each rank computes what it drew, packed without padding."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -128,7 +114,7 @@ def one_by_one(draw: Draw) -> Iterator[Step]:
     """A micro-batch of one sample on each rank, as often as it takes."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, max(1, *map(len, lengths))):
+        for micro_batch in micro_batches_of_step(lengths, max(1, *map(len, lengths))):
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -208,7 +194,7 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
     def steps(draw: Draw) -> Iterator[Step]:
         for lengths in draw.steps:
             step = Step()
-            for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+            for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
                 step.add(
                     plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
                 )
@@ -221,7 +207,7 @@ def longest_first(draw: Draw) -> Iterator[Step]:
     """Each micro-batch's samples, the longest first, to the rank that has the least."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
             step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
         yield step
 
@@ -282,7 +268,9 @@ def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative
 
 def _topologies(setting: Setting, steps: Sequence[Lengths], count: int = 2) -> list[str]:
     """The best that share sequences."""
-    batches = [micro_batch for step in steps[:2] for micro_batch in _in_order(step, setting.micro_batches)][:4]
+    batches = [micro_batch for step in steps[:2] for micro_batch in micro_batches_of_step(step, setting.micro_batches)][
+        :4
+    ]
     ranked = knapformer.rank_topologies(
         batches, setting.d_model, setting.gamma, cluster=setting.cluster, model=setting.model.replace(routed=True)
     )
