@@ -1,13 +1,14 @@
 """`balance`: a diffusers transformer that takes samples of any sizes, packed, and balances them over ranks.
 
-In place: `forward` of the model and of its blocks is replaced on these objects, and nowhere else. A call with a list of
-samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they were, and a
-packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as it did.
+In place: `forward` of the model, its blocks and its last norm is replaced on these objects, and nowhere else. A call
+with a list of samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they
+were, and a packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as
+it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from knapformer import StateError
-from knapformer.adapters.adapter import Adapter, Chunks, PackedBlock, original_of
+from knapformer.adapters.adapter import Adapter, Packed, PackedForward, original_of
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
@@ -28,7 +29,7 @@ _STATE = "_knapformer"
 
 
 class _Balanced:
-    """Of a model or one of its blocks: what a packed call takes, and the `forward` that was there before.
+    """Of a model or one of its modules: what a packed call takes, and the `forward` that was there before.
 
     A deep copy of a module shares it: a balancer is not copied.
     """
@@ -37,7 +38,7 @@ class _Balanced:
         self.own_forward = own_forward  # on the object itself; None: its class's
         self.adapter: Adapter
         self.balancer: SequenceBalancer | None
-        self.packed_block: PackedBlock
+        self.packed_forward: PackedForward
         self.__dict__.update(parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Balanced:
@@ -71,9 +72,8 @@ def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
     _replace(model, _model_forward, adapter=adapter, balancer=balancer)
-    for name, packed_block in adapter.blocks.items():
-        for block in getattr(model, name):
-            _replace(original_of(block), _block_forward, packed_block=packed_block)
+    for module, packed_forward in _modules_of(model, adapter_class):
+        _replace(module, _module_forward, packed_forward=packed_forward)
     return transformer
 
 
@@ -81,10 +81,18 @@ def unbalance(transformer: Model) -> Model:
     """Undoes `balance`, in place. A model that is not balanced stays as it is."""
     model, adapter_class = find_model(transformer)
     _restore(model)
-    for name in adapter_class.blocks:
-        for block in getattr(model, name):
-            _restore(original_of(block))
+    for module, _ in _modules_of(model, adapter_class):
+        _restore(module)
     return transformer
+
+
+def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:
+    """The model's modules that a packed call goes through, and what they compute there."""
+    for name, packed_forward in adapter.blocks.items():
+        for block in getattr(model, name):
+            yield original_of(block), packed_forward
+    for name, packed_forward in adapter.modules.items():
+        yield original_of(getattr(model, name)), packed_forward
 
 
 def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
@@ -96,7 +104,7 @@ def _restore(module: nn.Module) -> None:
     state: _Balanced | None = module.__dict__.pop(_STATE, None)
     if state is None:
         return
-    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _block_forward):
+    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
         module.__dict__[_STATE] = state
         raise StateError("transformer: its forward was replaced after balance(); undo that first")
     del module.__dict__["forward"]
@@ -109,10 +117,10 @@ def _own_forward(module: nn.Module) -> Any:
     return state.own_forward or MethodType(type(module).forward, module)
 
 
-def _block_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[-1], Chunks):
-        return block.__dict__[_STATE].packed_block(block, *args)
-    return _own_forward(block)(*args, **kwargs)
+def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[-1], Packed):
+        return module.__dict__[_STATE].packed_forward(module, *args)
+    return _own_forward(module)(*args, **kwargs)
 
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

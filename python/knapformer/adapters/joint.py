@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, split_predictions
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, split_predictions
 from knapformer.adapters.backend import BackendStep
 from knapformer.models.layers import rotate
 from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
@@ -27,7 +27,15 @@ class JointChunks(Chunks):
     rotation: Tensor | None  # (chunk tokens, 1, pairs) complex
 
 
+def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    """As AdaLayerNormContinuous.forward, with a row of modulation for each sample."""
+    scale, shift = adaptive_rows(norm, cond, 2)
+    return modulate(norm.norm(x), shift, scale, packed.of_token)
+
+
 class JointAdapter(Adapter):
+    modules = {"norm_out": final_norm}  # noqa: RUF012
+
     def home(
         self,
         text: Tensor,
@@ -76,9 +84,7 @@ class JointAdapter(Adapter):
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         streams, image_lens, cond = home.rest
         _, image = streams.split(x)
-        scale, shift = adaptive_rows(model.norm_out, cond, 2)
-        image = modulate(model.norm_out.norm(image), shift, scale, segment_index(image_lens, image.device))
-        out = model.proj_out(image)
+        out = model.proj_out(model.norm_out(image, cond, Packed(segment_index(image_lens, image.device))))
         return split_predictions(out, image_lens), out
 
 
