@@ -64,6 +64,8 @@ class Adapter(ABC):
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
+    # Where all arguments of the model's own forward have a batch as their first dimension: their names.
+    batched: ClassVar[tuple[str, ...]] = ()
     # Of each list of blocks the packed forward of its blocks; and which modules of a block attend, by name.
     blocks: ClassVar[dict[str, PackedForward]]
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
@@ -114,9 +116,10 @@ class Adapter(ABC):
 
 
 def original_of(block: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, or itself."""
-    original: nn.Module = getattr(block, "_orig_mod", block)
-    return original
+    """The module inside the wrappers of torch.compile and of activation checkpointing, or itself."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        block = getattr(block, name, block)
+    return block
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:

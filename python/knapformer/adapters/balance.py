@@ -8,6 +8,7 @@ it did.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from knapformer import StateError
+from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter, Packed, PackedForward, original_of
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.registry import find_model
@@ -38,6 +39,7 @@ class _Balanced:
         self.own_forward = own_forward  # on the object itself; None: its class's
         self.adapter: Adapter
         self.balancer: SequenceBalancer | None
+        self.batches: bool
         self.packed_forward: PackedForward
         self.__dict__.update(parts)
 
@@ -45,8 +47,10 @@ class _Balanced:
         return self
 
 
-def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512) -> Model:
-    """Lets a transformer of diffusers take a list of samples of any sizes in one call, packed, without padding.
+def balance(
+    transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512, batches: bool = False
+) -> Model:
+    """Lets a transformer of diffusers or torchtitan take a list of samples of any sizes in one call, without padding.
 
         knapformer.balance(transformer, balancer)
         predictions = transformer(samples)
@@ -63,6 +67,8 @@ def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max
         None: the samples of this rank alone, as with a BalancedBatchSampler.
     max_text_tokens: of models that cross-attend to their text: the room of a text while it travels. The same on all
         ranks.
+    batches: of torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
+        trainer whose batches have one size each, and other sizes on other ranks, is balanced as it is.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
     StateError where the model is set to compute what a packed call cannot, such as another attention processor.
@@ -71,7 +77,11 @@ def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max
     unbalance(model)
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
-    _replace(model, _model_forward, adapter=adapter, balancer=balancer)
+    if batches and not adapter.batched:
+        raise ArgumentError(
+            f"batches: got True for {type(model).__name__}, expected False: its own calls are not split into samples"
+        )
+    _replace(model, _model_forward, adapter=adapter, balancer=balancer, batches=batches)
     for module, packed_forward in _modules_of(model, adapter_class):
         _replace(module, _module_forward, packed_forward=packed_forward)
     return transformer
@@ -126,23 +136,43 @@ def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], (list, tuple)):
         return _packed_call(model, *args, **kwargs)
-    return _own_forward(model)(*args, **kwargs)
+    state: _Balanced = model.__dict__[_STATE]
+    if not state.batches:
+        return _own_forward(model)(*args, **kwargs)
+    with _reported(state.balancer):
+        samples = _samples_of_batch(dict(zip(state.adapter.batched, args, strict=False)) | kwargs)
+    return torch.cat(list(_packed_call(model, samples)))
+
+
+def _samples_of_batch(batch: dict[str, Any]) -> list[Sample]:
+    sizes = {name: len(value) if isinstance(value, torch.Tensor) and value.ndim else 0 for name, value in batch.items()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ArgumentError(f"forward: got batches of {sizes}, expected a tensor each, of one number of samples")
+    rows = zip(*(value.split(1) for value in batch.values()), strict=True)
+    return [dict(zip(batch, row, strict=True)) for row in rows]
+
+
+@contextlib.contextmanager
+def _reported(balancer: SequenceBalancer | None) -> Iterator[None]:
+    """Tells an error to the ranks that wait for this one's lengths."""
+    try:
+        yield
+    except Exception as error:
+        if balancer is not None:
+            balancer.report(str(error))
+        raise
 
 
 def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False) -> Predictions:
     state: _Balanced = model.__dict__[_STATE]
     adapter, balancer = state.adapter, state.balancer
-    try:
+    with _reported(balancer):
         adapter.check(model)
         like = adapter.input_weight(model)
         home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
-    except Exception as error:
-        if balancer is not None:
-            balancer.report(str(error))  # to the ranks that wait for this one's lengths
-        raise
 
     def run(block: nn.Module, *args: Any) -> Any:
-        if torch.is_grad_enabled() and model.gradient_checkpointing:
+        if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
