@@ -3,6 +3,7 @@
 #   make demo     the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test     every test, C++ and Python
 #   make sanitize the core's tests under the address and undefined-behaviour sanitizers
+#   make fuzz     fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults   what other ranks see when one fails: every fault in every call
 #   make lint     formatters, linters and the order of includes
 #   make format   lets the formatters have their way
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize faults lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults lint format bench dev clean
 .NOTPARALLEL:
 
 help:
@@ -87,6 +88,17 @@ sanitize: $(VENV)/.dependencies
 	    -DKNAPFORMER_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(CMAKE) --build build/sanitize -j $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
+
+# libFuzzer on the core, under the same sanitizers; then generated command lines. Inputs that reach new code are kept in
+# build/fuzz/found.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.installed
+	$(NEED) clang
+	$(CONFIGURE) -B build/fuzz -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
+	    -DCMAKE_CXX_COMPILER=clang++ -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(CMAKE) --build build/fuzz -j $(JOBS) --target fuzz_core
+	sh tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
+	KNAPFORMER_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --timeout=0 tests/python/tools/test_command_lines.py -k longer
 
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
