@@ -5,6 +5,7 @@
 #   make sanitize the core's tests under the address and undefined-behaviour sanitizers
 #   make fuzz     fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults   what other ranks see when one fails: every fault in every call
+#   make soak     SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
 #   make lint     formatters, linters and the order of includes
 #   make format   lets the formatters have their way
 #   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults soak lint format bench dev clean
 .NOTPARALLEL:
 
 help:
@@ -102,6 +103,10 @@ fuzz: $(VENV)/.installed
 
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
+
+SOAK_STEPS ?= 100000
+soak: $(VENV)/.installed
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/soak.py --steps $(SOAK_STEPS)
 
 # Formatters and linters; warnings are errors.
 CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')
