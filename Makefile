@@ -9,6 +9,8 @@
 #   make lint     formatters, linters and the order of includes
 #   make format   lets the formatters have their way
 #   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make docs     the site, in build/site: pages, README, references; every link is checked
+#   make wheels   an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
 #   make dev      builds the extension modules in place, for PYTHONPATH=python
 PYTHON ?= python3
 # Any torch from 2.11 on serves. On Linux the package index's plain `torch` brings CUDA with it (gigabytes).
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults soak lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults soak lint format bench docs wheels dev clean
 .NOTPARALLEL:
 
 help:
@@ -149,6 +151,25 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group docs
+	touch $@
+
+# The reference of Python reads the stubs, which the build makes.
+docs: $(VENV)/.installed $(VENV)/.docs
+	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.package: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group package
+	touch $@
+
+# Interpreters that the planner's wheels are for; folders of site-packages with a torch that the others are for.
+PYTHONS ?= $(PYTHON)
+TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
+wheels: $(VENV)/.dependencies $(VENV)/.package
+	$(BIN)/python tests/package/wheels.py --python $(PYTHONS) --torch $(TORCHES)
 
 clean:
 	rm -rf build
