@@ -3,11 +3,15 @@
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test       every test, C++ and Python
 #   make sanitize   the core's tests under the address and undefined-behaviour sanitizers
+#   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
+#   make soak       SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
 #   make lint       formatters, linters and the order of includes
 #   make format     lets the formatters have their way
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make docs       the site, in build/site: pages, README, references; every link is checked
+#   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
 #   make dev        builds the extension modules in place, for PYTHONPATH=python
 PYTHON ?= python3
 # Any torch from 2.11 on serves. On Linux the package index's plain `torch` brings CUDA with it (gigabytes).
@@ -17,7 +21,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize faults exactness lint format bench dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint format bench docs wheels dev clean
 .NOTPARALLEL:
 
 help:
@@ -92,11 +96,26 @@ sanitize: $(VENV)/.dependencies
 	$(CMAKE) --build build/sanitize -j $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
 
+# libFuzzer on the core, under the same sanitizers; then generated command lines. Inputs that reach new code are kept in
+# build/fuzz/found.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.installed
+	$(NEED) clang
+	$(CONFIGURE) -B build/fuzz -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
+	    -DCMAKE_CXX_COMPILER=clang++ -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(CMAKE) --build build/fuzz -j $(JOBS) --target fuzz_core
+	sh tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
+	KNAPFORMER_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --timeout=0 tests/python/tools/test_command_lines.py -k longer
+
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
 
 exactness: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
+
+SOAK_STEPS ?= 100000
+soak: $(VENV)/.installed
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/soak.py --steps $(SOAK_STEPS)
 
 # Formatters and linters; warnings are errors.
 CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')
@@ -139,6 +158,25 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group docs
+	touch $@
+
+# The reference of Python reads the stubs, which the build makes.
+docs: $(VENV)/.installed $(VENV)/.docs
+	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.package: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group package
+	touch $@
+
+# Interpreters that the planner's wheels are for; folders of site-packages with a torch that the others are for.
+PYTHONS ?= $(PYTHON)
+TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
+wheels: $(VENV)/.dependencies $(VENV)/.package
+	$(BIN)/python tests/package/wheels.py --python $(PYTHONS) --torch $(TORCHES)
 
 clean:
 	rm -rf build

@@ -4,12 +4,21 @@
 #   compiler   a C++20 compiler           python    Python's headers and venv, for the Python in $PYTHON (python3)
 #   gtest      GoogleTest                 browser   Chromium, in which the tests look at reports; without one they skip
 #   benchmark  google-benchmark           git, make themselves
+#   clang      clang with libFuzzer and the sanitizers
 #
 # Installs what is missing where it may (root or password-less sudo, on Debian and Ubuntu); says what to install where it
 # may not, and fails.
 set -u
 has_command() { command -v "$1" >/dev/null 2>&1; }
 has_header() { printf '#include <%s>\n' "$1" | ${CXX:-c++} -x c++ -E - >/dev/null 2>&1; }
+has_libfuzzer() {
+    has_command clang++ && probe=$(mktemp) &&
+        echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+        clang++ -fsanitize=fuzzer,address -x c++ - -o "$probe" 2>/dev/null
+    status=$?
+    rm -f "${probe:-}"
+    return $status
+}
 has_python() {
     has_command "${PYTHON:-python3}" && "${PYTHON:-python3}" -c '
 import ensurepip, os, sysconfig
@@ -23,6 +32,7 @@ for need in "$@"; do
     compiler) has_command "${CXX:-c++}" || missing="$missing g++" ;;
     python) has_python || missing="$missing python3 python3-venv python3-dev" ;;
     gtest) has_header gtest/gtest.h || missing="$missing libgtest-dev" ;;
+    clang) has_libfuzzer || missing="$missing clang" ;;
     benchmark) has_header benchmark/benchmark.h || missing="$missing libbenchmark-dev" ;;
     browser) has_browser || missing="$missing chromium" ;;
     git | make) has_command "$need" || missing="$missing $need" ;;

@@ -87,12 +87,14 @@ void bind_topology(py::module_& m) {
       .def_property_readonly(
           "bags",
           [](const Topology& t) {
-            std::vector<std::vector<int32_t>> bags;
-            for (const Bag& bag : t.bags()) {
-              auto& ranks = bags.emplace_back();
-              for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
+            // Ranges, as a million ranks have as many lists or one of a million.
+            const py::handle range(reinterpret_cast<PyObject*>(&PyRange_Type));
+            py::list bags(t.bags().size());
+            for (size_t b = 0; b < t.bags().size(); ++b) {
+              const Bag& bag = t.bags()[b];
+              bags[b] = range(bag.first_rank.value, bag.first_rank.value + bag.num_ranks);
             }
-            return bags;
+            return py::reinterpret_steal<Given<"list[range]">>(bags.release());
           },
           "The ranks of each bag, of all replicas.")
       .def(

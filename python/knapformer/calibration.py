@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,8 @@ class Calibration:
 
 def _check_number(name: str, value: Any, low: float | None = None) -> None:
     """Above 0, or from `low` on."""
-    good = type(value) in (int, float) and math.isfinite(value) and (value > 0 if low is None else value >= low)
+    finite = type(value) in (int, float) and abs(value) <= sys.float_info.max  # an integer may be beyond any float
+    good = finite and (value > 0 if low is None else value >= low)
     _expect(good, name, value, f"a finite number {'> 0' if low is None else f'>= {low:g}'}")
 
 

@@ -56,3 +56,11 @@ def test_the_version_says_what_was_built(
     monkeypatch.setattr(_core, "torch_version", built_for)
     assert main(["--version"]) == 0
     assert words in capsys.readouterr().out
+
+
+def test_dir_names_everything_public() -> None:
+    import knapformer
+
+    assert set(knapformer.__all__) <= set(dir(knapformer))
+    for name in knapformer.__all__:
+        assert getattr(knapformer, name).__doc__, name

@@ -146,6 +146,15 @@ def test_numbers_may_be_of_any_kind():
     assert plan == kf.plan([numpy.array([300, 100]), (200,)], "g2n1", numpy.int32(64), numpy.float32(0.5), cluster=None)
 
 
+def test_bags_are_ranges_of_ranks():
+    nested = kf.Topology("g4/2n1+g1n2", num_ranks=12)
+    assert nested.bags == [range(1), range(1, 2), range(2, 6), range(6, 7), range(7, 8), range(8, 12)]
+    # Lists of a million ranks, one each or all in one, took seconds.
+    every = kf.Topology("g1n1", num_ranks=1 << 20).bags
+    assert every == [range(rank, rank + 1) for rank in range(1 << 20)]
+    assert kf.Topology(f"g{1 << 20}n1").bags == [range(1 << 20)]
+
+
 @pytest.mark.parametrize("kind", [kf.Plan, kf.Topology, kf.WorkloadFit])
 def test_every_property_says_what_it_is(kind):
     properties = {name: value for name, value in vars(kind).items() if isinstance(value, property)}
