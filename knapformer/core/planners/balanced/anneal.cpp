@@ -165,7 +165,7 @@ class Search {
     const int32_t from = node_[a], from_bag = bag_of(a);
     int32_t to = -1, b = -1, to_bag = -1;
     const int32_t kind = random_.below(4);
-    if (kind == 3) {
+    if (kind == 3) {  // of about the same work: items come by descending work
       constexpr int32_t kNear = 8;
       const int32_t offset = random_.below(2 * kNear);
       b = a + (offset < kNear ? offset - kNear : offset - kNear + 1);

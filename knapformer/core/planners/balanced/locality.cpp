@@ -174,7 +174,7 @@ class Locality {
 
 }  // namespace
 
-void improve_locality(const PlanInput& input, std::span<Placement> placements) {
+void improve_locality(const PlanInput& input, std::span<Placement> placements, bool swaps_for_route) {
   if (!input.model.routed) return;
   std::vector<Placement> trial(placements.begin(), placements.end());
   Locality locality(input, trial);
@@ -185,7 +185,7 @@ void improve_locality(const PlanInput& input, std::span<Placement> placements) {
     const auto [first, last] = input.sequences_of(replica);
     const auto before = RouteSwaps(input, placements, replica).figures();
     RouteSwaps swaps(input, trial, replica);
-    swaps.run(locality.blocks(), before.second);
+    if (swaps_for_route) swaps.run(locality.blocks(), before.second);
     const auto after = swaps.figures();
     if (after < before && after.second <= before.second)
       std::copy(trial.begin() + first.value, trial.begin() + last.value, placements.begin() + first.value);

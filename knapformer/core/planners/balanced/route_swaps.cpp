@@ -45,13 +45,14 @@ void RouteSwaps::run(std::span<Blocks> blocks, int64_t max_moved) {
   const auto [first, last] = input_.sequences_of(first_rank_ / num_ranks_);
   max_moved_ = max_moved;
   const auto swap_all = [&](const auto& swap_one) {
-    find_contents();
     swapped_left_ = kPerSequence * (last.value - first.value);
     while (slowest_.min() < 0 && swap_one()) {
     }
   };
+  find_held();
   swap_all([&] { return swap_blocks(blocks); });
   const std::vector<Placement> before(placements_.begin() + first.value, placements_.begin() + last.value);
+  find_loads();
   swap_all([&] { return swap_sequences(kNoLimit); });
   if (keeps_limit()) return;
   for (int32_t s = first.value; s < last.value; ++s) {
@@ -60,17 +61,22 @@ void RouteSwaps::run(std::span<Blocks> blocks, int64_t max_moved) {
     add(s, 1);
   }
   find_slowest();
+  find_held();
+  find_loads();
   swap_all([&] { return swap_sequences(input_.max_tokens_per_rank); });
 }
 
-/// What ranks hold as sequences lie now.
-void RouteSwaps::find_contents() {
+void RouteSwaps::find_held() {
   const auto [first, last] = input_.sequences_of(first_rank_ / num_ranks_);
   held_.assign(static_cast<size_t>(num_ranks_), {});
+  for (int32_t s = first.value; s < last.value; ++s) held_[placements_[s].first_rank.value - first_rank_].push_back(s);
+}
+
+void RouteSwaps::find_loads() {
+  const auto [first, last] = input_.sequences_of(first_rank_ / num_ranks_);
   loads_.assign(static_cast<size_t>(num_ranks_), {});
   for (int32_t s = first.value; s < last.value; ++s) {
     const int32_t begin = placements_[s].first_rank.value - first_rank_;
-    held_[begin].push_back(s);
     for (int32_t i = begin; i < begin + placements_[s].degree; ++i) {
       loads_[i].shares |= placements_[s].degree > 1;
       loads_[i].tokens += input_.seq_lens[SequenceId(s)];

@@ -68,7 +68,8 @@ class RouteSwaps {
   bool swap_blocks(std::span<Blocks> blocks);
   void list(const Blocks& blocks, int32_t block, std::vector<int32_t>& sequences) const;
   void find_slowest();
-  void find_contents();
+  void find_held();
+  void find_loads();
   bool keeps_limit() const;
   bool swap_sequences(int64_t max_tokens);
   /// Moves `in_a_` by so many ranks, and `in_b_` back, if that makes the slowest rank faster.

@@ -295,7 +295,7 @@ class BalancedSolver {
   std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica, Construction::FitBy fit_by) {
     const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
     const bool is_small = trees.items().size() <= 512;  // then low effort has time to try more
-    const int32_t few_targets = is_small ? 5 : 3;
+    const int32_t few_targets = is_small ? 4 : 3;
     const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
     // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
     // close to the bound.
@@ -319,7 +319,8 @@ class BalancedSolver {
       load(trees, placement);
       range.time = trees.slowest();
       search(trees, placement, replica, range);
-      if (is_low && is_small && trees.keeps_limit()) descend(trees, placement, replica, range);
+      if (is_low && is_small && trees.keeps_limit() && range.time > bound * kFar)
+        descend(trees, placement, replica, range);
       return trees.slowest();
     };
     const double time = time_from(best);
@@ -378,7 +379,12 @@ class BalancedSolver {
   }
 
   Plan finish(std::vector<Placement> placements) const {
-    improve_locality(input_, placements);
+    // At low effort there is time for the slowest rank's route where nothing had to be constructed, if it is not much.
+    constexpr int32_t kFew = 2048;
+    const int32_t num_sequences = input_.seq_lens.num_sequences() / input_.topology.num_replicas();
+    const bool may_take_time = input_.max_tokens_per_rank > 0 || !contains(is_greedy_, false);
+    const bool has_time = effort_ != Effort::kLow || (may_take_time && num_sequences <= kFew);
+    improve_locality(input_, placements, has_time);
     if (input_.topology.is_flat() && input_.rank_speed.empty()) return Plan(input_, "balanced", std::move(placements));
     std::vector<int64_t> chunk_lens = uneven_chunk_lens(input_, placements);
     return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
