@@ -153,6 +153,7 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_host.py --json build/bench/host.json
 	$(BIN)/python bench/bench_checkpointing.py --json build/bench/checkpointing.json
 	$(BIN)/python bench/bench_simulate.py --json build/bench/simulate.json
+	$(BIN)/python bench/bench_reality.py --folder build/bench/reality --json build/bench/reality.json
 	$(BIN)/python bench/bench_hosts.py --json build/bench/hosts.json
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json

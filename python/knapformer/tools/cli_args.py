@@ -211,6 +211,18 @@ def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | 
     return calibration.gamma, calibration
 
 
+def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
+    """Says on standard error where --calibration was measured far from what it is used for. longest: sequence, in
+    tokens. Raises ArgumentError, OSError."""
+    if args.calibration is not None and speaks():
+        for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
+            print(f"{args.calibration}: {why}", file=sys.stderr)
+
+
+def longest_of(lengths: Lengths) -> int:
+    return max((max(lens, default=0) for lens in lengths), default=0)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `run_settings` reads them."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
@@ -311,6 +323,26 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
+
+
+def assumed(args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel) -> str:
+    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest."""
+    if args.calibration is not None:
+        origin, name = f"measured: {args.calibration}", "calibrated"
+    else:
+        origin = "the default" if gamma == DEFAULT_GAMMA else "as given"
+        name = args.cluster or f"{Cluster.names()[0]}, the default"
+    limit = getattr(args, "max_tokens_per_rank", 0)
+    heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
+    fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
+    if cluster.fixed_s == Cluster.published().fixed_s:
+        fixed += " (fitted to the published cluster)"
+    return (
+        f"Assumed: gamma {gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
+        f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
+        f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
+        f"{heads}; {f'at most {limit:,} tokens of a rank' if limit else 'no limit of memory'}; {fixed}."
+    )
 
 
 def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:

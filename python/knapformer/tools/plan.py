@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     seq_lens = cli_args.lengths_of_step(cli_args.batches(args, drawn, check))
     if args.micro_batches is not None:
         keep_to |= {"micro_batches": args.micro_batches, "sync": args.sync}
+    cli_args.warn_if_far(args, args.d_model, cli_args.longest_of(seq_lens))
     start = time.perf_counter()
     plan = knapformer.plan(seq_lens, args.topology, args.d_model, **keep_to)
     elapsed_s = time.perf_counter() - start
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> None:
         _print_step_plan(plan, elapsed_s)
     else:
         _print_plan(plan, elapsed_s)
+    show(cli_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
 
 
 def _print_step_plan(step: StepPlan, elapsed_s: float) -> None:

@@ -373,6 +373,22 @@ def _umask() -> int:
     return umask
 
 
+def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    topology = ["--topology", "g8n4"]
+    for command in (["plan", *topology, *MIXED], ["tune", *MIXED, "--steps", "1"], ["predict", *topology, *MIXED[:2]]):
+        for options, words in (
+            ([], ("gamma 0.41 (the default)", "cluster h100, the default: 298 TFLOP/s a rank, 120 and 25 GB/s in a "
+                  "node of 8 and between", "57 blocks, 1.2e+10 parameters, heads as if even", "no limit of memory",
+                  "0.525 s in each step whatever its load (fitted to the published cluster)")),
+            (["--gamma", "0.5", "--cluster", "cpu", "--heads", "24", "--max-tokens-per-rank", "90000"],
+             ("gamma 0.5 (as given)", "cluster cpu: 0.05 TFLOP/s", "24 heads", "at most 90,000 tokens of a rank",
+              "nothing fixed in a step")),
+        ):  # fmt: skip
+            status, out, _ = run(capsys, *command, *options)
+            (line,) = [line for line in out.splitlines() if line.startswith("Assumed: ")]
+            assert status == 0 and all(word in line for word in words), (command, line)
+
+
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     """In an interpreter where importing torch or numpy fails."""
     code = (

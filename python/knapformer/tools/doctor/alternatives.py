@@ -74,6 +74,7 @@ class Step:
     bytes_between: float = 0
     max_tokens: int = 0
     plans: list[Plan] = field(default_factory=list, repr=False)  # of its micro-batches; see simulate
+    plan_work_s: float = 0  # as work_s, with padding
 
     def add(self, plan: Plan, real_work_s: float | None = None) -> None:
         """A micro-batch. real_work_s: where part of the plan's work is padding."""
@@ -81,6 +82,7 @@ class Step:
         self.plans.append(plan)
         self.seconds += time.total_s
         self.work_s += time.ideal_s if real_work_s is None else real_work_s
+        self.plan_work_s += time.ideal_s
         self.compute_s += time.token_s + time.attention_s
         self.samples += plan.num_sequences
         self.tokens += plan.num_tokens
@@ -91,7 +93,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Alternative:
-    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none."""
+    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none. degree: of
+    static sequence parallelism, 0 for none."""
 
     key: str
     name: str
@@ -99,6 +102,7 @@ class Alternative:
     change: str = "nothing"
     effect: str = ""
     ours: bool = False
+    degree: int = 0
 
 
 def as_drawn(draw: Draw) -> Iterator[Step]:
@@ -231,9 +235,8 @@ def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[St
     return steps
 
 
-def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
-    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
-    num_ranks = setting.num_ranks
+def baselines(num_ranks: int) -> list[Alternative]:
+    """What people do without this project, what needs least change first: those that so many ranks allow."""
     found = [
         Alternative("as_drawn", "no balancing", as_drawn),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
@@ -256,7 +259,14 @@ def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative
     for degree in (2, 4, 8):
         if num_ranks % degree == 0:
             name, change = f"sequence parallel {degree}", "the model's attention, and the loader"
-            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change))
+            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change, degree=degree))
+    return found
+
+
+def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
+    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
+    num_ranks = setting.num_ranks
+    found = baselines(num_ranks)
     sampler = planned_step(f"g1n{num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
     found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))

@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, **files})
     workload, ranks = _workload(args, cli_args.costs(args))
     points = predict_scaling(workload, ranks, args.topology)
+    if args.calibration is not None:
+        longest = max(map(cli_args.longest_of, next(workload.steps(ranks[0]))))
+        cli_args.warn_if_far(args, args.d_model, longest)
 
     result = {
         "format": _FORMAT,
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
             write_timeline(args.timeline, predicted_timeline(plan))
     if args.json != "-":
         print_points(points)
+        show(cli_args.assumed(args, workload.gamma, workload.cluster, workload.model))
 
 
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:

@@ -69,6 +69,10 @@ def run(args: argparse.Namespace) -> None:
     model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
     ways = _ways(args, config, gamma, cluster, model)
 
+    on, lens = environment(device), [plan.seq_lens for way in ways for plans in way.plans for plan in plans]
+    name = str(on["accelerator"] or on["processor"])
+    cli_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), name)
+
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
     from knapformer.tools.replay.results import Variant
@@ -118,6 +122,7 @@ def run(args: argparse.Namespace) -> None:
         plan = variants[-1].plans[0][0].on(cluster, model)
         write_report(args.report, plan, measured_s=measured_s, predicts=False)
     print_results(model_name, result)
+    show(cli_args.assumed(args, result["gamma"], cluster, model))
 
 
 @dataclass(frozen=True)
