@@ -6,6 +6,7 @@
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
+#   make same-plans plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
 #   make soak       SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
 #   make lint       formatters, linters and the order of includes
 #   make format     lets the formatters have their way
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint format bench docs wheels dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint format bench docs wheels same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -99,13 +100,29 @@ sanitize: $(VENV)/.dependencies
 # libFuzzer on the core, under the same sanitizers; then generated command lines. Inputs that reach new code are kept in
 # build/fuzz/found.
 FUZZ_SECONDS ?= 600
+CLANG_SANITIZED := -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ \
+    -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
 fuzz: $(VENV)/.installed
 	$(NEED) clang
-	$(CONFIGURE) -B build/fuzz -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
-	    -DCMAKE_CXX_COMPILER=clang++ -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(CONFIGURE) -B build/fuzz $(CLANG_SANITIZED)
 	$(CMAKE) --build build/fuzz -j $(JOBS) --target fuzz_core
 	sh tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
 	KNAPFORMER_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --timeout=0 tests/python/tools/test_command_lines.py -k longer
+
+# The core as it is released (g++, -O3) and as it is fuzzed (clang, -O2, sanitizers), and by more options.
+OPTIONS ?=
+same-plans: $(VENV)/.dependencies
+	$(NEED) clang gtest
+	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
+	$(CONFIGURE) -B build/fuzz $(CLANG_SANITIZED)
+	for build in $(BUILD) build/fuzz; do $(CMAKE) --build $$build -j $(JOBS) --target plan_hashes || exit 1; done
+ifeq ($(OPTIONS),all)
+	for flags in g++_-O2 g++_-O3_-march=native clang++_-O3 clang++_-O3_-march=native; do \
+	    $(CONFIGURE) -B build/same/$$flags -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
+	        -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=$${flags%%_*} -DCMAKE_CXX_FLAGS="$$(echo $${flags#*_} | tr _ ' ')" && \
+	    $(CMAKE) --build build/same/$$flags -j $(JOBS) --target plan_hashes || exit 1; done
+endif
+	sh tests/same_plans/run.sh $(BUILD) build/fuzz $(if $(filter all,$(OPTIONS)),build/same/*)
 
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
