@@ -22,7 +22,7 @@ TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
 FROZEN, ADAPTED, COMPILED, HYBRID, TENSOR_PARALLEL = "frozen", "adapted", "compiled", "hybrid", "tensor parallel"
 FLUX = cases()["flux"]
 TENSOR_PARALLEL_CASE = flux(num_attention_heads=4, num_layers=1)
-COMPILED_CASE = flux(num_layers=1, num_single_layers=1)
+COMPILED_CASE = flux(num_layers=0, num_single_layers=1)
 ADAPTED_CASE = Case(lambda: adapted(), FLUX.sample)
 Outcome = tuple[list[int], list[Tensor], dict[str, Tensor], int]  # home, outputs, whole gradients, shared sequences
 
