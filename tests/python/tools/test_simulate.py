@@ -339,13 +339,14 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
 
 
 def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     out, samples = tmp_path / "out.json", tmp_path / "samples.csv"
     samples.write_text("num_tokens\n" + "\n".join(str(20 + 5 * i) for i in range(40)))
     ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
     command = [
         sys.executable, "-m", "knapformer", "simulate", "--samples", str(samples), "--batch-size", "2", "--ranks", "2",
         "--model", "flux-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
-        "--json", str(out),
+        "--json", str(out), "--report", str(tmp_path / "out.html"),
     ]  # fmt: skip
     done = start(command)
     assert done.returncode == 0, done.stderr
@@ -360,6 +361,9 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
         assert of["speed_up"] == pytest.approx(of["work"] * none["fbl_s"] / of["fbl_s"])
         assert of["predicted_s"] > 0
     assert "lockstep buckets: other samples" in done.stdout
+    # The page's headline is of the same samples.
+    page = (tmp_path / "out.html").read_text()
+    assert f"{none['fbl_s']:.3g} → {static['fbl_s']:.3g} s" in page and "time budget, measured" in page
 
 
 def test_a_batch_is_joined_of_its_samples() -> None:
