@@ -1,20 +1,21 @@
 # The README's two commands are `make demo` and `make test`; both set up what they need in .venv first.
 #
-#   make demo     the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
-#   make test     every test, C++ and Python
-#   make sanitize the core's tests under the address and undefined-behaviour sanitizers
-#   make fuzz     fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
-#   make faults   what other ranks see when one fails: every fault in every call
-#   make same-plans  plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
-#   make soak     SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
-#   make lint     formatters, linters and the order of includes
-#   make tidy     clang-tidy over the core, by the checks of .clang-tidy
-#   make format   lets the formatters have their way
-#   make bench    the benchmarks behind docs/benchmarks.md; results in build/bench
-#   make versions the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
-#   make docs     the site, in build/site: pages, README, references; every link is checked
-#   make wheels   an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
-#   make dev      builds the extension modules in place, for PYTHONPATH=python
+#   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
+#   make test       every test, C++ and Python
+#   make sanitize   the core's tests under the address and undefined-behaviour sanitizers
+#   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
+#   make faults     what other ranks see when one fails: every fault in every call
+#   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
+#   make same-plans plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
+#   make soak       SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
+#   make lint       formatters, linters and the order of includes
+#   make tidy       clang-tidy over the core, by the checks of .clang-tidy
+#   make format     lets the formatters have their way
+#   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
+#   make docs       the site, in build/site: pages, README, references; every link is checked
+#   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
+#   make dev        builds the extension modules in place, for PYTHONPATH=python
 PYTHON ?= python3
 # Any torch from 2.11 on serves. On Linux the package index's plain `torch` brings CUDA with it (gigabytes).
 TORCH ?= torch==2.13.0
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz same-plans faults soak lint tidy format bench docs wheels versions dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint tidy format bench docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -80,12 +81,15 @@ test-cpp: $(VENV)/.dependencies
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target core_tests torch_tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
+# Much of a test is waiting for ranks to start: files run side by side. Four at most, since some start eight ranks.
+PYTEST_JOBS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 # The simulated accelerator of tests/python/accelerator is built here.
 test-python: $(VENV)/.installed
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
 
 # The core under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.dependencies
@@ -124,6 +128,9 @@ endif
 
 faults: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
+
+exactness: $(VENV)/.installed
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
 
 SOAK_STEPS ?= 100000
 soak: $(VENV)/.installed
@@ -170,6 +177,7 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_host.py --json build/bench/host.json
 	$(BIN)/python bench/bench_checkpointing.py --json build/bench/checkpointing.json
 	$(BIN)/python bench/bench_simulate.py --json build/bench/simulate.json
+	$(BIN)/python bench/bench_reality.py --folder build/bench/reality --json build/bench/reality.json
 	$(BIN)/python bench/bench_hosts.py --json build/bench/hosts.json
 	$(BIN)/python bench/bench_solvers.py --json build/bench/solvers.json
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json

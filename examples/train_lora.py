@@ -1,7 +1,9 @@
-"""Trains a LoRA of FLUX.1 on a folder of pictures and captions of any sizes, with accelerate and PEFT: no buckets.
+r"""Trains a LoRA of FLUX.1 on a folder of pictures and captions of any sizes, with accelerate and PEFT: no buckets.
 
     accelerate launch --num_processes 2 examples/train_lora.py --data ~/pictures --out runs/lora
     accelerate launch --num_processes 2 examples/train_lora.py --data ~/pictures --out runs/lora --resume
+    accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
+        examples/train_lora.py --data ~/pictures --out runs/full --full        # all weights, sharded by FSDP2
 
 A picture is trained at its own size, its caption (the .txt file beside it) at its own length. BalancedBatchSampler
 gives every rank pictures of equal work, and `knapformer.balance` lets the transformer take them in one packed call.
@@ -28,6 +30,7 @@ from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from PIL import Image
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 import knapformer
@@ -115,6 +118,32 @@ class Progress:
         self.step = state["step"]
 
 
+class Average(EMAModel):
+    """The running average of weights, which FSDP2 may have sharded. Saved and loaded whole: all ranks call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        shadow = [s.full_tensor() if isinstance(s, DTensor) else s for s in self.shadow_params]
+        return {**state, "shadow_params": shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        shadow = [
+            distribute_tensor(whole, own.device_mesh, own.placements)
+            if isinstance(own, DTensor)
+            else whole.to(own.device)
+            for own, whole in zip(self.shadow_params, state["shadow_params"], strict=True)
+        ]
+        super().load_state_dict({**state, "shadow_params": shadow})
+
+
+def transformer_of(arguments: argparse.Namespace) -> FluxTransformer2DModel:
+    transformer = tiny_flux()
+    if not arguments.full:
+        transformer.requires_grad_(False)
+        transformer.add_adapter(LoraConfig(r=8, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return transformer
+
+
 def train(arguments: argparse.Namespace) -> list[float]:
     """Returns the loss of each optimizer step, over all ranks."""
     accumulated = arguments.accumulate
@@ -122,8 +151,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
     accelerator = Accelerator(gradient_accumulation_plugin=plugin, cpu=arguments.cpu)
     num_ranks, rank = accelerator.num_processes, accelerator.process_index
 
-    transformer = tiny_flux().requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=8, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    transformer = transformer_of(arguments)
     data = Pictures(arguments.data)
     if arguments.plain:
         order: Any = DistributedSampler(data, num_ranks, rank, drop_last=True)
@@ -132,15 +160,16 @@ def train(arguments: argparse.Namespace) -> list[float]:
         knapformer.balance(transformer)  # (1)
         order = batches = knapformer.BalancedBatchSampler(  # (2)
             data.lengths(), batch_size=arguments.batch_size, d_model=transformer.inner_dim, micro_batches=accumulated,
-            num_replicas=num_ranks, rank=rank, drop_last=True, model=knapformer.TrainedModel(mode="lora"),
+            num_replicas=num_ranks, rank=rank, drop_last=True,
+            model=knapformer.TrainedModel(mode="training" if arguments.full else "lora"),
         )  # fmt: skip
     loader = DataLoader(data, batch_sampler=batches, collate_fn=list)
 
-    weights = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=arguments.learning_rate)
-    average = EMAModel(weights, decay=0.99)
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     # Not the loader: the sampler gives each rank its own batches already.
-    model, optimizer = accelerator.prepare(transformer, optimizer)
+    model, optimizer = accelerator.prepare(transformer, torch.optim.AdamW(trained, lr=arguments.learning_rate))
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]  # under FSDP2 others: shards
+    average = Average(weights, decay=0.99)
     progress, steps_an_epoch = Progress(), len(loader) // accumulated
     accelerator.register_for_checkpointing(average, progress, *([] if arguments.plain else [order]))
     if arguments.resume:
@@ -176,9 +205,12 @@ def train(arguments: argparse.Namespace) -> list[float]:
                 accelerator.save_state(str(arguments.out / "state"))
             if progress.step == arguments.steps:
                 break
+    average.copy_to(weights)
+    whole = accelerator.get_state_dict(model)  # all ranks call
     if accelerator.is_main_process:
-        average.copy_to(weights)
-        transformer.save_lora_adapter(arguments.out)
+        result = transformer_of(arguments)
+        result.load_state_dict(whole)
+        result.save_pretrained(arguments.out) if arguments.full else result.save_lora_adapter(arguments.out)
     accelerator.wait_for_everyone()
     return losses
 
@@ -195,6 +227,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="from the state in --out")
+    parser.add_argument("--full", action="store_true", help="train all weights in place of adapters")
     parser.add_argument("--plain", action="store_true", help="diffusers' own calls, one picture after another")
     parser.add_argument("--cpu", action="store_true")
     parsed = parser.parse_args(arguments)

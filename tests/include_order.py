@@ -50,7 +50,7 @@ MAY_INCLUDE = {
     "python/tools/calibrate": _FLOOR,
     "python/tools/plan": f"{_FLOOR} python/tools/report",
     "python/tools/predict": f"{_FLOOR} python/tools/report",
-    "python/tools/simulate": f"{_FLOOR} python/tools/report python/tools/calibrate",
+    "python/tools/simulate": f"{_FLOOR} python/tools/report python/tools/calibrate python/tools/doctor",
     "python/tools/replay": f"{_FLOOR} python/tools/report python/tools/simulate",
     "python/tools": f"{_FLOOR} python/tools/doctor python/tools/tune python/tools/plan python/tools/predict "
     "python/tools/calibrate python/tools/simulate python/tools/replay python/tools/report",

@@ -34,6 +34,7 @@ from knapformer._core import (
     solver_names,
 )
 from knapformer.calibration import Calibration
+from knapformer.lengths_log import record
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
@@ -72,6 +73,7 @@ __all__ = [
     "plan_home_bags",
     "predict_step",
     "rank_topologies",
+    "record",
     "solver_names",
     "unbalance",
 ]

@@ -15,6 +15,9 @@ from knapformer.json_file import read_json
 
 _FORMAT = "knapformer.calibration"
 _VERSION = 2
+# Further from what was measured a calibration is not trusted: widths, and the longest sequence.
+_MAX_WIDTH_RATIO = 1.5
+_MAX_LENGTH_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Calibration:
     node: ExchangeCost | None = None  # between ranks of one node
     network: ExchangeCost | None = None  # between nodes
     warnings: tuple[str, ...] = ()
+    device: str | None = None  # that it was measured on
+    longest: int | None = None  # tokens of the longest length that was measured
 
     def __float__(self) -> float:
         return self.gamma
@@ -65,6 +70,18 @@ class Calibration:
     def cluster(self, of: Cluster | None = None) -> Cluster:
         """`of` (default: Cluster()) with what was measured here in its place."""
         return (of or Cluster()).replace(**self.cluster_fields())
+
+    def far_from(self, d_model: int, longest: int | None = None, device: str | None = None) -> list[str]:
+        """Why it should not be trusted for blocks of this width, sequences of up to `longest` tokens, this device: one
+        sentence each. What is None, here or there, is not compared."""
+        found = []
+        if max(d_model, self.d_model) > _MAX_WIDTH_RATIO * min(d_model, self.d_model):
+            found.append(f"measured at width {self.d_model}, used at {d_model}")
+        if longest is not None and self.longest is not None and longest > _MAX_LENGTH_RATIO * self.longest:
+            found.append(f"measured up to {self.longest:,} tokens, used for {longest:,}")
+        if device is not None and self.device is not None and device != self.device:
+            found.append(f"measured on {self.device}, used on {device}")
+        return [f"far from where it was measured: {why}; calibrate there" for why in found]
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads; other keys may stand beside them."""
@@ -89,6 +106,11 @@ class Calibration:
         _expect(type(recomputes) is bool, "recomputes", recomputes, "true or false")
         are_texts = isinstance(warnings, (list, tuple)) and all(isinstance(text, str) for text in warnings)
         _expect(are_texts, "warnings", warnings, "a list of texts")
+        device, longest = given.get("device"), given.get("longest")
+        _expect(device is None or isinstance(device, str), "device", device, "a text or null")
+        _expect(
+            longest is None or (type(longest) is int and longest >= 1), "longest", longest, "an integer >= 1 or null"
+        )
         given["warnings"] = tuple(given["warnings"])
         for name in ("node", "network"):
             given[name] = _exchange_of(name, given.get(name))

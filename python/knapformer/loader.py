@@ -17,6 +17,7 @@ from torch import Tensor
 from knapformer._core import ArgumentError, Plan, StateError, StepPlan
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
+from knapformer.lengths_log import Recorder
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -41,6 +42,8 @@ class BalancedLoader(Generic[Batch]):
     masks: of each of these sequences, as in plan_routing. None: the balancer's own.
     end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, a
         batch without sequences, so that every batch of every rank is used once. "shortest": it lasts until one has.
+
+    record: a log of `knapformer.record`, to which the lengths of every batch that is drawn are written.
 
     An exception out of `loader` on one rank ends the pass on all, after the batches before it: that rank raises it, the
     others StateError. After it the balancer is of no more use. A batch that the balancer's max_tokens_per_rank refuses
@@ -92,6 +95,7 @@ class BalancedLoader(Generic[Batch]):
         masks: Callable[[Batch], Sequence[str]] | None = None,
         empty: Callable[[], Batch] | None = None,
         end: Literal["longest", "shortest"] = "longest",
+        record: Recorder | None = None,
     ) -> None:
         if end not in ("longest", "shortest"):
             raise ArgumentError(f"end: got {end!r}, expected 'longest' or 'shortest'")
@@ -116,6 +120,7 @@ class BalancedLoader(Generic[Batch]):
         self._sync = sync
         self._max_bytes_in_flight = max_bytes_in_flight
         self._seq_lens = seq_lens or (_seq_lens_of if micro_batches is None else self._rows_of)
+        self._record = record
         self._masks = masks
         self._empty = empty
         self._end = end
@@ -246,6 +251,13 @@ class BalancedLoader(Generic[Batch]):
     def _names(self) -> list[str]:
         return [name for name, _ in self._fields]
 
+    def _lens_of(self, batch: Any) -> Sequence[int] | Tensor:
+        """Of a batch that was just drawn."""
+        lens = self._seq_lens(batch)
+        if self._record is not None:
+            self._record(lens)
+        return lens
+
     def _rows_of(self, samples: Any) -> list[int]:
         return [len(sample[self._fields[0][0]]) for sample in samples]
 
@@ -302,7 +314,7 @@ class _Source(Generic[Batch]):
         try:
             for batch in self._draw(1):
                 self.batch = batch
-                return of._seq_lens(batch), of._masks(batch) if of._masks else None
+                return of._lens_of(batch), of._masks(batch) if of._masks else None
             if of._empty is not None:
                 self.batch = of._empty()
         except Exception as error:
@@ -315,7 +327,7 @@ class _Source(Generic[Batch]):
         try:
             batches: list[Any] = [] if self.error else self._draw(of._micro_batches or 1)
             samples = [_tensors_of(sample, of._names) for batch in batches for sample in batch]
-            seq_lens = [int(length) for batch in batches for length in of._seq_lens(batch)]
+            seq_lens = [int(length) for batch in batches for length in of._lens_of(batch)]
             masks = [mask for batch in batches for mask in of._masks(batch)] if of._masks else None
             return Samples(of._fields, samples, seq_lens), masks
         except Exception as error:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 from distributed.ranks import run_ranks
 from torch import Tensor
-from whole_step_ranks import WAYS, Case, Outcome, alone, run_cases
+from whole_step_ranks import LENGTHS, WAYS, Case, Outcome, alone, gradient_error, run_cases, uncovered
 
-LENGTHS = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 90, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
 # Whole samples alone, and bags that may share.
 TOPOLOGIES = {2: ("g1n2", "g2/1n1"), 4: ("g1n4", "g2n2", "g4/2/1n1"), 8: ("g1n8", "g4n2", "g8/4/2/1n1")}
 
@@ -47,20 +45,13 @@ def wanted(mean: str) -> dict[str, Tensor]:
 def test_gradients_are_those_of_one_process(world: int) -> None:
     for of_rank in outcomes_of(world):
         for case, outcome in zip(cases_of(world), of_rank, strict=True):
-            for name, gradient in wanted(case.mean).items():
-                error = (outcome.gradients[name] - gradient).norm() / gradient.norm()
-                assert error <= 1e-10, (case, name)
+            assert gradient_error(outcome, wanted(case.mean)) <= 1e-10, case
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_token_is_computed_once(world: int) -> None:
     for i, case in enumerate(cases_of(world)):
-        pieces = sorted(itertools.chain.from_iterable(of_rank[i].pieces for of_rank in outcomes_of(world)))
-        covered = dict.fromkeys(range(len(LENGTHS)), 0)
-        for number, begin, end in pieces:
-            assert begin == covered[number], (case, number)
-            covered[number] = end
-        assert list(covered.values()) == list(LENGTHS), case
+        assert uncovered([of_rank[i] for of_rank in outcomes_of(world)], LENGTHS) == {}, case
 
 
 def test_the_cases_have_what_they_are_for() -> None:

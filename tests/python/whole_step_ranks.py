@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from knapformer import BalancedBatchSampler, BalancedLoader, Cluster, Plan, SequenceBalancer
 
+LENGTHS = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 90, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
 CHANNELS, WIDTH, HEADS = 3, 16, 4
 # Exchanges cost next to nothing: with few micro-batches the planner shares long samples.
 CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -100,6 +101,23 @@ def alone(mean: str, lengths: Sequence[int]) -> dict[str, Tensor]:
         divisor = sum(lengths) if mean == "token" else len(lengths) * length
         ((out - target).square().mean(1).sum() / divisor).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def gradient_error(outcome: Outcome, wanted: dict[str, Tensor]) -> float:
+    """Of the worst parameter, relative."""
+    return max(float((outcome.gradients[name] - g).norm() / g.norm()) for name, g in wanted.items())
+
+
+def uncovered(outcomes: Sequence[Outcome], lengths: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Samples whose tokens ranks did not compute once each: their pieces."""
+    pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(lengths))}
+    for number, begin, end in sorted(piece for outcome in outcomes for piece in outcome.pieces):
+        pieces[number].append((begin, end))
+    return {
+        number: of_sample
+        for number, of_sample in pieces.items()
+        if [token for piece in of_sample for token in range(*piece)] != list(range(lengths[number]))
+    }
 
 
 class Step:

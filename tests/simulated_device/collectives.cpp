@@ -51,6 +51,10 @@ struct LateCollectives::Task final : c10d::Work {
   std::exception_ptr exception() const override { return error; }
   /// On a GPU the stream would wait and the host go on. The one stream here is the host.
   bool wait(std::chrono::milliseconds timeout) override {
+    struct Counted {
+      Counted() { ++Counters::instance().waits_begun; }
+      ~Counted() { ++Counters::instance().waits_ended; }
+    } const counted;
     std::unique_lock lock(mutex);
     const auto is_done = [&] { return done; };
     if (timeout == kNoTimeout) {
@@ -64,6 +68,7 @@ struct LateCollectives::Task final : c10d::Work {
 
   void finish(std::exception_ptr with) {
     const std::lock_guard lock(mutex);
+    if (done) return;  // aborted
     error = std::move(with);
     done = true;
     input.reset();
@@ -91,7 +96,7 @@ void LateCollectives::run_tasks() {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return ended_ || !tasks_.empty(); });
       if (tasks_.empty()) return;
-      task = tasks_.front();
+      task = running_ = tasks_.front();
       tasks_.pop_front();
     }
     {
@@ -102,15 +107,27 @@ void LateCollectives::run_tasks() {
       const auto host_tensor = [](const at::Tensor& like) {
         return at::empty(like.sizes(), like.options().device(at::kCPU));
       };
-      at::Tensor input = host_tensor(task->input), output = host_tensor(task->output);
-      if (input.nbytes() > 0) std::memcpy(input.mutable_data_ptr(), memory_of(task->input), input.nbytes());
+      const at::Tensor from = task->input, to = task->output;  // an abort lets the task's go
+      at::Tensor input = host_tensor(from), output = host_tensor(to);
+      if (input.nbytes() > 0) std::memcpy(input.mutable_data_ptr(), memory_of(from), input.nbytes());
       task->run(input, output);
-      if (output.nbytes() > 0) std::memcpy(memory_of(task->output), output.const_data_ptr(), output.nbytes());
+      if (output.nbytes() > 0) std::memcpy(memory_of(to), output.const_data_ptr(), output.nbytes());
       task->finish(nullptr);
     } catch (...) {
       task->finish(std::current_exception());
     }
   }
+}
+
+void LateCollectives::abort() {
+  const auto error = std::make_exception_ptr(std::runtime_error("aborted"));
+  {
+    const std::lock_guard lock(mutex_);
+    for (const c10::intrusive_ptr<Task>& task : tasks_) task->finish(error);
+    tasks_.clear();
+    if (running_) running_->finish(error);
+  }
+  hosts_->abort();
 }
 
 c10::intrusive_ptr<c10d::Work> LateCollectives::launch(const at::Tensor& input, const at::Tensor& output,

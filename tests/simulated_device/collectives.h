@@ -33,6 +33,8 @@ class LateCollectives final : public c10d::Backend {
                                            const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override;
+  /// Ends what is in flight with an error.
+  void abort() override;
 
  private:
   struct Task;
@@ -45,6 +47,7 @@ class LateCollectives final : public c10d::Backend {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<Task>> tasks_;
+  c10::intrusive_ptr<Task> running_;
   bool ended_ = false;
   std::thread thread_;
 };

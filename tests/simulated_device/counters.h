@@ -13,6 +13,8 @@ struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> copies_to_device = 0;
   std::atomic<int64_t> collectives = 0;
+  /// The host's waits for collectives. Never reset: by these other threads see how far the one stream is.
+  std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
 
   /// What made the host wait for the device, by name. On a GPU, torch.cuda.set_sync_debug_mode finds these.
   void add_sync(std::string name) { add(syncs_, std::move(name)); }

@@ -41,25 +41,26 @@ WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const doub
   if (std::ranges::adjacent_find(seq_lens, std::not_equal_to()) == seq_lens.end())
     throw_argument("seq_lens", text(seq_lens.size(), " lengths, all equal"), "at least two distinct lengths");
 
-  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. Two unknowns: the normal equations,
-  // with both columns scaled to length 1, so that what is left of their conditioning is the angle between them.
+  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. What is reported is minimised: relative
+  // errors, so 1 = a x/t + b y/t. Two unknowns: the normal equations, with both columns scaled to length 1, so that
+  // what is left of their conditioning is the angle between them.
   const WorkloadModel model{.gamma = 1};
   std::vector<double> x(seq_lens.size()), y(seq_lens.size());
   double xx = 0, yy = 0;
   for (size_t i = 0; i < seq_lens.size(); ++i) {
     x[i] = model.token_work(seq_lens[i], d_model);
     y[i] = model.attention_work_of_pairs(static_cast<double>(mask.pairs(seq_lens[i])), d_model);
-    xx += x[i] * x[i];
-    yy += y[i] * y[i];
+    xx += x[i] * x[i] / (latencies_s[i] * latencies_s[i]);
+    yy += y[i] * y[i] / (latencies_s[i] * latencies_s[i]);
   }
   const double x_norm = std::sqrt(xx), y_norm = std::sqrt(yy);
   double c = 0, xt = 0, yt = 0, wt = 0, ww = 0;
   for (size_t i = 0; i < seq_lens.size(); ++i) {
-    const double t = latencies_s[i], u = x[i] / x_norm, v = y[i] / y_norm, w = x[i] + y[i];
+    const double t = latencies_s[i], u = x[i] / t / x_norm, v = y[i] / t / y_norm, w = (x[i] + y[i]) / t;
     c += u * v;
-    xt += u * t;
-    yt += v * t;
-    wt += w * t;
+    xt += u;
+    yt += v;
+    wt += w;
     ww += w * w;
   }
   const double det = 1 - c * c;

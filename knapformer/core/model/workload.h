@@ -50,9 +50,10 @@ struct WorkloadFit {
   double relative_rms_error_without_gamma = 0;  // of the best fit with gamma = 1
 };
 
-/// Least squares for k and gamma over measured latencies (seconds) of one block at these lengths (tokens), with this
-/// mask. Throws ArgumentError where there are fewer than two distinct lengths, the sizes differ, or a latency is not a
-/// positive finite number; StateError where the best k is not positive (the data contradict the model).
+/// Least squares of relative errors for k and gamma over measured latencies (seconds) of one block at these lengths
+/// (tokens), with this mask. Throws ArgumentError where there are fewer than two distinct lengths, the sizes differ, or
+/// a latency is not a positive finite number; StateError where the best k is not positive (the data contradict the
+/// model).
 WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model,
                          const Mask& mask = {});
 

@@ -210,7 +210,7 @@ class StepSolver {
 
   /// Nothing where it holds too many tokens after all: where groups are shared, a rank may have one more than another.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
-    improve_locality(input, placements);
+    improve_locality(input, placements, !is_low());
     const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
     Plan plan = shares && !input.topology.is_flat()
                     ? Plan(input, "packed", placements, uneven_chunk_lens(input, placements))

@@ -1,6 +1,8 @@
 #include "knapformer/torch/comm/comm_group.h"
 
 #include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <map>
@@ -45,6 +47,29 @@ WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
   }
 }
 
+/// Of the backends for accelerators. Those for the CPU serve hosts that wait, and look themselves.
+void abort_device_work(c10d::ProcessGroup& group) noexcept {
+  for (const at::Device& device : group.getDeviceTypes()) {
+    if (device.is_cpu()) continue;
+    try {
+      group.getBackend(device.type())->abort();
+    } catch (...) {  // NOLINT: a backend that cannot; there is an error to tell already
+    }
+  }
+}
+
+/// The present end of the stream in use here.
+Patrol::Mark end_of_stream(at::Device device) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return [stream]() -> Patrol::IsDone {
+    // Of this thread for good: it must open no context on another device.
+    c10::impl::VirtualGuardImpl(stream.device_type()).setDevice(stream.device());
+    const auto event = std::make_shared<c10::Event>(stream.device_type());
+    event->record(stream);
+    return [event] { return event->query(); };
+  };
+}
+
 }  // namespace
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
@@ -63,7 +88,9 @@ CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string&
   fingerprints_ = std::make_shared<CallFingerprints>(
       c10::make_intrusive<c10d::PrefixStore>(store_prefix, process_group_->getStore()), place,
       timeout_of(*process_group_), watchdog_);
-  watchdog_->watch(fingerprints_);
+  watchdog_->watch(fingerprints_, [group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group_)] {
+    if (const ProcessGroupPtr alive = group.lock()) abort_device_work(*alive);
+  });
 }
 
 std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPtr group,
@@ -191,7 +218,11 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     }
     return false;
   };
+  // The device waits, on a GPU after this call and on some backends within it.
+  const bool device_waits = !device.is_cpu() && !on_host;
+  if (device_waits) watchdog_->device_works(end_of_stream(device));
   watchdog_->wait(label, poll, in_background);
+  if (device_waits) watchdog_->device_works(end_of_stream(device));
   if (!in_background) {
     counters_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - wait_begin).count();
   }

@@ -92,9 +92,23 @@ void Watchdog::make_lifeline() {
   lifeline_ = std::make_unique<Lifeline>(store_, rank_, num_ranks_, [this](int32_t rank) { post_end_of(rank); });
 }
 
-void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group) {
+void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort) {
   groups_.push_back(group);
   num_calls_begun_.push_back(group->num_calls_begun_);
+  if (abort) aborts_.push_back(std::move(abort));
+}
+
+void Watchdog::device_works(Patrol::Mark mark) {
+  const std::lock_guard lock(mutex_);
+  if (!patrol_) {
+    const auto abort = [this](const std::exception& error) {
+      post(error);
+      TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
+      for (const std::function<void()>& abort_group : aborts_) abort_group();
+    };
+    patrol_ = std::make_unique<Patrol>([this] { look(); }, abort);
+  }
+  patrol_->device_works(std::move(mark));
 }
 
 void Watchdog::leave(bool at_end) noexcept {
@@ -112,6 +126,7 @@ void Watchdog::leave(bool at_end) noexcept {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } catch (...) {  // NOLINT: a store that is gone: nobody can read in it
   }
+  patrol_.reset();
   lifeline_.reset();
 }
 

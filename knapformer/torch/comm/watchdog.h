@@ -11,7 +11,8 @@
 // A rank that leaves, because its balancer or its process ends, says to how many calls it came: whoever waits in a
 // later one raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
 //
-// A step without errors and long waits does not ask the store.
+// A step without errors and long waits does not ask the store. Where the host runs ahead of an accelerator, a thread of
+// its own looks (patrol.h).
 #pragma once
 
 #include <unistd.h>
@@ -31,6 +32,7 @@
 #include <vector>
 
 #include "knapformer/torch/comm/lifeline.h"
+#include "knapformer/torch/comm/patrol.h"
 
 namespace knapformer {
 
@@ -109,8 +111,10 @@ class Watchdog {
   /// Nothing where `rank` has left none.
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
 
-  /// First the balancer's group, then the bag's where that is another.
-  void watch(const std::shared_ptr<WatchedGroup>& group);
+  /// First the balancer's group, then the bag's where that is another. abort: ends its collectives in flight.
+  void watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort = {});
+  /// An accelerator was given a collective that no call waits for: looks from now on while it is in flight.
+  void device_works(Patrol::Mark mark);
   /// Waits in `label` ("route(x)") until poll returns true, and looks each time it does not; throws what it sees. poll
   /// gets the time that it may take itself: longer each time, up to a second. in_background: on a thread beside the one
   /// that makes the calls, which knows nothing of their order.
@@ -147,7 +151,10 @@ class Watchdog {
   std::vector<std::weak_ptr<WatchedGroup>> groups_;
   std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of these
   std::vector<std::string> notes_;                                      // keys that this rank has set
-  std::unique_ptr<Lifeline> lifeline_;                                  // the last member: its thread ends first
+  std::vector<std::function<void()>> aborts_;
+  // The last members: their threads end first.
+  std::unique_ptr<Lifeline> lifeline_;
+  std::unique_ptr<Patrol> patrol_;  // from the first collective of an accelerator on
 };
 
 /// "route(x,ids)" -> "route".

@@ -19,8 +19,8 @@ from knapformer import StateError
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.samples import Samples
 
-# block, its tensors and the Chunks -> its tensors. The block's own modules, called on packed rows.
-PackedBlock = Callable[..., Any]
+# module, its tensors and Packed -> its tensors. The module's own modules, called on packed rows.
+PackedForward = Callable[..., Any]
 # run(block, *arguments): calls a block as the model does, with its checkpointing.
 RunBlock = Callable[..., Any]
 
@@ -38,14 +38,17 @@ class Home:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks:
-    """Of the chunks on this rank, computed once a step; the last argument of every packed block. Adapters add to it.
+class Packed:
+    """The last argument of every packed call of a module. Not a tensor, so that FSDP leaves its precision alone."""
 
-    Not a tensor, so that FSDP leaves its precision alone.
-    """
+    of_token: Tensor  # (tokens,) int64: a token's row of modulation
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks(Packed):
+    """Of the chunks on this rank, computed once a step; what packed blocks get. Adapters add to it."""
 
     step: BackendStep
-    of_token: Tensor  # (chunk tokens,) int64: a token's row of modulation
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective of the balancer, or a kernel that takes lengths
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,9 +64,13 @@ class Adapter(ABC):
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
+    # Where all arguments of the model's own forward have a batch as their first dimension: their names.
+    batched: ClassVar[tuple[str, ...]] = ()
     # Of each list of blocks the packed forward of its blocks; and which modules of a block attend, by name.
-    blocks: ClassVar[dict[str, PackedBlock]]
+    blocks: ClassVar[dict[str, PackedForward]]
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
+    # Of other modules of the model. A module whose parts are called without it would not be gathered by FSDP.
+    modules: ClassVar[dict[str, PackedForward]] = {}
     # Classes of attention processors that the packed blocks compute the same as.
     processors: ClassVar[tuple[str, ...]]
 
@@ -109,9 +116,10 @@ class Adapter(ABC):
 
 
 def original_of(block: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, or itself."""
-    original: nn.Module = getattr(block, "_orig_mod", block)
-    return original
+    """The module inside the wrappers of torch.compile and of activation checkpointing, or itself."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        block = getattr(block, name, block)
+    return block
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class BackendStep(PackedStep):
 
 def _backend_of(attn: nn.Module) -> Any:
     """None stands for torch's own attention."""
+    if not hasattr(attn, "processor"):  # not of diffusers
+        return None
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     backend = getattr(attn.processor, "_attention_backend", None)

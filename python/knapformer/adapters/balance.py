@@ -1,21 +1,23 @@
 """`balance`: a diffusers transformer that takes samples of any sizes, packed, and balances them over ranks.
 
-In place: `forward` of the model and of its blocks is replaced on these objects, and nowhere else. A call with a list of
-samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they were, and a
-packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as it did.
+In place: `forward` of the model, its blocks and its last norm is replaced on these objects, and nowhere else. A call
+with a list of samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they
+were, and a packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as
+it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from knapformer import StateError
-from knapformer.adapters.adapter import Adapter, Chunks, PackedBlock, original_of
+from knapformer import ArgumentError, StateError
+from knapformer.adapters.adapter import Adapter, Packed, PackedForward, original_of
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
@@ -28,7 +30,7 @@ _STATE = "_knapformer"
 
 
 class _Balanced:
-    """Of a model or one of its blocks: what a packed call takes, and the `forward` that was there before.
+    """Of a model or one of its modules: what a packed call takes, and the `forward` that was there before.
 
     A deep copy of a module shares it: a balancer is not copied.
     """
@@ -37,15 +39,18 @@ class _Balanced:
         self.own_forward = own_forward  # on the object itself; None: its class's
         self.adapter: Adapter
         self.balancer: SequenceBalancer | None
-        self.packed_block: PackedBlock
+        self.batches: bool
+        self.packed_forward: PackedForward
         self.__dict__.update(parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Balanced:
         return self
 
 
-def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512) -> Model:
-    """Lets a transformer of diffusers take a list of samples of any sizes in one call, packed, without padding.
+def balance(
+    transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512, batches: bool = False
+) -> Model:
+    """Lets a transformer of diffusers or torchtitan take a list of samples of any sizes in one call, without padding.
 
         knapformer.balance(transformer, balancer)
         predictions = transformer(samples)
@@ -62,6 +67,8 @@ def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max
         None: the samples of this rank alone, as with a BalancedBatchSampler.
     max_text_tokens: of models that cross-attend to their text: the room of a text while it travels. The same on all
         ranks.
+    batches: of torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
+        trainer whose batches have one size each, and other sizes on other ranks, is balanced as it is.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
     StateError where the model is set to compute what a packed call cannot, such as another attention processor.
@@ -70,10 +77,13 @@ def balance(transformer: Model, balancer: SequenceBalancer | None = None, *, max
     unbalance(model)
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
-    _replace(model, _model_forward, adapter=adapter, balancer=balancer)
-    for name, packed_block in adapter.blocks.items():
-        for block in getattr(model, name):
-            _replace(original_of(block), _block_forward, packed_block=packed_block)
+    if batches and not adapter.batched:
+        raise ArgumentError(
+            f"batches: got True for {type(model).__name__}, expected False: its own calls are not split into samples"
+        )
+    _replace(model, _model_forward, adapter=adapter, balancer=balancer, batches=batches)
+    for module, packed_forward in _modules_of(model, adapter_class):
+        _replace(module, _module_forward, packed_forward=packed_forward)
     return transformer
 
 
@@ -81,10 +91,18 @@ def unbalance(transformer: Model) -> Model:
     """Undoes `balance`, in place. A model that is not balanced stays as it is."""
     model, adapter_class = find_model(transformer)
     _restore(model)
-    for name in adapter_class.blocks:
-        for block in getattr(model, name):
-            _restore(original_of(block))
+    for module, _ in _modules_of(model, adapter_class):
+        _restore(module)
     return transformer
+
+
+def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:
+    """The model's modules that a packed call goes through, and what they compute there."""
+    for name, packed_forward in adapter.blocks.items():
+        for block in getattr(model, name):
+            yield original_of(block), packed_forward
+    for name, packed_forward in adapter.modules.items():
+        yield original_of(getattr(model, name)), packed_forward
 
 
 def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
@@ -96,7 +114,7 @@ def _restore(module: nn.Module) -> None:
     state: _Balanced | None = module.__dict__.pop(_STATE, None)
     if state is None:
         return
-    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _block_forward):
+    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
         module.__dict__[_STATE] = state
         raise StateError("transformer: its forward was replaced after balance(); undo that first")
     del module.__dict__["forward"]
@@ -109,32 +127,52 @@ def _own_forward(module: nn.Module) -> Any:
     return state.own_forward or MethodType(type(module).forward, module)
 
 
-def _block_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[-1], Chunks):
-        return block.__dict__[_STATE].packed_block(block, *args)
-    return _own_forward(block)(*args, **kwargs)
+def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[-1], Packed):
+        return module.__dict__[_STATE].packed_forward(module, *args)
+    return _own_forward(module)(*args, **kwargs)
 
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], (list, tuple)):
         return _packed_call(model, *args, **kwargs)
-    return _own_forward(model)(*args, **kwargs)
+    state: _Balanced = model.__dict__[_STATE]
+    if not state.batches:
+        return _own_forward(model)(*args, **kwargs)
+    with _reported(state.balancer):
+        samples = _samples_of_batch(dict(zip(state.adapter.batched, args, strict=False)) | kwargs)
+    return torch.cat(list(_packed_call(model, samples)))
+
+
+def _samples_of_batch(batch: dict[str, Any]) -> list[Sample]:
+    sizes = {name: len(value) if isinstance(value, torch.Tensor) and value.ndim else 0 for name, value in batch.items()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ArgumentError(f"forward: got batches of {sizes}, expected a tensor each, of one number of samples")
+    rows = zip(*(value.split(1) for value in batch.values()), strict=True)
+    return [dict(zip(batch, row, strict=True)) for row in rows]
+
+
+@contextlib.contextmanager
+def _reported(balancer: SequenceBalancer | None) -> Iterator[None]:
+    """Tells an error to the ranks that wait for this one's lengths."""
+    try:
+        yield
+    except Exception as error:
+        if balancer is not None:
+            balancer.report(str(error))
+        raise
 
 
 def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False) -> Predictions:
     state: _Balanced = model.__dict__[_STATE]
     adapter, balancer = state.adapter, state.balancer
-    try:
+    with _reported(balancer):
         adapter.check(model)
         like = adapter.input_weight(model)
         home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
-    except Exception as error:
-        if balancer is not None:
-            balancer.report(str(error))  # to the ranks that wait for this one's lengths
-        raise
 
     def run(block: nn.Module, *args: Any) -> Any:
-        if torch.is_grad_enabled() and model.gradient_checkpointing:
+        if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 

@@ -14,6 +14,7 @@ from knapformer.adapters.joint import (
     Stream,
     adaptive_rows,
     double_stream,
+    joint_attention,
     projected,
     rotated,
 )
@@ -25,7 +26,7 @@ def double_block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: 
     """As FluxTransformerBlock.forward, with a row of modulation for each chunk."""
     rows, text_rows = adaptive_rows(block.norm1, cond, 6), adaptive_rows(block.norm1_context, cond, 6)
     text, image = double_stream(
-        block.attn,
+        joint_attention(block.attn, chunks),
         Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
         Stream(image, rows, block.norm1.norm, block.norm2, block.ff),
         chunks,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from knapformer.adapters.adapter import Home, RunBlock, clip_half, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, rotated
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention, rotated
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
@@ -18,7 +18,7 @@ def double_block(
 ) -> tuple[Tensor, Tensor]:
     """As Flux2TransformerBlock.forward; image_rows, text_rows (chunks, 6 width)."""
     text, image = double_stream(
-        block.attn,
+        joint_attention(block.attn, chunks),
         Stream(text, text_rows.chunk(6, -1), block.norm1_context, block.norm2_context, block.ff_context),
         Stream(image, image_rows.chunk(6, -1), block.norm1, block.norm2, block.ff),
         chunks,

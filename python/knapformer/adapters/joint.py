@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, split_predictions
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, split_predictions
 from knapformer.adapters.backend import BackendStep
 from knapformer.models.layers import rotate
 from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+
+Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # text, image -> the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,15 @@ class JointChunks(Chunks):
     rotation: Tensor | None  # (chunk tokens, 1, pairs) complex
 
 
+def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    """As AdaLayerNormContinuous.forward, with a row of modulation for each sample."""
+    scale, shift = adaptive_rows(norm, cond, 2)
+    return modulate(norm.norm(x), shift, scale, packed.of_token)
+
+
 class JointAdapter(Adapter):
+    modules = {"norm_out": final_norm}  # noqa: RUF012
+
     def home(
         self,
         text: Tensor,
@@ -66,20 +76,25 @@ class JointAdapter(Adapter):
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
         (cond,), streams = of_chunk, chunks.streams
         text, image = streams.split(x)
-        for block in model.transformer_blocks:
+        double, *single = self.blocks
+        for block in getattr(model, double):
             text, image = run(block, text, image, cond, chunks)
         x = streams.join(text, image)
-        for block in getattr(model, "single_transformer_blocks", ()):
-            x = run(block, x, cond, chunks)
+        for name in single:
+            for block in getattr(model, name):
+                x = run(block, x, cond, chunks)
         return x
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         streams, image_lens, cond = home.rest
         _, image = streams.split(x)
-        scale, shift = adaptive_rows(model.norm_out, cond, 2)
-        image = modulate(model.norm_out.norm(image), shift, scale, segment_index(image_lens, image.device))
-        out = model.proj_out(image)
+        out = self.last(model, image, cond, Packed(segment_index(image_lens, image.device)))
         return split_predictions(out, image_lens), out
+
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        """(image tokens, width), cond (samples, ...) -> (image tokens, channels)."""
+        out: Tensor = model.proj_out(model.norm_out(image, cond, packed))
+        return out
 
 
 def adaptive_rows(norm: Any, cond: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -112,15 +127,19 @@ def rotated(q: Tensor, k: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
     return rotate(q, chunks.rotation), rotate(k, chunks.rotation)
 
 
-def joint_attention(attn: Any, text: Tensor, image: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """Both streams, normed and modulated, through one attention; each through its own output projection."""
-    streams = chunks.streams
-    q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
-    out_text, out_image = streams.split(chunks.attention(attn, *rotated(q, k, chunks), v))
-    out_image = attn.to_out[1](attn.to_out[0](out_image))
-    if not getattr(attn, "context_pre_only", None):
-        out_text = attn.to_add_out(out_text)
-    return out_text, out_image
+def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
+    """That of diffusers' attention modules, as double_stream takes it."""
+
+    def attend(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        streams = chunks.streams
+        q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
+        out_text, out_image = streams.split(chunks.attention(attn, *rotated(q, k, chunks), v))
+        out_image = attn.to_out[1](attn.to_out[0](out_image))
+        if not getattr(attn, "context_pre_only", None):
+            out_text = attn.to_add_out(out_text)
+        return out_text, out_image
+
+    return attend
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +157,14 @@ class Stream:
     feed_forward: Callable[[Tensor], Tensor]
 
 
-def double_stream(attn: Any, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """Joint attention, then each stream's feed-forward, as all of these models have it."""
+def double_stream(attend: Attend, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
+    """Joint attention, then each stream's feed-forward, as all of these models have it.
+
+    attend: both streams, normed and modulated, through one attention and each through its own output projection.
+    """
     read_text = modulate(text.norm(text.x), text.rows[0], text.rows[1], chunks.of_text)
     read_image = modulate(image.norm(image.x), image.rows[0], image.rows[1], chunks.of_image)
-    attended_text, attended_image = joint_attention(attn, read_text, read_image, chunks)
+    attended_text, attended_image = attend(read_text, read_image)
     return _written(text, attended_text, chunks.of_text), _written(image, attended_image, chunks.of_image)
 
 

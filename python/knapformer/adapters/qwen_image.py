@@ -11,14 +11,14 @@ from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Home, clip_half
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
     """As QwenImageTransformerBlock.forward, with a row of modulation for each chunk."""
     text, image = double_stream(
-        block.attn,
+        joint_attention(block.attn, chunks),
         Stream(text, block.txt_mod(cond).chunk(6, -1), block.txt_norm1, block.txt_norm2, block.txt_mlp),
         Stream(image, block.img_mod(cond).chunk(6, -1), block.img_norm1, block.img_norm2, block.img_mlp),
         chunks,

@@ -8,13 +8,14 @@ from typing import Any
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter
 
-# The name of a class of diffusers, and where its adapter is.
+# The name of a class, of diffusers or with its module, and where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
     "Flux2Transformer2DModel": "knapformer.adapters.flux2:Flux2",
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
     "QwenImageTransformer2DModel": "knapformer.adapters.qwen_image:QwenImage",
     "SD3Transformer2DModel": "knapformer.adapters.sd3:StableDiffusion3",
     "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
+    "torchtitan.models.flux.model.model.FluxModel": "knapformer.adapters.torchtitan_flux:TorchtitanFlux",
 }
 
 
@@ -31,12 +32,13 @@ def names() -> list[str]:
 def adapter_of(module: Any) -> type[Adapter] | None:
     """By the name of the module's class or of one that it derives from: FSDP puts a class of its own in front."""
     for base in type(module).__mro__:
-        found = _ADAPTERS.get(base.__name__)
-        if isinstance(found, str):
-            name, _, attribute = found.partition(":")
-            found = _ADAPTERS[base.__name__] = getattr(importlib.import_module(name), attribute)
-        if found is not None:
-            return found
+        for key in (base.__name__, f"{base.__module__}.{base.__name__}"):
+            found = _ADAPTERS.get(key)
+            if isinstance(found, str):
+                name, _, attribute = found.partition(":")
+                found = _ADAPTERS[key] = getattr(importlib.import_module(name), attribute)
+            if found is not None:
+                return found
     return None
 
 

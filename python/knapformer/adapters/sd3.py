@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knapformer import StateError
 from knapformer.adapters.adapter import Home, clip_half
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, adaptive_rows, double_stream
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, adaptive_rows, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
 
 
@@ -21,7 +21,7 @@ def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointCh
     else:
         text_rows = adaptive_rows(block.norm1_context, cond, 6)
     text, image = double_stream(
-        block.attn,
+        joint_attention(block.attn, chunks),
         Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
         Stream(image, adaptive_rows(block.norm1, cond, 6), block.norm1.norm, block.norm2, block.ff),
         chunks,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, TrainedModel, solver_names
+from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, StepPlan, TrainedModel, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS, MAX_SEQUENCE_TOKENS
 from knapformer.installed_torch import torch_problem
 from knapformer.json_file import parse_json, read_json
@@ -133,6 +133,12 @@ def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
     return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
 
 
+def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
+    """[micro-batch][rank]: of each rank its sequences of a step in consecutive parts, as even as may be."""
+    cuts = [[len(lens) * part // count for part in range(count + 1)] for lens in lengths]
+    return [[list(lens[of[k] : of[k + 1]]) for lens, of in zip(lengths, cuts, strict=True)] for k in range(count)]
+
+
 def add_model(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--model", default="flux-demo", metavar="NAME|JSON", help="named configuration or file")
 
@@ -203,6 +209,18 @@ def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | 
     for warning in calibration.warnings if speaks() else ():
         print(f"{args.calibration}: {warning}", file=sys.stderr)
     return calibration.gamma, calibration
+
+
+def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
+    """Says on standard error where --calibration was measured far from what it is used for. longest: sequence, in
+    tokens. Raises ArgumentError, OSError."""
+    if args.calibration is not None and speaks():
+        for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
+            print(f"{args.calibration}: {why}", file=sys.stderr)
+
+
+def longest_of(lengths: Lengths) -> int:
+    return max((max(lens, default=0) for lens in lengths), default=0)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -307,6 +325,26 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
 
 
+def assumed(args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel) -> str:
+    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest."""
+    if args.calibration is not None:
+        origin, name = f"measured: {args.calibration}", "calibrated"
+    else:
+        origin = "the default" if gamma == DEFAULT_GAMMA else "as given"
+        name = args.cluster or f"{Cluster.names()[0]}, the default"
+    limit = getattr(args, "max_tokens_per_rank", 0)
+    heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
+    fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
+    if cluster.fixed_s == Cluster.published().fixed_s:
+        fixed += " (fitted to the published cluster)"
+    return (
+        f"Assumed: gamma {gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
+        f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
+        f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
+        f"{heads}; {f'at most {limit:,} tokens of a rank' if limit else 'no limit of memory'}; {fixed}."
+    )
+
+
 def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:
     """A named cluster, or {"cluster": {field: value}, "model": {field: value}} from a file."""
     if name == "published":
@@ -375,9 +413,14 @@ def add_plan(source: argparse._ActionsContainer) -> None:
     source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
 
 
-def read_plan(path: str) -> Plan:
-    """Raises ArgumentError, OSError."""
-    return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+def read_plan(path: str) -> Plan | StepPlan:
+    """Of a micro-batch, or of a step of several. Raises ArgumentError, OSError."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    content: Any = None
+    with contextlib.suppress(ArgumentError):  # what is no JSON is Plan's to complain of
+        content = parse_json(text.encode(), path)
+    is_step = isinstance(content, dict) and str(content.get("format")).startswith("knapformer.step_plan/")
+    return StepPlan.from_json(text) if is_step else Plan.from_json(text)
 
 
 def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:

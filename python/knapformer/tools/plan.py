@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 import knapformer
-from knapformer import ArgumentError, Plan, StepPlan
+from knapformer import Plan, StepPlan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically
 from knapformer.tools.report import write_report
@@ -50,10 +50,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    if args.micro_batches is not None and args.report is not None:
-        raise ArgumentError(
-            "--report: got one with --micro-batches, expected none: it shows the plan of one micro-batch"
-        )
     keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cli_args.limits(args)}
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
@@ -61,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     seq_lens = cli_args.lengths_of_step(cli_args.batches(args, drawn, check))
     if args.micro_batches is not None:
         keep_to |= {"micro_batches": args.micro_batches, "sync": args.sync}
+    cli_args.warn_if_far(args, args.d_model, cli_args.longest_of(seq_lens))
     start = time.perf_counter()
     plan = knapformer.plan(seq_lens, args.topology, args.d_model, **keep_to)
     elapsed_s = time.perf_counter() - start
@@ -75,6 +72,7 @@ def run(args: argparse.Namespace) -> None:
         _print_step_plan(plan, elapsed_s)
     else:
         _print_plan(plan, elapsed_s)
+    show(cli_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
 
 
 def _print_step_plan(step: StepPlan, elapsed_s: float) -> None:

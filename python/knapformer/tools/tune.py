@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json})
     keep_to = cli_args.limits(args)
     sample = list(cli_args.batches(args, range(args.steps)))
+    cli_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, sample)))
     ranking = rank_topologies(sample, args.d_model, mask=args.mask, **keep_to)
     if math.isinf(ranking[0].predicted_time):
         raise ArgumentError(f"{ranking[0].topology}: {ranking[0].reason}")
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
     write_json(args.json, result)
     if args.json != "-":
         _print_ranking(ranking, len(sample[0]), len(sample))
+        show(cli_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
 
 
 def _as_dict(option: TopologyOption) -> dict[str, object]:

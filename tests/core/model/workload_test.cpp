@@ -49,18 +49,19 @@ TEST(WorkloadFit, RecoversWhatMadeTheLatencies) {
   }
 }
 
-TEST(WorkloadFit, IsTheMinimumOfTheSquaredError) {
-  // Noisy latencies: no step away from the fit may lower the squared error.
+TEST(WorkloadFit, IsTheMinimumOfTheRelativeError) {
+  // Noisy latencies: no step away from the fit may lower what is reported, the root mean square of relative errors.
   const std::vector<int64_t> lens = {500, 1000, 2000, 4000, 8000};
   const std::vector<double> t = {0.011, 0.019, 0.047, 0.099, 0.31};
   const WorkloadFit fit = fit_workload(lens, t, 1024);
   const auto error = [&](double k, double gamma) {
     double sum = 0;
     for (size_t i = 0; i < lens.size(); ++i) {
-      sum += std::pow(k * WorkloadModel{.gamma = std::max(0.0, gamma)}.work(lens[i], 1024) - t[i], 2);
+      sum += std::pow(k * WorkloadModel{.gamma = std::max(0.0, gamma)}.work(lens[i], 1024) / t[i] - 1, 2);
     }
-    return sum;
+    return std::sqrt(sum / static_cast<double>(lens.size()));
   };
+  EXPECT_NEAR(fit.relative_rms_error, error(fit.seconds_per_flop, fit.gamma), 1e-12);
   const double best = error(fit.seconds_per_flop, fit.gamma);
   for (const double dk : {0.99, 1.0, 1.01}) {
     for (const double dg : {0.99, 1.0, 1.01})

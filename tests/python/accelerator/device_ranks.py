@@ -5,6 +5,8 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any, NamedTuple
 
 import simulated_device as sim
@@ -145,6 +147,33 @@ def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
             seen.append(back.cpu())
         results.append(torch.cat(seen))
     return [(results[0], results[1])]
+
+
+def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
+    """Rank 0 has given the device a collective; rank 1 fails, or comes with other tensors. What each raises, and after
+    how many seconds."""
+    raised = {}
+    for name in ("failed", "differs"):
+        group = sim.new_group()
+        balancer = SequenceBalancer("g1n2", group=group)
+        x = torch.ones(8 if rank == 0 else 2, 4, device="sim")
+        for _ in range(2):
+            balancer.plan_routing([8] if rank == 0 else [2], 4)
+            balancer.route(x)
+        balancer.plan_routing([8, 8] if rank == 0 else [], 4)
+        own = torch.ones(16 if rank == 0 else 0, 4, device="sim")
+        begin = time.monotonic()
+        try:
+            if name == "failed":
+                balancer.route(own if rank == 0 else torch.ones(3, 4, device="sim"))
+            else:
+                balancer.route(own, [own] if rank == 1 else [])
+            raised[name] = ("", "", 0.0)
+        except Exception as error:
+            raised[name] = (type(error).__name__, str(error), time.monotonic() - begin)
+        with contextlib.suppress(Exception):
+            balancer.plan_routing([1], 4)
+    return raised
 
 
 def a_missing_wait(rank: int, world: int) -> tuple[bool, bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator.device_ranks import balancers_agree, loader_agrees, models_agree
+from accelerator.device_ranks import balancers_agree, errors_with_work_in_flight, loader_agrees, models_agree
 from distributed.ranks import run_ranks
 
 TOPOLOGIES = {1: ["g1n1"], 2: ["g1n2", "g2n1", "g2/1n1"], 4: ["g4n1", "g4/2/1n1", "g2n2", "g1n2+g2n1"]}
@@ -62,3 +62,12 @@ def test_a_loader_that_plans_ahead() -> None:
     for of_rank in run_ranks(loader_agrees, 2):
         for on_cpu, on_device in of_rank:
             assert torch.equal(on_device, on_cpu)
+
+
+def test_errors_are_seen_while_the_device_works() -> None:
+    """The host is inside the device's wait, where it cannot look itself."""
+    of_waiting, _ = run_ranks(errors_with_work_in_flight, 2, timeout_s=120)
+    wanted = {"failed": "rank 1: x: got 3 rows", "differs": "on rank 1, expected none, as on rank 0"}
+    for name, words in wanted.items():
+        kind, message, seconds = of_waiting[name]
+        assert kind == "ArgumentError" and words in message and seconds < 10, of_waiting

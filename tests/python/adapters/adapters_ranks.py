@@ -1,14 +1,16 @@
-"""What test_ranks.py runs on several ranks."""
+"""What test_adapters_on_ranks.py runs on four ranks, in one group: two pairs at the same time, then all together."""
 
 from __future__ import annotations
 
 import torch
-from adapters.cases import SIZES, Sample, cases, gradients, sample_loss
+import torch.distributed as dist
+from adapters.cases import SIZES, Case, Sample, cases, flux, gradients, sample_loss
 from exactness_ranks import CLUSTER
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import knapformer
@@ -16,66 +18,152 @@ from knapformer import SequenceBalancer
 
 # Which of SIZES are whose: a rank without samples among them.
 HOMES = {2: [[], [0, 1, 2, 3, 4]], 4: [[4], [], [0, 2], [1, 3]]}
-Outcome = tuple[list[Tensor], dict[str, Tensor], int]  # outputs, whole gradients, sequences that ranks share
+TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
+FROZEN, ADAPTED, COMPILED, HYBRID, TENSOR_PARALLEL = "frozen", "adapted", "compiled", "hybrid", "tensor parallel"
+FLUX = cases()["flux"]
+TENSOR_PARALLEL_CASE = flux(num_attention_heads=4, num_layers=1)
+COMPILED_CASE = flux(num_layers=1, num_single_layers=1)
+ADAPTED_CASE = Case(lambda: adapted(), FLUX.sample)
+Outcome = tuple[list[int], list[Tensor], dict[str, Tensor], int]  # home, outputs, whole gradients, shared sequences
 
 
-def samples_of(name: str) -> list[Sample]:
-    return [cases()[name].sample(*size, seed) for seed, size in enumerate(SIZES)]
+def samples_of(case: Case) -> list[Sample]:
+    return [case.sample(*size, seed) for seed, size in enumerate(SIZES)]
 
 
-def sharded_and_balanced(rank: int, world: int, names: list[str], topology: str) -> dict[str, Outcome]:
-    """Under FSDP2 and diffusers' checkpointing: this rank's outputs, the whole gradients, and ranks that share."""
-    mesh = init_device_mesh("cpu", (world,))
-    balancer = SequenceBalancer(topology, cluster=CLUSTER)
+def outcome_of(
+    model: nn.Module, case: Case, home: list[int], num_ranks: int, balancer: SequenceBalancer, call: nn.Module
+) -> Outcome:
+    """call: the model, or what wraps it. FSDP and DDP take the mean over their num_ranks ranks."""
+    samples = [samples_of(case)[index] for index in home]
+    predictions = call(samples)
+    loss = sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero)
+    (loss * num_ranks).backward()
+    grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients(model).items()}
+    shared = sum(degree > 1 for degree in balancer.plan.degree_of_sequence)
+    return home, [p.detach() for p in predictions], grads, shared
+
+
+def sharded_and_balanced(mesh: DeviceMesh, balancer: SequenceBalancer) -> dict[str, Outcome]:
+    """Under FSDP2 and diffusers' checkpointing, balanced before sharding or after."""
     outcomes = {}
-    for i, name in enumerate(names):
-        case = cases()[name]
+    for i, (name, case) in enumerate(cases().items()):
         model = case.make()
         if i % 2 == 0:
             model.enable_gradient_checkpointing()
         if i % 3 == 0:
-            knapformer.balance(model, balancer)  # before sharding, or after
-        for block in _blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            knapformer.balance(model, balancer)
+        _shard(model, mesh)
         if i % 3 != 0:
             knapformer.balance(model, balancer)
-        samples = [samples_of(name)[index] for index in HOMES[world][rank]]
-        predictions = model(samples)
-        loss = sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero)
-        (loss * world).backward()  # FSDP takes the mean over ranks
-        grads = {}
-        for parameter_name, parameter in model.named_parameters():
-            assert isinstance(parameter.grad, DTensor), f"{name}: {parameter_name} has no gradient"
-            grads[parameter_name] = parameter.grad.full_tensor()
-        shared = sum(degree > 1 for degree in balancer.plan.degree_of_sequence)
-        outcomes[name] = ([p.detach() for p in predictions], grads, shared)
+        home = HOMES[mesh.size()][mesh.get_rank() % mesh.size()]
+        outcomes[name] = outcome_of(model, case, home, mesh.size(), balancer, call=model)
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters()), name
     return outcomes
 
 
-def ddp_with_frozen_base(rank: int, world: int, name: str, topology: str) -> Outcome:
-    """Only the projections of attention train, as adapters would. All samples are rank 1's."""
-    balancer = SequenceBalancer(topology, cluster=CLUSTER)
-    case = cases()[name]
-    model = case.make()
+def ddp_with_frozen_base(rank: int, pair: DeviceMesh) -> Outcome:
+    """Only the projections of attention train. All samples are one rank's."""
+    model = FLUX.make()
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(".to_q." in parameter_name)
-    balanced = DistributedDataParallel(knapformer.balance(model, balancer))
-    samples = samples_of(name) if rank == 1 else []
-    predictions = balanced(samples)
-    loss = sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero)
-    (loss * world).backward()
-    degrees = balancer.plan.degree_of_sequence
-    return [p.detach() for p in predictions], gradients(model), sum(degree > 1 for degree in degrees)
+    balancer = SequenceBalancer(TOPOLOGIES[2], group=pair.get_group(), cluster=CLUSTER)
+    wrapped = DistributedDataParallel(knapformer.balance(model, balancer), process_group=pair.get_group())
+    return outcome_of(model, FLUX, HOMES[2][rank % 2], 2, balancer, call=wrapped)
 
 
-def on_ranks(rank: int, world: int, names: list[str], topology: str) -> dict[str, Outcome]:
-    outcomes = sharded_and_balanced(rank, world, names, topology)
-    if world == 2:
-        outcomes["ddp"] = ddp_with_frozen_base(rank, world, names[0], topology)
+def adapted() -> nn.Module:
+    """With a LoRA of PEFT. Its B, which PEFT starts as zeros, would hide A's gradients."""
+    from peft import LoraConfig
+
+    model = FLUX.make().requires_grad_(False)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_out.0", "ff.net.2"]))
+    draw = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.2
+    return model
+
+
+def ddp_with_adapters(rank: int, pair: DeviceMesh) -> Outcome:
+    """Each rank is a replica of its own, so that one of them holds no token: its gradients are zeros, and DDP's hooks
+    run, without which the other would wait."""
+    model = adapted()
+    balancer = SequenceBalancer("g1n1", group=pair.get_group(), cluster=CLUSTER)
+    wrapped = DistributedDataParallel(knapformer.balance(model, balancer), process_group=pair.get_group())
+    outcome = outcome_of(model, ADAPTED_CASE, HOMES[2][rank % 2], 2, balancer, call=wrapped)
+    assert balancer.plan.tokens_after[rank % 2] == (0 if rank % 2 == 0 else sum(balancer.plan.tokens_after))
+    return outcome
+
+
+def compiled(rank: int, pair: DeviceMesh) -> Outcome:
+    """Traced forward and backward, under FSDP2. The default backend, which takes minutes here, adds code generation."""
+    model = COMPILED_CASE.make()
+    balancer = SequenceBalancer(TOPOLOGIES[2], group=pair.get_group(), cluster=CLUSTER)
+    knapformer.balance(model, balancer)
+    for block in _blocks(model):
+        block.compile(dynamic=True, backend="aot_eager")
+    _shard(model, pair)
+    outcome = outcome_of(model, COMPILED_CASE, HOMES[2][rank % 2], 2, balancer, call=model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return outcome
+
+
+def hybrid_sharding(rank: int, mesh: DeviceMesh) -> Outcome:
+    """Weights are sharded inside a node and the same on all; bags lie inside a node, too."""
+    balancer = SequenceBalancer("g2/1n2", cluster=CLUSTER)
+    model = knapformer.balance(FLUX.make(), balancer)
+    _shard(model, mesh)
+    return outcome_of(model, FLUX, HOMES[4][rank], 4, balancer, call=model)
+
+
+def tensor_parallel(rank: int, mesh: DeviceMesh) -> Outcome:
+    """The layers of the first blocks are shared inside a node, the balancer's bags are over the nodes."""
+    case = TENSOR_PARALLEL_CASE
+    data, layers = mesh["replicate"], mesh["shard"]
+    balancer = SequenceBalancer("g2/1n1", group=data.get_group(), cluster=CLUSTER)
+    model = knapformer.balance(case.make(), balancer)
+    into = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+    plan = {name: ColwiseParallel() for name in (*into, "ff.net.0.proj", "ff_context.net.0.proj")}
+    out_of = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2")
+    plan |= {name: RowwiseParallel() for name in out_of}
+    for block in model.transformer_blocks:
+        parallelize_module(block, layers, plan)
+    _shard(model, data)
+    outcome = outcome_of(model, case, HOMES[2][rank // 2], 2, balancer, call=model)
+    for name, gradient in outcome[2].items():
+        if name.startswith("transformer_blocks") and ".attn.norm_" in name:  # of this rank's heads
+            dist.all_reduce(gradient, group=layers.get_group())
+    return outcome
+
+
+def on_ranks(rank: int, world: int) -> dict[tuple[str, int], Outcome]:
+    """By name and number of ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pair = mesh["shard"]
+    if rank < 2:
+        of_pair = SequenceBalancer(TOPOLOGIES[2], group=pair.get_group(), cluster=CLUSTER)
+        outcomes = {(name, 2): outcome for name, outcome in sharded_and_balanced(pair, of_pair).items()}
+    else:
+        outcomes = {
+            (FROZEN, 2): ddp_with_frozen_base(rank, pair),
+            (ADAPTED, 2): ddp_with_adapters(rank, pair),
+            (COMPILED, 2): compiled(rank, pair),
+        }
+    of_all = SequenceBalancer(TOPOLOGIES[4], cluster=CLUSTER)
+    for name, outcome in sharded_and_balanced(init_device_mesh("cpu", (world,)), of_all).items():
+        outcomes[name, 4] = outcome
+    outcomes[HYBRID, 4] = hybrid_sharding(rank, mesh)
+    outcomes[TENSOR_PARALLEL, 4] = tensor_parallel(rank, mesh)
     return outcomes
 
 
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    lists = [m for m in model.children() if isinstance(m, torch.nn.ModuleList)]
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    lists = [m for m in model.children() if isinstance(m, nn.ModuleList)]
     return [block for blocks in lists for block in blocks]

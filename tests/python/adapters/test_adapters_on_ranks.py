@@ -1,41 +1,64 @@
-"""Balanced models of diffusers on real ranks, under FSDP2, against diffusers sample by sample in one process."""
+"""Balanced models of diffusers on ranks, in all ways of training them, against diffusers alone, sample by sample."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from adapters.adapters_ranks import HOMES, Outcome, on_ranks, samples_of
+import torch
+from adapters.adapters_ranks import (
+    ADAPTED,
+    ADAPTED_CASE,
+    COMPILED,
+    COMPILED_CASE,
+    FLUX,
+    FROZEN,
+    HYBRID,
+    TENSOR_PARALLEL,
+    TENSOR_PARALLEL_CASE,
+    Outcome,
+    on_ranks,
+    samples_of,
+)
 from adapters.cases import assert_gradients_equal, cases, one_by_one, relative_error
 from distributed.ranks import run_ranks
 
-CASES = list(cases())
-TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
+CASES = cases()
+OTHERS = {
+    (FROZEN, 2): FLUX,
+    (ADAPTED, 2): ADAPTED_CASE,
+    (COMPILED, 2): COMPILED_CASE,
+    (HYBRID, 4): FLUX,
+    (TENSOR_PARALLEL, 4): TENSOR_PARALLEL_CASE,
+}
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[tuple[str, int], Outcome]]:
+    return run_ranks(on_ranks, 4, timeout_s=400, group_timeout_s=300)  # one pair waits for the other
 
 
 @functools.cache
-def by_rank(world: int) -> list[dict[str, Outcome]]:
-    return run_ranks(on_ranks, world, CASES, TOPOLOGIES[world], timeout_s=300)
+def expected_of(name: str, world: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], set[str]]:
+    """What one process computes, and the names of what trains."""
+    case = OTHERS[name, world] if (name, world) in OTHERS else CASES[name]
+    return *one_by_one(case.make(), samples_of(case)), {
+        name for name, p in case.make().named_parameters() if p.requires_grad
+    }
 
 
-@pytest.mark.parametrize("world", HOMES)
-@pytest.mark.parametrize("name", CASES)
-def test_balanced_is_sample_by_sample(name: str, world: int) -> None:
-    outputs, expected = one_by_one(cases()[name].make(), samples_of(name))
-    assert any(outcome[name][2] > 0 for outcome in by_rank(world)), "no sequence was shared"
-    for rank, outcomes in enumerate(by_rank(world)):
-        predictions, grads, _ = outcomes[name]
-        assert len(predictions) == len(HOMES[world][rank])
-        for index, prediction in zip(HOMES[world][rank], predictions, strict=True):
+@pytest.mark.parametrize(("name", "world"), [*((name, world) for world in (2, 4) for name in CASES), *OTHERS])
+def test_balanced_is_sample_by_sample(name: str, world: int, by_rank: list[dict[tuple[str, int], Outcome]]) -> None:
+    outputs, expected, parameters = expected_of(name, world)
+    if name == FROZEN:  # with all but these frozen
+        parameters = {parameter for parameter in parameters if ".to_q." in parameter}
+    outcomes = [outcomes[name, world] for outcomes in by_rank if (name, world) in outcomes]
+    assert len(outcomes) == world
+    assert name == ADAPTED or any(num_shared > 0 for *_, num_shared in outcomes), "no sequence was shared"
+    assert {index for home, *_ in outcomes for index in home} == set(range(len(outputs)))
+    for home, predictions, grads, _ in outcomes:
+        assert len(predictions) == len(home)
+        for index, prediction in zip(home, predictions, strict=True):
             assert relative_error(prediction, outputs[index]) <= 1e-5
-        assert grads.keys() == dict(cases()[name].make().named_parameters()).keys()
-        assert_gradients_equal(grads, expected)
-
-
-def test_under_ddp_a_frozen_base_and_a_rank_without_samples() -> None:
-    _, expected = one_by_one(cases()[CASES[0]].make(), samples_of(CASES[0]))
-    for predictions, grads, num_shared in (outcomes["ddp"] for outcomes in by_rank(2)):
-        assert num_shared > 0
-        assert len(predictions) in (0, len(samples_of(CASES[0])))
-        assert grads.keys() == {name for name in expected if ".to_q." in name}
-        assert_gradients_equal(grads, {name: expected[name] for name in grads})
+        assert grads.keys() == parameters
+        assert_gradients_equal(grads, {parameter: expected[parameter] for parameter in parameters & expected.keys()})

@@ -230,6 +230,11 @@ def test_what_cannot_be_packed_is_refused() -> None:
         model(samples_of())
 
 
+def test_batches_are_refused_where_a_model_does_not_split_them() -> None:
+    with pytest.raises(knapformer.ArgumentError, match=r"batches: got True for FluxTransformer2DModel, expected False"):
+        knapformer.balance(CASE.make(), batches=True)
+
+
 def test_a_forward_that_was_replaced_later_is_not_thrown_away() -> None:
     model: Any = knapformer.balance(seeded(CASE.make()))
     model.forward = lambda *args: None

@@ -53,9 +53,14 @@ def test_a_poor_fit_is_said() -> None:
     assert ["2 lengths for two numbers" in w for w in fitted(lengths=[64, 1024]).warnings] == [True]
     assert ["the longest 8 times the shortest" in w for w in fitted(lengths=[64, 80, 96, 128]).warnings] == [True]
     fit = kf.fit_workload(LENGTHS, [n**1.5 for n in LENGTHS], WIDTH)
-    assert fit.relative_rms_error > 0.1 and any("the fit is off by" in why for why in fit_warnings(LENGTHS, fit, 0.0))
+    assert fit.relative_rms_error > 0.1 and any(
+        "the fit is off by" in why for why in fit_warnings(LENGTHS, fit, 0.0, WIDTH)
+    )
     steep = kf.fit_workload(LENGTHS, [24 * n * WIDTH**2 + 50 * 4 * n**2 * WIDTH for n in LENGTHS], WIDTH)
-    assert any("gamma is 50" in why for why in fit_warnings(LENGTHS, steep, 0.0))
+    assert any("gamma is 50" in why for why in fit_warnings(LENGTHS, steep, 0.0, WIDTH))
+    # At width 64 and 32 tokens attention is 0.37 * 32 / (6 * 64 + 0.37 * 32) = 3 % of the time: gamma is noise.
+    short = [2, 4, 8, 16, 32]
+    assert ["attention is 3.0% of the time at 32 tokens" in why for why in fitted(lengths=short).warnings] == [True]
     assert exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.2)) == []
     assert "expected at most 25%" in exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.5))[0]
     with pytest.raises(kf.StateError, match="poor fit: the best gamma is -"):
@@ -231,6 +236,64 @@ def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.Ca
     assert times.per_block() == pytest.approx(by_hand)
     assert calibration.gamma == pytest.approx(kf.fit_workload(lengths, by_hand, 64).gamma)
     assert calibration.gamma == pytest.approx(1, abs=0.1), "by a clock of FLOPs attention's cost as much as others"
+
+
+def my_block(device: torch.device, dtype: torch.dtype) -> Any:
+    """A layer of torch's own, of width 48: 2 heads, and a feed-forward part of 4 times the width."""
+    layer = torch.nn.TransformerEncoderLayer(48, 2, 192, dropout=0.0, batch_first=True, device=device, dtype=dtype)
+
+    def inputs(seq_lens: list[int]) -> tuple[torch.Tensor]:
+        assert len(set(seq_lens)) == 1
+        return (torch.randn(len(seq_lens), seq_lens[0], 48, device=device, dtype=dtype, requires_grad=True),)
+
+    return layer, inputs
+
+
+def no_block(device: torch.device, dtype: torch.dtype) -> Any:
+    return torch.nn.Linear(4, 4)
+
+
+@pytest.mark.usefixtures("flop_clock")
+def test_a_block_of_ones_own_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock that counts FLOPs: 24 l d^2 + 4 l^2 d a pass, three of them."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    out = tmp_path / "out.json"
+    own = ["calibrate", "--block", "test_calibrate:my_block", "--d-model", "48", "--repeats", "1", "--no-checkpoint"]
+    assert main([*own, "--lengths", "32,64,128,256,512", "--json", str(out)]) == 0
+    calibration = Calibration.load(out)
+    assert (calibration.d_model, calibration.longest, calibration.recomputes) == (48, 512, False)
+    assert calibration.seconds_per_flop == pytest.approx(3e-9, rel=0.02)
+    assert calibration.gamma == pytest.approx(1, rel=0.05) and calibration.warnings == ()
+    assert json.loads(out.read_text())["model"] == {"block": "test_calibrate:my_block"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block", "test_calibrate:my_block"], "--d-model: expected it with --block"),
+        (["--d-model", "48"], "--d-model: expected it with --block"),
+        (["--block", "my_block", "--d-model", "48"], "--block: got 'my_block', expected module:function"),
+        (["--block", "test_calibrate:nothing", "--d-model", "48"], "--block: got 'test_calibrate:nothing'"),
+        (["--block", "nowhere_at_all:f", "--d-model", "48"], "No module named 'nowhere_at_all'"),
+        (["--block", "test_calibrate:no_block", "--d-model", "4"], "got Linear, expected (block, function of lengths)"),
+    ],
+)
+def test_a_block_that_cannot_be_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_where_a_calibration_is_far_from_home() -> None:
+    home = dataclasses.replace(fitted(), device="one", longest=1024)
+    assert home.far_from(WIDTH, 2048, "one") == home.far_from(80) == []
+    assert "measured at width 64, used at 128" in home.far_from(128)[0]
+    assert "measured up to 1,024 tokens, used for 2,049" in home.far_from(WIDTH, 2049)[0]
+    assert "measured on one, used on two" in home.far_from(WIDTH, 1, "two")[0]
+    assert dataclasses.replace(home, device=None, longest=None).far_from(WIDTH, 10**6, "two") == []
+    assert Calibration.from_dict(home.to_dict()) == home
 
 
 @pytest.mark.usefixtures("flop_clock")

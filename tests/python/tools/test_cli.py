@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import json
 import os
 import re
 import statistics
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from knapformer.tools.cli import main
 
 import knapformer
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, TrainedModel, _core, plan, rank_topologies
+from knapformer import (
+    ArgumentError,
+    Cluster,
+    DataMix,
+    Plan,
+    StepPlan,
+    TrainedModel,
+    _core,
+    plan,
+    predict_step,
+    rank_topologies,
+)
 
 MIXED = ["--data", "mixed", "--ranks", "32"]
 
@@ -62,10 +76,41 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     assert ("once a step" if sync == "step" else "in every micro-batch") in out
 
 
-def test_plan_of_a_whole_step_has_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "2", "--report", str(tmp_path / "x.html")]
-    status, _, err = run(capsys, *args)
-    assert status == 2 and "--report: got one with --micro-batches" in err and not os.listdir(tmp_path)
+def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, path = tmp_path / "x.html", tmp_path / "step.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--report", str(page), "--json", str(path)]
+    assert run(capsys, *args)[0] == 0
+    step, shown = StepPlan.from_json(path.read_text()), page.read_text()
+    step_s = [predict_step(of).total_s for of in step.plans]
+    longest = step_s.index(max(step_s))
+    assert f"of 3 micro-batches, number {longest} in detail" in shown
+    assert f"{sum(step_s):.3g} s</b>" in shown
+    # Every rank's work in every micro-batch is drawn.
+    rows = charts_of(shown)[0]["data"][0]["z"]
+    mean = sum(sum(of.workload_after) for of in step.plans) / 96
+    for row, of in zip(rows_of(rows), step.plans, strict=True):
+        assert row == pytest.approx([work / mean for work in of.workload_after])
+    # A command that shows a micro-batch says where to go with a step.
+    status, _, err = run(capsys, "report", str(path), "--output", str(page))
+    assert status == 2 and "got the plan of a step" in err
+
+
+def charts_of(page: str) -> list[dict[str, Any]]:
+    """Of a report, in the order of the page."""
+    at = page.index('{"chart0": ')
+    charts, _ = json.JSONDecoder().raw_decode(page[at:].replace("<\\/", "</"))
+    return list(charts.values())
+
+
+def rows_of(matrix: Any) -> list[list[float]]:
+    """As plotly writes it: as lists, or as base64 with its type and shape."""
+    if isinstance(matrix, list):
+        return matrix
+    rows, columns = map(int, matrix["shape"].split(","))
+    assert matrix["dtype"] == "f8"
+    values = struct.unpack(f"<{rows * columns}d", base64.b64decode(matrix["bdata"]))
+    return [list(values[i * columns : (i + 1) * columns]) for i in range(rows)]
 
 
 def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -326,6 +371,22 @@ def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
+
+
+def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    topology = ["--topology", "g8n4"]
+    for command in (["plan", *topology, *MIXED], ["tune", *MIXED, "--steps", "1"], ["predict", *topology, *MIXED[:2]]):
+        for options, words in (
+            ([], ("gamma 0.41 (the default)", "cluster h100, the default: 298 TFLOP/s a rank, 120 and 25 GB/s in a "
+                  "node of 8 and between", "57 blocks, 1.2e+10 parameters, heads as if even", "no limit of memory",
+                  "0.525 s in each step whatever its load (fitted to the published cluster)")),
+            (["--gamma", "0.5", "--cluster", "cpu", "--heads", "24", "--max-tokens-per-rank", "90000"],
+             ("gamma 0.5 (as given)", "cluster cpu: 0.05 TFLOP/s", "24 heads", "at most 90,000 tokens of a rank",
+              "nothing fixed in a step")),
+        ):  # fmt: skip
+            status, out, _ = run(capsys, *command, *options)
+            (line,) = [line for line in out.splitlines() if line.startswith("Assumed: ")]
+            assert status == 0 and all(word in line for word in words), (command, line)
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:

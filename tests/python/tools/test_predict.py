@@ -68,6 +68,47 @@ def test_only_the_host_term_separates_the_published_code_from_this_one():
     assert published.host_s == pytest.approx(57 * Cluster.published().host_s_per_piece * 256 * 8)
 
 
+PUBLISHED_HFU = {
+    "low": (24.72, 26.20, 23.40, 22.04, 17.96),
+    "mixed": (14.54, 14.63, 23.10, 25.74, 26.81),
+    "joint": (12.69, 12.60, 21.68, 28.78, 29.74),
+}
+
+
+@pytest.mark.parametrize("mix", list(PUBLISHED_HFU))
+def test_published_utilization_is_predicted(mix, tmp_path, capsys):
+    target = tmp_path / "out.json"
+    topologies = [word for topology in TOPOLOGIES[1:] for word in ("--topology", topology)]
+    options = ["--cluster", "published", "--solver", "greedy", "--steps", "50", "--json", str(target)]
+    assert _predict("--mix", mix, *topologies, *options) == 0
+    assert "HFU" in capsys.readouterr().out
+    result = json.loads(target.read_text())
+    assert result["peak_tflops"] == 989.0
+    for topology, point, hfu in zip(TOPOLOGIES, result["points"], PUBLISHED_HFU[mix], strict=True):
+        assert point["topology"] == (topology or "none")
+        assert 100 * point["hfu"] == pytest.approx(hfu, rel=TOLERANCE)
+        # At the published time the FLOPs that are counted give the published utilization.
+        at_published_s = 100 * point["hfu"] * point["total_s"] / PUBLISHED_S[mix, topology]
+        assert at_published_s == pytest.approx(hfu, rel=0.005), topology
+
+
+def test_utilization_needs_a_peak(tmp_path, capsys):
+    target = tmp_path / "out.json"
+    shared = ["--mix", "low", "--topology", "g1n32", "--steps", "1", "--json", str(target)]
+    assert _predict(*shared, "--cluster", "cpu") == 0
+    assert "HFU:" in capsys.readouterr().out
+    assert [point["hfu"] for point in json.loads(target.read_text())["points"]] == [None, None]
+    assert _predict(*shared, "--cluster", "cpu", "--peak-tflops", "0.1") == 0
+    points = json.loads(target.read_text())["points"]
+    forward = sum(
+        24 * n * 3072**2 + 4 * n**2 * 3072 for lens in kf.DataMix.parse("low").draw_lengths(0, 0, 32) for n in lens
+    )
+    for point in points:
+        assert point["hfu"] == pytest.approx(4 * 57 * forward / (point["total_s"] * 32 * 0.1e12))
+    assert _predict(*shared, "--cluster", "a100", "--mode", "lora") == 0
+    assert json.loads(target.read_text())["points"][0]["hfu"] is None
+
+
 def _docs_script(monkeypatch):
     spec = importlib.util.spec_from_file_location("cluster_model", ROOT / "docs" / "cluster_model.py")
     module = importlib.util.module_from_spec(spec)

@@ -144,6 +144,7 @@ def test_the_doctors_page_is_drawn_and_legible(width, tmp_path):
 
 
 @in_browser
+@pytest.mark.parametrize("report", [8], indirect=True)  # the theme is the page's, whatever is drawn
 def test_screenshots_differ_by_theme(report, tmp_path):
     image = pytest.importorskip("PIL.Image")
     _, path = report

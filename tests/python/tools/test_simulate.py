@@ -23,7 +23,7 @@ from knapformer.tools.simulate.calibrate import lengths_to_measure
 from knapformer.tools.simulate.data import StepData, equal_lengths
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS, data_of_variants, plans_of_variants, variant_names
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, Variants, variant_names
 from knapformer.tools.simulate.worker import balancer_of, joined
 
 from knapformer import ArgumentError, Calibration, Cluster, DataMix, Sample, WorkloadModel, plan, plan_home
@@ -142,7 +142,8 @@ def test_what_each_variant_computes(model: str) -> None:
         micro_batches=3, equal_lengths=True, max_text_tokens=20,
     )  # fmt: skip
     assert variant_names(given) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
-    data = data_of_variants(given, 1, 0.5)
+    variants = Variants(given, 0.5)
+    data = {name: way.data for name, way in variants.ways(1).items()}
     drawn, planned, equal = data[NO_BALANCER], data[PLANNED_STEP], data[EQUAL_LENGTHS]
     assert data["g2n2"] is drawn
     mix, config = given.mix(), given.model
@@ -165,9 +166,43 @@ def test_what_each_variant_computes(model: str) -> None:
 
     assert len(set(works(equal))) == 1 and sum(works(equal)) == pytest.approx(sum(works(drawn)), rel=0.005)
     # As the plans say that stand for them.
-    plans = plans_of_variants(given, 1, 0.5)
+    plans = variants.plans(1)
     assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == [planned.seq_lens(k) for k in range(3)]
     assert all(plan.tokens_moved == 0 for plan in plans[PLANNED_STEP] + plans[NO_BALANCER])
+
+
+def test_what_others_compute() -> None:
+    """Buckets: all ranks as many tokens in a micro-batch, a length of the data. A budget: no rank beyond the longest
+    sample or the mean batch. Static groups: everything that was drawn, evenly on the group's ranks."""
+    lengths = tuple([40] * 6 + [100, 400])
+    given = settings(
+        lengths=lengths, data="x", batch_size=3, num_ranks=4, micro_batches=2, topologies=(), num_steps=20,
+        ways=("buckets", "time_budget", "static_2"),
+    )  # fmt: skip
+    names = ["lockstep buckets", "time budget", "sequence parallel 2"]
+    assert variant_names(given) == [NO_BALANCER, *names, PLANNED_STEP]
+    variants, workload, seen = Variants(given, 0.5), WorkloadModel(0.5), []
+
+    def work(lens: list[int]) -> float:
+        return sum(workload.work(n, given.model.d_model) for n in lens)
+
+    budget = max(work([400]), 3 * work(list(lengths)) / 8)
+    for step in range(22):
+        ways, plans = variants.ways(step), variants.plans(step)
+        drawn = ways[NO_BALANCER].data
+        for k in range(2):
+            buckets, budgets = (ways[name].data.seq_lens(k) for name in names[:2])
+            (length,) = {n for lens in buckets for n in lens}
+            assert [len(lens) for lens in buckets] == [3] * 4 and length in lengths
+            seen.append(length)
+            assert all(lens and work(lens) <= budget * (1 + 1e-9) for lens in budgets)
+            shared = plans["sequence parallel 2"][k]
+            assert shared.seq_lens == drawn.seq_lens(k) and set(shared.degree_of_sequence) == {2}
+            tokens = [sum(map(sum, drawn.seq_lens(k)[bag : bag + 2])) for bag in (0, 2)]
+            assert [sum(shared.tokens_after[bag : bag + 2]) for bag in (0, 2)] == tokens
+        assert ways["sequence parallel 2"].data is drawn and ways["lockstep buckets"].own_share == pytest.approx(1)
+    # In proportion to the samples, up to what 44 draws can tell (systematic draws: 8 times as many are made).
+    assert seen.count(40) > 22 and {100, 400} <= set(seen)
 
 
 def settings(**changes: Any) -> SimulationSettings:
@@ -195,6 +230,8 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
         ({"data": "high"}, "data: got 'high'"),
         ({"num_ranks": 3}, "ranks: got 3"),
         ({"topologies": ()}, "topology: got none"),
+        ({"ways": ("static_4",)}, "way: got 'static_4', expected each once of buckets, time_budget, static_2 on 2"),
+        ({"ways": ("buckets", "buckets")}, "way: got 'buckets'"),
         ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
         ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
         ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
@@ -299,6 +336,30 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert planned["tokens_per_s"] * planned["fbl_s"] == pytest.approx(none["tokens_per_s"] * none["fbl_s"])
     assert all(of["predicted_s"] > 0 for of in (none, nested, planned, equal))
     assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
+
+
+def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
+    out, samples = tmp_path / "out.json", tmp_path / "samples.csv"
+    samples.write_text("num_tokens\n" + "\n".join(str(20 + 5 * i) for i in range(40)))
+    ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
+    command = [
+        sys.executable, "-m", "knapformer", "simulate", "--samples", str(samples), "--batch-size", "2", "--ranks", "2",
+        "--model", "flux-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
+        "--json", str(out),
+    ]  # fmt: skip
+    done = start(command)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    none, buckets, budget, static = results["variants"]
+    assert results["settings"]["lengths"] == 40 and results["data_codes"] is None
+    assert static["loss_difference"] < 1e-4 and static["gradient_difference"] < 1e-4  # the same samples, shared
+    assert "loss_difference" not in buckets and "loss_difference" not in budget
+    assert static["work"] == none["work"] == 1 and static["wir"] == pytest.approx(1, abs=0.05)
+    # Forty lengths in at most 32 buckets are padded; the gain is in the samples' own work for time.
+    for of in (buckets, budget, static):
+        assert of["speed_up"] == pytest.approx(of["work"] * none["fbl_s"] / of["fbl_s"])
+        assert of["predicted_s"] > 0
+    assert "lockstep buckets: other samples" in done.stdout
 
 
 def test_a_batch_is_joined_of_its_samples() -> None:

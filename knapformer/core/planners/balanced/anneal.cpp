@@ -163,9 +163,17 @@ class Search {
   bool step(double temperature) {
     const int32_t a = random_item();
     const int32_t from = node_[a], from_bag = bag_of(a);
-    const int32_t to_bag = random_target_bag(from_bag);
-    int32_t to = -1, b = -1;
-    if (random_.below(2) == 0) {
+    int32_t to = -1, b = -1, to_bag = -1;
+    const int32_t kind = random_.below(4);
+    if (kind == 3) {  // of about the same work: items come by descending work
+      constexpr int32_t kNear = 8;
+      const int32_t offset = random_.below(2 * kNear);
+      b = a + (offset < kNear ? offset - kNear : offset - kNear + 1);
+      if (b < 0 || b >= static_cast<int32_t>(node_.size())) return false;
+      to = node_[b];
+      to_bag = bag_of(b);
+      if (to == from || !allows(a, trees_.node(to).degree) || !allows(b, trees_.node(from).degree)) return false;
+    } else if (to_bag = random_target_bag(from_bag); kind < 2) {
       to = random_node(a, to_bag);
       if (to < 0 || to == from) return false;
     } else {
@@ -176,21 +184,38 @@ class Search {
       if (to == from || !allows(a, trees_.node(to).degree) || !allows(b, trees_.node(from).degree)) return false;
     }
     const auto items = trees_.items();
-    const TreeItem& item_a = items[a];
     const bool one_bag = from_bag == to_bag;
     const double before = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag));
-    trees_.save(from, to, paths_);
-    trees_.remove(item_a, from);
-    trees_.add(item_a, to);
-    if (b >= 0) {
-      trees_.remove(items[b], to);
-      trees_.add(items[b], from);
-    }
-    trees_.update(paths_);
-    const double rise = energy_of(from_bag) + (one_bag ? 0 : energy_of(to_bag)) - before;
-    if (rise > 0 && rise >= temperature * random_.exponential()) {
-      trees_.restore(paths_);
-      return false;
+    const double allowed = temperature * random_.exponential();
+    const auto is_kept = [&](double after) { return after <= before || after - before < allowed; };
+    const auto exchange = [&](int32_t v, int32_t gives, int32_t gets) {
+      if (gives >= 0) trees_.remove(items[gives], v);
+      if (gets >= 0) trees_.add(items[gets], v);
+    };
+    if (one_bag) {
+      trees_.save(from, to, paths_[0]);
+      exchange(from, a, b);
+      exchange(to, b, a);
+      trees_.update(paths_[0]);
+      if (!is_kept(energy_of(from_bag))) {
+        trees_.restore(paths_[0]);
+        return false;
+      }
+    } else {
+      // First the bag that gets more: most changes overfill it by far, and the other need not be seen.
+      const bool to_first = b < 0 || items[a].attention >= items[b].attention;
+      double after = 0;
+      for (int32_t i = 0; i < 2; ++i) {
+        const bool is_to = to_first == (i == 0);
+        const int32_t v = is_to ? to : from;
+        trees_.save(v, v, paths_[i]);
+        exchange(v, is_to ? b : a, is_to ? a : b);
+        trees_.update(paths_[i]);
+        after += energy_of(is_to ? to_bag : from_bag);
+        if (is_kept(after)) continue;
+        for (int32_t k = 0; k <= i; ++k) trees_.restore(paths_[k]);
+        return false;
+      }
     }
     journal_.push_back({a, from});
     node_[a] = to;
@@ -221,8 +246,8 @@ class Search {
   std::vector<DegreeRange> ranges_;
   /// (item, the node it left) since the best placement, or since the journal was dropped for a copy of that.
   std::vector<std::pair<int32_t, int32_t>> journal_;
-  std::vector<int32_t> best_;    // that copy, or empty
-  PlacementTrees::Paths paths_;  // of the nodes that a step changes
+  std::vector<int32_t> best_;       // that copy, or empty
+  PlacementTrees::Paths paths_[2];  // of the nodes that a step changes, by bag
 };
 
 }  // namespace

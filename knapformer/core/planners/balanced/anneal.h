@@ -1,8 +1,9 @@
 // The improving half of the balanced solver: annealing over moves, swaps and changes of degree.
 //
 // A step proposes to move a sequence to another group (of any degree that makes sense for its size, in its bag or
-// another one) or to swap two sequences, and keeps the change where the energy of the bags involved falls, or, the
-// warmer the likelier, where it rises. The placement with the lowest time of the slowest group is what remains.
+// another one) or to swap two sequences, any or two of about the same work, and keeps the change where the energy of
+// the bags involved falls, or, the warmer the likelier, where it rises. The placement with the lowest time of the
+// slowest group is what remains.
 //
 // Steps are counted, not timed, and random numbers are counter-based with a key from the input: the result is the same
 // on every machine.

@@ -8,26 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/balanced/route_swaps.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/sort.h"
 
 namespace knapformer {
 namespace {
-
-/// What one rank of those that share a sequence holds of it, where it is cut evenly.
-int64_t share_of(const PlanInput& input, SequenceId id, const Placement& place) {
-  return input.seq_lens[id] / place.degree;
-}
-
-/// The aligned groups of one degree. Block i holds item i, and items swap blocks of one class.
-struct Blocks {
-  std::vector<int32_t> first_rank;
-  std::vector<int32_t> class_of;
-  std::vector<int32_t> of_rank;  // -1: none
-
-  int32_t count() const { return static_cast<int32_t>(first_rank.size()); }
-};
 
 class Locality {
  public:
@@ -44,11 +30,14 @@ class Locality {
     for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) swap_equal_sequences(replica);
   }
 
+  std::span<Blocks> blocks() { return blocks_; }
+
  private:
   /// Blocks are of one class where the same degrees are allowed within, and their ranks are alike and lie alike on the
   /// nodes.
   Blocks blocks_of(int32_t degree) const {
-    Blocks blocks{.first_rank = {}, .class_of = {}, .of_rank = std::vector<int32_t>(traits_.size(), -1)};
+    Blocks blocks{
+        .degree = degree, .first_rank = {}, .class_of = {}, .of_rank = std::vector<int32_t>(traits_.size(), -1)};
     std::map<std::vector<double>, int32_t> classes;
     std::vector<double> alike;
     for (const Bag& bag : input_.topology.bags()) {
@@ -110,7 +99,7 @@ class Locality {
   }
 
   void swap_blocks(int32_t degree) {
-    const Blocks blocks = blocks_of(degree);
+    const Blocks& blocks = blocks_.emplace_back(blocks_of(degree));
     std::vector<int32_t> item_of;  // by sequence; -1: shared by more ranks, or in no block
     for (const Placement& place : placements_)
       item_of.push_back(place.degree > degree ? -1 : blocks.of_rank[place.first_rank.index()]);
@@ -175,6 +164,7 @@ class Locality {
 
   const PlanInput& input_;
   std::span<Placement> placements_;
+  std::vector<Blocks> blocks_;  // of each degree that the plan uses, descending
   /// By rank: its replica and speed, and what it has of each larger group that shares a sequence there. Ranks with the
   /// same are alike.
   std::vector<std::vector<double>> traits_;
@@ -182,43 +172,21 @@ class Locality {
   std::vector<size_t> next_free_;  // of equal sequences: itself where it is free
 };
 
-/// What a replica's placements move, where shared sequences are cut evenly: the slowest rank's seconds for a token's
-/// byte, then the tokens of all.
-std::pair<double, int64_t> moved_by(const PlanInput& input, std::span<const Placement> placements, int32_t replica) {
-  const int32_t num_ranks = input.topology.num_ranks_per_replica(), first_rank = replica * num_ranks;
-  std::vector<Traffic> traffic(2 * static_cast<size_t>(num_ranks));  // what each rank sends, then what it receives
-  int64_t moved = 0;
-  const auto [first, last] = input.sequences_of(replica);
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const Rank home = input.seq_lens.home_of(SequenceId(s));
-    const int64_t share = share_of(input, SequenceId(s), placements[s]);
-    for (int32_t r = placements[s].first_rank.value; r < placements[s].first_rank.value + placements[s].degree; ++r) {
-      if (r == home.value) continue;
-      const auto link = input.cluster.same_node(Rank(r), home) ? &Traffic::inside : &Traffic::between;
-      traffic[home.value - first_rank].*link += static_cast<double>(share);
-      traffic[r - first_rank + num_ranks].*link += static_cast<double>(share);
-      moved += share;
-    }
-  }
-  double slowest = 0;
-  for (const Traffic& t : traffic) {
-    slowest =
-        std::max({slowest, t.inside / input.cluster.node_bytes_per_s, t.between / input.cluster.network_bytes_per_s});
-  }
-  return {slowest, moved};
-}
-
 }  // namespace
 
-void improve_locality(const PlanInput& input, std::span<Placement> placements) {
+void improve_locality(const PlanInput& input, std::span<Placement> placements, bool swaps_for_route) {
   if (!input.model.routed) return;
   std::vector<Placement> trial(placements.begin(), placements.end());
-  Locality(input, trial).run();
+  Locality locality(input, trial);
+  locality.run();
   // A larger block goes where most of its tokens are at home, and those may have been at home in it already; nor does
   // what most tokens gain by make the slowest rank faster.
   for (int32_t replica = 0; replica < input.topology.num_replicas(); ++replica) {
     const auto [first, last] = input.sequences_of(replica);
-    const auto after = moved_by(input, trial, replica), before = moved_by(input, placements, replica);
+    const auto before = RouteSwaps(input, placements, replica).figures();
+    RouteSwaps swaps(input, trial, replica);
+    if (swaps_for_route) swaps.run(locality.blocks(), before.second);
+    const auto after = swaps.figures();
     if (after < before && after.second <= before.second)
       std::copy(trial.begin() + first.value, trial.begin() + last.value, placements.begin() + first.value);
   }

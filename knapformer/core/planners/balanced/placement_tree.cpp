@@ -33,6 +33,10 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
                 .backward_attention = passes.attention_backward / passes.attention(),
                 .forward_exchange = passes.forwards / passes.exchanges(),
                 .backward_exchange = passes.backwards / passes.exchanges()};
+    const auto beside = [](double exchange, double attention) { return attention > 0 ? exchange / attention : 0; };
+    overlap_.exposed =
+        (1 - overlap_.pre_attn) * std::max(beside(overlap_.forward_exchange, overlap_.forward_attention),
+                                           beside(overlap_.backward_exchange, overlap_.backward_attention));
   }
 
   for (const BagShape& shape : topology.shapes()) {
@@ -156,8 +160,7 @@ int32_t PlacementTrees::top_of_group(int32_t v) const {
 double PlacementTrees::group_time(int32_t top, double exchange) const {
   const State& group = state(top);
   if (objective_ == Objective::kFlat) return group.max_token_time + group.max_attention;
-  return group.max_token_time + attention_phase(group.max_attention, group.max_shared_attention, exchange) +
-         node(top).latency;
+  return group.max_token_time + attention_phase(group, exchange) + node(top).latency;
 }
 
 double PlacementTrees::group_time(int32_t v) const {

@@ -23,7 +23,9 @@
 //
 // Note on overlap. A rank's attention phase is  shared + post_attn + max(pre_attn, whole)  where attention on whole
 // sequences hides pre_attn. With the maxima over the group's ranks of each, post_attn + max(whole + shared, shared +
-// pre_attn) is at least that.
+// pre_attn) is at least that. Where the first of the two is the longer one, that is too much: who holds fewer whole
+// tokens attends less and exchanges more. So the maximum of  shared + whole + post_attn  is kept as well, like that of
+// the exchange.
 //
 // All of this is at least what cost/step_time.h predicts, and equal where the ranks of a group have their longest
 // phases together: a plan that is good by it is good however phases overlap.
@@ -88,9 +90,11 @@ class PlacementTrees {
     double max_attention = 0;         // over ranks, from this node down
     double max_shared_attention = 0;  // of it, on shared sequences
     double max_exchange = 0;
-    double above[kMaxAbove] = {};  // see the note on exchange, by the depth of the node above
-    double time = 0;               // of the slowest connected group
-    double energy = 0;             // see set_reference
+    double max_exposed = 0;                // over ranks, of attention and what it never hides of the exchange
+    double above[kMaxAbove] = {};          // see the note on exchange, by the depth of the node above
+    double above_exposed[kMaxAbove] = {};  // the same, of max_exposed
+    double time = 0;                       // of the slowest connected group
+    double energy = 0;                     // see set_reference
     int32_t num_sequences = 0;
   };
 
@@ -188,11 +192,18 @@ class PlacementTrees {
 
  private:
   void add_bag(const PlanInput& input, const Bag& bag, int32_t index);
+  double energy_of_rank(double time) const {
+    double x = std::max(0.0, time - floor_) * inverse_range_;
+    x *= x;
+    x *= x;
+    x *= x;
+    return x * x;
+  }
   /// The largest group that holds a sequence and has v in it; v where none does.
   int32_t top_of_group(int32_t v) const;
   double group_time(int32_t top, double exchange) const;
   /// Of a connected group: its attention and exchange, what hides taken off.
-  double attention_phase(double attention, double shared_attention, double exchange) const;
+  double attention_phase(const State& group, double exchange) const;
   void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
 
@@ -204,6 +215,7 @@ class PlacementTrees {
   /// Of the passes of a block: how its attention and its exchange divide over them. See attention_phase.
   struct Overlap {
     double pre_attn = 0;  // of the exchange; 0 where nothing hides
+    double exposed = 1;   // see max_exposed: of the exchange, in the pass where it is most beside attention
     double forward_attention = 0, backward_attention = 0;
     double forward_exchange = 0, backward_exchange = 0;
   };
@@ -250,13 +262,15 @@ inline void PlacementTrees::save(int32_t a, int32_t b, Paths& out) const {
   while (a >= 0) climb(a);
 }
 
-inline double PlacementTrees::attention_phase(double attention, double shared_attention, double exchange) const {
-  if (overlap_.pre_attn == 0) return attention + exchange;
+inline double PlacementTrees::attention_phase(const State& group, double exchange) const {
+  if (overlap_.pre_attn == 0) return group.max_attention + exchange;
   const auto pass = [&](double part_of_attention, double part_of_exchange) {
-    return std::max(attention * part_of_attention,
-                    shared_attention * part_of_attention + exchange * overlap_.pre_attn * part_of_exchange);
+    const double part = exchange * part_of_exchange;
+    return std::max(std::min(group.max_exposed * part_of_attention,
+                             group.max_attention * part_of_attention + part * (1 - overlap_.pre_attn)),
+                    group.max_shared_attention * part_of_attention + part);
   };
-  return exchange * (1 - overlap_.pre_attn) + pass(overlap_.forward_attention, overlap_.forward_exchange) +
+  return pass(overlap_.forward_attention, overlap_.forward_exchange) +
          pass(overlap_.backward_attention, overlap_.backward_exchange);
 }
 
@@ -266,7 +280,7 @@ inline void PlacementTrees::update(int32_t v) {
   const bool shared = state.num_sequences > 0;
   const auto depth = static_cast<size_t>(n.depth);
   const State* const children = states_.data() + n.first_child;
-  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0;
+  double tokens = state.tokens, token_time = 0, attention = 0, shared_attention = 0, exchange = 0, exposed = 0;
   double time = 0, energy = 0;
   for (int32_t i = 0; i < n.num_children; ++i) {
     const State& child = children[i];
@@ -275,6 +289,7 @@ inline void PlacementTrees::update(int32_t v) {
     attention = std::max(attention, child.max_attention);
     shared_attention = std::max(shared_attention, child.max_shared_attention);
     exchange = std::max(exchange, child.max_exchange);
+    exposed = std::max(exposed, child.max_exposed);
     time = std::max(time, child.time);
     energy += child.energy;
   }
@@ -295,32 +310,42 @@ inline void PlacementTrees::update(int32_t v) {
   const double filled = n.exchange_per_token * tokens_per_rank;
   if (n.num_children == 0) {
     exchange = filled;
+    exposed = overlap_.exposed * filled;
   } else if (shared) {
-    for (int32_t i = 0; i < n.num_children; ++i) exchange = std::max(exchange, children[i].above[depth] + filled);
+    for (int32_t i = 0; i < n.num_children; ++i) {
+      exchange = std::max(exchange, children[i].above[depth] + filled);
+      exposed = std::max(exposed, children[i].above_exposed[depth] + overlap_.exposed * filled);
+    }
   }
+  exposed += state.attention;
   state.max_exchange = exchange;
+  state.max_exposed = exposed;
 
   if (shared || n.num_children == 0) {
-    for (size_t k = 0; k < depth; ++k) state.above[k] = exchange - n.above_exchange[k] * tokens_per_rank;
-    time = token_time + attention_phase(attention, shared_attention, exchange) + (shared ? n.latency : 0);
+    for (size_t k = 0; k < depth; ++k) {
+      const double whole = n.above_exchange[k] * tokens_per_rank;
+      state.above[k] = exchange - whole;
+      state.above_exposed[k] = exposed - overlap_.exposed * whole;
+    }
+    time = token_time + attention_phase(state, exchange) + (shared ? n.latency : 0);
     if (objective_ == Objective::kFlat) {
       constexpr double kPenalty = 1000;
       const double work = token_time + attention;
       const double excess = std::max(0.0, work - flat_goal_.max_work) + std::max(0.0, time - flat_goal_.max_time);
       time = (flat_goal_.of_time ? time : work) + kPenalty * excess;
     }
-    double x = std::max(0.0, time - floor_) * inverse_range_;
-    x *= x;
-    x *= x;
-    x *= x;
     state.time = time;
-    state.energy = n.degree * (x * x);
+    state.energy = n.degree * energy_of_rank(time);
     return;
   }
   for (size_t k = 0; k < depth; ++k) {
-    double above = children[0].above[k];
-    for (int32_t i = 1; i < n.num_children; ++i) above = std::max(above, children[i].above[k]);
+    double above = children[0].above[k], above_exposed = children[0].above_exposed[k];
+    for (int32_t i = 1; i < n.num_children; ++i) {
+      above = std::max(above, children[i].above[k]);
+      above_exposed = std::max(above_exposed, children[i].above_exposed[k]);
+    }
     state.above[k] = above;
+    state.above_exposed[k] = above_exposed;
   }
   state.time = time;
   state.energy = energy;

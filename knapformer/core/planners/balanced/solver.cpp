@@ -69,7 +69,7 @@ uint64_t random_key(const PlanInput& input, int32_t replica) {
 
 int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
   // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 100;
+  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 120;
   // Where construction does not keep the limit of tokens, low effort searches as well.
   if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
   const auto num_items = static_cast<int64_t>(trees.items().size());
@@ -149,7 +149,8 @@ class BalancedSolver {
         effort_(effort),
         placements_(static_cast<size_t>(input_.seq_lens.num_sequences())),
         bounds_s_(static_cast<size_t>(input_.topology.num_replicas())),
-        is_greedy_(bounds_s_.size()) {}
+        is_greedy_(bounds_s_.size()),
+        starts_(bounds_s_.size()) {}
 
   Plan solve() {
     if (input_.topology.is_flat()) return solve_all_flat(std::vector<char>(bounds_s_.size(), 1), FlatGoal::kEven);
@@ -217,6 +218,17 @@ class BalancedSolver {
     }
   }
 
+  /// A few moves, hardly any of which are uphill.
+  void descend(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
+               const SearchRange& range) const {
+    constexpr int64_t kPerItem = 4;
+    constexpr double kCold = 0.01;
+    SearchRange cold = range;
+    cold.time = trees.slowest();
+    cold.options.first_temperature = kCold;
+    improve_in_rounds(trees, node_of_item, replica, cold, kPerItem * std::ssize(node_of_item));
+  }
+
   /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
   void place_greedily() {
     const Topology smallest = input_.topology.flat_topologies().front();
@@ -234,20 +246,26 @@ class BalancedSolver {
     for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
   }
 
-  void solve(int32_t replica, Objective objective, Construction::FitBy fit_by = Construction::FitBy::kTime) {
+  /// Whether there is a placement, and another one than before.
+  bool solve(int32_t replica, Objective objective, Construction::FitBy fit_by = Construction::FitBy::kTime) {
     PlacementTrees trees(input_, replica, objective);
-    if (trees.items().empty()) return;
+    if (trees.items().empty()) return false;
     const auto place_all = [&] {
       return objective == Objective::kTime ? placed_nested(trees, replica, fit_by) : placed_flat(trees, replica);
     };
     std::vector<int32_t> node_of_item = place_all();
+    if (node_of_item.empty()) return false;
     if (input_.max_tokens_per_rank > 0) {
       // A limit that is kept anyway costs nothing.
       trees.set_token_limit(input_.max_tokens_per_rank);
-      if (!trees.keeps_limit()) node_of_item = place_all();
+      if (!trees.keeps_limit()) {
+        starts_[replica].clear();
+        node_of_item = place_all();
+      }
     }
     for (size_t i = 0; i < node_of_item.size(); ++i)
       placements_[trees.items()[i].id.index()] = trees.placement(node_of_item[i]);
+    return true;
   }
 
   /// The plan, with those replicas that stay far above their bound from another construction, where that is better.
@@ -255,8 +273,8 @@ class BalancedSolver {
   Plan with_other_construction(Plan plan, std::vector<Figures>& best) {
     std::vector<char> is_far(best.size());
     for (size_t r = 0; r < best.size(); ++r) {
-      is_far[r] = !is_greedy_[r] && best[r].block_s > bounds_s_[r] * kFar;
-      if (is_far[r]) solve(static_cast<int32_t>(r), Objective::kTime, Construction::FitBy::kEvenTime);
+      is_far[r] = !is_greedy_[r] && best[r].block_s > bounds_s_[r] * kFar &&
+                  solve(static_cast<int32_t>(r), Objective::kTime, Construction::FitBy::kEvenTime);
     }
     if (!contains(is_far, true)) return plan;
     return with_better(std::move(plan), finish(placements_), is_far, best);
@@ -273,11 +291,11 @@ class BalancedSolver {
     return merged(std::move(plan), other, wins);
   }
 
-  /// The nodes of the items, which are left in the trees.
-  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica, Construction::FitBy fit_by) const {
+  /// The nodes of the items, which are left in the trees. None where it would start from the same as the last time.
+  std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica, Construction::FitBy fit_by) {
     const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
-    constexpr size_t kFewSequences = 512;  // then there is time to try more
-    const int32_t few_targets = trees.items().size() <= kFewSequences ? 5 : 3;
+    const bool is_small = trees.items().size() <= 512;  // then low effort has time to try more
+    const int32_t few_targets = is_small ? 4 : 3;
     const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
     // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
     // close to the bound.
@@ -288,9 +306,12 @@ class BalancedSolver {
     const auto construct_by = [&](Construction::FitBy by, int32_t num_targets) {
       construct(fit, by, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004, constructed);
     };
-    if (fit_by == Construction::FitBy::kTime) construct_by(fit_by, is_low ? few_targets : 10);
-    if (fit_by == Construction::FitBy::kEvenTime || !is_low) construct_by(Construction::FitBy::kEvenTime, 3);
+    if (fit_by == Construction::FitBy::kTime) construct_by(fit_by, is_low ? few_targets : 4);
+    if (fit_by == Construction::FitBy::kEvenTime || !is_low)
+      construct_by(Construction::FitBy::kEvenTime, is_low ? 3 : 2);
     std::vector<int32_t> best = std::move(constructed.node_of_item);
+    if (best == starts_[replica]) return {};  // the search would find the same
+    starts_[replica] = best;
     SearchRange range{.bound = bound,
                       .high_goes_on = true,
                       .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.0005}};
@@ -298,6 +319,8 @@ class BalancedSolver {
       load(trees, placement);
       range.time = trees.slowest();
       search(trees, placement, replica, range);
+      if (is_low && is_small && trees.keeps_limit() && range.time > bound * kFar)
+        descend(trees, placement, replica, range);
       return trees.slowest();
     };
     const double time = time_from(best);
@@ -356,7 +379,12 @@ class BalancedSolver {
   }
 
   Plan finish(std::vector<Placement> placements) const {
-    improve_locality(input_, placements);
+    // At low effort there is time for the slowest rank's route where nothing had to be constructed, if it is not much.
+    constexpr int32_t kFew = 2048;
+    const int32_t num_sequences = input_.seq_lens.num_sequences() / input_.topology.num_replicas();
+    const bool may_take_time = input_.max_tokens_per_rank > 0 || !contains(is_greedy_, false);
+    const bool has_time = effort_ != Effort::kLow || (may_take_time && num_sequences <= kFew);
+    improve_locality(input_, placements, has_time);
     if (input_.topology.is_flat() && input_.rank_speed.empty()) return Plan(input_, "balanced", std::move(placements));
     std::vector<int64_t> chunk_lens = uneven_chunk_lens(input_, placements);
     return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));
@@ -432,8 +460,9 @@ class BalancedSolver {
   PlanInput input_;
   int64_t effort_;
   std::vector<Placement> placements_;
-  std::vector<double> bounds_s_;  // of a block in nested bags, by replica
-  std::vector<char> is_greedy_;   // by replica: placed by place_greedily
+  std::vector<double> bounds_s_;              // of a block in nested bags, by replica
+  std::vector<char> is_greedy_;               // by replica: placed by place_greedily
+  std::vector<std::vector<int32_t>> starts_;  // by replica: the construction that the last search started from
 };
 
 }  // namespace

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from knapformer.tools.cli_args import add_count, add_device, add_model, add_ranks, check_torch, counts, run_settings
+from knapformer.tools.cli_args import (
+    add_count,
+    add_device,
+    add_model,
+    add_ranks,
+    check_torch,
+    counts,
+    integer,
+    run_settings,
+)
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
 
@@ -15,6 +24,12 @@ def add_parser(subparsers: Any) -> None:
         "calibrate", help="measures blocks and exchanges here, and fits k and gamma", description=__doc__
     )
     add_model(parser)
+    parser.add_argument(
+        "--block", metavar="MODULE:FUNCTION",
+        help="measures your own block: function(device, dtype) returns it, and a function from packed lengths to the "
+        "arguments of its forward pass",
+    )  # fmt: skip
+    parser.add_argument("--d-model", type=integer(1, 1 << 20), metavar="D", help="with --block: its width, in features")
     parser.add_argument(
         "--lengths", metavar="N,N,...", help="tokens, such as 256,512,...,16384 (default: 7, by the model's width)"
     )
@@ -34,8 +49,12 @@ def run(args: argparse.Namespace) -> None:
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     check_outputs({"--json": args.json, "--picture": args.picture})
     given = run_settings(args)
+    if args.block is not None:
+        given["model_name"] = args.block
     lengths = (
-        default_lengths(given["model"].d_model) if args.lengths is None else counts(args.lengths, "--lengths", 1 << 24)
+        default_lengths(args.d_model or given["model"].d_model)
+        if args.lengths is None
+        else counts(args.lengths, "--lengths", 1 << 24)
     )
     settings = CalibrationSettings(
         lengths=tuple(lengths),
@@ -43,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
         num_rounds=args.repeats,
         num_warmup_rounds=args.warmup,
         plot_path=args.picture,
+        block=args.block,
+        block_d_model=args.d_model,
         **given,
     )
     if num_ranks > 1:

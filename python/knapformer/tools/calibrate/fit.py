@@ -5,18 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from knapformer import StateError, WorkloadFit, fit_workload
+from knapformer import StateError, WorkloadFit, WorkloadModel, fit_workload
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
 MIN_SPAN = 8.0  # longest over shortest: attention's share has to change
+MIN_ATTENTION = 0.10  # of the time at the longest length: less of it than noise cannot tell gamma
 MAX_NOISE = 0.10  # median over the lengths of the relative spread between repeats
 MAX_ERROR = 0.10  # relative RMS of the fit
 MAX_EXCHANGE_ERROR = 0.25  # the same of an all-to-all's fit: a line over sizes of three orders of magnitude
 
 
-def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float) -> list[str]:
+def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float, d_model: int, mask: str = "full") -> list[str]:
     """Why a fit is poor, one sentence each; none where it is not."""
     found = []
     distinct = sorted(set(lengths))
@@ -25,6 +26,12 @@ def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float) -> list
     if distinct[-1] < MIN_SPAN * distinct[0]:
         found.append(
             f"lengths from {distinct[0]} to {distinct[-1]}, expected the longest {MIN_SPAN:g} times the shortest"
+        )
+    whole, tokens = (WorkloadModel(gamma).work(distinct[-1], d_model, mask) for gamma in (max(fit.gamma, 0.0), 0.0))
+    if (attention := 1 - tokens / whole) < MIN_ATTENTION:
+        found.append(
+            f"attention is {attention:.1%} of the time at {distinct[-1]} tokens, expected at least "
+            f"{MIN_ATTENTION:.0%}: measure longer lengths to tell gamma"
         )
     if noise > MAX_NOISE:
         found.append(f"repeats spread by {noise:.1%} of their median, expected at most {MAX_NOISE:.0%}")
@@ -53,6 +60,7 @@ def calibration_of(
     *,
     recomputes: bool,
     mask: str = "full",
+    device: str | None = None,
 ) -> Calibration:
     """latencies_s: of one block over one sequence of each length; spreads: relative, between their repeats.
 
@@ -74,5 +82,7 @@ def calibration_of(
         relative_rms_error_without_gamma=fit.relative_rms_error_without_gamma,
         noise=noise,
         mask=mask,
-        warnings=tuple(fit_warnings(lengths, fit, noise)),
+        warnings=tuple(fit_warnings(lengths, fit, noise, d_model, mask)),
+        device=device,
+        longest=max(lengths),
     )

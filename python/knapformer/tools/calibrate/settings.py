@@ -19,8 +19,20 @@ class CalibrationSettings(RunSettings):
     num_rounds: int
     num_warmup_rounds: int
     plot_path: str | None
+    block: str | None = None  # module:function of the user's own, which is measured in the model's place
+    block_d_model: int | None = None  # its width
+
+    @property
+    def d_model(self) -> int:
+        return self.block_d_model or self.model.d_model
+
+    @property
+    def mask(self) -> str:
+        return self.model.mask if self.block is None else "full"
 
     def __post_init__(self) -> None:
+        if (self.block is None) != (self.block_d_model is None):
+            raise ArgumentError("--d-model: expected it with --block, whose width it is, and only there")
         if len(set(self.lengths)) < 2:
             raise ArgumentError(f"--lengths: got {len(set(self.lengths))} lengths, expected at least 2 distinct ones")
 

@@ -17,10 +17,11 @@ from knapformer.models.registry import config_to_dict
 from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.measure.blocks import BlockTimes, kinds_of, time_blocks
+from knapformer.tools.measure.blocks import BlockTimes, kinds_of, time_blocks, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
+from knapformer.tools.measure.own_block import load_own_block, passes_of
 from knapformer.tools.measure.progress import Progress
 
 # Bytes of a rank's rows: from what latency decides to what the rate does.
@@ -43,18 +44,17 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
     joined = dist.is_initialized()
     first = not joined or dist.get_rank() == 0
     num_rounds = settings.num_rounds + settings.num_warmup_rounds
-    with Progress(num_rounds * len(kinds_of(settings.model)) * len(settings.lengths), enabled=first) as progress:
+    num_kinds = 1 if settings.block is not None else len(kinds_of(settings.model))
+    with Progress(num_rounds * num_kinds * len(settings.lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
-        times = time_blocks(
-            settings.model,
-            settings.lengths,
-            device,
-            DTYPES[dtype],
-            settings.checkpointing,
-            settings.num_rounds,
-            settings.num_warmup_rounds,
-            progress.advance,
-        )
+        rounds = (settings.num_rounds, settings.num_warmup_rounds, progress.advance)
+        if settings.block is not None:
+            own = passes_of(*load_own_block(settings.block, device, DTYPES[dtype]), settings.checkpointing)
+            times = time_works([(settings.block, 1, own)], settings.lengths, device, *rounds)
+        else:
+            times = time_blocks(
+                settings.model, settings.lengths, device, DTYPES[dtype], settings.checkpointing, *rounds
+            )  # fmt: skip
         exchanges: dict[str, _ExchangeTimes] = {}
         if joined:
             seconds = torch.tensor(times.seconds, dtype=torch.float64)
@@ -63,8 +63,8 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
     if first:
-        write_report(settings, _calibration(settings, times, exchanges), times, {
-            "model": config_to_dict(settings.model),
+        write_report(settings, _calibration(settings, times, exchanges, device), times, {
+            "model": config_to_dict(settings.model) if settings.block is None else {"block": settings.block},
             "dtype": dtype,
             "num_ranks": settings.num_ranks,
             "measured_blocks": [
@@ -94,15 +94,17 @@ def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
 
 
 def _calibration(
-    settings: CalibrationSettings, times: BlockTimes, exchanges: Mapping[str, _ExchangeTimes]
+    settings: CalibrationSettings, times: BlockTimes, exchanges: Mapping[str, _ExchangeTimes], device: torch.device
 ) -> Calibration:
+    on = environment(device)
     calibration = calibration_of(
         settings.lengths,
         times.per_block(),
         times.spreads(),
-        settings.model.d_model,
+        settings.d_model,
         recomputes=settings.checkpointing,
-        mask=settings.model.mask,
+        mask=settings.mask,
+        device=str(on["accelerator"] or on["processor"]),
     )
     warnings = list(calibration.warnings)
     costs: dict[str, ExchangeCost] = {}

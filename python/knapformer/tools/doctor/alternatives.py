@@ -7,7 +7,6 @@ model (docs/cluster_model.md); ranks wait for each other in every micro-batch, a
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,7 @@ from functools import cached_property
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
-
-Lengths = list[list[int]]  # for each rank those of its samples, in tokens
+from knapformer.tools.cli_args import Lengths, micro_batches_of_step
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Step:
     bytes_between: float = 0
     max_tokens: int = 0
     plans: list[Plan] = field(default_factory=list, repr=False)  # of its micro-batches; see simulate
+    plan_work_s: float = 0  # as work_s, with padding
 
     def add(self, plan: Plan, real_work_s: float | None = None) -> None:
         """A micro-batch. real_work_s: where part of the plan's work is padding."""
@@ -83,6 +82,7 @@ class Step:
         self.plans.append(plan)
         self.seconds += time.total_s
         self.work_s += time.ideal_s if real_work_s is None else real_work_s
+        self.plan_work_s += time.ideal_s
         self.compute_s += time.token_s + time.attention_s
         self.samples += plan.num_sequences
         self.tokens += plan.num_tokens
@@ -93,7 +93,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Alternative:
-    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none."""
+    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none. degree: of
+    static sequence parallelism, 0 for none."""
 
     key: str
     name: str
@@ -101,25 +102,14 @@ class Alternative:
     change: str = "nothing"
     effect: str = ""
     ours: bool = False
-
-
-def _micro_batches(lens: Sequence[int], count: int) -> list[list[int]]:
-    """A rank's samples in consecutive parts, as even as may be."""
-    cuts = [len(lens) * part // count for part in range(count + 1)]
-    return [list(lens[a:b]) for a, b in itertools.pairwise(cuts)]
-
-
-def _in_order(step: Lengths, count: int) -> list[Lengths]:
-    """[micro-batch][rank]."""
-    parts = [_micro_batches(lens, count) for lens in step]
-    return [[part[micro_batch] for part in parts] for micro_batch in range(count)]
+    degree: int = 0
 
 
 def as_drawn(draw: Draw) -> Iterator[Step]:
     """Each rank computes what it drew, packed without padding."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -128,7 +118,7 @@ def one_by_one(draw: Draw) -> Iterator[Step]:
     """A micro-batch of one sample on each rank, as often as it takes."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, max(1, *map(len, lengths))):
+        for micro_batch in micro_batches_of_step(lengths, max(1, *map(len, lengths))):
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -208,7 +198,7 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
     def steps(draw: Draw) -> Iterator[Step]:
         for lengths in draw.steps:
             step = Step()
-            for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+            for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
                 step.add(
                     plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
                 )
@@ -221,7 +211,7 @@ def longest_first(draw: Draw) -> Iterator[Step]:
     """Each micro-batch's samples, the longest first, to the rank that has the least."""
     for lengths in draw.steps:
         step = Step()
-        for micro_batch in _in_order(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
             step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
         yield step
 
@@ -245,9 +235,8 @@ def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[St
     return steps
 
 
-def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
-    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
-    num_ranks = setting.num_ranks
+def baselines(num_ranks: int) -> list[Alternative]:
+    """What people do without this project, what needs least change first: those that so many ranks allow."""
     found = [
         Alternative("as_drawn", "no balancing", as_drawn),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
@@ -270,7 +259,14 @@ def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative
     for degree in (2, 4, 8):
         if num_ranks % degree == 0:
             name, change = f"sequence parallel {degree}", "the model's attention, and the loader"
-            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change))
+            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change, degree=degree))
+    return found
+
+
+def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
+    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
+    num_ranks = setting.num_ranks
+    found = baselines(num_ranks)
     sampler = planned_step(f"g1n{num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
     found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
@@ -282,7 +278,9 @@ def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative
 
 def _topologies(setting: Setting, steps: Sequence[Lengths], count: int = 2) -> list[str]:
     """The best that share sequences."""
-    batches = [micro_batch for step in steps[:2] for micro_batch in _in_order(step, setting.micro_batches)][:4]
+    batches = [micro_batch for step in steps[:2] for micro_batch in micro_batches_of_step(step, setting.micro_batches)][
+        :4
+    ]
     ranked = knapformer.rank_topologies(
         batches, setting.d_model, setting.gamma, cluster=setting.cluster, model=setting.model.replace(routed=True)
     )

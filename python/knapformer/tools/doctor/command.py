@@ -13,7 +13,8 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix
 from knapformer.tools import cli_args
-from knapformer.tools.doctor.alternatives import Draw, Lengths, Result, Setting, Step, alternatives, gain, simulate
+from knapformer.tools.cli_args import Lengths
+from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.presets import PRESETS, preset_named
 from knapformer.tools.doctor.samples import FORMATS, Samples, read_samples

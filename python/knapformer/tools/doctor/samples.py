@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
+from knapformer.lengths_log import read_log
 from knapformer.tools.doctor.presets import Preset
 
 # By what they hold, the names that columns have in the field's data sets and tools.
@@ -55,7 +56,8 @@ class Samples:
 def read_samples(
     path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int
 ) -> Samples:
-    """path: '-' for standard input, JSON, JSON lines or CSV, told apart by its beginning.
+    """path: '-' for standard input, JSON, JSON lines or CSV, told apart by its beginning; a file; or a folder that
+    knapformer.record wrote.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: by what they hold ('length',
     'width', 'height', 'frames', 'text'), the names that are not recognised by themselves. on_rows: called now and then
@@ -65,7 +67,7 @@ def read_samples(
     """
     samples = Samples()
     with ExitStack() as stack:
-        rows, names = _rows_of(path, stack)
+        rows, names = (read_log(path), None) if path != "-" and Path(path).is_dir() else _rows_of(path, stack)
         if names is None:
             _take_values(rows, samples, preset, columns or {}, on_rows)
         else:

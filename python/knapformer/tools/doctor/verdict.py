@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from knapformer import ArgumentError
-from knapformer.tools.doctor.alternatives import Draw, Lengths, Result, Setting, gain, simulate
+from knapformer.tools.cli_args import Lengths
+from knapformer.tools.doctor.alternatives import Draw, Result, Setting, gain, simulate
 
 WORTH = 0.03  # a gain below this is none
 # What published figures leave open, as factors: of gamma and the rate, and of what links carry.

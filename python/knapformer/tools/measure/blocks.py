@@ -116,16 +116,31 @@ def time_blocks(
 ) -> BlockTimes:
     """on_done is called after each of kinds x lengths x rounds measurements."""
     kinds = build_kinds(config, dtype, device, checkpointing)
+
+    def work(kind: BlockKind, seq_lens: list[int]) -> Work:
+        step = PackedStep(seq_lens, config.d_model, mask=config.mask)
+        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens])
+
+    works = [(kind.name, kind.count, partial(work, kind)) for kind in kinds]
+    return time_works(works, lengths, device, num_rounds, num_warmup_rounds, on_done)
+
+
+def time_works(
+    kinds: Sequence[tuple[str, int, Callable[[list[int]], Work]]],
+    lengths: Sequence[int],
+    device: torch.device,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    on_done: Callable[[], None] = lambda: None,
+) -> BlockTimes:
+    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences."""
     counts = [max(1, _TOKENS_PER_RUN[device.type] // length) for length in lengths]
-    steps = [
-        PackedStep([n] * count, config.d_model, mask=config.mask) for n, count in zip(lengths, counts, strict=True)
-    ]
-    texts = [[typical_text_tokens(config, n) for n in step.chunk_lens] for step in steps]
-    prepare = [partial(kind.work, *of) for kind in kinds for of in zip(steps, texts, strict=True)]
+    packed = [[n] * count for n, count in zip(lengths, counts, strict=True)]
+    prepare = [partial(work, seq_lens) for _, _, work in kinds for seq_lens in packed]
     rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
     per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]
     return BlockTimes(
-        [(kind.name, kind.count) for kind in kinds],
+        [(name, count) for name, count, _ in kinds],
         list(lengths),
         [per_sequence[i : i + len(counts)] for i in range(0, len(per_sequence), len(counts))],
     )

@@ -8,6 +8,9 @@ from knapformer import Plan, TrainedModel, WorkloadModel
 
 GAMMA_RANGE = (0.1, 10.0)
 
+# By the name of a cluster: of a rank's accelerator, dense bf16 without sparsity, TFLOP/s, from data sheets.
+PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}
+
 
 def plausible(gamma: float) -> bool:
     """Whether a fitted gamma may decide plans.

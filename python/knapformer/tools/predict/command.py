@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from knapformer import ArgumentError, DataMix
+from knapformer import ArgumentError, Cluster, DataMix
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, show, table_of, write_json
+from knapformer.tools.measure.figures import PEAK_TFLOPS
 from knapformer.tools.plots import COLOURS, new_figure, save_figure
 from knapformer.tools.predict.scaling import NO_BALANCER, Workload, parse_ranks, predict_scaling, topology_for
 from knapformer.tools.report import write_report
@@ -35,6 +36,10 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_count(parser, "--steps", 3, "averaged")
     cli_args.add_seed(parser)
     cli_args.add_model_options(parser)
+    parser.add_argument(
+        "--peak-tflops", type=cli_args.number(0, inclusive=False), metavar="F",
+        help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
     parser.add_argument("--picture", metavar="FILE", help="draws them: .png, .svg or .pdf (needs matplotlib)")
     parser.add_argument(
@@ -49,6 +54,9 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, **files})
     workload, ranks = _workload(args, cli_args.costs(args))
     points = predict_scaling(workload, ranks, args.topology)
+    if args.calibration is not None:
+        longest = max(map(cli_args.longest_of, next(workload.steps(ranks[0]))))
+        cli_args.warn_if_far(args, args.d_model, longest)
 
     result = {
         "format": _FORMAT,
@@ -61,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
         "micro_batches": workload.micro_batches,
         "max_tokens_per_rank": workload.max_tokens_per_rank,
         "seed": workload.seed,
+        "peak_tflops": workload.peak_tflops,
         **cli_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
     }
@@ -76,10 +85,13 @@ def run(args: argparse.Namespace) -> None:
             write_timeline(args.timeline, predicted_timeline(plan))
     if args.json != "-":
         print_points(points)
+        show(cli_args.assumed(args, workload.gamma, workload.cluster, workload.model))
 
 
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:
-    common = {"d_model": args.d_model, "solver": args.solver, **cost}
+    # A calibration is of a device that has no name here.
+    named = None if args.calibration is not None else PEAK_TFLOPS.get(args.cluster or Cluster.names()[0])
+    common = {"d_model": args.d_model, "solver": args.solver, "peak_tflops": args.peak_tflops or named, **cost}
     if args.lengths is not None:
         if args.micro_batches is not None:
             raise ArgumentError(
@@ -120,7 +132,8 @@ def print_points(points: list[Point]) -> None:
             left="topology",
             caption="seconds; peak: tokens of the fullest rank; the last four columns: GB that a rank sends in a step",
         ),
-        "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all.",
+        "Predicted forward and backward time (docs/cluster_model.md); efficiency: the work alone over all. WIR: "
+        "highest over lowest work of a rank. HFU: the FLOPs computed, recomputed ones too, over the devices' peak.",
     )
 
 
@@ -128,7 +141,7 @@ def _cells(point: Point, mean: Mapping[str, float], unbalanced_s: float) -> dict
     between_bytes = mean["route_bytes_between_nodes"] + mean["attention_bytes_between_nodes"]
     rest_s = mean["route_s"] + mean["fsdp_s"] + mean["host_s"] + mean["fixed_s"]
     gb_of_all_ranks = point.num_ranks * 1e9
-    return {
+    cells = {
         "ranks": f"{point.num_ranks:,}",
         "topology": point.topology,
         "step s": f"{mean['total_s']:.3f}",
@@ -146,3 +159,4 @@ def _cells(point: Point, mean: Mapping[str, float], unbalanced_s: float) -> dict
         "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
         "FSDP": f"{mean['fsdp_bytes'] / gb_of_all_ranks:.1f}",
     }
+    return cells if point.hfu is None else {**cells, "HFU": f"{point.hfu:.1%}"}

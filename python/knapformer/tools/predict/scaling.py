@@ -23,6 +23,7 @@ from knapformer import (
     solver_names,
 )
 from knapformer.tools.cli_args import MAX_RANKS, Lengths, batches_of_step, counts, lengths_of_step
+from knapformer.tools.measure.figures import forward_flops, hardware_flops_utilization
 from knapformer.tools.report import PLANNED_STEP
 from knapformer.tools.report.points import Point
 
@@ -34,7 +35,8 @@ class Workload:
     """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks.
 
     micro_batches: of a step, which is then planned whole as well; None: one, and it is not. max_tokens_per_rank: of
-    steps planned whole; 0: what the fullest rank holds in the same step planned by micro-batch.
+    steps planned whole; 0: what the fullest rank holds in the same step planned by micro-batch. peak_tflops: of a
+    rank's device; None: unknown, and then no HFU is told.
     """
 
     d_model: int
@@ -48,6 +50,7 @@ class Workload:
     lengths: Lengths | None = None
     micro_batches: int | None = None
     max_tokens_per_rank: int = 0
+    peak_tflops: float | None = None
 
     def plan(self, seq_lens: Lengths, topology: str) -> Plan:
         """Of a micro-batch."""
@@ -124,13 +127,17 @@ def plan_steps(workload: Workload, topology: str, num_ranks: int, max_tokens: Se
     return steps
 
 
-def summary(steps: Sequence[PlannedStep], name: str) -> Point:
+def summary(steps: Sequence[PlannedStep], name: str, peak_tflops: float | None = None) -> Point:
     figures = [_figures(step) for step in steps]
     mean = {field: statistics.fmean(of[field] for of in figures) for field in figures[0]}
     mean["efficiency"] = mean["ideal_s"] / mean["total_s"]
     mean["tokens_per_s"] = mean["tokens"] / mean["total_s"]
     plan_s = statistics.median(step.plan_s for step in steps)
-    return Point(steps[0].plans[0].num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean)
+    num_ranks, model = steps[0].plans[0].num_ranks, steps[0].plans[0].model
+    flops = mean.pop("forward_flops")
+    peak = peak_tflops if model.mode == "training" else None
+    hfu = hardware_flops_utilization(flops, model.num_blocks, mean["total_s"], num_ranks, peak, model.recomputes)
+    return Point(num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean, hfu=hfu)
 
 
 def _figures(step: PlannedStep) -> dict[str, float]:
@@ -138,6 +145,7 @@ def _figures(step: PlannedStep) -> dict[str, float]:
     times = [predict_step(plan) for plan in step.plans]
     sums = {term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()}
     return {
+        "forward_flops": math.fsum(forward_flops(plan, "full") for plan in step.plans),
         "wir": statistics.fmean(plan.wir_after for plan in step.plans),
         "tokens": sum(plan.num_tokens for plan in step.plans),
         "max_tokens_per_rank": step.max_tokens,
@@ -168,16 +176,17 @@ def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequen
         # The plan at home does not depend on the solver: the fastest one.
         planned_somehow = plan_micro_batches(replace(workload, solver=solver_names()[-1]), "g1n1", num_ranks)
         home = [PlannedStep([plan_home(plan) for plan in step.plans], 0.0) for step in planned_somehow]
-        points.append(summary(home, NO_BALANCER))
+        points.append(summary(home, NO_BALANCER, workload.peak_tflops))
         planned: dict[str, list[Point]] = {}
         for asked in topologies:
             text = topology_for(asked, num_ranks)
             if text not in planned:
                 steps = plan_micro_batches(workload, text, num_ranks)
-                planned[text] = [summary(steps, text)]
+                planned[text] = [summary(steps, text, workload.peak_tflops)]
                 if workload.micro_batches is not None:
                     whole = plan_steps(workload, text, num_ranks, [step.max_tokens for step in steps])
-                    planned[text].append(summary(whole, f"{PLANNED_STEP}, {text}"))
+                    name = f"{PLANNED_STEP}, {text}"
+                    planned[text].append(summary(whole, name, workload.peak_tflops))
             for point, prefix in zip(planned[text], ("", f"{PLANNED_STEP}, "), strict=False):
                 points.append(replace(point, asked=prefix + asked))
     return points

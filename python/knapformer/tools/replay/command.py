@@ -69,6 +69,10 @@ def run(args: argparse.Namespace) -> None:
     model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
     ways = _ways(args, config, gamma, cluster, model)
 
+    on, lens = environment(device), [plan.seq_lens for way in ways for plans in way.plans for plan in plans]
+    name = str(on["accelerator"] or on["processor"])
+    cli_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), name)
+
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
     from knapformer.tools.replay.results import Variant
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         "model": config_to_dict(config),
         "dtype": dtype,
         "num_ranks": variants[0].plans[0][0].num_ranks,
-        "micro_batches": args.micro_batches,
+        "micro_batches": len(variants[0].plans[0]) if variants[-1].planned_whole else None,
         "gamma": variants[0].plans[0][0].workload.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
@@ -118,6 +122,7 @@ def run(args: argparse.Namespace) -> None:
         plan = variants[-1].plans[0][0].on(cluster, model)
         write_report(args.report, plan, measured_s=measured_s, predicts=False)
     print_results(model_name, result)
+    show(cli_args.assumed(args, result["gamma"], cluster, model))
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,8 @@ def _ways(
     """Of which the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.plan is not None:
         plan = _read_plan(args, config)
+        if isinstance(plan, StepPlan):
+            return _ways_of_step(plan, config)
         text_tokens = [[_some_text(config, plan.seq_lens)]]
         ways = [_Way(str(plan.topology), [[plan]], text_tokens)]
     else:
@@ -159,8 +166,53 @@ def _ways(
             options["model"] = model.replace(routed=False)
             ways += [_planned_whole(args, config, gamma, way, options) for way in ways]
     if any(plan.num_tokens == 0 for plans in ways[0].plans for plan in plans):
-        raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
+        raise ArgumentError(_NOTHING)
     return [_Way(None, [[plan_home(plan) for plan in plans] for plans in ways[0].plans], text_tokens), *ways]
+
+
+_NOTHING = "plan: got a step without sequences, expected at least one sequence to replay"
+
+
+def _ways_of_step(step: StepPlan, config: BaseConfig) -> list[_Way]:
+    """As planned; before it every sequence at home, the micro-batches in the order in which a rank's list has them."""
+    if step.num_tokens == 0:
+        raise ArgumentError(_NOTHING)
+    if step.sync != "micro_batch":
+        raise ArgumentError(
+            f"plan: sync: got {step.sync!r}, expected 'micro_batch': ranks wait for each other in each one here"
+        )
+    first = step.plans[0]
+    alone = f"g1n{first.num_ranks}"
+    home = [
+        plan_home(
+            knapformer.plan(
+                lens, alone, first.d_model, first.workload.gamma, masks=config.mask, cluster=first.cluster,
+                model=first.model,
+            )
+        )
+        for lens in cli_args.micro_batches_of_step(_lengths_of(step), step.num_micro_batches)
+    ]  # fmt: skip
+    return [
+        _Way(None, [home], [[_some_text(config, plan.seq_lens) for plan in home]]),
+        _Way(
+            str(first.topology),
+            [step.plans],
+            [[_some_text(config, plan.seq_lens) for plan in step.plans]],
+            planned_whole=True,
+        ),
+    ]
+
+
+def _lengths_of(step: StepPlan) -> cli_args.Lengths:
+    """For each rank those of its sequences, in the order in which it drew them."""
+    length_of = dict(
+        pair
+        for k, plan in enumerate(step.plans)
+        for pair in zip(step.sequences_of(k), (n for lens in plan.seq_lens for n in lens), strict=True)
+    )
+    counts = [sum(len(plan.seq_lens[rank]) for plan in step.plans) for rank in range(step.plans[0].num_ranks)]
+    ids = iter(range(len(length_of)))
+    return [[length_of[next(ids)] for _ in range(count)] for count in counts]
 
 
 def _planned_whole(
@@ -188,19 +240,24 @@ def _planned_whole(
     return _Way(way.topology, plans, texts, planned_whole=True)
 
 
-def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan:
+def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan | StepPlan:
     plan = cli_args.read_plan(args.plan)
     for option, given in (("--topology", args.topology), ("--micro-batches", args.micro_batches)):
         if given is not None:
             raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
+    for of_micro_batch in plan.plans if isinstance(plan, StepPlan) else [plan]:
+        _check_model(args.plan, of_micro_batch, config)
+    return plan
+
+
+def _check_model(path: str, plan: Plan, config: BaseConfig) -> None:
     if plan.d_model != config.d_model:
         expected = f"expected {config.d_model}, as the model has"
-        raise ArgumentError(f"{args.plan}: d_model: got {plan.d_model}, {expected}")
+        raise ArgumentError(f"{path}: d_model: got {plan.d_model}, {expected}")
     lens = [length for of in plan.seq_lens for length in of]
     works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
     if plan.sequence_works != works:
-        raise ArgumentError(f"{args.plan}: masks: got others, expected {config.mask!r} alone, as the model has")
-    return plan
+        raise ArgumentError(f"{path}: masks: got others, expected {config.mask!r} alone, as the model has")
 
 
 def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:

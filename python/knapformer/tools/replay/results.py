@@ -37,14 +37,12 @@ class Variant:
         """Measured compute, and around it what the cluster model says of waits and communication."""
         # The model wants seconds of one block's forward pass.
         layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
-        if self.planned_whole:
-            model = model.replace(routed=False)
 
         def time_of(plan: Plan, ranks: Sequence[RankSeconds]) -> StepTime:
             of_block = [
                 (r.token_s / layers, r.whole_attention_s / attention, r.shared_attention_s / attention) for r in ranks
             ]
-            return predict_step(plan, cluster, model, of_block)
+            return predict_step(plan, cluster, model.replace(routed=plan.model.routed), of_block)
 
         return [
             [time_of(*of) for of in zip(plans, measured, strict=True)]

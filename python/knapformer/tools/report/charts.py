@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import Plan, StepTime
+from knapformer import Plan, StepPlan, StepTime
 from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.placement import Bars
 from knapformer.tools.report.points import PANELS, Point, lines_of
@@ -51,6 +51,20 @@ def work_per_rank(plan: Plan) -> go.Figure:
     figure.update_layout(bargap=0.15, bargroupgap=0)
     figure.update_xaxes(title="rank" if in_order else "ranks, in descending order of work")
     figure.update_yaxes(title="work over the mean", rangemode="tozero")
+    return figure
+
+
+def work_per_micro_batch(step: StepPlan) -> go.Figure:
+    """A cell for each rank and micro-batch."""
+    work = np.array([plan.workload_after for plan in step.plans])
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=work / (work.mean() or 1.0), colorscale=_LENGTH_COLOURS, zmin=0,
+        colorbar={"title": "over<br>the mean", "thickness": 12},
+        hovertemplate="rank %{x}, micro-batch %{y}: %{z:.3f} of the mean<extra></extra>",
+    )  # fmt: skip
+    figure.update_xaxes(title="rank")
+    figure.update_yaxes(title="micro-batch", autorange="reversed", dtick=max(1, step.num_micro_batches // 8))
     return figure
 
 

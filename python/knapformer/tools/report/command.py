@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import knapformer
-from knapformer import ArgumentError, Plan
+from knapformer import ArgumentError, Plan, StepPlan
 from knapformer.tools import cli_args
 from knapformer.tools.files import check_outputs, check_packages
 
@@ -60,6 +60,11 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, float]:
     """And the seconds that planning took; 0 where the plan is from a file."""
     if args.plan is not None:
         plan = cli_args.read_plan(args.plan)
+        if isinstance(plan, StepPlan):
+            raise ArgumentError(
+                f"{args.plan}: got the plan of a step, expected one of a micro-batch; knapformer plan --micro-batches "
+                "--report draws a step's"
+            )
         of = cli_args.costs(args, of=plan)
         return plan.on(of["cluster"], of["model"]), 0.0
     if args.topology is None:

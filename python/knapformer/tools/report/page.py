@@ -6,7 +6,7 @@ import html
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
+from knapformer import ArgumentError, Plan, StepPlan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cli_args import settings_dict
 from knapformer.tools.files import check_packages
@@ -21,14 +21,15 @@ PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load w
 
 def write_report(
     path: str,
-    plan: Plan,
+    plan: Plan | StepPlan,
     *,
     measured_s: Mapping[str, Sequence[float]] | None = None,
     points: Sequence[Point] = (),
     title: str | None = None,
     predicts: bool = True,
 ) -> None:
-    """Writes the report of a plan to `path`, whole or not at all.
+    """Writes the report of a plan to `path`, whole or not at all. Of a step of several micro-batches all are shown, and
+    the one that takes longest in detail.
 
     measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
     points: predictions over the number of ranks. predicts: whether to show predicted step times; not where what was
@@ -41,11 +42,17 @@ def write_report(
 
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
+    page, detail = HtmlPage(), ""
+    step_figures: tuple[tuple[str, str], ...] = ()
+    if isinstance(plan, StepPlan):
+        longest = max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
+        detail = f"; of {plan.num_micro_batches} micro-batches, number {longest} in detail, which takes longest"
+        step_figures = _add_step(page, plan)
+        plan = plan.plans[longest]
     measured_s = measured_s or {}
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
     shown = predicted if predicts else {}
     bars, traffic = bars_of(plan), traffic_of(plan)
-    page = HtmlPage()
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     page.add(
@@ -65,6 +72,7 @@ def write_report(
         page.add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
     step = predicted[str(plan.topology)]
     figures = (
+        *step_figures,
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
         (f"{plan.wir_before:.2f} → {plan.wir_after:.2f}".replace("inf", "∞"), "highest over lowest work (WIR)"),
         *_step_figures(shown, measured_s),
@@ -81,8 +89,30 @@ def write_report(
         f"{plan.num_ranks:,} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens; "
         f"bags: {html.escape(str(plan.topology))}"
         + (f", {plan.topology.num_replicas} times" if plan.topology.num_replicas > 1 else "")
+        + detail
     )
     page.write(path, title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
+
+
+def _add_step(page: HtmlPage, step: StepPlan) -> tuple[tuple[str, str], ...]:
+    """The step's own charts, and the figures for the top."""
+    from knapformer.tools.report import charts
+
+    waits = "in each" if step.sync == "micro_batch" else "once, at the end of the step"
+    text = f"Work of one block over the mean of a rank and micro-batch. Ranks wait for each other {waits}."
+    page.add("The step: work per rank and micro-batch", text, charts.work_per_micro_batch(step), 380)
+    num_micro_batches = step.num_micro_batches
+    times = {f"micro-batch {k}": predict_step(of) for k, of in enumerate(step.plans) if of.num_tokens}
+    page.add(
+        "The step: time of each micro-batch", "Predicted by the cluster model; terms of the slowest group of ranks.",
+        charts.step_times(times, {}), 120 + 45 * len(times),
+    )  # fmt: skip
+    over_ideal = step.predicted_time / step.ideal_time - 1
+    return (
+        (f"{step.predicted_time:.3g} s", f"predicted step of {num_micro_batches} micro-batches"),
+        (f"{over_ideal:.2%}", "over ideal"),
+        (f"{step.tokens_moved / step.num_tokens:.1%}", "of the step's tokens change ranks"),
+    )
 
 
 def _step_figures(

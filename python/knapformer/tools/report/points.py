@@ -18,6 +18,7 @@ class Point:
     asked: str  # as asked for: "g8n*" is another topology on every number of ranks
     plan_s: float  # median wall time of the planner on this machine; 0 without a balancer
     mean: Mapping[str, float]  # over steps: seconds, bytes and tokens by name
+    hfu: float | None = None  # hardware FLOPs utilization, 0 to 1; None where the device's peak is not known
 
     @property
     def sent_bytes(self) -> float:

@@ -14,10 +14,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate", help="fake training steps on real ranks, without and with the balancer, and planned whole"
     )
-    cli_args.add_data(parser, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    cli_args.add_data(source)
+    source.add_argument("--samples", metavar="FILE", help="lengths of samples, as knapformer doctor reads them")
+    cli_args.add_count(parser, "--batch-size", 4, "with --samples: of a rank and micro-batch")
     parser.add_argument(
         "--topology", action="append", default=[], metavar="T",
         help="of the balancer in the model; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--way", action="append", default=[], metavar="W",
+        help="what others do, measured beside: buckets, time_budget, static_2, static_4, static_8 (sequence "
+        "parallelism); may be given several times",
     )  # fmt: skip
     cli_args.add_whole_steps(parser)
     parser.add_argument(
@@ -42,13 +50,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
+    from knapformer.tools.doctor.samples import read_samples
     from knapformer.tools.simulate.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
     gamma, cluster, model = cli_args.costs(args).values()
     settings = SimulationSettings(
-        data=args.data,
+        data=args.data or args.samples,
+        lengths=() if args.samples is None else tuple(read_samples(args.samples, None).lengths),
+        batch_size=args.batch_size,
+        ways=tuple(args.way),
         topologies=tuple(args.topology),
         micro_batches=args.micro_batches,
         max_tokens_per_rank=args.max_tokens_per_rank,
@@ -70,4 +82,5 @@ def run(args: argparse.Namespace) -> None:
         report_path=args.report,
         **cli_args.run_settings(args),
     )
+    cli_args.warn_if_far(args, settings.model.d_model, cli_args.longest_of(settings.draw(0).seq_lens_of_step()))
     run_on_ranks(args.argv, "knapformer.tools.simulate.worker", settings)

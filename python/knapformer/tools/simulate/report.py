@@ -17,7 +17,7 @@ from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.report import write_report as write_html
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS, plans_of_variants, variant_names
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, Variants, others, variant_names
 
 
 def write_report(
@@ -50,7 +50,7 @@ def write_report(
     results = {
         "format": "knapformer-simulation/2",
         "settings": settings.to_dict(),
-        "data_codes": str(settings.mix()),
+        "data_codes": None if settings.lengths else str(settings.mix()),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "gamma": gamma,
@@ -66,7 +66,7 @@ def write_report(
         f"{settings.model_name} on {settings.num_ranks} ranks, data {settings.data}, {settings.num_steps} steps"
         f"{micro_batches}, gamma {gamma:.3g}",
         table_of(map(_cells, of_variants), left="balancer"),
-        _legend(of_variants),
+        _legend(settings, of_variants),
         str(results["summary"]),
     )
     if settings.report_path is not None:
@@ -79,12 +79,19 @@ def write_report(
 
 def _variants(settings: SimulationSettings, gamma: float, measured: list[Measured]) -> list[Variant]:
     steps = range(settings.num_warmup_steps, settings.num_warmup_steps + settings.num_steps)
-    plans = [plans_of_variants(settings, step, gamma) for step in steps]
+    variants = Variants(settings, gamma)
+    plans, ways = [variants.plans(step) for step in steps], [variants.ways(step) for step in steps]
     topologies = {name: name for name in settings.topologies} | {PLANNED_STEP: f"g1n{settings.num_ranks}"}
-    names = variant_names(settings)
     return [
-        Variant(name, topologies.get(name), of, [of_step[name] for of_step in plans])
-        for name, of in zip(names, measured, strict=True)
+        Variant(
+            name,
+            topologies.get(name),
+            of,
+            [of_step[name] for of_step in plans],
+            [of_step[name].own_share for of_step in ways],
+            all(of_step[name].same_samples for of_step in ways),
+        )
+        for name, of in zip(variant_names(settings), measured, strict=True)
     ]
 
 
@@ -123,7 +130,16 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}
 
 
-def _legend(of_variants: list[dict[str, Any]]) -> str:
+_WAYS = {
+    "buckets": "other samples; in a micro-batch all ranks compute one bucket of lengths, padded to its longest, "
+    "which TPS counts. The speed-up is in work for time.",
+    "time": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in work for "
+    "time.",
+    "static": "groups of so many ranks share all that they drew, by flat bags in the model.",
+}
+
+
+def _legend(settings: SimulationSettings, of_variants: list[dict[str, Any]]) -> str:
     names = {of["name"] for of in of_variants}
     lines = [
         "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in "
@@ -134,6 +150,7 @@ def _legend(of_variants: list[dict[str, Any]]) -> str:
             f"{PLANNED_STEP}: BalancedBatchSampler's way: whole samples, loaded where they are computed; no rank waits "
             "for tokens."
         )
+    lines += [f"{of.name}: {_WAYS[of.key.partition('_')[0]]}" for of in others(settings)]
     if EQUAL_LENGTHS in names:
         lines.append(f"{EQUAL_LENGTHS}: other samples, of equal length, with as much work.")
     lines.append(

@@ -33,7 +33,9 @@ class Variant:
     name: str
     topology: str | None  # None: no balancer
     measured: Measured
-    plans: list[list[Plan]]  # of each timed step, of each of its micro-batches; without a balancer, all at home
+    plans: Sequence[Sequence[Plan]]  # of each timed step, of each of its micro-batches; without a balancer, all at home
+    own_shares: list[float] | None = None  # of each timed step's work, what is no padding; None: all
+    same_samples: bool = True  # as the other variants compute
 
     def wir(self) -> float:
         """Mean over steps and micro-batches; infinite where in some a rank had no work."""
@@ -44,6 +46,14 @@ class Variant:
         """For each step, FLOPs of one block on the most loaded rank of each micro-batch, added up: what the step's
         time follows, since ranks wait for each other in every micro-batch."""
         return [math.fsum(max(plan.workload_after) for plan in plans) for plans in self.plans]
+
+    def own_work(self) -> list[float]:
+        """For each step, FLOPs of one block on its samples, without padding."""
+        shares = self.own_shares or [1.0] * len(self.plans)
+        return [
+            share * math.fsum(work for plan in plans for work in plan.workload_after)
+            for share, plans in zip(shares, self.plans, strict=True)
+        ]
 
     def num_tokens(self) -> list[int]:
         return [sum(plan.num_tokens for plan in plans) for plans in self.plans]
@@ -69,10 +79,19 @@ def figures(
     latencies_s, losses, _ = variant.measured
     num_ranks = variant.plans[0][0].num_ranks
     fbl = statistics.fmean(latencies_s)
-    ratios = [before / after for before, after in zip(baseline.measured.latencies_s, latencies_s, strict=True)]
-    promises = [before / after for before, after in zip(baseline.highest_work(), variant.highest_work(), strict=True)]
-    promised = math.fsum(baseline.highest_work()) / math.fsum(variant.highest_work())
-    speed_up = statistics.fmean(baseline.measured.latencies_s) / fbl
+    # Of other samples more or less work is done in the same time.
+    works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
+    work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
+    if variant.same_samples:
+        work, works = 1.0, [1.0] * len(works)
+
+    def gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
+        return [share * a / b for a, b, share in zip(before, after, works, strict=True)]
+
+    ratios = gains(baseline.measured.latencies_s, latencies_s)
+    promises = gains(baseline.highest_work(), variant.highest_work())
+    promised = work * math.fsum(baseline.highest_work()) / math.fsum(variant.highest_work())
+    speed_up = work * statistics.fmean(baseline.measured.latencies_s) / fbl
     flops = statistics.fmean(forward_flops)
     return {
         "name": variant.name,
@@ -90,8 +109,9 @@ def figures(
         "share_of_promise": speed_up / promised,
         "share_of_promise_median": statistics.median(r / p for r, p in zip(ratios, promises, strict=True)),
         "tokens_moved": variant.tokens_moved(),
+        "work": work,
         "loss_per_step": losses,
-        **({} if variant.name == EQUAL_LENGTHS else differences(variant, baseline)),
+        **(differences(variant, baseline) if variant.same_samples else {}),
     }
 
 
@@ -108,7 +128,7 @@ def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
 def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
     """What was gained, in a line of words each. The first figures are those without a balancer."""
     baseline, *others = all_figures
-    topologies = [of for of in others if of["name"] not in (PLANNED_STEP, EQUAL_LENGTHS)]
+    topologies = [of for of in others if of["topology"] is not None and of["name"] != PLANNED_STEP]
     by_name = {of["name"]: of for of in others}
     lines = []
     if topologies:
@@ -120,7 +140,7 @@ def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
         equal, best = by_name[EQUAL_LENGTHS], by_name.get(PLANNED_STEP, topologies[0] if topologies else baseline)
         ratio = best["fbl_s"] / equal["fbl_s"]
         lines.append(f"As much work in sequences of equal length takes {equal['fbl_s']:.3g} s: {ratio:.3f} of it.")
-    compared = [of for of in others if "loss_difference" in of]
+    compared = [of for of in all_figures if "loss_difference" in of]
     loss, gradient = (max(of[name] for of in compared) for name in ("loss_difference", "gradient_difference"))
     lines.append(
         f"The loss is the same, {baseline['loss_per_step'][0]:.6g} in the first step: relative differences of at most "

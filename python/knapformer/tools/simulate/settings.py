@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, Topology, TrainedModel, plan
+from knapformer import ArgumentError, Cluster, DataMix, Plan, Sample, StepPlan, Topology, TrainedModel, plan
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.models.registry import config_to_dict
 from knapformer.tools.cli_args import batches_of_step
 from knapformer.tools.launch import RunSettings
 from knapformer.tools.simulate.data import SeededSample, StepData
 
+#: What others do: keys of knapformer.tools.doctor.alternatives.baselines.
+WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings(RunSettings):
     """Construction checks how fields go together, and raises ArgumentError, naming one."""
 
-    data: str  # data codes, or the name of a published mix
+    data: str  # data codes, the name of a published mix, or of the file that `lengths` are from
+    lengths: tuple[int, ...] = ()  # in tokens: samples are drawn from these at random, in place of the codes'
+    batch_size: int = 4  # then, of a rank and micro-batch
+    ways: tuple[str, ...] = ()  # of WAYS: what others do, measured as well
     topologies: tuple[str, ...]  # each is measured beside "no balancer", with the balancer in the model
     micro_batches: int | None = None  # of an optimizer step, which is then also planned whole; None: one, and it is not
     max_tokens_per_rank: int = 0  # of a step planned whole; 0: what the fullest rank draws for a micro-batch
@@ -39,9 +47,15 @@ class SimulationSettings(RunSettings):
     report_path: str | None = None  # an HTML file, with the last topology's plan of the first timed step
 
     def __post_init__(self) -> None:
-        self.mix().check_divides(self.num_ranks)
-        if not self.topologies and self.micro_batches is None:
-            raise ArgumentError("topology: got none, expected at least one, or micro_batches")
+        if not self.lengths:
+            self.mix().check_divides(self.num_ranks)
+        if not self.topologies and self.micro_batches is None and not self.ways:
+            raise ArgumentError("topology: got none, expected at least one, micro_batches, or ways")
+        for way in self.ways:
+            known = [name for name in WAYS if not name.startswith("static_") or self.num_ranks % int(name[7:]) == 0]
+            if way not in known or self.ways.count(way) > 1:
+                expected = f"each once of {', '.join(known)} on {self.num_ranks} ranks"
+                raise ArgumentError(f"way: got {way!r}, expected {expected}")
         for i, topology in enumerate(self.topologies):
             canonical = str(Topology(topology, self.num_ranks))
             if canonical in (str(Topology(other)) for other in self.topologies[:i]):
@@ -67,22 +81,41 @@ class SimulationSettings(RunSettings):
 
     def draw(self, step: int) -> StepData:
         """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
-        mix, batches = self.mix(), batches_of_step(step, self.micro_batches or 1)
-        first_seed = (self.seed * 1_000_003 + step) * 65_537
-        number = 0
-        samples: list[list[list[SeededSample]]] = []
-        for rank in range(self.num_ranks):
-            samples.append([])
-            for batch in batches:
-                sizes = mix.draw(self.seed, batch, rank)
-                seeds = ((first_seed + number + i) % (1 << 63) for i in range(len(sizes)))
-                samples[-1].append([SeededSample(*of) for of in zip(sizes, seeds, strict=True)])
-                number += len(sizes)
-        return StepData(self.model, samples)
+        batches = batches_of_step(step, self.micro_batches or 1)
+        if self.lengths:
+            return self.of_lengths(
+                step,
+                [
+                    [random.Random(f"{self.seed} {k} {rank}").choices(self.lengths, k=self.batch_size) for k in batches]
+                    for rank in range(self.num_ranks)
+                ],
+            )
+        mix = self.mix()
+        return self._seeded(
+            step, [[mix.draw(self.seed, batch, rank) for batch in batches] for rank in range(self.num_ranks)]
+        )
 
-    def plan(self, seq_lens: list[list[int]], topology: str, gamma: float) -> Plan:
-        """Of a micro-batch, as the ranks' balancers plan."""
-        planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **self.planning(gamma))
+    def of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
+        """Samples of these lengths, [rank][micro-batch], a tenth of them text."""
+
+        def size(length: int) -> Sample:
+            text_tokens = length // 10 if self.model.text_limit is None else min(length // 10, self.model.text_limit)
+            return Sample(text_tokens, length if self.model.text_beside else length - text_tokens)
+
+        return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
+
+    def _seeded(self, step: int, sizes: list[list[list[Sample]]]) -> StepData:
+        """[rank][micro-batch]; each sample gets the seed of its tensors."""
+        first_seed = (self.seed * 1_000_003 + step) * 65_537
+        seeds = (seed % (1 << 63) for seed in itertools.count(first_seed))
+        return StepData(
+            self.model, [[[SeededSample(size, next(seeds)) for size in of] for of in of_rank] for of_rank in sizes]
+        )
+
+    def plan(self, seq_lens: list[list[int]], topology: str, gamma: float, **others: Any) -> Plan:
+        """Of a micro-batch, as the ranks' balancers plan, but for what others say."""
+        keep_to = self.planning(gamma) | others
+        planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **keep_to)
         return planned
 
     def plan_step(self, data: StepData, gamma: float) -> StepPlan:
@@ -100,17 +133,21 @@ class SimulationSettings(RunSettings):
 
     def planning(self, gamma: float) -> dict[str, Any]:
         """Arguments of `plan` and of SequenceBalancer."""
-        model, recomputes = self.model, self.checkpointing
-        trained = TrainedModel(
-            num_blocks=model.depth, num_parameters=0.0, recomputes=recomputes, num_heads=model.num_heads
+        return {"gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": self.trained()}
+
+    def trained(self) -> TrainedModel:
+        model = self.model
+        return TrainedModel(
+            num_blocks=model.depth, num_parameters=0.0, recomputes=self.checkpointing, num_heads=model.num_heads
         )
-        return {"gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": trained}
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         shallow = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **shallow,
+            "lengths": len(self.lengths),
+            "ways": list(self.ways),
             "topologies": list(self.topologies),
             "model": config_to_dict(self.model),
             "cluster": self.cluster.to_dict(),

@@ -1,8 +1,17 @@
-"""The ways to run a simulated step that are measured beside each other, and the plans of each. Imports no torch."""
+"""The ways to run a simulated step that are measured beside each other, and the plans of each. Imports no torch.
+
+What others do (buckets, a time budget, static sequence parallelism) is chosen by the code that `knapformer doctor`
+predicts with.
+"""
 
 from __future__ import annotations
 
-from knapformer import Plan, WorkloadModel, plan_home
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from knapformer import Plan, WorkloadModel, plan_home, plan_home_bags
+from knapformer.tools.doctor.alternatives import Alternative, Draw, Setting, baselines
 from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.simulate.data import StepData
 from knapformer.tools.simulate.settings import SimulationSettings
@@ -10,30 +19,94 @@ from knapformer.tools.simulate.settings import SimulationSettings
 EQUAL_LENGTHS = "equal lengths"  # as much work, in sequences that leave nothing to balance
 
 
+def others(settings: SimulationSettings) -> list[Alternative]:
+    """Those of settings.ways."""
+    return [alternative for alternative in baselines(settings.num_ranks) if alternative.key in settings.ways]
+
+
 def variant_names(settings: SimulationSettings) -> list[str]:
     """The first is what the others are held against."""
     planned = [] if settings.micro_batches is None else [PLANNED_STEP]
-    return [NO_BALANCER, *settings.topologies, *planned, *([EQUAL_LENGTHS] if settings.equal_lengths else [])]
+    equal = [EQUAL_LENGTHS] if settings.equal_lengths else []
+    return [NO_BALANCER, *(of.name for of in others(settings)), *settings.topologies, *planned, *equal]
 
 
-def data_of_variants(settings: SimulationSettings, step: int, gamma: float) -> dict[str, StepData]:
-    """What the ranks compute, by variant, before a balancer in the model moves any of it."""
-    drawn = settings.draw(step)
-    of = dict.fromkeys(variant_names(settings), drawn)
-    if PLANNED_STEP in of:
-        of[PLANNED_STEP] = drawn.as_planned(settings.plan_step(drawn, gamma))
-    if EQUAL_LENGTHS in of:
-        of[EQUAL_LENGTHS] = drawn.of_equal_lengths(WorkloadModel(gamma))
-    return of
+@dataclass(frozen=True)
+class WayStep:
+    """What the ranks compute in a step in one way, before a balancer in the model moves any of it.
+
+    followed: of each micro-batch the plan that a balancer follows; None: it makes its own, or there is none. own_share:
+    of the work, what is no padding. same_samples: as the other ways compute.
+    """
+
+    data: StepData
+    followed: Sequence[Plan] | None = None
+    own_share: float = 1.0
+    same_samples: bool = True
 
 
-def plans_of_variants(settings: SimulationSettings, step: int, gamma: float) -> dict[str, list[Plan]]:
-    """The plan of each micro-batch, by variant: those that the ranks made, since equal input gives equal plans."""
-    of: dict[str, list[Plan]] = {}
-    for name, data in data_of_variants(settings, step, gamma).items():
-        lens = [data.seq_lens(k) for k in range(settings.micro_batches or 1)]
-        if name in settings.topologies:
-            of[name] = [settings.plan(of_ranks, name, gamma) for of_ranks in lens]
-        else:
-            of[name] = [plan_home(settings.plan(of_ranks, f"g1n{settings.num_ranks}", gamma)) for of_ranks in lens]
-    return of
+class Variants:
+    """All ways of one simulation, in all of its steps. Every rank makes the same."""
+
+    def __init__(self, settings: SimulationSettings, gamma: float) -> None:
+        self._settings, self._gamma = settings, gamma
+        self._drawn = [settings.draw(step) for step in range(settings.num_warmup_steps + settings.num_steps)]
+        self._others = {of.name: self._static(of.degree) if of.degree else self._of(of) for of in others(settings)}
+
+    def ways(self, step: int) -> dict[str, WayStep]:
+        """By variant."""
+        settings, drawn = self._settings, self._drawn[step]
+        of = dict.fromkeys(variant_names(settings), WayStep(drawn))
+        of |= {name: steps[step] for name, steps in self._others.items()}
+        if PLANNED_STEP in of:
+            of[PLANNED_STEP] = WayStep(drawn.as_planned(settings.plan_step(drawn, self._gamma)))
+        if EQUAL_LENGTHS in of:
+            of[EQUAL_LENGTHS] = WayStep(drawn.of_equal_lengths(WorkloadModel(self._gamma)), same_samples=False)
+        return of
+
+    def plans(self, step: int) -> dict[str, Sequence[Plan]]:
+        """The plan of each micro-batch, by variant: those that the ranks made, since equal input gives equal plans."""
+        of: dict[str, Sequence[Plan]] = {}
+        settings, gamma = self._settings, self._gamma
+        for name, way in self.ways(step).items():
+            lens = [way.data.seq_lens(k) for k in range(settings.micro_batches or 1)]
+            if way.followed is not None:
+                of[name] = way.followed
+            elif name in settings.topologies:
+                of[name] = [settings.plan(of_ranks, name, gamma) for of_ranks in lens]
+            else:
+                of[name] = [plan_home(settings.plan(of_ranks, f"g1n{settings.num_ranks}", gamma)) for of_ranks in lens]
+        return of
+
+    def _static(self, degree: int) -> list[WayStep]:
+        """The ranks of a group share all that they have drawn. Their tokens are routed there."""
+        settings = self._settings
+        topology = f"g{degree}n{settings.num_ranks // degree}"
+
+        def followed(data: StepData, micro_batch: int) -> Plan:
+            return plan_home_bags(settings.plan(data.seq_lens(micro_batch), topology, self._gamma, solver="greedy"))
+
+        return [WayStep(data, [followed(data, k) for k in range(settings.micro_batches or 1)]) for data in self._drawn]
+
+    def _of(self, alternative: Alternative) -> list[WayStep]:
+        """Other samples than were drawn, of lengths of theirs, as the alternative puts them together."""
+        settings, micro_batches = self._settings, self._settings.micro_batches or 1
+        lens = [data.seq_lens_of_step() for data in self._drawn]
+        setting = Setting(
+            num_ranks=settings.num_ranks,
+            batch_size=max(1, round(statistics.fmean(len(of) for ranks in lens for of in ranks) / micro_batches)),
+            micro_batches=micro_batches,
+            d_model=settings.model.d_model,
+            gamma=self._gamma,
+            cluster=settings.cluster,
+            model=settings.trained(),
+            max_tokens=settings.max_tokens_per_rank,
+        )
+        pool = settings.lengths or [n for ranks in lens for of in ranks for n in of]
+        steps = alternative.steps(Draw(setting, lens, pool, settings.seed))
+        ways = []
+        for number, step in zip(range(len(lens)), steps, strict=False):
+            of_ranks = [[plan.chunk_lens[rank] for plan in step.plans] for rank in range(settings.num_ranks)]
+            data = settings.of_lengths(number, of_ranks)
+            ways.append(WayStep(data, own_share=step.work_s / step.plan_work_s, same_samples=False))
+        return ways

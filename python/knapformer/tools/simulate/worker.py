@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from knapformer import SequenceBalancer
+from knapformer import Plan, SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.model import PackedModel
@@ -33,7 +33,7 @@ from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
 from knapformer.tools.simulate.results import Measured
 from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import data_of_variants, variant_names
+from knapformer.tools.simulate.variants import Variants, variant_names
 
 
 def run_rank(settings: SimulationSettings) -> None:
@@ -60,7 +60,13 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
         model = _sharded_model(settings, device, dtype)
+        variants = Variants(settings, gamma)
         balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
+        balancers |= {
+            name: balancer_of(settings, str(way.followed[0].topology), gamma)
+            for name, way in variants.ways(0).items()
+            if way.followed is not None
+        }
         times: list[list[float]] = [[] for _ in names]  # of this rank, one per timed step and repeat
         outcomes: list[list[_Outcome]] = [[] for _ in names]  # one per timed step
         progress.describe("warming up")
@@ -68,13 +74,15 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
             timed = step >= settings.num_warmup_steps
             if timed:
                 progress.describe("measuring")
-            data = data_of_variants(settings, step, gamma)
+            ways = variants.ways(step)
             # Variants that compute the same samples in the same place share their tensors.
-            batches = {id(of): _batches(settings, of.samples[rank], device, dtype) for of in data.values()}
+            data = {id(way.data): way.data for way in ways.values()}
+            batches = {key: _batches(settings, of.samples[rank], device, dtype) for key, of in data.items()}
             for turn in range(len(names) * (settings.num_repeats if timed else 1)):
                 variant = (turn + step) % len(names)
                 name = names[variant]
-                seconds, outcome = _timed_step(model, batches[id(data[name])], balancers.get(name), device)
+                of = batches[id(ways[name].data)], balancers.get(name), ways[name].followed
+                seconds, outcome = _timed_step(model, *of, device)
                 if timed:
                     times[variant].append(seconds)
                     if turn < len(names):
@@ -150,18 +158,24 @@ class _Outcome(NamedTuple):
 
 
 def _timed_step(
-    model: PackedModel, batches: Batches, balancer: SequenceBalancer | None, device: torch.device
+    model: PackedModel,
+    batches: Batches,
+    balancer: SequenceBalancer | None,
+    plans: Sequence[Plan] | None,
+    device: torch.device,
 ) -> tuple[float, _Outcome]:
     """An optimizer step but for the optimizer. Seconds from a common start to the end of this rank's last backward
-    pass, and what came out."""
+    pass, and what came out. plans: of each micro-batch, that the balancer follows; None: it makes its own."""
     total = count_over_ranks(sum(len(target) for _, target in batches))
     whole_loss = torch.zeros((), device=device)
     gc.collect()  # now, and not in the middle
     gc.disable()
     dist.barrier()
     start = time.perf_counter()
-    for batch, target in batches:
-        error = model(batch, balancer) - target
+    for k, (batch, target) in enumerate(batches):
+        if plans is not None and balancer is not None:
+            balancer.follow(plans[k])
+        error = model(batch, balancer, planned=plans is not None) - target
         loss = token_mean(error.square().mean(-1), total=total)
         loss.backward()
         whole_loss = whole_loss + loss.detach()

@@ -1,0 +1,45 @@
+#include "knapformer/torch/comm/patrol.h"
+
+#include <exception>
+#include <utility>
+
+namespace knapformer {
+
+Patrol::Patrol(std::function<void()> look, std::function<void(const std::exception&)> abort,
+               std::chrono::milliseconds interval)
+    : look_(std::move(look)),
+      abort_(std::move(abort)),
+      interval_(interval),
+      thread_([this](const std::stop_token& stop) { run(stop); }) {}
+
+void Patrol::device_works(Mark mark) {
+  {
+    const std::lock_guard lock(mutex_);
+    mark_ = std::move(mark);
+  }
+  changed_.notify_one();
+}
+
+void Patrol::run(const std::stop_token& stop) {
+  IsDone is_done;  // none: the device has come by the last mark
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      if (!is_done && !changed_.wait(lock, stop, [&] { return mark_ != nullptr; })) return;
+      if (!is_done) is_done = std::exchange(mark_, nullptr)();
+      if (changed_.wait_for(lock, stop, interval_, [] { return false; }) || stop.stop_requested()) return;
+    }
+    if (is_done()) {
+      is_done = nullptr;
+      continue;
+    }
+    try {
+      look_();
+    } catch (const std::exception& error) {
+      abort_(error);
+      return;
+    }
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,87 @@
+"""A log of the lengths that ranks draw, which `knapformer doctor` reads. Needs no torch, and no collective."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from knapformer._core import MAX_SEQUENCE_TOKENS, ArgumentError
+
+
+class Recorder:
+    """This rank's part of a log: see `record`."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, num_ranks: int) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ArgumentError(f"rank: got {rank}, expected 0 to {num_ranks - 1}, of num_ranks")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # A line at a time reaches the file, so that a run that is killed leaves whole batches.
+        self._file = open(Path(folder, log_name(rank, num_ranks)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+
+    def __call__(self, seq_lens: Iterable[Any]) -> None:
+        """The next batch (with accumulation: micro-batch) of this rank. seq_lens: of each sample, in tokens, an
+        iterable or a tensor; empty where it has none. Raises ArgumentError."""
+        lens = [int(length) for length in seq_lens]
+        for length in lens:
+            if not 1 <= length <= MAX_SEQUENCE_TOKENS:
+                raise ArgumentError(f"seq_lens: got {length}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
+        self._file.write(json.dumps(lens) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: int | None = None) -> Recorder:
+    """A log of what this rank draws, for `knapformer doctor FOLDER`:
+
+        with knapformer.record("lengths") as log:
+            for batch in loader:
+                log(batch.seq_lens)
+
+    Each rank writes a file of its own in `folder`, which all may share; `BalancedLoader(record=log)` writes as it
+    draws. A log that is there is added to. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them, or one
+    rank. Raises ArgumentError, OSError.
+    """
+    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+    return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", 1)) if num_ranks is None else num_ranks)
+
+
+def log_name(rank: int, num_ranks: int) -> str:
+    return f"rank-{rank}-of-{num_ranks}.jsonl"
+
+
+def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
+    """The batches that all ranks have drawn, [rank], with whatever their lines hold; None where that is no JSON.
+
+    Raises ArgumentError, OSError.
+    """
+    names = sorted(path.name for path in Path(folder).glob("rank-*-of-*.jsonl"))
+    counts = {name.removesuffix(".jsonl").rpartition("-")[2] for name in names}
+    if len(counts) != 1 or not (count := counts.pop()).isdecimal():
+        runs = f"logs of {', '.join(sorted(counts))} ranks" if counts else "no log"
+        raise ArgumentError(f"{folder}: got {runs}, expected what knapformer.record wrote in one run")
+    expected = [log_name(rank, int(count)) for rank in range(int(count))]
+    if missing := sorted(set(expected) - set(names)):
+        raise ArgumentError(f"{folder}: got no {missing[0]}, expected a log of each of {count} ranks")
+    logs = [Path(folder, name).read_text(encoding="utf-8", errors="replace").splitlines() for name in expected]
+    for lines in zip(*logs, strict=False):  # ranks that were ended may differ by a batch
+        yield list(map(_value, lines))
+
+
+def _value(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:  # of a run that was killed as it wrote
+        return None

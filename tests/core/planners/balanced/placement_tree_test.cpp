@@ -1,0 +1,41 @@
+#include "knapformer/core/planners/balanced/placement_tree.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/planners/balanced/uneven_chunks.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+TEST(PlacementTrees, AGroupTakesNoLongerThanTheClockSays) {
+  double clock_sum = 0, predicted_sum = 0;
+  for (uint64_t seed = 0; seed < 400; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(true, int64_t{1} << 26);  // long, so that a token here or there is nothing
+    in.cluster.overlaps_attention = seed % 4 != 0;
+    in.d_model = int64_t{1} << 22;  // and a link so slow that all phases are of one order
+    in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s = seed % 2 == 0 ? 25e6 : 200e6;
+    in.model.mode = seed % 5 == 0 ? StepMode::kInference : StepMode::kTraining;
+    const Plan any = cases.any_plan(in);
+    const std::vector<Placement> placements(any.placements().begin(), any.placements().end());
+    const Plan plan(in, "any", placements, uneven_chunk_lens(in, placements));
+    const StepTime time = predict_step(plan);
+    for (int32_t replica = 0; replica < in.topology.num_replicas(); ++replica) {
+      PlacementTrees trees(in, replica, Objective::kTime);
+      for (const TreeItem& item : trees.items()) trees.add(item, trees.node_of(placements[item.id.index()]));
+      trees.update_all();
+      const double clock_s = trees.slowest() * trees.unit_s(), predicted_s = time.replicas[replica].block_s;
+      EXPECT_GE(clock_s, predicted_s * (1 - 1e-5)) << "seed " << seed;
+      clock_sum += clock_s;
+      predicted_sum += predicted_s;
+    }
+  }
+  EXPECT_LE(clock_sum, predicted_sum * 1.02);
+}
+
+}  // namespace
+}  // namespace knapformer

@@ -1,0 +1,84 @@
+"""A log of the lengths that ranks draw: what stands in it, and who reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from knapformer.lengths_log import read_log
+from knapformer.tools.cli import main
+from knapformer.tools.doctor.samples import read_samples
+
+import knapformer as kf
+
+DRAWN = [[[100, 20], [40]], [[30], []], [[500], [7, 7]]]  # [batch][rank]
+
+
+def written(folder: Path) -> Path:
+    for rank in range(2):
+        with kf.record(folder, rank, 2) as log:
+            for batch in DRAWN:
+                log(batch[rank])
+    return folder
+
+
+def test_the_doctor_reads_what_ranks_have_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = written(tmp_path / "lengths"), tmp_path / "out.json"
+    assert list(read_log(folder)) == DRAWN and read_samples(str(folder), None).steps == DRAWN
+    # In steps of their own, as the same batches from a file; two ranks are not asked for.
+    file = tmp_path / "drawn.json"
+    file.write_text(json.dumps(DRAWN))
+    found = []
+    for source in (folder, file):
+        assert main(["doctor", str(source), "--memory-gib", "999", "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text())["alternatives"])
+    assert found[0] == found[1]
+    assert main(["doctor", str(folder), "--ranks", "3"]) == 2
+    assert "--ranks: got 3, expected 2" in capsys.readouterr().err
+
+
+def test_a_log_is_added_to_and_a_rank_may_have_less(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    with kf.record(folder, 1, 2) as log:
+        log([9])
+    assert list(read_log(folder)) == DRAWN  # of the batch behind these, rank 0 has nothing
+    with kf.record(folder, 0, 2) as log:
+        log([8, 8])
+    assert list(read_log(folder)) == [*DRAWN, [[8, 8], [9]]]
+    (folder / "rank-0-of-2.jsonl").write_text("[100, 20]\n[3")  # killed as it wrote
+    samples = read_samples(str(folder), None)
+    assert samples.steps == [[[100, 20], [40]]] and (samples.bad_rows, samples.first_bad[:5]) == (1, "row 2")
+
+
+def test_what_is_no_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(kf.ArgumentError, match="got no log, expected what knapformer"):
+        list(read_log(tmp_path))
+    with kf.record(tmp_path, 0, 2), pytest.raises(kf.ArgumentError, match="got no rank-1-of-2"):
+        list(read_log(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with kf.record(tmp_path) as log:
+        with pytest.raises(kf.ArgumentError, match="seq_lens: got 0, expected 1 to"):
+            log([4, 0])
+        assert (tmp_path / "rank-1-of-4.jsonl").read_text() == ""
+    with pytest.raises(kf.ArgumentError, match="got logs of 2, 4 ranks, expected what"):
+        list(read_log(tmp_path))
+    with pytest.raises(kf.ArgumentError, match="rank: got 2, expected 0 to 1"):
+        kf.record(tmp_path, 2, 2)
+
+
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_a_loader_writes_what_it_draws(micro_batches: int | None, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("knapformer._torch")
+    balancer = kf.SequenceBalancer("g1n1")
+    with kf.record(tmp_path) as log:
+        if micro_batches is None:
+            batches = [{"seq_lens": torch.tensor(lens)} for lens in ([3, 4], [5])]
+            loader = kf.BalancedLoader(batches, balancer, 16, end="shortest", record=log)
+        else:
+            samples = [[{"x": torch.zeros(n, 2)} for n in lens] for lens in ([3, 4], [5])]
+            loader = kf.BalancedLoader(samples, balancer, 16, micro_batches=2, per_token=["x"], record=log)
+        assert len(list(loader)) == 2
+    assert list(read_log(tmp_path)) == [[[3, 4]], [[5]]]

@@ -1,0 +1,96 @@
+// The patrol over a device whose progress the test sets.
+#include "knapformer/torch/comm/patrol.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace knapformer {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// Work that the device is given and does, as counts.
+struct Device {
+  std::atomic<int> given = 0, done = 0;
+
+  Patrol::Mark mark() {
+    return [this]() -> Patrol::IsDone { return [this, until = given.load()] { return done >= until; }; };
+  }
+};
+
+struct Watch {
+  Device device;
+  std::atomic<int> num_looks = 0, num_aborts = 0;
+  std::atomic<bool> others_failed = false;
+  std::string seen;
+  Patrol patrol{[this] {
+                  ++num_looks;
+                  if (others_failed) throw std::runtime_error("rank 1: no");
+                },
+                [this](const std::exception& error) {
+                  seen = error.what();
+                  ++num_aborts;
+                },
+                milliseconds(2)};
+
+  void give() {
+    ++device.given;
+    patrol.device_works(device.mark());
+  }
+  /// Whether it came to that, in a time that no machine needs.
+  template <class Condition>
+  bool comes(Condition condition) {
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > give_up) return false;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    return true;
+  }
+};
+
+TEST(Patrol, LooksWhileTheDeviceWorksAndEndsItsWorkOnceAnErrorIsSeen) {
+  Watch watch;
+  watch.give();
+  EXPECT_TRUE(watch.comes([&] { return watch.num_looks > 3; }));
+  EXPECT_EQ(watch.num_aborts, 0);
+  watch.others_failed = true;
+  EXPECT_TRUE(watch.comes([&] { return watch.num_aborts == 1; }));
+  EXPECT_EQ(watch.seen, "rank 1: no");
+  watch.give();
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_EQ(watch.num_aborts, 1);
+}
+
+TEST(Patrol, LooksNoMoreWhenTheDeviceHasComeBy) {
+  Watch watch;
+  watch.give();
+  EXPECT_TRUE(watch.comes([&] { return watch.num_looks > 0; }));
+  watch.device.done = 1;
+  watch.others_failed = true;  // after the device's work: a call on the balancer finds it
+  int before = -1;
+  EXPECT_TRUE(watch.comes([&] {
+    const int looks = watch.num_looks;
+    std::this_thread::sleep_for(milliseconds(50));
+    return std::exchange(before, looks) == watch.num_looks;
+  }));
+}
+
+TEST(Patrol, WorkGivenDuringALookIsNotForgotten) {
+  Watch watch;
+  watch.give();
+  EXPECT_TRUE(watch.comes([&] { return watch.num_looks > 0; }));
+  watch.give();
+  watch.device.done = 1;  // the first; the second hangs
+  const int looks = watch.num_looks;
+  EXPECT_TRUE(watch.comes([&] { return watch.num_looks > looks + 2; }));
+  watch.others_failed = true;
+  EXPECT_TRUE(watch.comes([&] { return watch.num_aborts == 1; }));
+}
+
+}  // namespace
+}  // namespace knapformer
