@@ -9,8 +9,10 @@
 #   make same-plans plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
 #   make soak       SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
 #   make lint       formatters, linters and the order of includes
+#   make tidy       clang-tidy over the core, by the checks of .clang-tidy
 #   make format     lets the formatters have their way
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
 #   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
 #   make dev        builds the extension modules in place, for PYTHONPATH=python
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint format bench docs wheels same-plans dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint tidy format bench docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -150,6 +152,11 @@ lint: $(VENV)/.installed $(VENV)/.lint
 	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer  # stubs, made with the modules
 	$(BIN)/mypy --python-executable $(BIN)/python
 
+tidy: $(VENV)/.dependencies
+	$(BIN)/python -m pip install --quiet clang-tidy==23.1.4
+	$(CONFIGURE) -B build/tidy -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	find knapformer/core -name '*.cpp' | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/tidy --quiet
+
 format: $(VENV)/.lint
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff format $(PY_FILES)
@@ -195,6 +202,10 @@ PYTHONS ?= $(PYTHON)
 TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
 wheels: $(VENV)/.dependencies $(VENV)/.package
 	$(BIN)/python tests/package/wheels.py --python $(PYTHONS) --torch $(TORCHES)
+
+COMBINATIONS ?= $(PYTHON):2.13.0 $(PYTHON):none
+versions: $(VENV)/.dependencies
+	$(BIN)/python tests/package/versions.py $(COMBINATIONS)
 
 clean:
 	rm -rf build

@@ -1,0 +1,47 @@
+"""The suite over versions of Python and torch, each in an environment of its own: `make versions`.
+
+    python tests/package/versions.py python3.10:2.11.0 python3.13:none -- tests/python/distributed
+
+An argument is an interpreter and a torch, or "none" for the planner alone, whose tests are then test_plan.py. Behind --
+stand pytest's arguments, in place of the whole suite. Prints a row of a table for each; ends with 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import tomllib
+from wheels import ROOT, environment, run
+
+PLANNER_TESTS = ["pytest", "pytest-timeout", "hypothesis"]
+
+
+def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    needs = PLANNER_TESTS if torch == "none" else [f"torch=={torch}", *groups["test"]]
+    own = environment(ROOT / "build/versions", python, *groups["build"], *needs)
+    options = ["-C", "cmake.define.KNAPFORMER_TORCH=OFF"] if torch == "none" else []
+    run(own, "-m", "pip", "install", "--no-deps", "--no-build-isolation", ROOT, *options)
+    arguments = ["tests/python/test_plan.py"] if torch == "none" else tests
+    done = subprocess.run(
+        [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    version = run(own, "-c", "import platform; print(platform.python_version())").strip()
+    summary = re.sub(r" in .*", "", done.stdout.strip().splitlines()[-1].strip("= "))
+    if done.returncode != 0:
+        print(done.stdout)
+    return f"| {version} | {torch} | {summary} |", done.returncode == 0
+
+
+def main() -> int:
+    given = sys.argv[1:]
+    cut = given.index("--") if "--" in given else len(given)
+    rows = [check(*versions.rsplit(":", 1), given[cut + 1 :]) for versions in given[:cut]]
+    print("| Python | torch | tests |\n| --- | --- | --- |", *(row for row, _ in rows), sep="\n")
+    return 0 if all(good for _, good in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
