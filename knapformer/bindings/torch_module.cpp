@@ -73,8 +73,8 @@ BalancerClass bind_balancer(py::module_& m) {
            py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
            py::arg("model"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
            R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several,
-counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (any device), None: what suits
-the tensors.)")
+counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
+device), None: what suits the tensors: the packing kernel on devices that have it.)")
       .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),

@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/packing_op.h"
 
 namespace knapformer {
 namespace {
@@ -82,8 +83,7 @@ const PlannedStep::PackedTables& PlannedStep::tables_on(at::Device device, std::
   for (const AttentionLevel& level : attention.levels) {
     if (level.degree > 1) tables.push_back(&level.pre_attn);
   }
-  std::vector<PackedTable> all =
-      pack_tables(tables, engine.value_or(device.is_cpu() ? ExchangeEngine::kCpu : ExchangeEngine::kDevice), device);
+  std::vector<PackedTable> all = pack_tables(tables, engine.value_or(engine_for(device)), device);
   const auto first_level = all.begin() + 2;
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),

@@ -26,8 +26,8 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 
 
 class Counted(types.SimpleNamespace):
-    """Of the code inside `counted`, once it is left: launches, copies_to_device, collectives: numbers; launched,
-    syncs, pageable_copies: what it was, by name."""
+    """Of the code inside `counted`, once it is left: launches, copies_to_device, collectives, packed_bytes (read by
+    the packing kernel): numbers; launched, syncs, pageable_copies: what it was, by name."""
 
 
 def register() -> Any:

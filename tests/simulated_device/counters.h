@@ -15,6 +15,7 @@ struct Counters {
   std::atomic<int64_t> collectives = 0;
   /// The host's waits for collectives. Never reset: by these other threads see how far the one stream is.
   std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
+  std::atomic<int64_t> packed_bytes = 0;  // read by the packing kernel, and as many written
 
   /// What made the host wait for the device, by name. On a GPU, torch.cuda.set_sync_debug_mode finds these.
   void add_sync(std::string name) { add(syncs_, std::move(name)); }
@@ -32,7 +33,7 @@ struct Counters {
 
   void reset() {
     const std::lock_guard lock(mutex_);
-    launches = copies_to_device = collectives = 0;
+    launches = copies_to_device = collectives = packed_bytes = 0;
     syncs_.clear();
     pageable_copies_.clear();
     launched_.clear();

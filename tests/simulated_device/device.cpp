@@ -226,7 +226,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool outermost = !std::exchange(inside_kernel, true);
   if (outermost) {
     const std::string& name = op.schema().name();
-    counters.add_launch(name);
+    // As on a GPU, filling no numbers is no launch.
+    const bool fills_nothing = name == "aten::zero_" && stack->back().toTensor().numel() == 0;
+    if (!fills_nothing) counters.add_launch(name);
     // Its values, or how many there are, decide what the host does next.
     if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) counters.add_sync(name);
   }

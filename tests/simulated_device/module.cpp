@@ -20,6 +20,7 @@ PYBIND11_MODULE(_simulated_device, module) {
     py::dict counted;
     counted["launches"] = c.launches.load();
     counted["copies_to_device"] = c.copies_to_device.load();
+    counted["packed_bytes"] = c.packed_bytes.load();
     counted["collectives"] = c.collectives.load();
     counted["syncs"] = c.syncs();
     counted["pageable_copies"] = c.pageable_copies();

@@ -1,6 +1,6 @@
 // Engines: how rows get into the buffer of an all-to-all, and out of it.
 //
-// Two of them, behind one small interface. Both make the same bytes, so ranks may mix them.
+// Three of them, behind one small interface. All make the same bytes, so ranks may mix them.
 #pragma once
 
 #include <memory>
@@ -28,5 +28,11 @@ std::unique_ptr<Engine> make_cpu_engine(ExchangeCall& call);
 /// By ATen's index operations, for any device: few launches, however many sequences there are and, at whole ends,
 /// however many peers.
 std::unique_ptr<Engine> make_device_engine(ExchangeCall& call);
+
+/// By the packing kernel: one launch to pack, one to unpack. Own rows go from input to output in one copy.
+std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call);
+
+/// The one that the call's tables are for. Sums of a type that the kernel does not add are the device engine's.
+std::unique_ptr<Engine> make_engine(ExchangeCall& call);
 
 }  // namespace knapformer

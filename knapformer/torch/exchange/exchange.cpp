@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -117,7 +118,7 @@ class InFlight {
     group_->watchdog().guard([&] {
       call_ = std::make_unique<ExchangeCall>(arguments);
       group_->fingerprints().agree(arguments.fingerprint());
-      engine_ = call_->engine() == ExchangeEngine::kCpu ? make_cpu_engine(*call_) : make_device_engine(*call_);
+      engine_ = make_engine(*call_);
       engine_->pack();
       at::Tensor received = call_->received(), sent = call_->sent();
       work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
@@ -189,17 +190,30 @@ struct KeptArguments : torch::CustomClassHolder {
   explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept), group(CommGroup::find_if_alive(kept.group)) {
     arguments.tensors.clear();
   }
+  /// Gradients that the backward pass did not bring are zero. Of outputs without a gradient none is made.
+  Tensors with_zeros(Tensors gradients) const {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i].defined() || (arguments.differentiable[i] & kGradient) == 0) continue;
+      gradients[i] = at::zeros_symint(output_shapes[i], output_options[i]);
+    }
+    return gradients;
+  }
+
   ExchangeArguments arguments;
+  std::vector<std::vector<c10::SymInt>> output_shapes;  // where known: not of a start
+  std::vector<at::TensorOptions> output_options;
   std::shared_ptr<CommGroup> group;  // for the backward, also where the balancer goes before it; null while tracing
 };
 
-void keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
-  context.saved_data["arguments"] = c10::IValue::make_capsule(c10::make_intrusive<KeptArguments>(arguments));
+KeptArguments& keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
+  auto kept = c10::make_intrusive<KeptArguments>(arguments);
+  context.saved_data["arguments"] = c10::IValue::make_capsule(kept);
+  return *kept;
 }
 
-const ExchangeArguments& kept_arguments(AutogradContext& context) {
+const KeptArguments& kept_by(AutogradContext& context) {
   // The context holds it for longer than this reference lives.
-  return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule()).arguments;
+  return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule());
 }
 
 /// Outputs of a forward, with all that its backward needs kept.
@@ -209,7 +223,12 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeAr
     if ((arguments.differentiable[i] & kGradient) == 0) fixed.push_back(outputs[i]);
   }
   context.mark_non_differentiable(fixed);
-  keep_arguments(context, arguments);
+  context.set_materialize_grads(false);  // with_zeros makes those that are needed
+  KeptArguments& kept = keep_arguments(context, arguments);
+  for (const at::Tensor& output : outputs) {
+    kept.output_shapes.push_back(output.sym_sizes().vec());
+    kept.output_options.push_back(output.options());
+  }
   return outputs;
 }
 
@@ -233,9 +252,10 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    const ExchangeArguments& arguments = kept_arguments(*context);
-    Tensors results =
-        in_backward([&] { return arguments.gradients_from(call_exchange(arguments.inverse(gradients))); });
+    const KeptArguments& forward = kept_by(*context);
+    Tensors results = in_backward([&] {
+      return forward.arguments.gradients_from(call_exchange(forward.arguments.inverse(forward.with_zeros(gradients))));
+    });
     results.emplace_back();  // of the arguments
     return results;
   }
@@ -250,7 +270,7 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& started) {
-    Tensors results = in_backward([&] { return kept_arguments(*context).gradients_from(call_finish(started[0])); });
+    Tensors results = in_backward([&] { return kept_by(*context).arguments.gradients_from(call_finish(started[0])); });
     results.emplace_back();
     return results;
   }
@@ -264,7 +284,8 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-    return in_backward([&] { return Tensors{call_start(kept_arguments(*context).inverse(gradients))}; });
+    const KeptArguments& forward = kept_by(*context);
+    return in_backward([&] { return Tensors{call_start(forward.arguments.inverse(forward.with_zeros(gradients)))}; });
   }
 };
 

@@ -72,11 +72,7 @@ void PackedEndView::append_index(std::vector<int64_t>& index) const {
   std::vector<int64_t> num_places(static_cast<size_t>(max_duplicates > 1 ? num_rows() : 0), 0);
 
   const int64_t own_rows = peer_rows(this_peer());
-  int64_t next = 0;  // of the others' rows
-  for (int32_t peer = 0; peer < num_peers(); ++peer) {
-    const bool own = peer == this_peer();
-    int64_t sent_at = own ? num_wire_rows() - own_rows : next;
-    int64_t received_at = own ? 0 : own_rows + next;
+  const auto append_peer = [&](int32_t peer, int64_t sent_at, int64_t received_at) {
     for (const RowRun& run : runs_of(peer)) {
       for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row, ++sent_at, ++received_at) {
         index[gather + static_cast<size_t>(sent_at)] = row;
@@ -84,7 +80,13 @@ void PackedEndView::append_index(std::vector<int64_t>& index) const {
         index[scatter + static_cast<size_t>(row * max_duplicates + duplicate)] = received_at;
       }
     }
-    if (!own) next += peer_rows(peer);
+  };
+  append_peer(this_peer(), num_wire_rows() - own_rows, 0);
+  int64_t next = 0;  // of the others' rows
+  for (int32_t peer = 0; peer < num_peers(); ++peer) {
+    if (peer == this_peer()) continue;
+    append_peer(peer, next, own_rows + next);
+    next += peer_rows(peer);
   }
 }
 
@@ -97,7 +99,7 @@ at::Tensor PackedEndView::scatter_index() const {
 
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
                                      at::Device device) {
-  KNAPFORMER_ASSERT(engine == ExchangeEngine::kDevice || device.is_cpu());
+  KNAPFORMER_ASSERT(engine != ExchangeEngine::kCpu || device.is_cpu());
   std::vector<PackedTable> packed(tables.size());
   std::vector<int64_t> index;
   std::vector<std::pair<PackedEnd*, size_t>> ends;  // and where their index begins
@@ -109,7 +111,7 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
       // A shared end needs none: the same rows, in order, meet every peer.
-      if (engine == ExchangeEngine::kDevice && !end.heads_shared) PackedEndView(tensors).append_index(index);
+      if (engine != ExchangeEngine::kCpu && !end.heads_shared) PackedEndView(tensors).append_index(index);
     }
   }
   at::Tensor host =

@@ -19,6 +19,7 @@ namespace knapformer {
 enum class ExchangeEngine {
   kCpu,     // memcpy of runs of rows; CPU tensors only
   kDevice,  // ATen's index operations with index tensors on the tensors' device; any device
+  kKernel,  // the packing kernel, one launch a side; devices that have it (packing_op.h)
 };
 
 /// One end of an exchange.
@@ -62,7 +63,7 @@ class PackedEndView {
   /// then the own ones.
   at::Tensor gather_index() const;
   /// (num_rows, max_duplicates): the places of each row on the receiving wire, which has the own rows, then those of
-  /// others by peer. num_wire_rows fills up where a row has fewer places.
+  /// others by peer. They ascend; num_wire_rows fills up where a row has fewer places.
   at::Tensor scatter_index() const;
 
  private:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import simulated_device as sim
@@ -75,6 +76,78 @@ def balancers_agree(rank: int, world: int, topologies: list[str]) -> dict[str, l
         on_cpu = balanced_step(balancer, rank, "cpu")
         results[topology] = list(zip(on_cpu, balanced_step(balancer, rank, "sim"), strict=True))
     return results
+
+
+class Launches(NamedTuple):
+    """Of one call on the device: what was launched, by name, beside the user's kernel."""
+
+    forward: list[str]
+    backward: list[str]
+
+
+def launches_of_calls(rank: int, world: int, topologies: list[str]) -> dict[str, dict[str, Launches]]:
+    """By topology: of a route, of its way back, and of attention, with duplicates of rows and of heads."""
+    group = sim.new_group()
+    return {topology: _launches(SequenceBalancer(topology, group=group), rank) for topology in topologies}
+
+
+def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
+    lens = lens_of(rank) if rank else [300, 20]  # of which nested bags share the longest
+
+    def rows(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones(count, *shape, dtype=dtype).to("sim").requires_grad_(dtype.is_floating_point)
+
+    def counted(call: Callable[[], list[Tensor]]) -> Launches:
+        """Gradients are there before the backward begins, so that nothing but the exchanges is counted."""
+        with sim.counted() as forward:
+            outputs = [t for t in call() if t.requires_grad]
+        gradients = [torch.ones(t.shape).to(t.dtype).to("sim") for t in outputs]
+        inputs = [t for t in leaves if t.requires_grad]
+        with sim.counted() as backward:
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        return Launches(forward.launched, backward.launched)
+
+    balancer.plan_routing(lens, 3072)  # as if for so wide a model, in which sharing pays
+    total = sum(lens)
+    leaves = [
+        rows(total, 24), rows(total, 3, dtype=torch.bfloat16), rows(total, dtype=torch.bool), rows(len(lens), 5),
+        rows(len(lens), 3, dtype=torch.float16),
+    ]  # fmt: skip
+    x, half, flags, per_sequence, half_per_sequence = leaves
+    routed: list[Tensor] = []
+
+    def route() -> list[Tensor]:
+        _, y, more, of_chunk = balancer.route(x, [half, flags], sequence_features=[per_sequence, half_per_sequence])
+        routed.extend([y, *more, *of_chunk])
+        return routed
+
+    of_route = counted(route)
+    rows_here = routed[0].shape[0]
+    leaves = [rows(rows_here, 24)]
+    of_return = counted(lambda: [balancer.reverse_route(leaves[0])[1]])
+    leaves = [rows(rows_here, 6, 4), rows(rows_here, 2, 4), rows(rows_here, 2, 4)]
+    q, k, v = leaves
+    of_attention = counted(lambda: [balancer.attention(q, k, v, _reads_all)])
+    return {"route": of_route, "reverse_route": of_return, "attention": of_attention}
+
+
+class _ReadsAll(torch.autograd.Function):
+    """In place of a kernel of attention: no launch, forward or backward, and a gradient for each of q, k, v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(k, v)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        k, v = ctx.saved_tensors
+        return gradient, torch.empty_like(k), torch.empty_like(v)
+
+
+def _reads_all(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+    result: Tensor = _ReadsAll.apply(q, k, v)
+    return result
 
 
 class Sample(NamedTuple):

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator.device_ranks import balancers_agree, errors_with_work_in_flight, loader_agrees, models_agree
+from accelerator.device_ranks import (
+    Launches,
+    balancers_agree,
+    errors_with_work_in_flight,
+    launches_of_calls,
+    loader_agrees,
+    models_agree,
+)
 from distributed.ranks import run_ranks
 
 TOPOLOGIES = {1: ["g1n1"], 2: ["g1n2", "g2n1", "g2/1n1"], 4: ["g4n1", "g4/2/1n1", "g2n2", "g1n2+g2n1"]}
@@ -71,3 +78,27 @@ def test_errors_are_seen_while_the_device_works() -> None:
     for name, words in wanted.items():
         kind, message, seconds = of_waiting[name]
         assert kind == "ArgumentError" and words in message and seconds < 10, of_waiting
+
+
+@functools.cache
+def launches(world: int) -> list[dict[str, dict[str, Launches]]]:
+    return run_ranks(launches_of_calls, world, TOPOLOGIES[world])
+
+
+@pytest.mark.parametrize(("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]])
+def test_two_launches_for_an_exchange(world: int, topology: str) -> None:
+    """Beside them, a nested bag joins its levels: o in the forward pass, gradients of q, k and v in the backward."""
+    nested = "/" in topology
+    for of_rank in launches(world):
+        for name, of_call in of_rank[topology].items():
+            for launched, joined in zip(of_call, (1, 3), strict=True):
+                packed = launched.count("knapformer::move_rows")
+                others = [each for each in launched if each != "knapformer::move_rows"]
+                assert packed <= (4 if name == "attention" else 2), (name, launched)
+                limit = joined if name == "attention" and nested else 0
+                assert set(others) <= {"aten::cat"} and len(others) <= limit, (name, launched)
+    for name in ("route", "reverse_route", "attention"):
+        parts = zip(*(of_rank[topology][name] for of_rank in launches(world)), strict=True)
+        # One rank alone has no exchange, nor has attention in bags of one rank.
+        shares = world > 1 and (name != "attention" or topology.replace("g1n2", "") != "")
+        assert all(any("knapformer::move_rows" in launched for launched in part) == shares for part in parts), name

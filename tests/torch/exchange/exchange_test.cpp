@@ -1,4 +1,4 @@
-// The op over tables that no plan made: any split of rows over ranks, any dtype, both engines, forward and backward.
+// The op over tables that no plan made: any split of rows over ranks, any dtype, all engines, forward and backward.
 // The oracle knows each row by the number that it carries.
 #include "knapformer/torch/exchange/exchange.h"
 
@@ -123,6 +123,13 @@ std::vector<Pattern> patterns() {
   return all;
 }
 
+constexpr ExchangeEngine kEngines[] = {ExchangeEngine::kCpu, ExchangeEngine::kDevice, ExchangeEngine::kKernel};
+
+std::string name_of(ExchangeEngine engine) {
+  if (engine == ExchangeEngine::kCpu) return "cpu";
+  return engine == ExchangeEngine::kDevice ? "device" : "kernel";
+}
+
 class ExchangePatterns : public ::testing::TestWithParam<std::tuple<Pattern, ExchangeEngine>> {
  protected:
   const Pattern& pattern() const { return std::get<0>(GetParam()); }
@@ -131,11 +138,9 @@ class ExchangePatterns : public ::testing::TestWithParam<std::tuple<Pattern, Exc
 };
 
 INSTANTIATE_TEST_SUITE_P(All, ExchangePatterns,
-                         ::testing::Combine(::testing::ValuesIn(patterns()),
-                                            ::testing::Values(ExchangeEngine::kCpu, ExchangeEngine::kDevice)),
+                         ::testing::Combine(::testing::ValuesIn(patterns()), ::testing::ValuesIn(kEngines)),
                          [](const auto& test) {
-                           return std::get<0>(test.param).name +
-                                  (std::get<1>(test.param) == ExchangeEngine::kCpu ? "_cpu" : "_device");
+                           return std::get<0>(test.param).name + "_" + name_of(std::get<1>(test.param));
                          });
 
 std::shared_ptr<CommGroup> make_group(InProcessWorld& world, int32_t rank) {
@@ -274,8 +279,8 @@ TEST_P(ExchangePatterns, SegmentsShareOneCollective) {
 
 class ExchangeEngines : public ::testing::TestWithParam<ExchangeEngine> {};
 
-INSTANTIATE_TEST_SUITE_P(All, ExchangeEngines, ::testing::Values(ExchangeEngine::kCpu, ExchangeEngine::kDevice),
-                         [](const auto& test) { return test.param == ExchangeEngine::kCpu ? "cpu" : "device"; });
+INSTANTIATE_TEST_SUITE_P(All, ExchangeEngines, ::testing::ValuesIn(kEngines),
+                         [](const auto& test) { return name_of(test.param); });
 
 /// Two ranks that swap three rows and keep two.
 Pattern swap_pattern() { return {"swap", {{2, 3}, {3, 2}}}; }

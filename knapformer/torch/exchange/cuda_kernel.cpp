@@ -1,0 +1,246 @@
+#include "knapformer/torch/exchange/cuda_kernel.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/packing_kernel.h"
+
+namespace knapformer {
+
+extern const char kPackingKernelSource[];  // the text of packing_kernel.h
+
+namespace {
+
+/// A shared library, and functions of it by name.
+class Library {
+ public:
+  /// The first that opens.
+  explicit Library(std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      if (name != nullptr && (handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL)) != nullptr) return;
+    }
+  }
+
+  bool is_open() const { return handle_ != nullptr; }
+  /// Also of the libraries that it links to.
+  template <class Function>
+  void find(const char* name, Function*& function) {
+    if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
+    if (function == nullptr && missing_.empty()) missing_ = name;
+  }
+  /// The first function that was not found.
+  const std::string& missing() const { return missing_; }
+
+ private:
+  void* handle_ = nullptr;  // until the process ends
+  std::string missing_;
+};
+
+// Of nvrtc.h and cuda.h: handles are pointers, results are 0 where all went well.
+using Program = void*;
+
+struct Nvrtc {
+  static const Nvrtc& get() {
+    static const Nvrtc nvrtc;
+    return nvrtc;
+  }
+
+  int (*create)(Program*, const char* source, const char* name, int, const char* const*, const char* const*) = nullptr;
+  int (*destroy)(Program*) = nullptr;
+  int (*compile)(Program, int num_options, const char* const* options) = nullptr;
+  int (*log_size)(Program, size_t*) = nullptr;
+  int (*log)(Program, char*) = nullptr;
+  int (*cubin_size)(Program, size_t*) = nullptr;
+  int (*cubin)(Program, char*) = nullptr;
+  int (*ptx_size)(Program, size_t*) = nullptr;
+  int (*ptx)(Program, char*) = nullptr;
+  int (*num_architectures)(int*) = nullptr;
+  int (*architectures)(int*) = nullptr;
+  std::string error;
+
+ private:
+  Nvrtc() {
+    // libcaffe2_nvrtc is torch's, and knows where torch's wheels have NVRTC.
+    Library library{std::getenv("KNAPFORMER_NVRTC"), "libcaffe2_nvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
+                    "libnvrtc.so"};
+    if (!library.is_open()) {
+      error = "NVRTC: no library libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)";
+      return;
+    }
+    library.find("nvrtcCreateProgram", create);
+    library.find("nvrtcDestroyProgram", destroy);
+    library.find("nvrtcCompileProgram", compile);
+    library.find("nvrtcGetProgramLogSize", log_size);
+    library.find("nvrtcGetProgramLog", log);
+    library.find("nvrtcGetCUBINSize", cubin_size);
+    library.find("nvrtcGetCUBIN", cubin);
+    library.find("nvrtcGetPTXSize", ptx_size);
+    library.find("nvrtcGetPTX", ptx);
+    library.find("nvrtcGetNumSupportedArchs", num_architectures);
+    library.find("nvrtcGetSupportedArchs", architectures);
+    if (!library.missing().empty()) error = "NVRTC has no function " + library.missing();
+  }
+};
+
+struct Driver {
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+
+  int (*device_get)(int*, int ordinal) = nullptr;
+  int (*device_attribute)(int*, int attribute, int device) = nullptr;
+  int (*current_context)(void**) = nullptr;
+  int (*set_context)(void*) = nullptr;
+  int (*retain_primary)(void**, int device) = nullptr;
+  int (*load_module)(void**, const void* image) = nullptr;
+  int (*get_function)(void**, void* module, const char* name) = nullptr;
+  int (*launch)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
+                void* stream, void** arguments, void** extra) = nullptr;
+  std::string error;
+
+ private:
+  Driver() {
+    Library library{"libcuda.so.1"};
+    if (!library.is_open()) {
+      error = "CUDA's driver: no library libcuda.so.1";
+      return;
+    }
+    library.find("cuDeviceGet", device_get);
+    library.find("cuDeviceGetAttribute", device_attribute);
+    library.find("cuCtxGetCurrent", current_context);
+    library.find("cuCtxSetCurrent", set_context);
+    library.find("cuDevicePrimaryCtxRetain", retain_primary);
+    library.find("cuModuleLoadData", load_module);
+    library.find("cuModuleGetFunction", get_function);
+    library.find("cuLaunchKernel", launch);
+    if (!library.missing().empty()) error = "CUDA's driver has no function " + library.missing();
+  }
+};
+
+/// The runtime makes a device's primary context current in a thread at the thread's first call of it, which may not
+/// have come yet.
+int enter_primary_context(const Driver& driver, int device) {
+  void* context = nullptr;
+  if (const int result = driver.current_context(&context); result != 0 || context != nullptr) return result;
+  if (const int result = driver.retain_primary(&context, device); result != 0) return result;
+  return driver.set_context(context);
+}
+
+}  // namespace
+
+CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
+  const Nvrtc& nvrtc = Nvrtc::get();
+  CompiledKernel kernel{.image = {}, .log = {}, .error = nvrtc.error};
+  if (!kernel.error.empty()) return kernel;
+  int count = 0;
+  nvrtc.num_architectures(&count);
+  std::vector<int> known(static_cast<size_t>(count));
+  nvrtc.architectures(known.data());
+  if (std::ranges::find(known, architecture) == known.end()) {
+    const int wanted = architecture;
+    ptx = true;
+    architecture = 0;
+    for (const int each : known) {
+      if (each < wanted) architecture = std::max(architecture, each);
+    }
+  }
+
+  Program program = nullptr;
+  const std::string target = text("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
+  const std::array options{target.c_str(), "--std=c++20"};
+  int result = nvrtc.create(&program, kPackingKernelSource, "packing_kernel.h", 0, nullptr, nullptr);
+  if (result == 0) result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
+  size_t size = 0;
+  if (program != nullptr && nvrtc.log_size(program, &size) == 0 && size > 1) {
+    kernel.log.resize(size);
+    nvrtc.log(program, kernel.log.data());
+  }
+  if (result == 0) result = (ptx ? nvrtc.ptx_size : nvrtc.cubin_size)(program, &size);
+  if (result == 0) {
+    kernel.image.resize(size);
+    result = (ptx ? nvrtc.ptx : nvrtc.cubin)(program, kernel.image.data());
+  }
+  if (result != 0) {
+    kernel.image.clear();
+    kernel.error = text("NVRTC: result ", result, " for ", target, ": ", kernel.log);
+  }
+  if (program != nullptr) nvrtc.destroy(&program);
+  return kernel;
+}
+
+CudaKernel& CudaKernel::on(at::Device device) {
+  static std::mutex mutex;
+  static auto* const kernels = new std::vector<std::unique_ptr<CudaKernel>>;  // tensors may outlive static objects
+  const c10::DeviceGuard guard(device);
+  const c10::Device exact = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  const auto index = static_cast<size_t>(exact.index());
+  const std::lock_guard lock(mutex);
+  if (kernels->size() <= index) kernels->resize(index + 1);
+  if ((*kernels)[index] == nullptr) (*kernels)[index].reset(new CudaKernel(exact));
+  return *(*kernels)[index];
+}
+
+const std::string& CudaKernel::error() {
+  std::call_once(loaded_, [&] { load(); });
+  return error_;
+}
+
+void CudaKernel::load() {
+  const Driver& driver = Driver::get();
+  if (!(error_ = driver.error).empty()) return;
+  constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+  const c10::DeviceGuard guard(device_);
+  int device = 0, major = 0, minor = 0;
+  int result = driver.device_get(&device, device_.index());
+  if (result == 0) result = driver.device_attribute(&major, kMajor, device);
+  if (result == 0) result = driver.device_attribute(&minor, kMinor, device);
+  if (result == 0) result = enter_primary_context(driver, device);
+  if (result != 0) {
+    error_ = text("CUDA's driver: result ", result, " for ", device_);
+    return;
+  }
+  const CompiledKernel compiled = compile_packing_kernel(10 * major + minor);
+  if (!(error_ = compiled.error).empty()) return;
+  void* module = nullptr;  // until the process ends
+  result = driver.load_module(&module, compiled.image.data());
+  if (result == 0) result = driver.get_function(&with_arguments_, module, "knapformer_move_rows");
+  if (result == 0) result = driver.get_function(&by_table_, module, "knapformer_move_rows_by_table");
+  if (result != 0) error_ = text("CUDA's driver: result ", result, " for the packing kernel on ", device_);
+}
+
+void CudaKernel::launch(const at::Tensor& work, int64_t num_tiles) {
+  if (const std::string& why = error(); !why.empty()) throw StateError("the packing kernel: " + why);
+  const Driver& driver = Driver::get();
+  const c10::DeviceGuard guard(device_);
+  int result = enter_primary_context(driver, device_.index());
+  void* const stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle();
+  const auto run = [&](void* function, void* argument) {
+    void* arguments[] = {argument};
+    return driver.launch(function, static_cast<unsigned>(num_tiles), 1, 1, packing::kThreads, 1, 1, 0, stream,
+                         arguments, nullptr);
+  };
+  if (result == 0 && work.is_cpu()) {
+    struct alignas(16) {
+      unsigned char bytes[packing::kMaxArgumentBytes];
+    } argument;
+    std::memcpy(argument.bytes, work.const_data_ptr(), work.nbytes());
+    result = run(with_arguments_, &argument);
+  } else if (result == 0) {
+    const void* argument = work.const_data_ptr();
+    result = run(by_table_, &argument);
+  }
+  if (result != 0)
+    throw StateError(text("the packing kernel: CUDA's driver gave ", result, " at a launch on ", device_));
+}
+
+}  // namespace knapformer

@@ -1,0 +1,45 @@
+// The packing kernel on CUDA devices: compiled at run time by NVRTC, which torch's CUDA builds bring, and launched by
+// the driver. Both are opened when they are first needed, so that nothing of CUDA is needed to build or to install.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace knapformer {
+
+/// What NVRTC makes of packing_kernel.h.
+struct CompiledKernel {
+  std::vector<char> image;  // machine code for the architecture; PTX of the newest known one where NVRTC is older
+  std::string log;
+  std::string error;  // why there is no image; otherwise empty
+};
+
+/// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code.
+CompiledKernel compile_packing_kernel(int architecture, bool ptx = false);
+
+/// One for each device of the process. Thread-safe.
+class CudaKernel {
+ public:
+  static CudaKernel& on(at::Device device);
+
+  /// Why it cannot be launched; otherwise empty. The first call compiles.
+  const std::string& error();
+  /// On the current stream of the device. `work`: as of move_rows.
+  void launch(const at::Tensor& work, int64_t num_tiles);
+
+ private:
+  explicit CudaKernel(at::Device device) : device_(device) {}
+  void load();
+
+  at::Device device_;
+  std::once_flag loaded_;
+  std::string error_;
+  void* with_arguments_ = nullptr;  // CUfunction, as the next
+  void* by_table_ = nullptr;
+};
+
+}  // namespace knapformer

@@ -1,0 +1,55 @@
+#include "knapformer/torch/exchange/packing_op.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/cuda_kernel.h"
+#include "knapformer/torch/exchange/packing_kernel.h"
+
+namespace knapformer {
+namespace {
+
+using MoveRows = void(const at::Tensor&, const at::Tensor&, int64_t, int64_t);
+
+const c10::TypedOperatorHandle<MoveRows>& move_rows_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::move_rows", "").typed<MoveRows>();
+  return op;
+}
+
+void move_rows_cpu(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int64_t) {
+  const auto* bytes = static_cast<const unsigned char*>(work.const_data_ptr());
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    for (int thread = 0; thread < packing::kThreads; ++thread) packing::run_thread(bytes, tile, thread);
+  }
+}
+
+void move_rows_cuda(const at::Tensor& wire, const at::Tensor& work, int64_t num_tiles, int64_t) {
+  CudaKernel::on(wire.device()).launch(work, num_tiles);
+}
+
+}  // namespace
+
+ExchangeEngine engine_for(at::Device device) {
+  if (device.is_cpu()) return ExchangeEngine::kCpu;
+  if (!move_rows_op().hasKernelForDispatchKey(c10::computeDispatchKey({}, {}, device))) return ExchangeEngine::kDevice;
+  if (!device.is_cuda()) return ExchangeEngine::kKernel;
+  const std::string& error = CudaKernel::on(device).error();
+  if (error.empty()) return ExchangeEngine::kKernel;
+  TORCH_WARN_ONCE("knapformer: exchanges are packed by several operations in place of one kernel: ", error);
+  return ExchangeEngine::kDevice;
+}
+
+void move_rows(const at::Tensor& wire, const at::Tensor& work, int64_t num_tiles, int64_t num_bytes) {
+  move_rows_op().call(wire, work, num_tiles, num_bytes);
+}
+
+// A fragment: exchange.cpp has the library.
+TORCH_LIBRARY_FRAGMENT(knapformer, library) {
+  library.def("move_rows(Tensor(a!) wire, Tensor work, int num_tiles, int num_bytes) -> ()");
+  library.impl("move_rows", c10::DispatchKey::CPU, &move_rows_cpu);
+  library.impl("move_rows", c10::DispatchKey::CUDA, &move_rows_cuda);
+}
+
+}  // namespace knapformer

@@ -1,0 +1,283 @@
+// The packing kernel thread by thread against the other engines, over random tables: rows and heads that go to several
+// peers, their sums on the way back, strided inputs, widths of any alignment. And its half types against torch's.
+#include "knapformer/torch/exchange/packing_kernel.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "knapformer/torch/exchange/engine.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+/// What a rank gives to an exchange, by segment, without its engine.
+struct SegmentOfRank {
+  ExchangeTable table;
+  std::vector<at::Tensor> tensors = {};
+  std::vector<HeadRole> roles = {};
+  HeadSharing sharing = {};
+  bool inverse = false;
+};
+using RankInputs = std::vector<SegmentOfRank>;
+using Outputs = std::vector<std::vector<at::Tensor>>;  // by rank
+
+/// An exchange of ranks of this process, in which a copy is the transport.
+Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads, ExchangeEngine engine) {
+  std::vector<ExchangeArguments> given;  // calls read its tables
+  std::vector<std::unique_ptr<ExchangeCall>> calls;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (const RankInputs& inputs : ranks) {
+    ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .group = {}, .label = "test"});
+    for (const SegmentOfRank& segment : inputs) {
+      const PackedTable table = pack_tables(std::vector{&segment.table}, engine, at::kCPU)[0];
+      arguments.add(segment.inverse ? table.inverse() : table, segment.tensors, segment.roles,
+                    segment.inverse ? segment.sharing.inverse() : segment.sharing);
+    }
+    calls.push_back(std::make_unique<ExchangeCall>(arguments));
+    calls.back()->wire().fill_(0xee);
+    engines.push_back(make_engine(*calls.back()));
+    engines.back()->pack();
+    engines.back()->move_own();
+  }
+  for (size_t from = 0; from < ranks.size(); ++from) {
+    int64_t sent_at = 0;
+    for (size_t to = 0; to < ranks.size(); ++to) {
+      const std::vector<int64_t>& received = calls[to]->received_bytes();
+      const auto end = received.begin() + static_cast<std::ptrdiff_t>(from);
+      const int64_t num_bytes = calls[from]->sent_bytes()[to],
+                    received_at = std::accumulate(received.begin(), end, int64_t{0});
+      EXPECT_EQ(num_bytes, *end);
+      calls[to]->received().narrow(0, received_at, num_bytes).copy_(calls[from]->sent().narrow(0, sent_at, num_bytes));
+      sent_at += num_bytes;
+    }
+  }
+  Outputs outputs;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    engines[rank]->unpack();
+    outputs.push_back(calls[rank]->outputs());
+  }
+  return outputs;
+}
+
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
+         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+/// `ordered`: sums are exact in any order.
+void expect_engines_agree(const std::vector<RankInputs>& ranks, HeadCounts heads, bool ordered) {
+  const Outputs cpu = exchange_between(ranks, heads, ExchangeEngine::kCpu);
+  const Outputs kernel = exchange_between(ranks, heads, ExchangeEngine::kKernel);
+  const Outputs device = ordered ? exchange_between(ranks, heads, ExchangeEngine::kDevice) : cpu;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    ASSERT_EQ(kernel[rank].size(), cpu[rank].size());
+    for (size_t i = 0; i < cpu[rank].size(); ++i) {
+      ASSERT_TRUE(same_bytes(kernel[rank][i], cpu[rank][i])) << "rank " << rank << ", tensor " << i;
+      ASSERT_TRUE(same_bytes(device[rank][i], cpu[rank][i])) << "rank " << rank << ", tensor " << i;
+    }
+  }
+}
+
+class Random : public Cases {
+ public:
+  explicit Random(uint64_t seed) : Cases(seed), random_(seed + 1) {}
+
+  at::ScalarType sum_type() {
+    const std::vector types{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat};
+    return types[static_cast<size_t>(integer(0, 4))];
+  }
+  at::ScalarType any_type() {
+    const std::vector types{at::kByte, at::kShort, at::kInt, at::kLong, at::kComplexDouble};
+    return integer(0, 1) == 0 ? sum_type() : types[static_cast<size_t>(integer(0, 4))];
+  }
+
+  /// Values in rows that lie apart, or not. Whole numbers where sums must be exact.
+  at::Tensor values(std::vector<int64_t> shape, at::ScalarType type, bool whole_numbers) {
+    const int64_t apart = integer(0, 1) == 0 ? 0 : integer(1, 3), columns = shape.back();
+    shape.back() += shape.size() == 2 ? apart : 0;
+    at::Tensor made = at::empty(shape, at::kDouble);
+    std::normal_distribution<double> normal;
+    for (int64_t i = 0; i < made.numel(); ++i) {
+      made.mutable_data_ptr<double>()[i] = whole_numbers ? static_cast<double>(integer(1, 9)) : normal(random_);
+    }
+    const at::Tensor typed = (at::isFloatingType(type) || at::isComplexType(type) ? made : made.abs() * 20).to(type);
+    return shape.size() == 2 ? typed.narrow(1, shape.back() - columns, columns) : typed;
+  }
+
+  std::vector<int64_t> shuffled(int64_t count) {
+    std::vector<int64_t> order(static_cast<size_t>(count));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+    return order;
+  }
+
+  /// Tables of all ranks, in which a row may go to several peers.
+  std::vector<ExchangeTable> tables(int32_t num_ranks, int64_t max_rows) {
+    const auto n = static_cast<size_t>(num_ranks);
+    std::vector<std::vector<std::vector<int64_t>>> sent(n, std::vector<std::vector<int64_t>>(n));
+    std::vector<int64_t> num_rows(n);
+    std::vector<bool> duplicates(n, false);
+    const bool duplicate = integer(0, 2) > 0;
+    for (size_t rank = 0; rank < n; ++rank) {
+      num_rows[rank] = integer(0, 3) == 0 ? 0 : integer(0, max_rows);
+      for (const int64_t row : shuffled(num_rows[rank])) {
+        const std::vector<int64_t> peers = shuffled(num_ranks);
+        const int64_t num_peers = duplicate ? integer(1, std::min<int64_t>(num_ranks, 4)) : 1;
+        duplicates[rank] = duplicates[rank] || num_peers > 1;
+        for (int64_t i = 0; i < num_peers; ++i)
+          sent[rank][static_cast<size_t>(peers[static_cast<size_t>(i)])].push_back(row);
+      }
+    }
+    std::vector<ExchangeTable> made;
+    for (size_t rank = 0; rank < n; ++rank) {
+      std::vector<std::vector<int64_t>> received(n);
+      int64_t num_received = 0;
+      for (size_t peer = 0; peer < n; ++peer) num_received += static_cast<int64_t>(sent[peer][rank].size());
+      const std::vector<int64_t> places = shuffled(num_received);
+      auto next = places.begin();
+      for (size_t peer = 0; peer < n; ++peer) {
+        const auto count = static_cast<std::ptrdiff_t>(sent[peer][rank].size());
+        received[peer].assign(next, next + count);
+        next += count;
+      }
+      made.push_back({.this_peer = static_cast<int32_t>(rank),
+                      .num_peers = num_ranks,
+                      .send = end_of(sent[rank], num_rows[rank], duplicates[rank]),
+                      .recv = end_of(received, num_received, false)});
+    }
+    return made;
+  }
+
+ private:
+  static ExchangeEnd end_of(const std::vector<std::vector<int64_t>>& rows, int64_t num_rows, bool duplicates) {
+    ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = {}, .has_duplicate_rows = duplicates};
+    for (const std::vector<int64_t>& of_peer : rows) {
+      for (const int64_t row : of_peer) end.runs.values.push_back({.first_row = row, .num_rows = 1});
+      end.runs.end_list();
+      end.peer_rows.push_back(static_cast<int64_t>(of_peer.size()));
+    }
+    return end;
+  }
+
+  std::mt19937_64 random_;
+};
+
+TEST(PackingKernel, MovesAndAddsRowsAsTheOtherEngines) {
+  Random random(11);
+  int64_t num_tables = 0;
+  while (num_tables < 3000) {
+    const auto num_ranks = static_cast<int32_t>(random.integer(1, 6));
+    const bool inverse = random.integer(0, 1) == 1, ordered = random.integer(0, 1) == 1;
+    const bool large = random.integer(0, 30) == 0;  // several tiles
+    std::vector<RankInputs> ranks(static_cast<size_t>(num_ranks));
+    for (int64_t s = random.integer(1, 3); s > 0; --s) {
+      const std::vector<ExchangeTable> tables = random.tables(num_ranks, large ? 400 : 12);
+      num_tables += num_ranks;
+      for (size_t rank = 0; rank < ranks.size(); ++rank)
+        ranks[rank].push_back({.table = tables[rank], .inverse = inverse});
+      for (int64_t t = random.integer(1, 3); t > 0; --t) {
+        const at::ScalarType type = inverse ? random.sum_type() : random.any_type();
+        const int64_t columns = random.integer(0, large ? 40 : 9);
+        for (RankInputs& inputs : ranks) {
+          SegmentOfRank& segment = inputs.back();
+          const ExchangeEnd& from = inverse ? segment.table.recv : segment.table.send;
+          segment.tensors.push_back(random.values({from.num_rows, columns}, type, ordered));
+          segment.roles.push_back(HeadRole::kNone);
+        }
+      }
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_engines_agree(ranks, {}, ordered));
+  }
+}
+
+TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
+  Random random(12);
+  int64_t num_bags = 0;
+  while (num_bags < 150) {
+    const Plan plan = random.any_plan(random.input(/*nested=*/random.integer(0, 3) > 0));
+    const std::vector<HeadCounts> counts{{6, 2}, {5, 5}, {8, 1}, {24, 24}};
+    const HeadCounts heads = counts[static_cast<size_t>(random.integer(0, 3))];
+    for (int32_t first = 0; first < plan.num_ranks();) {
+      const int32_t num_ranks = plan.topology().bag(plan.topology().bag_of(Rank(first))).num_ranks;
+      const bool inverse = random.integer(0, 1) == 1, ordered = random.integer(0, 1) == 1;
+      const at::ScalarType type = random.sum_type();
+      std::vector<RankInputs> ranks;
+      for (int32_t rank = first; rank < first + num_ranks; ++rank) {
+        RankInputs& inputs = ranks.emplace_back();
+        for (const AttentionLevel& level : make_attention_tables(plan, Rank(rank)).levels) {
+          if (level.degree == 1) continue;
+          const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, level.degree);
+          const auto values = [&](const HeadShares& shares, int64_t all) {
+            const int64_t here = static_cast<int64_t>(shares.of(level.index_in_group).size());
+            return inverse ? random.values({level.pre_attn.recv.num_rows, here, 3}, type, ordered)
+                           : random.values({level.pre_attn.send.num_rows, all, 3}, type, ordered);
+          };
+          inputs.push_back(
+              {.table = level.pre_attn,
+               .tensors = {values(partition.query, heads.num_heads), values(partition.key_value, heads.num_kv_heads)},
+               .roles = {HeadRole::kQuery, HeadRole::kKeyValue},
+               .sharing = {.shared_end = HeadSharing::kSend,
+                           .degree = level.degree,
+                           .index_in_group = level.index_in_group},
+               .inverse = inverse});
+        }
+      }
+      if (!ranks[0].empty()) {
+        ASSERT_NO_FATAL_FAILURE(expect_engines_agree(ranks, heads, ordered));
+        ++num_bags;
+      }
+      first += num_ranks;
+    }
+  }
+}
+
+uint32_t bits_of(float value) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+TEST(PackingKernel, ReadsHalvesAsTorch) {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto of_half = static_cast<float>(c10::Half(static_cast<uint16_t>(bits), c10::Half::from_bits()));
+    const auto of_bfloat16 = static_cast<float>(c10::BFloat16(static_cast<uint16_t>(bits), c10::BFloat16::from_bits()));
+    const float half = packing::float_of_half(bits), bfloat16 = packing::float_of_bfloat16(bits);
+    ASSERT_TRUE(std::isnan(of_half) ? std::isnan(half) : bits_of(half) == bits_of(of_half)) << bits;
+    ASSERT_TRUE(std::isnan(of_bfloat16) ? std::isnan(bfloat16) : bits_of(bfloat16) == bits_of(of_bfloat16)) << bits;
+  }
+}
+
+TEST(PackingKernel, RoundsToHalvesAsTorch) {
+  const auto check = [](uint32_t bits) {
+    const float value = packing::float_of_bits(bits);
+    const auto half = static_cast<uint16_t>(packing::half_of_float(value));
+    const auto bfloat16 = static_cast<uint16_t>(packing::bfloat16_of_float(value));
+    if (std::isnan(value)) {
+      ASSERT_TRUE(std::isnan(packing::float_of_half(half)) && std::isnan(packing::float_of_bfloat16(bfloat16))) << bits;
+      return;
+    }
+    ASSERT_EQ(half, c10::Half(value).x) << bits;
+    ASSERT_EQ(bfloat16, c10::BFloat16(value).x) << bits;
+  };
+  std::mt19937 random(13);
+  for (int i = 0; i < 2'000'000; ++i) check(static_cast<uint32_t>(random()));
+  // Around every half, and half way to the next.
+  for (uint32_t half = 0; half < 0x7c00; ++half) {
+    const uint32_t here = bits_of(packing::float_of_half(half)), next = bits_of(packing::float_of_half(half + 1));
+    const uint32_t middle =
+        bits_of((packing::float_of_bits(here) + packing::float_of_bits(half == 0x7bff ? bits_of(65536.0F) : next)) / 2);
+    for (const uint32_t bits : {here, middle, middle - 1, middle + 1}) {
+      check(bits);
+      check(bits | 0x80000000U);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace knapformer
