@@ -43,9 +43,10 @@ void RouteSwaps::add(int32_t sequence, int32_t sign) {
 void RouteSwaps::run(std::span<Blocks> blocks, int64_t max_moved) {
   constexpr int64_t kPerSequence = 8, kNoLimit = std::numeric_limits<int64_t>::max();
   const auto [first, last] = input_.sequences_of(first_rank_ / num_ranks_);
+  const int64_t num_sequences = last.value - first.value;
   max_moved_ = max_moved;
   const auto swap_all = [&](const auto& swap_one) {
-    swapped_left_ = kPerSequence * (last.value - first.value);
+    swapped_left_ = kPerSequence * num_sequences;
     while (slowest_.min() < 0 && swap_one()) {
     }
   };
