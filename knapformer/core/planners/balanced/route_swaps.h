@@ -41,8 +41,7 @@ class RouteSwaps {
   /// 1. what two blocks of one class hold: the slowest rank's, and one that holds what is at home there or that is home
   ///    to what the slowest rank holds;
   /// 2. two whole sequences of ranks that share nothing and have the same speed: one comes home to the slowest rank.
-  /// The
-  ///    slowest of such ranks takes no other work by it, and the others no more than it.
+  ///    Of such ranks the one with the most work gets no other work by it, and the others no more than that.
   /// A limit of tokens counts only where it would not be kept anyway: then such ranks get no more than it by 2.
   /// The classes go with what is swapped.
   void run(std::span<Blocks> blocks, int64_t max_moved);
