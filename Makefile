@@ -188,10 +188,10 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
-# The reference of Python reads the stubs, which the build makes.
+# The reference of Python is that of the installed package: it has the modules, and the stubs that the build makes.
 docs: $(VENV)/.installed $(VENV)/.docs
-	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	KNAPFORMER_PACKAGE=$(wildcard $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
+	    $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.package: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group package
