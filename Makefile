@@ -190,7 +190,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 
 # The reference of Python is that of the installed package: it has the modules, and the stubs that the build makes.
 docs: $(VENV)/.installed $(VENV)/.docs
-	KNAPFORMER_PACKAGE=$(wildcard $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
+	KNAPFORMER_PACKAGE=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
 	    $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.package: pyproject.toml | $(BIN)/python
