@@ -11,7 +11,8 @@ from knapformer.tools.report import merged, predicted_timeline
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, predict_step
 
-LENGTHS = [[30000, 200], [500, 700], [], [10000], [64], [6500], [1], [900, 33]]
+# Some ranks hold whole sequences beside a part of a shared one.
+LENGTHS = [[30000, 200, 4000], [500, 700, 4000], [4000], [10000, 4000], [64], [6500], [], [900, 33, 1]]
 MODEL = TrainedModel(num_blocks=5)
 
 
