@@ -213,6 +213,7 @@ SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, i
   Planned planned{.step = {},
                   .step_plan = {},
                   .refused = {},
+                  .failed = {},
                   .sample_bytes = std::move(gathered.sample_bytes),
                   .statuses = std::move(gathered.statuses),
                   .observed = std::move(gathered.observed)};
@@ -237,6 +238,7 @@ void SequenceBalancer::take_up(Planned planned) {
   if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
   step_.reset();
   // On all ranks alike: there is nothing to tell, and nothing is in flight.
+  if (planned.failed) throw StateError(*planned.failed);
   if (planned.refused) throw ArgumentError(*planned.refused);
   if (planned.step_plan) {
     step_plan_ = std::move(planned.step_plan);
@@ -379,11 +381,11 @@ SequenceBalancer::Planned SequenceBalancer::finish(PlanningAhead& ahead) {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     begin_step("finish_planning");
     Planned planned = await(ahead);
-    for (size_t rank = 0; rank < planned.statuses.size(); ++rank) {
-      if (planned.statuses[rank] != DataStatus::kFailed) continue;
-      const std::string reason =
-          watchdog_ ? watchdog_->note_of(static_cast<int32_t>(rank), kFailureNote).value_or("") : "its data failed";
-      throw StateError(text("rank ", rank, ": ", reason));
+    if (const auto failed = std::ranges::find(planned.statuses, DataStatus::kFailed);
+        failed != planned.statuses.end()) {
+      const auto rank = static_cast<int32_t>(failed - planned.statuses.begin());
+      const std::optional<std::string> reason = watchdog_ ? watchdog_->note_of(rank, kFailureNote) : std::nullopt;
+      planned.failed.emplace(text("rank ", rank, ": ", reason.value_or("its data failed")));
     }
     // What ranks observed is heard once, also where a plan is taken up again.
     if (std::exchange(ahead.heard_, true)) planned.observed.clear();

@@ -197,10 +197,11 @@ class SequenceBalancer {
 
  private:
   struct Planned {
-    // One of the three; none where lengths have to be gathered once more.
+    // One of the first three; none where lengths have to be gathered once more.
     std::shared_ptr<PlannedStep> step;
     std::shared_ptr<const StepPlan> step_plan;
     std::optional<ArgumentError> refused;  // no plan can be made, on any rank
+    std::optional<StateError> failed;      // a rank has no data to plan for
 
     std::vector<SampleBytes> sample_bytes;
     std::vector<DataStatus> statuses;  // of each rank

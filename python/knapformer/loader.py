@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
@@ -20,7 +19,6 @@ from knapformer.balancer import SequenceBalancer
 from knapformer.lengths_log import Recorder
 
 Batch = TypeVar("Batch")
-Result = TypeVar("Result")
 
 
 class BalancedLoader(Generic[Batch]):
@@ -133,12 +131,17 @@ class BalancedLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         self._position, self._resume_at = self._resume_at or _Position(), None
         source = _Source(self, self._position)
-        yield from self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
+        try:
+            yield from self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
+        except StateError:
+            if source.error is not None:  # of this rank's data, in place of what all ranks are told
+                raise source.error from None
+            raise
 
     def _iterate_batches(self, source: _Source[Batch]) -> Iterator[tuple[Batch, Plan]]:
         ahead = self._start(source)
         while True:
-            plan = self._raising_own(source, partial(self._balancer.finish_planning, ahead))
+            plan = self._balancer.finish_planning(ahead)
             if self._has_ended(ahead):
                 break
             batch = source.batch
@@ -154,7 +157,7 @@ class BalancedLoader(Generic[Batch]):
         balancer.start_moving(moving)
         drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
         while drawn is not None:
-            planned = self._raising_own(source, partial(balancer.finish_planning_step, moving))
+            planned = balancer.finish_planning_step(moving)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
             moving, drawn = drawn, None if self._has_ended(drawn) else self._start_step(source)
@@ -166,7 +169,7 @@ class BalancedLoader(Generic[Batch]):
                 self._micro_batch = number
                 plan = balancer.follow_micro_batch(number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
-        self._raising_own(source, partial(balancer.finish_planning_step, moving))
+        balancer.finish_planning_step(moving)
         balancer.finish_moving(moving)  # of what nobody computes, so that nothing stays in flight
         self._position = _Position()
 
@@ -260,16 +263,6 @@ class BalancedLoader(Generic[Batch]):
 
     def _rows_of(self, samples: Any) -> list[int]:
         return [len(sample[self._fields[0][0]]) for sample in samples]
-
-    @staticmethod
-    def _raising_own(source: _Source[Batch], call: Callable[[], Result]) -> Result:
-        """Of the rank whose data has failed its own error, in place of what all ranks are told."""
-        try:
-            return call()
-        except StateError:
-            if source.error is not None:
-                raise source.error from None
-            raise
 
 
 @dataclass(frozen=True)

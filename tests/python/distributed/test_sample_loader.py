@@ -238,6 +238,8 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
             outcomes.append(("", "", num_lists, 0.0))
         except Exception as error:
             outcomes.append((type(error).__name__, str(error), num_lists, time.monotonic() - begin))
+        # All ranks know of it by themselves, in the same call, so nothing has stopped.
+        assert balancer.plan_routing([3 + rank], D_MODEL).num_sequences == 2
     return outcomes
 
 
