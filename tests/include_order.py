@@ -58,6 +58,7 @@ MAY_INCLUDE = {
 # Files whose room is not their folder: the floor that the commands stand on, and the way into them.
 ROOM_OF_FILE = {
     "python/tools/cli_args": "python/tools/shared",
+    "python/tools/cost_args": "python/tools/shared",
     "python/tools/files": "python/tools/shared",
     "python/tools/launch": "python/tools/shared",
     "python/tools/plots": "python/tools/shared",

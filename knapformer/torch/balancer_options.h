@@ -24,7 +24,7 @@ struct BalancerOptions {
   Effort effort = {};
   /// Of all sequences.
   Mask mask = {};
-  /// Unset: the CPU engine for CPU tensors, the device engine for others.
+  /// Unset: the one for the tensors' device (exchange/packing_op.h).
   std::optional<ExchangeEngine> engine = std::nullopt;
 };
 

@@ -41,7 +41,7 @@ struct PlannedStep {
     PackedTable tokens, sequences;           // of route
     std::vector<PackedTable> shared_levels;  // of each attention level of several ranks
   };
-  /// Unset engine: the CPU engine for the CPU, the device engine for others. The same in all calls.
+  /// Unset engine: the one for that device (packing_op.h). The same in all calls.
   const PackedTables& tables_on(at::Device device, std::optional<ExchangeEngine> engine);
 
   int64_t number;  // no other step of this process has it

@@ -23,26 +23,27 @@ namespace {
 /// A shared library, and functions of it by name.
 class Library {
  public:
-  /// The first that opens.
-  explicit Library(std::initializer_list<const char*> names) {
+  /// The first that opens. `what` and `expected` say in messages what it is, and which were tried.
+  Library(std::string what, const std::string& expected, std::initializer_list<const char*> names)
+      : what_(std::move(what)) {
     for (const char* name : names) {
       if (name != nullptr && (handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL)) != nullptr) return;
     }
+    error_ = what_ + ": no library " + expected;
   }
 
-  bool is_open() const { return handle_ != nullptr; }
   /// Also of the libraries that it links to.
   template <class Function>
   void find(const char* name, Function*& function) {
     if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
-    if (function == nullptr && missing_.empty()) missing_ = name;
+    if (function == nullptr && error_.empty()) error_ = what_ + " has no function " + name;
   }
-  /// The first function that was not found.
-  const std::string& missing() const { return missing_; }
+  /// What was not found first; empty: all was.
+  const std::string& error() const { return error_; }
 
  private:
   void* handle_ = nullptr;  // until the process ends
-  std::string missing_;
+  std::string what_, error_;
 };
 
 // Of nvrtc.h and cuda.h: handles are pointers, results are 0 where all went well.
@@ -70,12 +71,9 @@ struct Nvrtc {
  private:
   Nvrtc() {
     // libcaffe2_nvrtc is torch's, and knows where torch's wheels have NVRTC.
-    Library library{std::getenv("KNAPFORMER_NVRTC"), "libcaffe2_nvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
-                    "libnvrtc.so"};
-    if (!library.is_open()) {
-      error = "NVRTC: no library libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)";
-      return;
-    }
+    Library library(
+        "NVRTC", "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
+        {std::getenv("KNAPFORMER_NVRTC"), "libcaffe2_nvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"});
     library.find("nvrtcCreateProgram", create);
     library.find("nvrtcDestroyProgram", destroy);
     library.find("nvrtcCompileProgram", compile);
@@ -87,7 +85,7 @@ struct Nvrtc {
     library.find("nvrtcGetPTX", ptx);
     library.find("nvrtcGetNumSupportedArchs", num_architectures);
     library.find("nvrtcGetSupportedArchs", architectures);
-    if (!library.missing().empty()) error = "NVRTC has no function " + library.missing();
+    error = library.error();
   }
 };
 
@@ -110,11 +108,7 @@ struct Driver {
 
  private:
   Driver() {
-    Library library{"libcuda.so.1"};
-    if (!library.is_open()) {
-      error = "CUDA's driver: no library libcuda.so.1";
-      return;
-    }
+    Library library("CUDA's driver", "libcuda.so.1", {"libcuda.so.1"});
     library.find("cuDeviceGet", device_get);
     library.find("cuDeviceGetAttribute", device_attribute);
     library.find("cuCtxGetCurrent", current_context);
@@ -123,7 +117,7 @@ struct Driver {
     library.find("cuModuleLoadData", load_module);
     library.find("cuModuleGetFunction", get_function);
     library.find("cuLaunchKernel", launch);
-    if (!library.missing().empty()) error = "CUDA's driver has no function " + library.missing();
+    error = library.error();
   }
 };
 

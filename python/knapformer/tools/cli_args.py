@@ -1,5 +1,5 @@
-"""What commands take alike: numbers with bounds, the lengths to plan, the workload, what a plan must keep to, the
-cluster and the trained model, how blocks are run, and where results go."""
+"""What commands take alike: numbers with bounds, the lengths or the plan to work on, how blocks are run, and where
+results go. What a prediction rests on is in cost_args."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from knapformer import ArgumentError, Calibration, Cluster, DataMix, Plan, StepPlan, TrainedModel, solver_names
-from knapformer._core import DEFAULT_GAMMA, MASK_FORMS, MAX_SEQUENCE_TOKENS
+from knapformer import ArgumentError, DataMix, Plan, StepPlan, solver_names
+from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.installed_torch import torch_problem
-from knapformer.json_file import parse_json, read_json
-from knapformer.tools.launch import speaks
+from knapformer.json_file import parse_json
 
 if TYPE_CHECKING:
-    import torch
-
-    from knapformer.models.config import BaseConfig
+    pass
 
 T = TypeVar("T")
 MAX_RANKS = 1 << 20
@@ -180,45 +177,6 @@ def add_solver(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--solver", default=names[0], choices=names, help=f"default {names[0]}, the planner's")
 
 
-def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None:
-    """--gamma, or --calibration in its place; `gamma_and_calibration` reads them.
-
-    can_fit: --gamma takes 'fit' as well, which is then its default: None in args.gamma.
-    """
-    options = parser.add_mutually_exclusive_group()
-    default = "; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"
-    options.add_argument(
-        "--gamma",
-        type=lambda text: None if can_fit and text == "fit" else number(0)(text),
-        default=None if can_fit else DEFAULT_GAMMA,
-        help=f"attention's cost per FLOP{default}",
-    )
-    options.add_argument(
-        "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
-    )
-
-
-def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
-    """What add_gamma took: gamma (None where it is to be fitted), and the calibration it came from.
-
-    Says on standard error what the calibration warns of. Raises ArgumentError, OSError.
-    """
-    if args.calibration is None:
-        return args.gamma, None
-    calibration = Calibration.load(args.calibration)
-    for warning in calibration.warnings if speaks() else ():
-        print(f"{args.calibration}: {warning}", file=sys.stderr)
-    return calibration.gamma, calibration
-
-
-def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
-    """Says on standard error where --calibration was measured far from what it is used for. longest: sequence, in
-    tokens. Raises ArgumentError, OSError."""
-    if args.calibration is not None and speaks():
-        for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
-            print(f"{args.calibration}: {why}", file=sys.stderr)
-
-
 def longest_of(lengths: Lengths) -> int:
     return max((max(lens, default=0) for lens in lengths), default=0)
 
@@ -250,136 +208,6 @@ def add_results(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--peak-tflops", type=number(0, inclusive=False), metavar="F", help=f"of {device}; reports HFU")
     parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    add_gamma(parser)
-    add_d_model(parser)
-    parser.add_argument("--mask", default="full", metavar="M", help=f"of all sequences: {MASK_FORMS} (default full)")
-
-
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """What `limits` reads."""
-    parser.add_argument(
-        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
-    )
-    parser.add_argument("--rank-speed", type=speeds, default=[], metavar="F,F,...", help="per rank, relative")
-    add_model_options(parser)
-
-
-def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
-    given = {"max_tokens_per_rank": args.max_tokens_per_rank, "rank_speed": args.rank_speed}
-    return {**given, **costs(args)}
-
-
-def add_cluster_options(group: argparse._ActionsContainer) -> None:
-    names = ", ".join(Cluster.names())
-    group.add_argument(
-        "--cluster", metavar="NAME|FILE",
-        help=f"{names} (default {Cluster.names()[0]}), published (the paper's cluster and code), or a JSON file with "
-        "'cluster' and 'model'",
-    )  # fmt: skip
-    group.add_argument("--ranks-per-node", type=integer(1, MAX_RANKS), metavar="N", help="default 8")
-    group.add_argument(
-        "--shard-ranks", type=integer(1, MAX_RANKS), metavar="N", help="that FSDP shards over (default 32)"
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the cluster and the model")
-    add_cluster_options(group)
-    count = integer(1, MAX_RANKS)
-    group.add_argument("--blocks", dest="num_blocks", type=count, metavar="N", help="transformer blocks (default 57)")
-    group.add_argument("--parameters", dest="num_parameters", type=number(0), metavar="F", help="default 12e9")
-    group.add_argument("--heads", dest="num_heads", type=count, metavar="N", help="of attention (default: as if even)")
-    group.add_argument(
-        "--mode", choices=("training", "lora", "inference"), help="what a step computes (default training)"
-    )
-    group.add_argument(
-        "--no-checkpoint",
-        dest="recomputes",
-        action="store_const",
-        const=False,
-        help="activations are kept, not recomputed",
-    )
-
-
-def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
-    """The arguments `gamma`, `cluster` and `model` of `plan`.
-
-    The named cluster, or that of a plan; over it what was measured, over that what single options say. Raises
-    ArgumentError, OSError.
-    """
-    gamma, calibration = gamma_and_calibration(args)
-    if args.cluster is None:
-        cluster, model = (Cluster(), TrainedModel()) if of is None else (of.cluster, of.model)
-    else:
-        cluster, model = read_cluster(args.cluster)
-    if calibration is not None:
-        cluster = calibration.cluster(of=cluster)
-    options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
-    given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
-    if args.ranks_per_node is not None:
-        cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
-    return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
-
-
-def assumed(args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel) -> str:
-    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest."""
-    if args.calibration is not None:
-        origin, name = f"measured: {args.calibration}", "calibrated"
-    else:
-        origin = "the default" if gamma == DEFAULT_GAMMA else "as given"
-        name = args.cluster or f"{Cluster.names()[0]}, the default"
-    limit = getattr(args, "max_tokens_per_rank", 0)
-    heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
-    fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
-    if cluster.fixed_s == Cluster.published().fixed_s:
-        fixed += " (fitted to the published cluster)"
-    return (
-        f"Assumed: gamma {gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
-        f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
-        f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
-        f"{heads}; {f'at most {limit:,} tokens of a rank' if limit else 'no limit of memory'}; {fixed}."
-    )
-
-
-def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:
-    """A named cluster, or {"cluster": {field: value}, "model": {field: value}} from a file."""
-    if name == "published":
-        return Cluster.published(), TrainedModel()
-    if name in Cluster.names():
-        return Cluster(name), TrainedModel()
-    if not Path(name).exists():
-        known = ", ".join([*Cluster.names(), "published"])
-        raise ArgumentError(f"--cluster: got {name!r}, expected {known}, or a JSON file that exists")
-    content = read_json(name, "--cluster")
-    if not isinstance(content, dict) or not set(content) <= {"cluster", "model"}:
-        raise ArgumentError(f"--cluster: {name}: expected an object with 'cluster' and 'model'")
-    parts = {part: content.get(part, {}) for part in ("cluster", "model")}
-    for part, fields in parts.items():
-        if not isinstance(fields, dict):
-            raise ArgumentError(f"--cluster: {name}: {part}: expected an object")
-    try:
-        return Cluster(**parts["cluster"]), TrainedModel(**parts["model"])
-    except ArgumentError as error:
-        raise ArgumentError(f"--cluster: {name}: {error}") from None
-
-
-def trained_model(
-    config: BaseConfig, dtype: torch.dtype, checkpointing: bool, of: TrainedModel | None = None
-) -> TrainedModel:
-    """`of` (default: TrainedModel()) with the fields of a model that is run here."""
-    return (of or TrainedModel()).replace(
-        num_blocks=config.depth, element_size=dtype.itemsize, recomputes=checkpointing,
-        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-    )  # fmt: skip
-
-
-def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:
-    """What --cluster would read."""
-    return {"cluster": cluster.to_dict(), "model": model.to_dict()}
 
 
 def batches(args: argparse.Namespace, steps: range, check: Callable[[int], object] | None = None) -> Iterator[Lengths]:

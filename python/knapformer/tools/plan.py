@@ -14,7 +14,7 @@ from rich.table import Table
 
 import knapformer
 from knapformer import Plan, StepPlan
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, write_atomically
 from knapformer.tools.report import write_report
 
@@ -41,8 +41,8 @@ def add_parser(subparsers: Any) -> None:
         "--effort", type=cli_args.effort, default="default", metavar="E",
         help="of the balanced solver: low, default, high, or a number of moves",
     )  # fmt: skip
-    cli_args.add_workload(parser)
-    cli_args.add_limits(parser)
+    cost_args.add_workload(parser)
+    cost_args.add_limits(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the plan as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes the plan as an HTML file that opens offline")
     parser.set_defaults(run=run)
@@ -50,14 +50,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
-    keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cli_args.limits(args)}
+    keep_to = {"solver": args.solver, "effort": args.effort, "masks": args.mask, **cost_args.limits(args)}
     # What could not be planned is not drawn.
     check = None if args.topology == "auto" else partial(knapformer.Topology, args.topology)
     drawn = cli_args.batches_of_step(args.step, args.micro_batches or 1)
     seq_lens = cli_args.lengths_of_step(cli_args.batches(args, drawn, check))
     if args.micro_batches is not None:
         keep_to |= {"micro_batches": args.micro_batches, "sync": args.sync}
-    cli_args.warn_if_far(args, args.d_model, cli_args.longest_of(seq_lens))
+    cost_args.warn_if_far(args, args.d_model, cli_args.longest_of(seq_lens))
     start = time.perf_counter()
     plan = knapformer.plan(seq_lens, args.topology, args.d_model, **keep_to)
     elapsed_s = time.perf_counter() - start
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         _print_step_plan(plan, elapsed_s)
     else:
         _print_plan(plan, elapsed_s)
-    show(cli_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
+    show(cost_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
 
 
 def _print_step_plan(step: StepPlan, elapsed_s: float) -> None:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, rank_topologies
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 
 _FORMAT = "knapformer.tuning"
@@ -19,17 +19,17 @@ def add_parser(subparsers: Any) -> None:
     )
     cli_args.add_lengths(parser)
     cli_args.add_count(parser, "--steps", 3, "of --data")
-    cli_args.add_workload(parser)
-    cli_args.add_limits(parser)
+    cost_args.add_workload(parser)
+    cost_args.add_limits(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the ranking as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json})
-    keep_to = cli_args.limits(args)
+    keep_to = cost_args.limits(args)
     sample = list(cli_args.batches(args, range(args.steps)))
-    cli_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, sample)))
+    cost_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, sample)))
     ranking = rank_topologies(sample, args.d_model, mask=args.mask, **keep_to)
     if math.isinf(ranking[0].predicted_time):
         raise ArgumentError(f"{ranking[0].topology}: {ranking[0].reason}")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     write_json(args.json, result)
     if args.json != "-":
         _print_ranking(ranking, len(sample[0]), len(sample))
-        show(cli_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
+        show(cost_args.assumed(args, **{name: keep_to[name] for name in ("gamma", "cluster", "model")}))
 
 
 def _as_dict(option: TopologyOption) -> dict[str, object]:

@@ -7,6 +7,7 @@ model (docs/cluster_model.md); ranks wait for each other in every micro-batch, a
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -278,9 +279,8 @@ def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative
 
 def _topologies(setting: Setting, steps: Sequence[Lengths], count: int = 2) -> list[str]:
     """The best that share sequences."""
-    batches = [micro_batch for step in steps[:2] for micro_batch in micro_batches_of_step(step, setting.micro_batches)][
-        :4
-    ]
+    drawn = (micro_batch for step in steps[:2] for micro_batch in micro_batches_of_step(step, setting.micro_batches))
+    batches = list(itertools.islice(drawn, 4))
     ranked = knapformer.rank_topologies(
         batches, setting.d_model, setting.gamma, cluster=setting.cluster, model=setting.model.replace(routed=True)
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
@@ -56,8 +56,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     cli_args.add_count(parser, "--steps", 20, "simulated", low=2)
     cli_args.add_seed(parser)
-    cli_args.add_gamma(parser)
-    cli_args.add_model_options(parser)
+    cost_args.add_gamma(parser)
+    cost_args.add_model_options(parser)
     parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline, with pictures")
     parser.set_defaults(run=run)
@@ -160,7 +160,7 @@ def _joined(batches: Sequence[Lengths]) -> Lengths:
 
 
 def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryModel]:
-    cost = cli_args.costs(args)
+    cost = cost_args.costs(args)
     preset = preset_named(args.model or "flux")
     fields = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
     model = preset.trained_model().replace(
@@ -250,7 +250,7 @@ def _as_dict(
         "d_model": setting.d_model,
         "gamma": setting.gamma,
         "max_tokens_that_fit": setting.max_tokens or None,
-        **cli_args.settings_dict(setting.cluster, setting.model),
+        **cost_args.settings_dict(setting.cluster, setting.model),
         "alternatives": [
             {
                 "key": result.alternative.key,
@@ -293,7 +293,7 @@ def _write_report(
     settings = {
         "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": args.batch_size,
         "micro-batches": setting.micro_batches, "width": setting.d_model, "gamma": setting.gamma,
-        **{name: value for part in cli_args.settings_dict(setting.cluster, setting.model).values()
+        **{name: value for part in cost_args.settings_dict(setting.cluster, setting.model).values()
            for name, value in part.items()},
     }  # fmt: skip
     write_page(

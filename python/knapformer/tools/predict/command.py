@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.figures import PEAK_TFLOPS
 from knapformer.tools.plots import COLOURS, new_figure, save_figure
@@ -31,11 +31,11 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     cli_args.add_whole_steps(parser)
     cli_args.add_solver(parser)
-    cli_args.add_gamma(parser)
+    cost_args.add_gamma(parser)
     cli_args.add_d_model(parser)
     cli_args.add_count(parser, "--steps", 3, "averaged")
     cli_args.add_seed(parser)
-    cli_args.add_model_options(parser)
+    cost_args.add_model_options(parser)
     parser.add_argument(
         "--peak-tflops", type=cli_args.number(0, inclusive=False), metavar="F",
         help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)",
@@ -52,11 +52,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     files = {"--timeline": args.timeline, "--picture": args.picture, "--report": args.report}
     check_outputs({"--json": None if args.json == "-" else args.json, **files})
-    workload, ranks = _workload(args, cli_args.costs(args))
+    workload, ranks = _workload(args, cost_args.costs(args))
     points = predict_scaling(workload, ranks, args.topology)
     if args.calibration is not None:
         longest = max(map(cli_args.longest_of, next(workload.steps(ranks[0]))))
-        cli_args.warn_if_far(args, args.d_model, longest)
+        cost_args.warn_if_far(args, args.d_model, longest)
 
     result = {
         "format": _FORMAT,
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         "max_tokens_per_rank": workload.max_tokens_per_rank,
         "seed": workload.seed,
         "peak_tflops": workload.peak_tflops,
-        **cli_args.settings_dict(workload.cluster, workload.model),
+        **cost_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
     }
     write_json(args.json, result)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
             write_timeline(args.timeline, predicted_timeline(plan))
     if args.json != "-":
         print_points(points)
-        show(cli_args.assumed(args, workload.gamma, workload.cluster, workload.model))
+        show(cost_args.assumed(args, workload.gamma, workload.cluster, workload.model))
 
 
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, TrainedModel, plan_home
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import NO_BALANCER, write_report
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
     cli_args.add_ranks(parser, "with --data (default: those of the mix)")
     cli_args.add_solver(parser)
-    cli_args.add_gamma(parser)
+    cost_args.add_gamma(parser)
     cli_args.add_draw(parser)
     cli_args.add_count(parser, "--steps", 1, "of --data")
     cli_args.add_whole_steps(parser)
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
     )  # fmt: skip
     cli_args.add_device(parser)
-    cli_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
+    cost_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
     cli_args.add_results(parser, device="the device")
     parser.set_defaults(run=run)
 
@@ -62,16 +62,16 @@ def run(args: argparse.Namespace) -> None:
     device = use_device(args.device, args.threads)
     model_name = args.model or _DEFAULT_MODELS[device.type]
     config = load_config(model_name)
-    gamma, cluster, model = cli_args.costs(args).values()
+    gamma, cluster, model = cost_args.costs(args).values()
     # What does not come from a plan is either measured here or not known.
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)
-    model = cli_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
+    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
     ways = _ways(args, config, gamma, cluster, model)
 
     on, lens = environment(device), [plan.seq_lens for way in ways for plans in way.plans for plan in plans]
     name = str(on["accelerator"] or on["processor"])
-    cli_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), name)
+    cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), name)
 
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
         "gamma": variants[0].plans[0][0].workload.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
-        "cluster": cli_args.settings_dict(cluster, model),
+        "cluster": cost_args.settings_dict(cluster, model),
         "variants": figures,
         "environment": environment(device),
     }
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         plan = variants[-1].plans[0][0].on(cluster, model)
         write_report(args.report, plan, measured_s=measured_s, predicts=False)
     print_results(model_name, result)
-    show(cli_args.assumed(args, result["gamma"], cluster, model))
+    show(cost_args.assumed(args, result["gamma"], cluster, model))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import knapformer
 from knapformer import ArgumentError, Plan, StepPlan
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, check_packages
 
 
@@ -24,10 +24,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--topology", metavar="T", help="with --data or --lengths")
     cli_args.add_ranks(parser, "with --data (default: those of the mix)")
     cli_args.add_solver(parser)
-    cli_args.add_gamma(parser)
+    cost_args.add_gamma(parser)
     cli_args.add_d_model(parser)
     cli_args.add_seed(parser)
-    cli_args.add_model_options(parser)
+    cost_args.add_model_options(parser)
     parser.add_argument("--measured", metavar="FILE", help="step times to show: what simulate or replay --json wrote")
     parser.add_argument("--output", metavar="FILE", help="the HTML file (default knapformer_report.html)")
     parser.add_argument("--timeline", metavar="FILE", help="the predicted step as a trace for ui.perfetto.dev")
@@ -65,7 +65,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, float]:
                 f"{args.plan}: got the plan of a step, expected one of a micro-batch; knapformer plan --micro-batches "
                 "--report draws a step's"
             )
-        of = cli_args.costs(args, of=plan)
+        of = cost_args.costs(args, of=plan)
         return plan.on(of["cluster"], of["model"]), 0.0
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, float]:
     else:
         mix, num_ranks = cli_args.mix_and_ranks(args)
         seq_lens = mix.draw_lengths(args.seed, 0, num_ranks)
-    of = cli_args.costs(args)
+    of = cost_args.costs(args)
     start = time.perf_counter()
     plan = knapformer.plan(seq_lens, args.topology, args.d_model, solver=args.solver, **of)
     return plan, time.perf_counter() - start

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from knapformer import ArgumentError, Plan, StepPlan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
-from knapformer.tools.cli_args import settings_dict
+from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages
 from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import HtmlPage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from knapformer.tools import cli_args
+from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks
 
@@ -37,10 +37,10 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_count(parser, "--repeats", 1, "of each step, the best counts")
     cli_args.add_count(parser, "--warmup", 2, "before them", low=0, high=10**9)
     cli_args.add_solver(parser)
-    cli_args.add_gamma(parser, can_fit=True)
+    cost_args.add_gamma(parser, can_fit=True)
     cli_args.add_draw(parser)
     cli_args.add_device(parser)
-    cli_args.add_cluster_options(parser.add_argument_group("the cluster that is planned, and then predicted, for"))
+    cost_args.add_cluster_options(parser.add_argument_group("the cluster that is planned, and then predicted, for"))
     parser.add_argument(
         "--keep-exchanges", action="store_true", help="keeps what attention's exchanges brought: none is repeated"
     )
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
-    gamma, cluster, model = cli_args.costs(args).values()
+    gamma, cluster, model = cost_args.costs(args).values()
     settings = SimulationSettings(
         data=args.data or args.samples,
         lengths=() if args.samples is None else tuple(read_samples(args.samples, None).lengths),
@@ -82,5 +82,5 @@ def run(args: argparse.Namespace) -> None:
         report_path=args.report,
         **cli_args.run_settings(args),
     )
-    cli_args.warn_if_far(args, settings.model.d_model, cli_args.longest_of(settings.draw(0).seq_lens_of_step()))
+    cost_args.warn_if_far(args, settings.model.d_model, cli_args.longest_of(settings.draw(0).seq_lens_of_step()))
     run_on_ranks(args.argv, "knapformer.tools.simulate.worker", settings)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from knapformer import Plan, TrainedModel, WorkloadFit, predict_step
-from knapformer.tools.cli_args import trained_model
+from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, text_or, write_json
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.figures import forward_flops
