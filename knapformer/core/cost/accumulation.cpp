@@ -106,16 +106,20 @@ double accumulated_s(const StepInput& input, std::span<const double> block_s) {
   return sum_s;
 }
 
-double lower_bound_s(const StepInput& input) {
+double blocks_lower_bound_s(const StepInput& input) {
   const PlanInput& step = input.sequences;
-  double step_s = 0;
-  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
-    const double block_s = replica_lower_bound_s(step, step.topology, replica);
-    const std::vector<double> even(static_cast<size_t>(input.num_micro_batches), block_s / input.num_micro_batches);
-    step_s = std::max(step_s, accumulated_s(input, even));
-  }
-  return step_s + input.num_micro_batches * step.cluster.fixed_s;
+  double block_s = 0;
+  for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica)
+    block_s = std::max(block_s, replica_lower_bound_s(step, step.topology, replica));
+  return block_s;
 }
+
+double lower_bound_s(const StepInput& input, double blocks_s) {
+  const std::vector<double> even(static_cast<size_t>(input.num_micro_batches), blocks_s / input.num_micro_batches);
+  return accumulated_s(input, even) + input.num_micro_batches * input.sequences.cluster.fixed_s;
+}
+
+double lower_bound_s(const StepInput& input) { return lower_bound_s(input, blocks_lower_bound_s(input)); }
 
 PlanPrediction prediction_of(const StepPlan& plan) {
   return {.predicted_time_s = predict_accumulated(plan).total_s, .lower_bound_s = lower_bound_s(plan.input())};

@@ -53,7 +53,10 @@ AccumulatedTime predict_accumulated(const StepPlan& plan);
 
 /// Of a replica's blocks by micro-batch (ReplicaTime::block_s): the step, without route and the fixed time.
 double accumulated_s(const StepInput& input, std::span<const double> block_s);
-/// Seconds of a step, like predict_accumulated's total. O(n log n).
+/// What the blocks of all micro-batches take at least, as accumulated_s has them. O(n log n).
+double blocks_lower_bound_s(const StepInput& input);
+/// Seconds of a step, like predict_accumulated's total; `blocks_s` is blocks_lower_bound_s.
+double lower_bound_s(const StepInput& input, double blocks_s);
 double lower_bound_s(const StepInput& input);
 PlanPrediction prediction_of(const StepPlan& plan);
 

@@ -172,23 +172,22 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
     return rates.work_s(input, id) +
            static_cast<double>(input.seq_lens[id]) * (offer.exchange_s_per_token.*link * shown * min_speed);
   };
+  const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
+  const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
   double cheapest_s = 0;  // of all sequences, each with its cheapest offer
   double longest_s = 0;   // below this T some sequence fits nowhere
   for (int32_t s = first.value; s < last.value; ++s) {
-    double cheapest = kInfinity, fits_from = cheapest;
-    for (const Offer& offer : offers) {
-      const double cost = cost_s(SequenceId(s), offer);
-      cheapest = std::min(cheapest, cost);
-      fits_from = std::min(fits_from, cost / offer.speed);
-    }
-    cheapest_s += cheapest;
+    const SequenceId id(s);
+    const double cost = cost_s(id, cheapest);
+    cheapest_s += cost;
+    double fits_from = cost / cheapest.speed;
+    if (fits_from <= longest_s) continue;
+    for (const Offer& offer : offers) fits_from = std::min(fits_from, cost_s(id, offer) / offer.speed);
     longest_s = std::max(longest_s, fits_from);
   }
   double bound_s = std::max(longest_s, cheapest_s / total_speed);
 
   // Steps above the bound so far raise it. Few sequences have any.
-  const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
-  const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;

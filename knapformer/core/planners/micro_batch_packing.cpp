@@ -235,16 +235,35 @@ void MicroBatchPacking::fill(Replica& replica) {
     if (max_tokens_ == 0) return load_s;
     return std::max(load_s, levels_s_[k] * replica.tokens[bin] / replica.leaves[leaf].token_capacity);
   };
+  /// Bins of one kind in one micro-batch, and the one of them that is next.
   struct Queue {
     int32_t micro_batch;
     const Class* kind;
     WinnerTree fullness;
+    int32_t leaf = 0;
+    double min_s = 0, free_tokens = 0;
+  };
+  const auto bin_of = [&](const Queue& queue) {
+    return static_cast<size_t>(queue.micro_batch) * num_leaves + static_cast<size_t>(queue.leaf);
+  };
+  const auto find_next = [&](Queue& queue) {
+    const auto now_s = [&] {
+      queue.leaf = queue.kind->leaves[queue.fullness.winner()];
+      return fullness_s(queue.micro_batch, queue.leaf);
+    };
+    // Shared items lie in bins already: bring the minimum up to date until it stays.
+    for (double now = now_s(); now > queue.fullness.min(); now = now_s()) queue.fullness.set_min(now);
+    queue.min_s = queue.fullness.min();
+    queue.free_tokens = replica.leaves[queue.leaf].token_capacity - replica.tokens[bin_of(queue)];
   };
   std::vector<Queue> queues;
   for (size_t k = 0; k < levels_s_.size(); ++k) {
     if (levels_s_[k] <= 0 && k > 0) continue;
-    for (const Class& kind : replica.classes)
-      queues.push_back({static_cast<int32_t>(k), &kind, WinnerTree(kind.leaves.size())});
+    for (const Class& kind : replica.classes) {
+      queues.push_back(
+          {.micro_batch = static_cast<int32_t>(k), .kind = &kind, .fullness = WinnerTree(kind.leaves.size())});
+      find_next(queues.back());
+    }
   }
   for (size_t i = 0; i < replica.items.size(); ++i) {
     const Item& item = replica.items[i];
@@ -253,25 +272,16 @@ void MicroBatchPacking::fill(Replica& replica) {
     double min_s = kInfinity;
     bool best_fits = false;
     for (Queue& queue : queues) {
-      // Shared items lie in bins already: bring the minimum up to date until it stays.
-      int32_t leaf = queue.kind->leaves[queue.fullness.winner()];
-      for (double now = fullness_s(queue.micro_batch, leaf); now > queue.fullness.min();) {
-        queue.fullness.set_min(now);
-        leaf = queue.kind->leaves[queue.fullness.winner()];
-        now = fullness_s(queue.micro_batch, leaf);
-      }
-      const size_t bin = static_cast<size_t>(queue.micro_batch) * num_leaves + static_cast<size_t>(leaf);
-      const bool fits = replica.tokens[bin] + item.tokens <= replica.leaves[leaf].token_capacity;
-      const double then_s = queue.fullness.min() + item.tokens * queue.kind->time_per_token +
+      const bool fits = item.tokens <= queue.free_tokens;
+      const double then_s = queue.min_s + item.tokens * queue.kind->time_per_token +
                             item.attention * queue.kind->time_per_attention - levels_s_[queue.micro_batch];
       if (best != nullptr && (fits != best_fits ? best_fits : then_s >= min_s)) continue;
       best = &queue;
       min_s = then_s;
       best_fits = fits;
     }
-    const int32_t leaf = best->kind->leaves[best->fullness.winner()];
-    put(replica, static_cast<int32_t>(i), best->micro_batch * static_cast<int32_t>(num_leaves) + leaf);
-    best->fullness.set_min(fullness_s(best->micro_batch, leaf));
+    put(replica, static_cast<int32_t>(i), static_cast<int32_t>(bin_of(*best)));
+    find_next(*best);
   }
 }
 

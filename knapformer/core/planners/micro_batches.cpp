@@ -40,7 +40,11 @@ bool is_over_limit(const ArgumentError& error) {
 class StepSolver {
  public:
   StepSolver(StepInput input, std::string_view solver, Effort effort)
-      : input_(std::move(input)), solver_(solver), effort_(effort), bound_s_(lower_bound_s(input_)) {}
+      : input_(std::move(input)),
+        solver_(solver),
+        effort_(effort),
+        blocks_bound_s_(blocks_lower_bound_s(input_)),
+        bound_s_(lower_bound_s(input_, blocks_bound_s_)) {}
 
   StepPlan solve() {
     consider_packing();
@@ -119,10 +123,10 @@ class StepSolver {
     return std::min(kMost, kPerSequence * input_.sequences.seq_lens.num_sequences());
   }
 
-  std::optional<Packed> pack(double block_bound_s) const {
+  std::optional<Packed> pack() const {
     const PlanInput& step = input_.sequences;
     const int32_t num_packed = input_.sync == StepSync::kStep ? 1 : input_.num_micro_batches;
-    MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, block_bound_s);
+    MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, blocks_bound_s_);
     std::optional<Packed> best;
     std::vector<std::vector<double>> tried;
     // Whether the packing is as good as its levels allow.
@@ -136,7 +140,7 @@ class StepSolver {
                     .levels_time_s = accumulated_s(input_, levels_s)};
       return best->is_within(good_enough(best->shares()));
     };
-    const auto goal_s = [&] { return block_bound_s * good_enough(packing.shares()); };
+    const auto goal_s = [&] { return blocks_bound_s_ * good_enough(packing.shares()); };
     for (const PackingShape& shape : shapes()) {
       const std::vector<double> levels_s = packing.levels_s(shape, num_packed);
       // What FSDP does not hide depends on the levels; else one packing that reaches its levels is as good as another.
@@ -150,7 +154,7 @@ class StepSolver {
       const std::vector<double> times_s = packing.pack(levels_s);
       if (keep(levels_s, times_s)) continue;
       const double sum_s = std::accumulate(times_s.begin(), times_s.end(), 0.0);
-      if (is_low() && sum_s > block_bound_s * kHopelessAtLowEffort) continue;
+      if (is_low() && sum_s > blocks_bound_s_ * kHopelessAtLowEffort) continue;
       keep(levels_s, packing.refine(num_trials(), goal_s(), may_search() ? kManyKicks : 0));
     }
     if (may_search() && best && !best->is_within(good_enough(best->shares()) * (2 - kWorthMemory))) {
@@ -170,17 +174,13 @@ class StepSolver {
   }
 
   void consider_packing() {
-    const PlanInput& step = input_.sequences;
-    double block_bound_s = 0;
-    for (int32_t r = 0; r < step.topology.num_replicas(); ++r)
-      block_bound_s = std::max(block_bound_s, replica_lower_bound_s(step, step.topology, r));
-    if (block_bound_s <= 0) return;
-    const std::optional<Packed> packed = pack(block_bound_s);
+    if (blocks_bound_s_ <= 0) return;
+    const std::optional<Packed> packed = pack();
     if (!packed) return;
     const double well = std::max(good_enough(false), kWellPacked);
     is_packed_well_ = !packed->shares() && packed->is_within(well);
     is_near_bound_ = !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * well;
-    allowance_s_ = block_bound_s * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
+    allowance_s_ = blocks_bound_s_ * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
     std::vector<int32_t> micro_batches;
     for (const PackedSequence& sequence : packed->sequences) micro_batches.push_back(sequence.micro_batch);
@@ -273,7 +273,7 @@ class StepSolver {
   StepInput input_;
   std::string_view solver_;
   Effort effort_;
-  double bound_s_ = 0;
+  double blocks_bound_s_, bound_s_;
   std::optional<StepPlan> best_;
   double best_s_ = 0;
   bool is_packed_well_ = false;  // as its levels allow

@@ -16,14 +16,14 @@ struct KeyedIndex {
 /// Ascending by key, of equal ones by index. The indices must come ascending. Least significant digit first, skipping
 /// digits that are all alike.
 inline void sort_by_key(std::vector<KeyedIndex>& items) {
-  constexpr size_t kFew = 512;  // below, comparing is faster than counting
+  constexpr size_t kFew = 64;  // below, comparing is faster than counting
   if (items.size() < kFew) {
     std::sort(items.begin(), items.end(), [](const KeyedIndex& a, const KeyedIndex& b) {
       return a.key != b.key ? a.key < b.key : a.index < b.index;
     });
     return;
   }
-  constexpr int kDigitBits = 11, kNumDigits = 6;
+  constexpr int kDigitBits = 8, kNumDigits = 8;
   constexpr size_t kNumValues = size_t{1} << kDigitBits;
   uint64_t varying = 0;  // bits
   for (const KeyedIndex& item : items) varying |= item.key ^ items[0].key;

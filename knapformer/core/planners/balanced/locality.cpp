@@ -101,6 +101,7 @@ class Locality {
   void swap_blocks(int32_t degree) {
     const Blocks& blocks = blocks_.emplace_back(blocks_of(degree));
     std::vector<int32_t> item_of;  // by sequence; -1: shared by more ranks, or in no block
+    item_of.reserve(placements_.size());
     for (const Placement& place : placements_)
       item_of.push_back(place.degree > degree ? -1 : blocks.of_rank[place.first_rank.index()]);
     const std::vector<int32_t> block_of = match(blocks, degree, item_of);

@@ -14,7 +14,12 @@ RouteSwaps::RouteSwaps(const PlanInput& input, std::span<Placement> placements, 
       traffic_(2 * static_cast<size_t>(num_ranks_)) {
   const auto [first, last] = input.sequences_of(replica);
   for (int32_t s = first.value; s < last.value; ++s) add(s, 1);
-  find_slowest();
+}
+
+std::pair<double, int64_t> RouteSwaps::figures() const {
+  double slowest_s = 0;
+  for (const Traffic& traffic : traffic_) slowest_s = std::max(slowest_s, seconds(traffic));
+  return {slowest_s, moved_};
 }
 
 void RouteSwaps::find_slowest() {
@@ -45,6 +50,7 @@ void RouteSwaps::run(std::span<Blocks> blocks, int64_t max_moved) {
   const auto [first, last] = input_.sequences_of(first_rank_ / num_ranks_);
   const int64_t num_sequences = last.value - first.value;
   max_moved_ = max_moved;
+  find_slowest();
   const auto swap_all = [&](const auto& swap_one) {
     swapped_left_ = kPerSequence * num_sequences;
     while (slowest_.min() < 0 && swap_one()) {

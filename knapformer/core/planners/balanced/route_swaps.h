@@ -35,7 +35,7 @@ class RouteSwaps {
   RouteSwaps(const PlanInput& input, std::span<Placement> placements, int32_t replica);
 
   /// The slowest rank's seconds for a token's byte; then how many tokens move in all.
-  std::pair<double, int64_t> figures() const { return {-slowest_.min(), moved_}; }
+  std::pair<double, int64_t> figures() const;
 
   /// Swaps while that makes the slowest rank faster and no more than `max_moved` tokens move:
   /// 1. what two blocks of one class hold: the slowest rank's, and one that holds what is at home there or that is home
