@@ -7,6 +7,7 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/planners/fill_ranks.h"
 #include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/util/error.h"
 

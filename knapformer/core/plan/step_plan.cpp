@@ -5,6 +5,7 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
+
 StepSync parse_step_sync(std::string_view name) {
   for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
     if (step_sync_name(sync) == name) return sync;
@@ -63,6 +64,30 @@ std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int
     }
   }
   return micro_batches;
+}
+
+std::vector<Plan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
+                                  std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
+                                  std::span<const std::string> solvers) {
+  std::vector<PlanInput> inputs = micro_batch_inputs(input, micro_batches);
+  std::vector<std::vector<Placement>> placements_of(inputs.size());
+  std::vector<std::vector<int64_t>> chunk_lens_of(inputs.size());
+  for (size_t s = 0; s < micro_batches.size(); ++s) {
+    const auto k = static_cast<size_t>(micro_batches[s]);
+    placements_of[k].push_back(placements[s]);
+    const std::span<const int64_t> lens = chunk_lens.of(static_cast<int32_t>(s));
+    chunk_lens_of[k].insert(chunk_lens_of[k].end(), lens.begin(), lens.end());
+  }
+  std::vector<Plan> plans;
+  plans.reserve(inputs.size());
+  for (size_t k = 0; k < inputs.size(); ++k)
+    plans.emplace_back(std::move(inputs[k]), solvers[k], std::move(placements_of[k]), std::move(chunk_lens_of[k]));
+  return plans;
+}
+
+void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_lens) {
+  for (const Chunk& chunk : plan.chunks(id)) chunk_lens.values.push_back(chunk.num_tokens);
+  chunk_lens.end_list();
 }
 
 StepPlan::StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans)

@@ -7,10 +7,12 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/util/ragged.h"
 
 namespace knapformer {
 
@@ -42,6 +44,14 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
 /// Each rank's list cut into consecutive parts, as evenly as its count allows, the longer parts first: the micro-batch
 /// of every sequence where nothing is chosen.
 std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int32_t num_micro_batches);
+
+/// By micro-batch, the plan in which sequences lie as given. `placements` and `chunk_lens` are by the step's ids,
+/// `solvers` by micro-batch.
+std::vector<Plan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
+                                  std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
+                                  std::span<const std::string> solvers);
+/// Appends a list: the tokens of each chunk of a sequence.
+void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_lens);
 
 class StepPlan {
  public:

@@ -155,12 +155,15 @@ class StepSolver {
       if (keep(levels_s, times_s)) continue;
       const double sum_s = std::accumulate(times_s.begin(), times_s.end(), 0.0);
       if (is_low() && sum_s > blocks_bound_s_ * kHopelessAtLowEffort) continue;
-      keep(levels_s, packing.refine(num_trials(), goal_s(), may_search() ? kManyKicks : 0));
+      keep(levels_s,
+           packing.refine(
+               {.num_trials = num_trials(), .good_enough_s = goal_s(), .num_kicks = may_search() ? kManyKicks : 0}));
     }
     if (may_search() && best && !best->is_within(good_enough(best->shares()) * (2 - kWorthMemory))) {
       const std::vector<double> levels_s = best->levels_s;
       packing.pack(levels_s);
-      keep(levels_s, packing.refine(num_last_trials(), goal_s(), kManyKicks));
+      keep(levels_s,
+           packing.refine({.num_trials = num_last_trials(), .good_enough_s = goal_s(), .num_kicks = kManyKicks}));
     }
     return best;
   }
@@ -326,31 +329,6 @@ void StepSolver::consider_sums(const Packed& packed) {
   }
 }
 
-/// By micro-batch, the plan in which sequences lie as given, by the step's ids.
-std::vector<Plan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
-                                  std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
-                                  std::span<const std::string> solvers) {
-  std::vector<PlanInput> inputs = micro_batch_inputs(input, micro_batches);
-  std::vector<std::vector<Placement>> placements_of(inputs.size());
-  std::vector<std::vector<int64_t>> chunk_lens_of(inputs.size());
-  for (size_t s = 0; s < micro_batches.size(); ++s) {
-    const auto k = static_cast<size_t>(micro_batches[s]);
-    placements_of[k].push_back(placements[s]);
-    const std::span<const int64_t> lens = chunk_lens.of(static_cast<int32_t>(s));
-    chunk_lens_of[k].insert(chunk_lens_of[k].end(), lens.begin(), lens.end());
-  }
-  std::vector<Plan> plans;
-  plans.reserve(inputs.size());
-  for (size_t k = 0; k < inputs.size(); ++k)
-    plans.emplace_back(std::move(inputs[k]), solvers[k], std::move(placements_of[k]), std::move(chunk_lens_of[k]));
-  return plans;
-}
-
-void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_lens) {
-  for (const Chunk& chunk : plan.chunks(id)) chunk_lens.values.push_back(chunk.num_tokens);
-  chunk_lens.end_list();
-}
-
 void StepSolver::consider_cut(const Plan& sums, std::vector<int32_t> micro_batches) {
   Ragged<int64_t> chunk_lens;
   for (int32_t s = 0; s < sums.num_sequences(); ++s) append_chunk_lens(sums, SequenceId(s), chunk_lens);
@@ -399,64 +377,7 @@ void check_token_limit(const StepInput& input) {
   }
 }
 
-/// In one replica: sequences by ascending work move to empty bins, while they leave another one in theirs.
-void fill_replica(const StepInput& input, int32_t replica, std::vector<int32_t>& micro_batches,
-                  std::vector<Placement>& placements) {
-  const PlanInput& step = input.sequences;
-  const int32_t num_ranks = step.topology.num_ranks_per_replica();
-  const auto [first, last] = step.sequences_of(replica);
-  std::vector<int32_t> num_held(static_cast<size_t>(num_ranks) * input.num_micro_batches);
-  const auto held_in = [&](int32_t micro_batch, Rank rank) -> int32_t& {
-    return num_held[static_cast<size_t>(micro_batch) * num_ranks + rank.value % num_ranks];
-  };
-  std::vector<std::pair<double, int32_t>> whole;
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const Placement& place = placements[s];
-    for (int32_t i = 0; i < place.degree; ++i) ++held_in(micro_batches[s], Rank(place.first_rank.value + i));
-    if (place.degree == 1) whole.emplace_back(step.work(SequenceId(s)), s);
-  }
-  std::ranges::sort(whole);
-  auto next = whole.begin();
-  for (int32_t k = 0; k < input.num_micro_batches; ++k) {
-    for (int32_t r = replica * num_ranks; r < (replica + 1) * num_ranks; ++r) {
-      const BagId bag = step.topology.bag_of(Rank(r));
-      const bool takes_whole = step.topology.shapes()[step.topology.bag(bag).shape].degrees.front() == 1;
-      if (held_in(k, Rank(r)) > 0 || !takes_whole) continue;
-      const auto is_alone = [&](const std::pair<double, int32_t>& sequence) {
-        return held_in(micro_batches[sequence.second], placements[sequence.second].first_rank) == 1;
-      };
-      next = std::find_if_not(next, whole.end(), is_alone);
-      if (next == whole.end()) return;
-      const int32_t s = next++->second;
-      --held_in(micro_batches[s], placements[s].first_rank);
-      ++held_in(k, Rank(r));
-      micro_batches[s] = k;
-      placements[s] = {.bag = bag, .first_rank = Rank(r), .degree = 1};
-    }
-  }
-}
-
 }  // namespace
-
-StepPlan fill_ranks(const StepPlan& plan) {
-  const StepInput& input = plan.input();
-  std::vector<int32_t> micro_batches(plan.micro_batches().begin(), plan.micro_batches().end());
-  std::vector<Placement> placements;
-  Ragged<int64_t> chunk_lens;  // those of a whole sequence are its length, wherever it goes
-  std::vector<int32_t> next(plan.plans().size());
-  for (const int32_t k : micro_batches) {
-    const Plan& micro_batch = plan.plans()[k];
-    const SequenceId id(next[k]++);
-    placements.push_back(micro_batch.placement(id));
-    append_chunk_lens(micro_batch, id, chunk_lens);
-  }
-  for (int32_t r = 0; r < input.sequences.topology.num_replicas(); ++r)
-    fill_replica(input, r, micro_batches, placements);
-  std::vector<std::string> solvers;
-  for (const Plan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
-  std::vector<Plan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);
-  return StepPlan(input, std::move(micro_batches), std::move(plans));
-}
 
 StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();

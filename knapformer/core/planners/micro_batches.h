@@ -2,8 +2,7 @@
 //
 //   1. lower bound        cost/accumulation.h: that of one micro-batch with all sequences
 //   2. pack               micro_batch_packing.h: whole sequences, over all micro-batches at once, for a few sets of
-//   levels;
-//                         with StepSync::kStep the ranks' sums are balanced, and then cut into micro-batches
+//                         levels; with StepSync::kStep the ranks' sums are balanced, and then cut into micro-batches
 //   3. plan               a micro-batch that needs sharing, or is not even enough, by the planner of that name
 //   4. compare            with all sequences in one micro-batch, where sequences must be shared; and with the given
 //                         order, each micro-batch planned by itself
@@ -32,11 +31,5 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort = {})
 /// With as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument
 /// "micro_batches") where there is no limit, and as plan_step does.
 StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
-
-/// The plan with a sequence on every rank in every micro-batch, as a program needs that cannot run without: the whole
-/// sequences with the least work move there, one to each rank without, as long as they leave others behind. So the
-/// fullest rank holds no more tokens. Ranks stay empty where their replica has too few such sequences, and in flat bags
-/// of several ranks. O(n log n).
-StepPlan fill_ranks(const StepPlan& plan);
 
 }  // namespace knapformer

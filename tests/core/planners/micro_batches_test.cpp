@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "knapformer/core/cost/accumulation.h"
+#include "knapformer/core/planners/fill_ranks.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
 
