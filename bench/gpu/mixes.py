@@ -15,7 +15,7 @@ from typing import Any
 
 from driver import Check, at_least, at_most, on_ranks
 from kernels import calibration_path
-from settings import MIXES, PUBLISHED_RANKS, flat_topologies, nested_topology, rank_device, scaled_mix, sizes_of
+from settings import MIXES, flat_topologies, nested_topology, rank_device, scaled_mix, sizes_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 from cluster_model import PUBLISHED_HFU, PUBLISHED_S, TOPOLOGIES
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
     results = on_ranks(replay_all, args, 1, backend=None, limit_s=REPLAY_LIMIT_S)
-    rows = [row for mix, result in results.items() for row in rows_of(mix, result, PUBLISHED_RANKS)]
+    rows = [row for mix, result in results.items() for row in rows_of(mix, result, sizes_of(args).replay_ranks)]
     checks: list[Check] = []
     for mix, result in results.items():
         uneven = result["variants"][0]["correlation"]  # nobody balances there, so ranks differ most

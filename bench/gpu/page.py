@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 Results = dict[str, dict[str, Any]]  # by part
-_SHARED_LABELS = ("measured", "published")
+_SERIES = ("measured", "published")
 
 
 def write_all(results: Results, folder: Path, error: str) -> list[Path]:
@@ -119,6 +119,7 @@ def _fit(fit: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _series(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[float | None]]]:
+    """A label for each row, and the two series of _SERIES."""
     labels = [f"{row['mix']} {row['way']}" for row in rows]
     return labels, [[row["fbl_s"] for row in rows], [row["published_s"] for row in rows]]
 
@@ -128,7 +129,7 @@ def _chart(rows: list[dict[str, Any]]) -> go.Figure:
 
     figure = go.Figure()
     labels, series = _series(rows)
-    for name, values in zip(_SHARED_LABELS, series, strict=True):
+    for name, values in zip(_SERIES, series, strict=True):
         figure.add_bar(x=labels, y=values, name=name)
     figure.update_yaxes(title="seconds", rangemode="tozero")
     return figure
@@ -146,8 +147,9 @@ def _write_picture(path: Path, results: Results, device: str, error: str) -> Non
     met.set(title="goals", xlabel="checks")
     met.legend(frameon=False)
     rows = [row for of in results.values() for row in of.get("rows", [])]
-    labels, series = _series(rows)
-    for offset, (name, values) in enumerate(zip(_SHARED_LABELS, series, strict=True)):
+    _, series = _series(rows)
+    labels = [f"{part}: {row['mix']} {row['way']}" for part, of in results.items() for row in of.get("rows", [])]
+    for offset, (name, values) in enumerate(zip(_SERIES, series, strict=True)):
         places = [i + 0.4 * offset for i in range(len(rows))]
         times.barh(places, [value or 0 for value in values], height=0.4, color=COLOURS[1 - offset], label=name)
     times.set(title="seconds of a micro-batch", yticks=[i + 0.2 for i in range(len(rows))])

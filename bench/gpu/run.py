@@ -20,7 +20,7 @@ goals that were missed are shown.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -67,6 +67,10 @@ def main() -> int:
     sys.path[:0] = paths
     # Of ranks, which are other processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Modules beside the sources do not lie beside torch, where they would look for it.
+    nvrtc = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib/libcaffe2_nvrtc.so"
+    if nvrtc.exists():
+        os.environ.setdefault("KNAPFORMER_NVRTC", str(nvrtc))
     return run_parts(args)
 
 

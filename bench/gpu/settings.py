@@ -9,7 +9,6 @@ from typing import Any
 from knapformer import DataMix
 
 MIXES = ("low", "mixed", "joint")
-PUBLISHED_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ _SIZES = {
         packed_tokens=1 << 15,
         repeats=20,
         replay_model="flux",
-        replay_ranks=PUBLISHED_RANKS,
+        replay_ranks=32,
         replay=("--repeats", "2", "--warmup", "1"),
         steps_model="flux",
         steps_mixes=MIXES,
