@@ -11,10 +11,11 @@ import argparse
 import copy
 import dataclasses
 import itertools
+import traceback
 from typing import Any
 
 from driver import Check, at_most, on_ranks
-from settings import backend_of, correctness_ranks, nested_topology, rank_device, sizes_of
+from settings import backend_of, correctness_ranks, limit_of, nested_topology, rank_device, sizes_of
 
 # Roundings of a few blocks, and products in TF32 (10 bits); what computes something else is off by a tenth or more.
 LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
@@ -22,9 +23,9 @@ LIMIT_S = 130.0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    num_ranks = correctness_ranks(args)
-    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), LIMIT_S)
-    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), LIMIT_S)
+    num_ranks, limit_s = correctness_ranks(args), limit_of(args, LIMIT_S)
+    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), limit_s)
+    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), limit_s)
     checks: list[Check] = [*alone, *together]
     return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), "checks": checks}
 
@@ -77,12 +78,25 @@ def _check_model(
             for blocks in computed.block_lists():  # blocks of a list are alike
                 blocks[0].compile(backend=sizes_of(args).compiler, dynamic=True)
         balancer = None if topology is None else SequenceBalancer(topology, mask=config.mask)
-        words = [name, f"{num_ranks} ranks, {topology}" if topology else "plain", dtype_name]
-        words += ["checkpointed"] * checkpointed + ["compiled"] * compiled
-        checks += _checks(
-            ", ".join(words), dtype_name, _differences(_outcome(computed, batch, target, balancer), expected)
-        )
+        name_of_run = [
+            name,
+            topology or "plain",
+            dtype_name,
+            *["checkpointed"] * checkpointed,
+            *["compiled"] * compiled,
+        ]
+        try:
+            differences = _differences(_outcome(computed, batch, target, balancer), expected)
+        except Exception:
+            if num_ranks > 1:
+                raise  # the others wait for this one
+            traceback.print_exc()
+            differences = [_NO_NUMBER, _NO_NUMBER]
+        checks += _checks(", ".join(name_of_run), dtype_name, differences)
     return checks
+
+
+_NO_NUMBER = 1e30  # of what raised, or came out as infinite or undefined
 
 
 def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, Any]:
@@ -117,7 +131,7 @@ def _differences(computed: tuple[Any, Any], expected: tuple[Any, Any]) -> list[f
     import torch.distributed as dist
 
     ratios = [((a - b).norm() / b.norm()) for a, b in zip(computed, expected, strict=True)]
-    worst = torch.stack(ratios).nan_to_num(nan=torch.inf)
+    worst = torch.stack(ratios).nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.tolist()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import Check, at_most, on_ranks
-from settings import backend_of, nested_topology, rank_device, sizes_of
+from settings import backend_of, limit_of, nested_topology, rank_device, sizes_of
 
 LIMIT_S = 60.0
 BENCH = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             checks.append(
                 {"name": f"{name}: launches of the kernel", **at_most(row["most_packing_launches"], row["limit"])}
             )
-    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), LIMIT_S)
+    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), limit_of(args, LIMIT_S))
     checks.append({"name": "steps in which the host waits for the device", **at_most(len(syncs["found"]), 0)})
     return {"launches": counted, "syncs": syncs, "checks": checks}
 
@@ -44,7 +44,9 @@ def count_launches(args: argparse.Namespace) -> dict[str, Any]:
     path.unlink(missing_ok=True)
     device = {"cpu": "sim", "cuda": "cuda"}[args.device]
     command = [sys.executable, str(BENCH / "bench_launches.py"), "--device", device, "--json", str(path)]
-    subprocess.run(command, timeout=LIMIT_S, check=False)  # status 1 where a limit is passed: the file tells
+    subprocess.run(
+        command, timeout=limit_of(args, LIMIT_S), check=False
+    )  # status 1 where a limit is passed: the file tells
     if not path.exists():
         raise RuntimeError("bench_launches.py failed: its output is above")
     counted: dict[str, Any] = json.loads(path.read_text())

@@ -15,7 +15,7 @@ from typing import Any
 
 from driver import Check, at_least, at_most, on_ranks
 from kernels import calibration_path
-from settings import MIXES, flat_topologies, nested_topology, rank_device, scaled_mix, sizes_of
+from settings import MIXES, flat_topologies, limit_of, nested_topology, rank_device, scaled_mix, sizes_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 from cluster_model import PUBLISHED_HFU, PUBLISHED_S, TOPOLOGIES
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
-    results = on_ranks(replay_all, args, 1, backend=None, limit_s=REPLAY_LIMIT_S)
+    results = on_ranks(replay_all, args, 1, backend=None, limit_s=limit_of(args, REPLAY_LIMIT_S))
     rows = [row for mix, result in results.items() for row in rows_of(mix, result, sizes_of(args).replay_ranks)]
     checks: list[Check] = []
     for mix, result in results.items():
@@ -74,7 +74,7 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
         command += ["--micro-batches", str(of.micro_batches), *_peak(args), *of.steps]
         if "--gamma" not in of.steps:
             command += _calibration(args, of.steps_model)
-        subprocess.run(command, check=True, timeout=STEPS_LIMIT_S / len(MIXES))
+        subprocess.run(command, check=True, timeout=limit_of(args, STEPS_LIMIT_S / len(MIXES)))
         result = results[mix] = json.loads(path.read_text())
         rows += rows_of(mix, result, args.ranks, of.micro_batches)
         for variant in result["variants"][1:]:

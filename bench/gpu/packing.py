@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from driver import Check, at_least, on_ranks
-from settings import rank_device, sizes_of
+from settings import limit_of, rank_device, sizes_of
 
 GOAL = 0.8  # of the copy's bandwidth
 HEADS, HEAD_DIM = 24, 128  # of FLUX
@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    measured = on_ranks(measure_rank, args, 2, limit_s=LIMIT_S)
+    measured = on_ranks(measure_rank, args, 2, limit_s=limit_of(args, LIMIT_S))
     copy = measured["copy_bytes_per_s"]
     checks: list[Check] = [
         {"name": f"{call}: bandwidth over the copy's", **at_least(rate / copy, GOAL)}

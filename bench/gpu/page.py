@@ -34,7 +34,7 @@ def write_all(results: Results, folder: Path, error: str) -> list[Path]:
     return written
 
 
-def limit_of(check: Check) -> str:
+def goal_of(check: Check) -> str:
     return f"at least {check['at_least']:.3g}" if "at_least" in check else f"at most {check['at_most']:.3g}"
 
 
@@ -52,7 +52,7 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
             what = "measured, with modelled communication" if part == "replay" else "real steps"
             page.add(f"{part}: beside the published table", f"Seconds of a micro-batch, {what}.", _chart(rows), 420)
             page.add_table(f"{part}: figures", _TABLE_TEXT, map(_cells, rows))
-        if "fits" in of:
+        if of.get("fits"):
             page.add_table(
                 "calibrate: attention kernels", "Of one block, forward, recompute and backward.", map(_fit, of["fits"])
             )
@@ -64,7 +64,7 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
             page.add_table("launches", "Not counted.", [{"why": not_counted}])
         if of["checks"]:
             checks = [
-                {"check": c["name"], "value": f"{c['value']:.4g}", "goal": limit_of(c), "": verdict(c)}
+                {"check": c["name"], "value": f"{c['value']:.4g}", "goal": goal_of(c), "": verdict(c)}
                 for c in of["checks"]
             ]
             page.add_table(

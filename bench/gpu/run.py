@@ -85,7 +85,7 @@ def run_parts(args: argparse.Namespace) -> int:
         wanted = [part for part in PARTS if part != "steps" or args.ranks > 1] if args.part == "all" else [args.part]
         failed = [part for part in wanted if not finish(part, args)]
 
-    from page import limit_of, verdict, write_all
+    from page import goal_of, verdict, write_all
 
     from knapformer import ArgumentError
 
@@ -93,7 +93,7 @@ def run_parts(args: argparse.Namespace) -> int:
     error = f"failed: {', '.join(failed)}" if failed else ""
     for part, of in results.items():
         for check in of["checks"]:
-            print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {limit_of(check)}")
+            print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
     try:
         print("written:", *write_all(results, args.out, error))
     except ArgumentError as lacking:

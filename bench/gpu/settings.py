@@ -72,6 +72,11 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return _SIZES[args.device]
 
 
+def limit_of(args: argparse.Namespace, limit_s: float) -> float:
+    """Seconds after which a part has failed. A CPU, which is there for tests, may be busy with others."""
+    return limit_s if args.device == "cuda" else 3600.0
+
+
 def correctness_ranks(args: argparse.Namespace) -> int:
     """As many as are asked for; on one accelerator four share it."""
     return 4 if args.ranks == 1 else int(args.ranks)

@@ -19,7 +19,7 @@ PARTS = ("correctness", "calibrate", "packing", "launches", "replay", "steps")
 
 def run_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "run.py"), "--installed", "--device", "cpu", "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=FOLDER.parents[1])
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER.parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,17 @@ def test_every_part_runs(results: Path) -> None:
 
 
 def test_correctness_is_of_everything(results: Path) -> None:
-    names = [check["name"] for check in of("correctness", results)["checks"]]
-    for kind in (
-        "flux-tiny",
-        "wan-tiny",
-        "2 ranks, g2n1",
-        "2 ranks, g2/1n1",
-        "checkpointed",
-        "compiled, ",
-        "bf16",
-        "fp32",
-    ):
-        assert any(kind in name for name in names) or any(kind.rstrip(", ") in name for name in names), kind
-    assert any(name.startswith("compiled attention, g2/1n1") for name in names)
+    checks = of("correctness", results)["checks"]
+    runs = {check["name"].rpartition(":")[0] for check in checks}
+    ways = [f"{topology}, {dtype}{kept}" for topology in ("plain", "g1n1", "g2n1", "g2/1n1")
+            for dtype in ("fp32", "bf16") for kept in ("", ", checkpointed")]  # fmt: skip
+    expected = {f"{model}, {way}" for model in ("flux-tiny", "wan-tiny") for way in ways}
+    expected |= {f"compiled attention, {t}, {dtype}" for t in ("g1n1", "g2/1n1") for dtype in ("fp32", "bf16")}
+    assert runs == expected | {"wan-tiny, plain, bf16, compiled"}
+    # A rounding of bfloat16 is 2^-9, one of float32 2^-24: neither dtype computes in the other, or in float64.
+    for check in checks:
+        low, high = (2**-9, 2**-5) if "bf16" in check["name"] else (2**-24, 2**-14)
+        assert low / 4 < check["value"] < high, check
 
 
 def test_rows_stand_beside_the_published_table(results: Path) -> None:
@@ -80,17 +78,14 @@ def test_what_has_finished_is_kept_and_wrong_results_show(results: Path, tmp_pat
     out.mkdir()
     for part in PARTS:
         (out / f"{part}.json").write_bytes((results / f"{part}.json").read_bytes())
-    kept = run_gpu(out, "--ranks", "2", "--part", "packing")
-    assert kept.returncode == 0
-    assert "packing: kept from" in kept.stdout
-    assert (out / "packing.json").read_bytes() == (results / "packing.json").read_bytes()
-
     wrong = of("correctness", results)
     wrong["checks"][0] |= {"value": 0.5, "passed": False}
     (out / "correctness.json").write_text(json.dumps(wrong))
-    shown = run_gpu(out, "--part", "page")
-    assert shown.returncode == 1
-    assert "FAIL   correctness" in shown.stdout
+    done = run_gpu(out, "--ranks", "2", "--part", "packing")
+    assert "packing: kept from" in done.stdout
+    assert (out / "packing.json").read_bytes() == (results / "packing.json").read_bytes()
+    assert done.returncode == 1
+    assert "FAIL   correctness" in done.stdout
     assert "<b>1</b><span>wrong results" in (out / "gpu.html").read_text()
 
 
