@@ -12,6 +12,7 @@
 #   make tidy       clang-tidy over the core, by the checks of .clang-tidy
 #   make format     lets the formatters have their way
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make gpu        on a machine with a GPU: right, and how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
 #   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
 #   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint tidy format bench docs wheels versions same-plans dev clean
+.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -183,6 +184,12 @@ bench: $(VENV)/.installed $(VENV)/.bench
 	$(BIN)/python bench/bench_micro_batches.py --json build/bench/micro_batches.json
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
+
+# With the torch of PYTHON, or of .venv where there is one. Downloads nothing: it says what is missing.
+GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
+	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed)
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs

@@ -3,9 +3,9 @@
     python bench/bench_launches.py [--device cuda] [--json build/bench/launches.json]
 
 On 2 ranks: the simulated accelerator of tests/simulated_device, which counts them (build it first: cmake --build
-build/release --target _simulated_device), or two CUDA devices over NCCL, by torch's profiler. Engines: "kernel" packs
-by one launch and unpacks by another, "device" by ATen's index operations. The kernel of attention launches nothing.
-Figures are of rank 0:
+build/release --target _simulated_device), or CUDA devices, by torch's profiler: two over NCCL, or one that the
+ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, "device" by ATen's index
+operations. The kernel of attention launches nothing. Figures are of rank 0:
 
     launches    on the device, collectives left out
     packed      MB that the packing kernel reads; it writes as many, or fewer where it adds (simulated device)
@@ -63,8 +63,11 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
 
     rank = dist.get_rank()
     if args.device == "cuda":
-        torch.cuda.set_device(rank)
-        group, count = dist.new_group(backend="cpu:gloo,cuda:nccl"), _count_on_cuda
+        num_devices = torch.cuda.device_count()
+        torch.cuda.set_device(rank % num_devices)
+        # NCCL wants a device for each rank.
+        backend = "cpu:gloo,cuda:nccl" if num_devices >= NUM_RANKS else "gloo"
+        group, count = dist.new_group(backend=backend), _count_on_cuda
     else:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "python"))
         import simulated_device as sim
@@ -154,7 +157,9 @@ def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[tuple[int, int, int],
     launched = [
         event.name
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "nccl" not in event.name.lower()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and "nccl" not in event.name.lower()
+        and not event.name.startswith(("Memcpy", "Memset"))  # no launches; Gloo stages its collectives by them
     ]
     return (len(launched), sum(name.startswith("knapformer_move_rows") for name in launched), 0), outputs
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver import parser_of, write_results
+from driver import Check, at_least, at_most, parser_of, write_results
 
 MIN_SHARE_OF_PROMISE = 0.90
 MAX_COST = 0.03
@@ -62,17 +62,6 @@ def simulate(run: Run, steps: int, repeats: int, seed: int) -> dict[str, Any]:
         subprocess.run(command, check=True)
         results: dict[str, Any] = json.loads(path.read_text())
         return results
-
-
-Check = dict[str, Any]
-
-
-def at_least(value: float, limit: float) -> Check:
-    return {"value": value, "at_least": limit, "passed": value >= limit}
-
-
-def at_most(value: float, limit: float) -> Check:
-    return {"value": value, "at_most": limit, "passed": value <= limit}
 
 
 def checks(run: str, results: dict[str, Any]) -> list[Check]:

@@ -6,8 +6,10 @@ import argparse
 import datetime
 import importlib.util
 import json
+import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,30 +28,57 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def on_ranks(run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> Any:
-    """`run_rank(args)` on NUM_RANKS local ranks of one thread each, in a Gloo group; what rank 0 returned."""
+def on_ranks(
+    run_rank: Callable[[argparse.Namespace], Any],
+    args: argparse.Namespace,
+    num_ranks: int = NUM_RANKS,
+    backend: str | None = "gloo",
+    limit_s: float = 3600.0,
+) -> Any:
+    """`run_rank(args)` on local ranks of one thread each, in a group of `backend`, None: in none; what rank 0 returned.
+
+    They are forked from a process that has imported torch and has touched no device. Raises TimeoutError where they
+    take longer than limit_s; what a rank raises, with its traceback.
+    """
     import torch.multiprocessing as mp
 
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    multiprocessing.set_forkserver_preload(["torch.distributed", "knapformer.balancer"])
+    deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (folder, run_rank, args), NUM_RANKS)
+        ranks = mp.start_processes(
+            _rank_main, (folder, run_rank, args, num_ranks, backend), num_ranks, join=False, start_method="forkserver"
+        )
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"{run_rank.__name__}: {num_ranks} ranks took more than {limit_s:.0f} s")
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _rank_main(rank: int, folder: str, run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
+def _rank_main(
+    rank: int,
+    folder: str,
+    run_rank: Callable[[argparse.Namespace], Any],
+    args: argparse.Namespace,
+    num_ranks: int,
+    backend: str | None,
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=300)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timeout
-    )
+    if backend is not None:
+        store = f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
     result = run_rank(args)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
     # Not before the balancers are gone: the last to hold the group would take it apart.
-    dist.destroy_process_group()
+    if backend is not None:
+        dist.destroy_process_group()
 
 
 def bare_all_to_all(send_splits: list[int], recv_splits: list[int]) -> Callable[[], Any]:
@@ -69,6 +98,17 @@ def published_module(checkout: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+Check = dict[str, Any]
+
+
+def at_least(value: float, limit: float) -> Check:
+    return {"value": value, "at_least": limit, "passed": value >= limit}
+
+
+def at_most(value: float, limit: float) -> Check:
+    return {"value": value, "at_most": limit, "passed": value <= limit}
 
 
 def write_results(path: Path, benchmark: str, configuration: dict[str, Any], **results: Any) -> None:

@@ -1,0 +1,192 @@
+"""Whether the models, the balancer and compiled attention compute on the device what float64 does on the CPU.
+
+The reference: the plain model in float64 on the CPU, without a balancer, on each rank's own samples; gradients added up
+over the ranks. Weights and inputs are those of the device, rounded to its dtype. Differences are relative, in norm: of
+the outputs, and of all gradients together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import traceback
+from typing import Any
+
+from driver import Check, at_most, on_ranks
+from settings import backend_of, correctness_ranks, limit_of, nested_topology, rank_device, sizes_of
+
+# Roundings of a few blocks, and products in TF32 (10 bits); what computes something else is off by a tenth or more.
+LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
+LIMIT_S = 130.0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    num_ranks, limit_s = correctness_ranks(args), limit_of(args, LIMIT_S)
+    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), limit_s)
+    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), limit_s)
+    checks: list[Check] = [*alone, *together]
+    return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), "checks": checks}
+
+
+def check_rank(args: argparse.Namespace) -> list[Check]:
+    import torch
+    import torch.distributed as dist
+
+    device, num_ranks = rank_device(args), dist.get_world_size()
+    torch.manual_seed(0)
+    # Alone also without a balancer; together in bags that share every sequence, and that share some.
+    flat = f"g{num_ranks}n1"
+    topologies = (None, flat) if num_ranks == 1 else (flat, nested_topology(num_ranks))
+    checks = []
+    for name, dtype in itertools.product(sizes_of(args).models, LIMITS):
+        checks += _check_model(args, name, dtype, topologies, device)
+    for dtype, topology in itertools.product(LIMITS, topologies[-1:]):
+        errors = compiled_errors(str(topology), sizes_of(args).compiler, dtype, device)
+        checks += _checks(f"compiled attention, {topology}, {dtype}", dtype, errors)
+    return checks
+
+
+def _check_model(
+    args: argparse.Namespace, name: str, dtype_name: str, topologies: tuple[str | None, ...], device: Any
+) -> list[Check]:
+    import torch.distributed as dist
+    from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing
+    from knapformer.models.registry import build_model, load_config, random_batch
+
+    from knapformer import Sample, SequenceBalancer
+
+    rank, num_ranks, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
+    config = load_config(name)
+    samples = [Sample(*size) for size in sizes_of(args).samples[rank::num_ranks]]
+    batch, target = random_batch(config, samples, rank, device, dtype)
+    model = build_model(config)
+    init_weights(model)
+    model = model.to(dtype)
+    expected = _outcome(copy.deepcopy(model).double(), _on_cpu_in_double(batch), target.cpu().double(), None)
+    model = model.to(device)
+    runs: list[tuple[str | None, bool, bool]] = list(itertools.product(topologies, (False, True), (False,)))
+    if num_ranks == 1 and dtype_name == "bf16" and name in sizes_of(args).compiled:
+        runs.append((None, False, True))  # compiling takes most of the time: where kernels are fused, once a model
+    checks = []
+    for topology, checkpointed, compiled in runs:
+        set_checkpointing(model, checkpointed)
+        computed = model
+        if compiled:
+            computed = copy.deepcopy(model)
+            for blocks in computed.block_lists():  # blocks of a list are alike
+                blocks[0].compile(backend=sizes_of(args).compiler, dynamic=True)
+        balancer = None if topology is None else SequenceBalancer(topology, mask=config.mask)
+        name_of_run = [
+            name,
+            topology or "plain",
+            dtype_name,
+            *["checkpointed"] * checkpointed,
+            *["compiled"] * compiled,
+        ]
+        try:
+            differences = _differences(_outcome(computed, batch, target, balancer), expected)
+        except Exception:
+            if num_ranks > 1:
+                raise  # the others wait for this one
+            traceback.print_exc()
+            differences = [_NO_NUMBER, _NO_NUMBER]
+        checks += _checks(", ".join(name_of_run), dtype_name, differences)
+    return checks
+
+
+_NO_NUMBER = 1e30  # of what raised, or came out as infinite or undefined
+
+
+def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, Any]:
+    """The output of this rank's samples, and the gradients of all parameters, added up over the ranks; on the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    model.zero_grad(set_to_none=True)
+    output = model(batch, balancer)
+    (output - target).square().mean().backward()
+    gradients = torch.cat([parameter.grad.detach().flatten().cpu().double() for parameter in model.parameters()])
+    dist.all_reduce(gradients)
+    return output.detach().cpu().double(), gradients
+
+
+def _on_cpu_in_double(batch: Any) -> Any:
+    """Numbers in float64, positions and lengths as they are."""
+    import torch
+
+    moved = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            value = value.cpu().double() if value.is_floating_point() else value.cpu()
+        moved[field.name] = value
+    return type(batch)(**moved)
+
+
+def _differences(computed: tuple[Any, Any], expected: tuple[Any, Any]) -> list[float]:
+    """Relative, of the rank where they are largest."""
+    import torch
+    import torch.distributed as dist
+
+    ratios = [((a - b).norm() / b.norm()) for a, b in zip(computed, expected, strict=True)]
+    worst = torch.stack(ratios).nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+def _checks(name: str, dtype: str, differences: list[float]) -> list[Check]:
+    return [
+        {"name": f"{name}: {of}", "correctness": True, **at_most(difference, LIMITS[dtype])}
+        for of, difference in zip(("outputs", "gradients"), differences, strict=True)
+    ]
+
+
+HEADS, HEAD_DIM = 8, 16  # of compiled attention
+
+
+def compiled_errors(topology: str, compiler: str, dtype_name: str, device: Any) -> list[float]:
+    """Of a compiled graph, forward and backward, that holds both exchanges of attention and what lies between."""
+    import torch
+    import torch.distributed as dist
+    from knapformer.compile import AttentionTables
+    from knapformer.models.parallel import DTYPES
+
+    from knapformer import SequenceBalancer
+
+    rank, width, dtype = dist.get_rank(), HEADS * HEAD_DIM, DTYPES[dtype_name]
+    lens = [[40, 3, 9], [17], [64, 8], [5, 5]][rank % 4]
+    x = torch.randn(sum(lens), width, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    weight = (torch.randn(width, 3 * width, generator=torch.Generator().manual_seed(99)) * width**-0.5).to(dtype)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        scores = scores.masked_fill(sequence[:, None] != sequence, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+    def sequences(seq_lens: torch.Tensor) -> torch.Tensor:
+        return torch.repeat_interleave(torch.arange(seq_lens.numel()), seq_lens.long()).to(device)
+
+    def block(x: torch.Tensor, weight: torch.Tensor, tables: AttentionTables) -> torch.Tensor:
+        q, k, v = (x @ weight).unflatten(1, (3, HEADS, HEAD_DIM)).unbind(1)
+        return tables.attention(q, k, v, attend).flatten(1)
+
+    def outcome(weight: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output.square().sum().backward()
+        gradient = weight.grad.detach().cpu().double()
+        dist.all_reduce(gradient)
+        return output.detach().cpu().double(), gradient
+
+    of_reference = weight.double().requires_grad_()
+    q, k, v = (x.double() @ of_reference).unflatten(1, (3, HEADS, HEAD_DIM)).unbind(1)
+    own = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    expected = outcome(of_reference, attend(q, k, v, own).flatten(1))
+
+    balancer = SequenceBalancer(topology)
+    balancer.plan_routing(lens, width)
+    on_device = weight.to(device).requires_grad_()
+    _, y, _ = balancer.route(x.to(device))
+    tables = AttentionTables.of(balancer, y.device, layout=sequences)
+    y = torch.compile(block, fullgraph=True, dynamic=True, backend=compiler)(y, on_device, tables)
+    return _differences(outcome(on_device, balancer.reverse_route(y)[1]), expected)

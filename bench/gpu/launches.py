@@ -1,0 +1,102 @@
+"""Launches of the balancer's calls (bench_launches.py), and whether a step makes the host wait for the device.
+
+The second is torch's own check, `torch.cuda.set_sync_debug_mode("error")`, around a step of a model with the balancer,
+from the plan to the end of the backward pass. It sees what goes through torch's caching of streams and copies. Gloo
+waits for the device, so on one device there is one rank, and over NCCL as many as are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from driver import Check, at_most, on_ranks
+from settings import backend_of, limit_of, nested_topology, rank_device, sizes_of
+
+LIMIT_S = 60.0
+BENCH = Path(__file__).parents[1]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    checks: list[Check] = []
+    counted = count_launches(args)
+    for name, row in counted.get("calls", {}).items():
+        if row["limit"] is not None:
+            checks.append(
+                {"name": f"{name}: launches of the kernel", **at_most(row["most_packing_launches"], row["limit"])}
+            )
+    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), limit_of(args, LIMIT_S))
+    checks.append({"name": "steps in which the host waits for the device", **at_most(len(syncs["found"]), 0)})
+    return {"launches": counted, "syncs": syncs, "checks": checks}
+
+
+def count_launches(args: argparse.Namespace) -> dict[str, Any]:
+    """What bench_launches.py found; why there is nothing to count."""
+    if args.device == "cpu" and not list(Path("tests/simulated_device").glob("_simulated_device*.so")):
+        return {"not_counted": "the CPU has no launches, and the simulated device of the tests is not built"}
+    path = args.out / "launches-of-calls.json"
+    path.unlink(missing_ok=True)
+    device = {"cpu": "sim", "cuda": "cuda"}[args.device]
+    command = [sys.executable, str(BENCH / "bench_launches.py"), "--device", device, "--json", str(path)]
+    subprocess.run(
+        command, timeout=limit_of(args, LIMIT_S), check=False
+    )  # status 1 where a limit is passed: the file tells
+    if not path.exists():
+        raise RuntimeError("bench_launches.py failed: its output is above")
+    counted: dict[str, Any] = json.loads(path.read_text())
+    return counted
+
+
+def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+    from knapformer.losses import token_mean
+    from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing
+    from knapformer.models.registry import build_model, load_config, random_batch
+    from knapformer.tools.measure.device import default_dtype
+
+    from knapformer import Sample, SequenceBalancer
+
+    device, rank, num_ranks = rank_device(args), dist.get_rank(), dist.get_world_size()
+    dtype = DTYPES[default_dtype(device)]
+    samples = [Sample(*size) for size in sizes_of(args).samples[rank::num_ranks]]
+    found = []
+    for name in sizes_of(args).models:
+        config = load_config(name)
+        model = build_model(config, dtype, device)
+        init_weights(model)
+        set_checkpointing(model)
+        balancer = SequenceBalancer(nested_topology(num_ranks), mask=config.mask)
+        batch, target = random_batch(config, samples, rank, device, dtype)
+        for step in range(3):  # the first compiles kernels and tries them
+            try:
+                with _error_on_sync(device, enabled=step > 0):
+                    loss = token_mean((model(batch, balancer) - target).square().mean(-1), total=len(target))
+                    loss.backward()
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                found.append(f"{name}, step {step}: {str(error).splitlines()[0]}")
+                break
+            model.zero_grad(set_to_none=True)
+    return {"found": found, "num_ranks": num_ranks, "looked": device.type == "cuda"}
+
+
+@contextlib.contextmanager
+def _error_on_sync(device: Any, enabled: bool) -> Iterator[None]:
+    """An error where the host waits for a CUDA device; the CPU has nothing to wait for."""
+    import torch
+
+    if device.type == "cpu" or not enabled:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

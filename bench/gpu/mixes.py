@@ -1,0 +1,129 @@
+"""The published mixes, beside the published table: every rank's share measured on one device, or real steps on several.
+
+Rows are of one micro-batch, so that they compare with the published steps, which had one. Tokens per second are those
+of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from driver import Check, at_least, at_most, on_ranks
+from kernels import calibration_path
+from settings import MIXES, flat_topologies, limit_of, nested_topology, rank_device, scaled_mix, sizes_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+from cluster_model import PUBLISHED_HFU, PUBLISHED_S, TOPOLOGIES
+
+REPLAY_LIMIT_S, STEPS_LIMIT_S = 280.0, 400.0
+CORRELATION_GOAL = 0.99
+HFU_GOAL = max(max(of) for of in PUBLISHED_HFU.values()) / 100
+# Relative, of the loss and of the gradient's norm, against the step without a balancer.
+LOSS_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2}
+
+Row = dict[str, Any]
+
+
+def replay(args: argparse.Namespace) -> dict[str, Any]:
+    results = on_ranks(replay_all, args, 1, backend=None, limit_s=limit_of(args, REPLAY_LIMIT_S))
+    rows = [row for mix, result in results.items() for row in rows_of(mix, result, sizes_of(args).replay_ranks)]
+    checks: list[Check] = []
+    for mix, result in results.items():
+        uneven = result["variants"][0]["correlation"]  # nobody balances there, so ranks differ most
+        if uneven is not None:
+            name = f"{mix}: measured seconds with planned work of the ranks, correlation"
+            checks.append({"name": name, **at_least(uneven, CORRELATION_GOAL)})
+    return {"rows": rows, "results": results, "checks": [*checks, *_hfu_checks(rows)]}
+
+
+def replay_all(args: argparse.Namespace) -> dict[str, Any]:
+    from knapformer.tools import cli
+
+    rank_device(args)
+    of, num_ranks = sizes_of(args), sizes_of(args).replay_ranks
+    topologies = [*flat_topologies(num_ranks).values(), nested_topology(num_ranks)]
+    found = {}
+    for mix in MIXES:
+        path = args.out / f"replay-{mix}.json"
+        options = ["--data", scaled_mix(mix, num_ranks), "--model", of.replay_model, "--device", args.device]
+        options += [f"--topology={topology}" for topology in topologies]
+        options += ["--json", str(path), *_peak(args), *of.replay, *_calibration(args, of.replay_model)]
+        if (status := cli.main(["replay", *options])) != 0:
+            raise RuntimeError(f"knapformer replay: exit status {status}, with the reason above")
+        found[mix] = json.loads(path.read_text())
+    return found
+
+
+def steps(args: argparse.Namespace) -> dict[str, Any]:
+    """Real steps on all ranks: without a balancer, in flat and nested bags, and planned whole."""
+    of, flat = sizes_of(args), flat_topologies(args.ranks)
+    topologies = dict.fromkeys([*flat.values(), nested_topology(args.ranks)])
+    results, rows = {}, []
+    checks: list[Check] = []
+    for mix in of.steps_mixes:
+        path = args.out / f"steps-{mix}.json"
+        path.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "knapformer", "simulate", "--ranks", str(args.ranks), "--device", args.device]
+        command += ["--data", scaled_mix(mix, args.ranks), "--model", of.steps_model, "--json", str(path)]
+        command += [f"--topology={topology}" for topology in topologies]
+        command += ["--micro-batches", str(of.micro_batches), *_peak(args), *of.steps]
+        if "--gamma" not in of.steps:
+            command += _calibration(args, of.steps_model)
+        subprocess.run(command, check=True, timeout=limit_of(args, STEPS_LIMIT_S / len(MIXES)))
+        result = results[mix] = json.loads(path.read_text())
+        rows += rows_of(mix, result, args.ranks, of.micro_batches)
+        for variant in result["variants"][1:]:
+            for what in ("loss", "gradient"):
+                limit = LOSS_LIMITS[result["dtype"]]
+                check = at_most(variant[f"{what}_difference"], limit)
+                name = f"{mix}, {variant['name']}: {what} against no balancer"
+                checks.append({"name": name, "correctness": True, **check})
+    return {"rows": rows, "results": results, "checks": [*checks, *_hfu_checks(rows)]}
+
+
+def rows_of(mix: str, result: dict[str, Any], num_ranks: int, micro_batches: int = 1) -> list[Row]:
+    """Of each way to place the sequences; published figures where the paper has that way."""
+    names = {ours: theirs for theirs, ours in flat_topologies(num_ranks).items()}
+    rows = []
+    for variant in result["variants"]:
+        topology = "none" if variant["topology"] is None else str(variant["topology"])
+        planned_whole = "step planned" in str(variant["name"])
+        row: Row = {
+            "mix": mix,
+            "way": "step planned whole" if planned_whole else topology,
+            "fbl_s": variant["fbl_s"] / micro_batches,
+            "tokens_per_rank_s": variant["tokens_per_s"] / num_ranks,
+            "hfu": variant["hfu"],
+            "published_s": None, "published_hfu": None, "published_tokens_per_rank_s": None,
+        }  # fmt: skip
+        theirs = names.get(topology, topology)
+        if theirs in TOPOLOGIES and not planned_whole:
+            column = TOPOLOGIES.index(theirs)
+            row["published_s"], row["published_hfu"] = PUBLISHED_S[mix][column], PUBLISHED_HFU[mix][column] / 100
+            # Of the same tokens a rank, as the mixes' shares are the same.
+            row["published_tokens_per_rank_s"] = row["tokens_per_rank_s"] * row["fbl_s"] / row["published_s"]
+        rows.append(row)
+    return rows
+
+
+def _hfu_checks(rows: list[Row]) -> list[Check]:
+    """The best of all ways, above the best that was published; none where the device's peak is unknown."""
+    known = [row["hfu"] for row in rows if row["hfu"] is not None]
+    return [{"name": "HFU, the best row", **at_least(max(known), HFU_GOAL)}] if known else []
+
+
+def _peak(args: argparse.Namespace) -> list[str]:
+    return [] if args.peak_tflops is None else ["--peak-tflops", f"{args.peak_tflops:g}"]
+
+
+def _calibration(args: argparse.Namespace, model: str) -> list[str]:
+    """Of the kernel that the model chooses by itself: the first that was calibrated, where that part has run."""
+    part = args.out / "calibrate.json"
+    fits = json.loads(part.read_text())["fits"] if part.exists() else []
+    kernels = [fit["kernel"] for fit in fits if fit["model"] == model]
+    return ["--calibration", str(calibration_path(args.out, model, kernels[0]))] if kernels else []

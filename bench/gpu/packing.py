@@ -1,0 +1,88 @@
+"""Bandwidth of packing and unpacking an exchange, beside that of a plain copy on the same device.
+
+Two ranks, of which one has the device to itself and the other computes on the host: so kernels of one process alone are
+timed. Both are in one Gloo group, which stages device memory through the host. Every sequence is shared: a rank keeps
+half of its rows (or heads) and sends the other half, so of S bytes S are read and written in packing, and S / 2, those
+that came, in unpacking. On the CPU, which has no launches, the whole exchange is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from driver import Check, at_least, on_ranks
+from settings import limit_of, rank_device, sizes_of
+
+GOAL = 0.8  # of the copy's bandwidth
+HEADS, HEAD_DIM = 24, 128  # of FLUX
+LIMIT_S = 60.0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    measured = on_ranks(measure_rank, args, 2, limit_s=limit_of(args, LIMIT_S))
+    copy = measured["copy_bytes_per_s"]
+    checks: list[Check] = [
+        {"name": f"{call}: bandwidth over the copy's", **at_least(rate / copy, GOAL)}
+        for call, rate in measured["bytes_per_s"].items()
+    ]
+    return {**measured, "checks": checks}
+
+
+def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from knapformer import SequenceBalancer
+
+    device = rank_device(args) if dist.get_rank() == 0 else torch.device("cpu")
+    num_tokens, repeats = sizes_of(args).packed_tokens, sizes_of(args).repeats
+    width = HEADS * HEAD_DIM
+    balancer = SequenceBalancer("g2n1", solver="greedy")  # even chunks
+    balancer.plan_routing([num_tokens], width)
+    x = torch.ones(num_tokens, width, dtype=torch.bfloat16, device=device)
+    q, k, v = torch.ones(3, num_tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device).unbind(0)
+    with torch.no_grad():
+        routed = balancer.route(x)[1]
+        o = balancer.pre_attn(q, k, v)[1]
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "route": (x.nbytes, lambda: balancer.route(x)),
+            "reverse_route": (x.nbytes, lambda: balancer.reverse_route(routed)),
+            "pre_attn": (3 * x.nbytes, lambda: balancer.pre_attn(q, k, v)),
+            "post_attn": (x.nbytes, lambda: balancer.post_attn(o)),
+        }
+        # Each byte is read and written: S twice in packing, S / 2 twice in unpacking.
+        rates = {name: 3 * size / packing_seconds(call, device, repeats) for name, (size, call) in calls.items()}
+        target = torch.empty_like(q)
+        copy_s = statistics.median(_seconds(lambda: target.copy_(q), device) for _ in range(repeats + 2))
+    return {"bytes_per_s": rates, "copy_bytes_per_s": 2 * q.nbytes / copy_s, "tensor_bytes": x.nbytes}
+
+
+def packing_seconds(call: Callable[[], object], device: Any, repeats: int) -> float:
+    """Of a call's packing kernels, the mean of `repeats` calls after one that warms up. Collective."""
+    import torch
+
+    call()
+    if device.type == "cpu":
+        return statistics.median(_seconds(call, device) for _ in range(repeats))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    seconds = [
+        event.time_range.elapsed_us() / 1e6
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name.startswith("knapformer_move_rows")
+    ]
+    if not seconds:
+        raise RuntimeError("no launch of the packing kernel was seen: a warning above says why it is not in use")
+    return sum(seconds) / repeats
+
+
+def _seconds(call: Callable[[], object], device: Any) -> float:
+    from knapformer.tools.measure.timing import seconds_of
+
+    return seconds_of(call, device)

@@ -1,0 +1,161 @@
+"""`make gpu`: on a machine with accelerators, whether this project is right there, and how fast.
+
+    python bench/gpu/run.py [--part correctness] [--again] [--ranks 8] [--device cpu] [--out FOLDER]
+
+Builds the modules with the torch that is there, downloads nothing, and runs these parts, one after another:
+
+    correctness   models, balancer and compiled attention against float64 on the CPU
+    calibrate     FLUX and Wan with each attention kernel that is there
+    packing       bandwidth of packing an exchange over that of a copy
+    launches      of the balancer's calls; and whether the host waits for the device in a step
+    replay        the published mixes: every rank's share measured on one device, beside the published table
+    steps         with several ranks: real steps of the mixes, scaled to the ranks there are
+
+A part that has finished on this device is kept, as JSON in the output folder, and not run again without --again. What
+is kept goes to gpu.html, gpu.png and gpu.json there; --part page makes these alone, on any machine. --device cpu runs
+the same lines at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is lacking;
+goals that were missed are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import build
+
+BENCH = Path(__file__).parents[1]
+# Each a function (args) -> a dictionary ready for JSON, with `checks`.
+PARTS = {
+    "correctness": "correctness.run",
+    "calibrate": "kernels.run",
+    "packing": "packing.run",
+    "launches": "launches.run",
+    "replay": "mixes.replay",
+    "steps": "mixes.steps",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="all", choices=("all", *PARTS, "page"))
+    parser.add_argument("--again", action="store_true", help="parts that have finished too")
+    parser.add_argument("--ranks", type=int, default=1, help="an accelerator for each (default 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-results"), help="folder of the results")
+    parser.add_argument("--installed", action="store_true", help="takes the package that is installed: builds nothing")
+    args = parser.parse_args()
+    builds = not args.installed and not build.is_built()
+    if lacking := build.problems(builds):
+        print("make gpu: lacks\n" + "\n".join(f"  {line}" for line in lacking), file=sys.stderr)
+        return 2
+    if builds:
+        build.build()
+    paths = (
+        [str(BENCH), str(BENCH / "gpu")]
+        if args.installed
+        else [str(BENCH.parent / "python"), str(BENCH), str(BENCH / "gpu")]
+    )
+    sys.path[:0] = paths
+    # Of ranks, which are other processes.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Modules beside the sources do not lie beside torch, where they would look for it.
+    nvrtc = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib/libcaffe2_nvrtc.so"
+    if nvrtc.exists():
+        os.environ.setdefault("KNAPFORMER_NVRTC", str(nvrtc))
+    return run_parts(args)
+
+
+def run_parts(args: argparse.Namespace) -> int:
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    if args.part != "page":
+        if error := look_at_device(args):
+            print(f"make gpu: {error}", file=sys.stderr)
+            return 2
+        wanted = [part for part in PARTS if part != "steps" or args.ranks > 1] if args.part == "all" else [args.part]
+        failed = [part for part in wanted if not finish(part, args)]
+
+    from page import goal_of, verdict, write_all
+
+    from knapformer import ArgumentError
+
+    results = {part: kept for part in PARTS if (kept := kept_result(args.out, part)) is not None}
+    error = f"failed: {', '.join(failed)}" if failed else ""
+    for part, of in results.items():
+        for check in of["checks"]:
+            print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
+    try:
+        print("written:", *write_all(results, args.out, error))
+    except ArgumentError as lacking:
+        print(f"page, picture: not drawn: {lacking}; then --part page, there or where {args.out} is copied to")
+    wrong = [c for of in results.values() for c in of["checks"] if c.get("correctness") and not c["passed"]]
+    return 1 if wrong or failed else 0
+
+
+def look_at_device(args: argparse.Namespace) -> str | None:
+    """Sets args.num_devices, args.device_name and args.peak_tflops; says what is wrong with what was asked for."""
+    from driver import on_ranks
+    from knapformer.tools.measure.figures import PEAK_TFLOPS
+
+    if args.ranks < 1 or args.ranks & (args.ranks - 1):
+        return f"RANKS: got {args.ranks}, expected a power of two"
+    if args.part == "steps" and args.ranks == 1:
+        return "RANKS: got 1, expected 2 or more for the steps"
+    args.environment, args.num_devices = on_ranks(describe_rank, args, 1, backend=None)
+    if args.device == "cuda" and args.num_devices < args.ranks:
+        seen = f"torch {args.environment['torch']} sees {args.num_devices}"
+        return f"RANKS: got {args.ranks}, expected a GPU for each, and {seen}; DEVICE=cpu runs the same lines there"
+    args.device_name = str(args.environment["accelerator"] or args.environment["processor"])
+    words = args.device_name.lower()
+    known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split("-"))]
+    args.peak_tflops = PEAK_TFLOPS[max(known, key=len)] if known and args.device == "cuda" else None
+    return None
+
+
+def describe_rank(args: argparse.Namespace) -> Any:
+    import torch
+    from knapformer.tools.measure.environment import environment
+
+    num_devices = torch.cuda.device_count() if args.device == "cuda" else 0
+    return environment(torch.device("cuda" if num_devices else "cpu", 0)), num_devices
+
+
+def finish(part: str, args: argparse.Namespace) -> bool:
+    """Runs a part, unless its result is kept. Returns whether there is one then."""
+    kept = kept_result(args.out, part)
+    if kept is not None and not args.again and (kept["device"], kept["ranks"]) == (args.device_name, args.ranks):
+        print(f"{part}: kept from {kept['environment']['time']}, of commit {kept['environment']['commit']}", flush=True)
+        return True
+    print(f"{part} ...", flush=True)
+    path, begin = args.out / f"{part}.json", time.monotonic()
+    path.unlink(missing_ok=True)
+    module, function = PARTS[part].split(".")
+    try:
+        result = getattr(importlib.import_module(module), function)(args)
+    except (Exception, subprocess.SubprocessError):  # the other parts are worth having
+        traceback.print_exc()
+        return False
+    result |= {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}
+    result["seconds"] = time.monotonic() - begin
+    path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
+    print(f"{part}: {result['seconds']:.0f} s", flush=True)
+    return True
+
+
+def kept_result(folder: Path, part: str) -> dict[str, Any] | None:
+    path = folder / f"{part}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What a run is asked for, and its sizes: those of an accelerator, and tiny ones by which a CPU runs the same lines."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from knapformer import DataMix
+
+MIXES = ("low", "mixed", "joint")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    models: tuple[str, ...]  # of the correctness checks
+    samples: tuple[tuple[int, int], ...]  # there: text and visual tokens, dealt to the ranks in turn
+    compiled: tuple[str, ...]  # of these models, there
+    compiler: str
+    calibrated: tuple[str, ...]
+    calibration: tuple[str, ...]  # options
+    packed_tokens: int  # of a rank, 3,072 wide in bfloat16
+    repeats: int  # of the packing
+    replay_model: str
+    replay_ranks: int
+    replay: tuple[str, ...]  # options
+    steps_model: str
+    steps_mixes: tuple[str, ...]
+    steps: tuple[str, ...]  # options
+    micro_batches: int
+
+
+_SIZES = {
+    "cuda": Sizes(
+        models=("flux-demo", "wan-demo"),
+        samples=((77, 1024), (20, 256), (392, 2048), (7, 64), (50, 576), (77, 400), (128, 1600), (3, 144)),
+        compiled=("flux-demo", "wan-demo"),
+        compiler="inductor",
+        calibrated=("flux", "wan"),
+        calibration=("--repeats", "4", "--warmup", "2"),
+        packed_tokens=1 << 15,
+        repeats=20,
+        replay_model="flux",
+        replay_ranks=32,
+        replay=("--repeats", "2", "--warmup", "1"),
+        steps_model="flux",
+        steps_mixes=MIXES,
+        steps=("--steps", "2", "--warmup", "1"),
+        micro_batches=2,
+    ),
+    "cpu": Sizes(
+        models=("flux-tiny", "wan-tiny"),
+        samples=((5, 36), (2, 9), (12, 64), (3, 16)),
+        compiled=("wan-tiny",),
+        compiler="eager",
+        calibrated=("flux-tiny", "wan-tiny"),
+        calibration=("--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"),
+        packed_tokens=512,
+        repeats=2,
+        replay_model="flux-tiny",
+        replay_ranks=2,
+        replay=("--repeats", "1", "--warmup", "1", "--scale", "16", "--max-text-tokens", "8"),
+        steps_model="flux-tiny",
+        steps_mixes=("mixed",),
+        steps=("--steps", "1", "--warmup", "0", "--scale", "16", "--max-text-tokens", "8", "--gamma", "0.5"),
+        micro_batches=2,
+    ),
+}
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    return _SIZES[args.device]
+
+
+def limit_of(args: argparse.Namespace, limit_s: float) -> float:
+    """Seconds after which a part has failed. A CPU, which is there for tests, may be busy with others."""
+    return limit_s if args.device == "cuda" else 3600.0
+
+
+def correctness_ranks(args: argparse.Namespace) -> int:
+    """As many as are asked for; on one accelerator four share it."""
+    return 4 if args.ranks == 1 else int(args.ranks)
+
+
+def backend_of(args: argparse.Namespace, num_ranks: int) -> str:
+    """NCCL wants a device for each rank: where there are fewer, ranks share one, and Gloo stages through the host."""
+    return "cpu:gloo,cuda:nccl" if args.device == "cuda" and num_ranks <= args.num_devices else "gloo"
+
+
+def rank_device(args: argparse.Namespace) -> Any:
+    """Of this rank (0 where there is no group); current from now on."""
+    import torch
+    import torch.distributed as dist
+
+    if args.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", (dist.get_rank() if dist.is_initialized() else 0) % args.num_devices)
+    torch.cuda.set_device(device)
+    return device
+
+
+def scaled_mix(mix: str, num_ranks: int) -> str:
+    """Data codes with the shares of a published mix, of 32 ranks, on as many as there are: whole ranks, by largest
+    remainder. Equal remainders go to the codes with more ranks, then to the first."""
+    codes = [code.split("b", 1) for code in str(DataMix.parse(mix)).split(",")]
+    of = [int(ranks[1:]) for ranks, _ in codes]
+    wanted = [num_ranks * share / sum(of) for share in of]
+    counts = [int(want) for want in wanted]
+    by_remainder = sorted(range(len(of)), key=lambda i: (counts[i] - wanted[i], -of[i], i))
+    for i in by_remainder[: num_ranks - sum(counts)]:
+        counts[i] += 1
+    return ",".join(f"g{count}b{rest}" for count, (_, rest) in zip(counts, codes, strict=True) if count > 0)
+
+
+def flat_topologies(num_ranks: int) -> dict[str, str]:
+    """By the name that the published table has for it (bags of 1, 2, 4, 8), those that these ranks can have."""
+    bags = [(size, count) for size, count in ((1, 32), (2, 16), (4, 8), (8, 4)) if num_ranks % size == 0]
+    return {f"g{size}n{count}": f"g{size}n{num_ranks // size}" for size, count in bags}
+
+
+def nested_topology(num_ranks: int) -> str:
+    """Bags of 8, or as large a power of two as divides the ranks, with all smaller ones inside: g8/4/2/1."""
+    size = max(size for size in (1, 2, 4, 8) if num_ranks % size == 0)
+    inner = [str(1 << e) for e in range(size.bit_length() - 1, -1, -1)]
+    return f"g{'/'.join(inner)}n{num_ranks // size}"

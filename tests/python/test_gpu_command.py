@@ -1,0 +1,138 @@
+"""`make gpu` on the CPU: the lines that a GPU runs, at tiny sizes; what it keeps, and says of wrong arguments."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from knapformer import DataMix
+
+FOLDER = Path(__file__).parents[2] / "bench/gpu"
+PARTS = ("correctness", "calibrate", "packing", "launches", "replay", "steps")
+
+
+def run_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "run.py"), "--installed", "--device", "cpu", "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER.parents[1])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all parts on two ranks."""
+    out = tmp_path_factory.mktemp("gpu")
+    done = run_gpu(out, "--ranks", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def of(part: str, results: Path) -> dict:
+    return json.loads((results / f"{part}.json").read_text())
+
+
+def test_every_part_runs(results: Path) -> None:
+    summary = json.loads((results / "gpu.json").read_text())
+    assert tuple(summary["parts"]) == PARTS
+    assert summary["error"] == ""
+    assert (results / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    page = (results / "gpu.html").read_text()
+    assert all(f"{part}: goals" in page for part in PARTS)
+    assert summary["device"] in page
+
+
+def test_correctness_is_of_everything(results: Path) -> None:
+    checks = of("correctness", results)["checks"]
+    runs = {check["name"].rpartition(":")[0] for check in checks}
+    ways = [f"{topology}, {dtype}{kept}" for topology in ("plain", "g1n1", "g2n1", "g2/1n1")
+            for dtype in ("fp32", "bf16") for kept in ("", ", checkpointed")]  # fmt: skip
+    expected = {f"{model}, {way}" for model in ("flux-tiny", "wan-tiny") for way in ways}
+    expected |= {f"compiled attention, {t}, {dtype}" for t in ("g1n1", "g2/1n1") for dtype in ("fp32", "bf16")}
+    assert runs == expected | {"wan-tiny, plain, bf16, compiled"}
+    # A rounding of bfloat16 is 2^-9, one of float32 2^-24: neither dtype computes in the other, or in float64.
+    for check in checks:
+        low, high = (2**-9, 2**-5) if "bf16" in check["name"] else (2**-24, 2**-14)
+        assert low / 4 < check["value"] < high, check
+
+
+def test_rows_stand_beside_the_published_table(results: Path) -> None:
+    rows = {(row["mix"], row["way"]): row for row in of("steps", results)["rows"]}
+    # The paper's Table 1: mixed without a balancer 4.64 s, with g1n32 4.62 s, with g2n16 2.92 s.
+    published = {
+        way: rows["mixed", way]["published_s"] for way in ("none", "g1n2", "g2n1", "g2/1n1", "step planned whole")
+    }
+    assert published == {"none": 4.64, "g1n2": 4.62, "g2n1": 2.92, "g2/1n1": None, "step planned whole": None}
+    replayed = {(row["mix"], row["way"]): row["published_s"] for row in of("replay", results)["rows"]}
+    assert (replayed["low", "g1n2"], replayed["mixed", "g2n1"], replayed["joint", "none"]) == (2.95, 2.92, 8.05)
+    variant = of("steps", results)["results"]["mixed"]["variants"][0]
+    assert rows["mixed", "none"]["fbl_s"] == variant["fbl_s"] / 2  # two micro-batches
+    assert rows["mixed", "none"]["tokens_per_rank_s"] == variant["tokens_per_s"] / 2  # two ranks
+
+
+def test_what_has_finished_is_kept_and_wrong_results_show(results: Path, tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    out.mkdir()
+    for part in PARTS:
+        (out / f"{part}.json").write_bytes((results / f"{part}.json").read_bytes())
+    wrong = of("correctness", results)
+    wrong["checks"][0] |= {"value": 0.5, "passed": False}
+    (out / "correctness.json").write_text(json.dumps(wrong))
+    done = run_gpu(out, "--ranks", "2", "--part", "packing")
+    assert "packing: kept from" in done.stdout
+    assert (out / "packing.json").read_bytes() == (results / "packing.json").read_bytes()
+    assert done.returncode == 1
+    assert "FAIL   correctness" in done.stdout
+    assert "<b>1</b><span>wrong results" in (out / "gpu.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "3"), "RANKS: got 3, expected a power of two"),
+        (("--part", "steps"), "RANKS: got 1, expected 2 or more for the steps"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run_gpu(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("settings")
+
+
+def test_mixes_keep_their_shares_on_other_ranks(modules: ModuleType) -> None:
+    for mix in DataMix.names():
+        assert modules.scaled_mix(mix, 32) == str(DataMix.parse(mix))
+        for num_ranks in (1, 2, 4, 8, 16, 64):
+            assert DataMix.parse(modules.scaled_mix(mix, num_ranks)).num_ranks == num_ranks
+    assert modules.scaled_mix("mixed", 8) == "g4b4i256f1s0,g1b5i512f1s0,g1b5i1024f1s0,g2b1i2048f1s0"
+
+
+def test_topologies(modules: ModuleType) -> None:
+    assert modules.flat_topologies(8) == {"g1n32": "g1n8", "g2n16": "g2n4", "g4n8": "g4n2", "g8n4": "g8n1"}
+    assert modules.flat_topologies(2) == {"g1n32": "g1n2", "g2n16": "g2n1"}
+    assert [modules.nested_topology(n) for n in (1, 2, 4, 8, 32)] == [
+        "g1n1",
+        "g2/1n1",
+        "g4/2/1n1",
+        "g8/4/2/1n1",
+        "g8/4/2/1n4",
+    ]
+
+
+def test_what_building_lacks_is_named(modules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = importlib.import_module("build")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.sys, "executable", "/nowhere/python3")
+    lacking = "\n".join(build.problems(True))
+    assert "a C++20 compiler: apt-get install g++" in lacking
+    assert "ninja: pip install ninja" in lacking
+    assert build.problems(False) == []
