@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import Draw, Lengths, Setting, alternatives, gain, simulate
+from knapformer.tools.doctor.topologies import ranked, sharing
 
 import knapformer
 
@@ -88,7 +89,7 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
 def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
     """Of each alternative, over no balancing; the best of several topologies counts as one."""
     draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
-    results = [simulate(alternative, draw) for alternative in alternatives(setting, steps)]
+    results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
     found: dict[str, float] = {}
     for result in results:
         name = "bags" if result.alternative.name.startswith("bags") else result.alternative.name
