@@ -26,24 +26,28 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def on_ranks(run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> Any:
-    """`run_rank(args)` on NUM_RANKS local ranks of one thread each, in a Gloo group; what rank 0 returned."""
+def on_ranks(
+    run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace, num_ranks: int = NUM_RANKS
+) -> Any:
+    """`run_rank(args)` on local ranks of one thread each, in a Gloo group; what rank 0 returned."""
     import torch.multiprocessing as mp
 
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (folder, run_rank, args), NUM_RANKS)
+        mp.spawn(_rank_main, (folder, num_ranks, run_rank, args), num_ranks)
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _rank_main(rank: int, folder: str, run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
+def _rank_main(
+    rank: int, folder: str, num_ranks: int, run_rank: Callable[[argparse.Namespace], Any], args: argparse.Namespace
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timeout
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timeout
     )
     result = run_rank(args)
     if rank == 0:
