@@ -2,10 +2,10 @@
 
     python bench/bench_observe.py --json build/bench/observe.json
 
-8 local ranks (Gloo) plan the published mixes, each with the data of 4 of a mix's 32 ranks. After every plan each rank tells
-its balancer the seconds that its share takes at a true gamma, but for noise: drawn, not measured, so that the truth is
-known. What travels, what is fitted and what is planned with it is the balancer's own. `over` is the work of the slowest
-rank, at the true gamma, over what it is where plans are made at that gamma: ranks are in truth equally fast.
+8 local ranks (Gloo) plan the published mixes, each with the data of 4 of a mix's 32 ranks. After every plan each rank
+tells its balancer the seconds that its share takes at a true gamma, but for noise: drawn, not measured, so that the
+truth is known. What travels, what is fitted and what is planned with it is the balancer's own. `over` is the work of
+the slowest rank, at the true gamma, over what it is where plans are made at that gamma: ranks are in truth equally fast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def learned(rank: int, mix: str, topology: str, given: float, noise: float) -> d
     gammas, over = [], []
     for step in range(SHOWN[-1]):
         drawn = data.draw_lengths(0, step, 32)
-        lengths = [sum(drawn[4 * r : 4 * r + 4], []) for r in range(NUM_RANKS)]
+        lengths = [[n for lens in drawn[4 * r : 4 * r + 4] for n in lens] for r in range(NUM_RANKS)]
         balancer.plan_routing(lengths[rank], D_MODEL)
         plan = balancer.plan
         per_token, at_one = (plan.on(gamma=gamma).workload_after[rank] for gamma in (0.0, 1.0))
