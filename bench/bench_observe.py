@@ -5,7 +5,7 @@
 8 local ranks (Gloo) plan the published mixes, each with the data of 4 of a mix's 32 ranks. After every plan each rank
 tells its balancer the seconds that its share takes at a true gamma, but for noise: drawn, not measured, so that the
 truth is known. What travels, what is fitted and what is planned with it is the balancer's own. `over` is the work of
-the slowest rank, at the true gamma, over what it is where plans are made at that gamma: ranks are in truth equally fast.
+the slowest rank, at the true gamma, over what it is where plans are made at that gamma: ranks are equally fast.
 """
 
 from __future__ import annotations

@@ -298,6 +298,16 @@ def test_where_a_calibration_is_far_from_home() -> None:
     assert Calibration.from_dict(home.to_dict()) == home
 
 
+def test_commands_say_where_a_calibration_is_far_from_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(dataclasses.replace(fitted(), longest=100).to_dict()))
+    far = ["--data", "joint", "--calibration", str(path), "--json", "-"]
+    for command in (["plan", "--topology", "g8n4", *far], ["doctor", "--steps", "2", *far]):
+        assert main(command) == 0
+        error = capsys.readouterr().err
+        assert "measured at width 64, used at 3072" in error and "measured up to 100 tokens" in error
+
+
 @pytest.mark.usefixtures("flop_clock")
 def test_wan_is_calibrated(tmp_path: Path) -> None:
     out, threads = tmp_path / "out.json", torch.get_num_threads()

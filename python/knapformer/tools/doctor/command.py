@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     source = _Source(args)
     setting, memory = _setting(args, source.num_ranks)
+    cost_args.warn_if_far(args, setting.d_model, max(source.pool))
     draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
     ranking = ranked(setting, draw.steps)
     candidates = alternatives(setting, sharing(ranking))
