@@ -1,10 +1,11 @@
 """What a wrong gamma, another network, and data that need no balancing cost: predicted steps.
 
     python bench/bench_sensitivity.py --json build/bench/sensitivity.json
+    python bench/bench_sensitivity.py --part losing
 
     gamma     planned at one gamma, paid at another: the step over that of a plan made at the true one
     network   each alternative of `knapformer doctor` from NVLink to 25 Gbit/s Ethernet between all ranks
-    losing    data where balancing has nothing to gain: what it costs there
+    losing    data where balancing has nothing to gain: what it costs there; samples above what a rank can hold
 
 Means over steps of the published mixes and of made-up lengths, on 32 ranks. The clock is the cost model
 (docs/cluster_model.md) with the default cluster, FLUX's blocks, and nothing added to a step whatever its load.
@@ -15,9 +16,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from driver import parser_of, write_results
 from knapformer.tools.doctor.alternatives import Draw, Lengths, Setting, alternatives, gain, simulate
+from knapformer.tools.doctor.topologies import ranked, sharing
 
 import knapformer
 
@@ -88,7 +91,7 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
 def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
     """Of each alternative, over no balancing; the best of several topologies counts as one."""
     draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
-    results = [simulate(alternative, draw) for alternative in alternatives(setting, steps)]
+    results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
     found: dict[str, float] = {}
     for result in results:
         name = "bags" if result.alternative.name.startswith("bags") else result.alternative.name
@@ -152,6 +155,29 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
     return rows
 
 
+def caps_rows(num_steps: int) -> list[dict[str, object]]:
+    """What is left of the gain where a rank holds few tokens, over no balancing where nothing limits it."""
+    rows: list[dict[str, object]] = []
+    for micro_batches in (1, 4):
+        steps = steps_of("joint", num_steps, micro_batches)
+        pool = [length for step in steps for lens in step for length in lens]
+        free = setting_of(micro_batches)
+        home = simulate(alternatives(free, [])[0], Draw(free, steps, pool))
+        for cap in (32_000, 26_000, 16_000, 12_500, 12_000):
+            setting = replace(free, max_tokens=cap)
+            found: dict[str, float] = {}
+            for alternative in alternatives(setting, sharing(ranked(setting, steps), 3)):
+                result = simulate(alternative, Draw(setting, steps, pool))
+                if alternative.ours:
+                    name = "bags" if alternative.name.startswith("bags") else alternative.name
+                    fits = result.problem is None
+                    found[name] = max(found.get(name, 0), gain(result, home)[0] if fits else 0)
+            rows.append({"cap": cap, "micro_batches": micro_batches, "speedup": found})
+            cells = " | ".join(f"{value:.2f}" if value else "does not fit" for value in found.values())
+            print(f"| {cap:,} | {micro_batches} | {cells} |", flush=True)
+    return rows
+
+
 def cells_of(found: dict[str, float]) -> str:
     return " | ".join(f"{value:.2f}" for value in found.values())
 
@@ -159,16 +185,23 @@ def cells_of(found: dict[str, float]) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=10, help="of each row")
+    parser.add_argument("--part", choices=("gamma", "network", "losing"), help="alone (default: all)")
     args = parser.parse_args()
-    print("gamma: mix, micro-batches, topology; for each true gamma the cost of planning at", *PLANNED_GAMMAS)
-    gamma = gamma_rows(args.steps)
-    print("network: mix, micro-batches, network;", *speedups(setting_of(1), steps_of("low", 1, 1)), sep=" | ")
-    network = network_rows(args.steps)
-    print("losing: data; the same, and the balancer with a topology that is not chosen for the data")
-    losing = losing_rows(args.steps)
+    rows: dict[str, list[dict[str, object]]] = {}
+    if args.part in (None, "gamma"):
+        print("gamma: mix, micro-batches, topology; for each true gamma the cost of planning at", *PLANNED_GAMMAS)
+        rows["gamma"] = gamma_rows(args.steps)
+    if args.part in (None, "network"):
+        print("network: mix, micro-batches, network;", *speedups(setting_of(1), steps_of("low", 1, 1)), sep=" | ")
+        rows["network"] = network_rows(args.steps)
+    if args.part in (None, "losing"):
+        print("losing: data; the same, and the balancer with a topology that is not chosen for the data")
+        rows["losing"] = losing_rows(args.steps)
+        print("caps: tokens that a rank holds, micro-batches; sampler, bags")
+        rows["caps"] = caps_rows(args.steps)
     if args.json:
         settings = {"d_model": D_MODEL, "ranks": NUM_RANKS, "steps": args.steps}
-        write_results(args.json, "sensitivity", settings, gamma=gamma, network=network, losing=losing)
+        write_results(args.json, "sensitivity", settings, **rows)
 
 
 if __name__ == "__main__":

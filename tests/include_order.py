@@ -45,15 +45,13 @@ MAY_INCLUDE = {
     "python/tools/shared": "python python/models",
     "python/tools/measure": "python python/models python/tools/shared",
     "python/tools/report": _FLOOR,
-    "python/tools/tune": _FLOOR,
     "python/tools/doctor": f"{_FLOOR} python/tools/report",
     "python/tools/calibrate": _FLOOR,
     "python/tools/plan": f"{_FLOOR} python/tools/report",
-    "python/tools/predict": f"{_FLOOR} python/tools/report",
     "python/tools/simulate": f"{_FLOOR} python/tools/report python/tools/calibrate python/tools/doctor",
     "python/tools/replay": f"{_FLOOR} python/tools/report python/tools/simulate",
-    "python/tools": f"{_FLOOR} python/tools/doctor python/tools/tune python/tools/plan python/tools/predict "
-    "python/tools/calibrate python/tools/simulate python/tools/replay python/tools/report",
+    "python/tools": f"{_FLOOR} python/tools/doctor python/tools/plan python/tools/calibrate python/tools/simulate "
+    "python/tools/replay",
 }
 # Files whose room is not their folder: the floor that the commands stand on, and the way into them.
 ROOM_OF_FILE = {

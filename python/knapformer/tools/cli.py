@@ -16,18 +16,21 @@ from typing import Any, NoReturn
 import knapformer
 from knapformer import ArgumentError, StateError
 from knapformer.installed_torch import build_description
-from knapformer.tools import plan as plan_command
-from knapformer.tools import tune
 from knapformer.tools.calibrate import command as calibrate
 from knapformer.tools.doctor import command as doctor
 from knapformer.tools.files import OutputError
 from knapformer.tools.launch import speaks, started_here
-from knapformer.tools.predict import command as predict
+from knapformer.tools.plan import command as plan_command
 from knapformer.tools.replay import command as replay
-from knapformer.tools.report import command as report
 from knapformer.tools.simulate import command as simulate
 
-_COMMANDS = (doctor, plan_command, simulate, tune, calibrate, replay, predict, report)
+_COMMANDS = (doctor, plan_command, calibrate, simulate, replay)
+# What former commands did, and how it is asked for.
+_MOVED = {
+    "tune": "knapformer doctor --topologies, with the same options (or plan --topology auto)",
+    "predict": "knapformer plan, with the same options; --predictions in place of --json, and --steps 3 for its mean",
+    "report": "knapformer plan, with the same options; --from PLAN.json, and --report in place of --output",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed; print would take standard output in its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     given = sys.argv[1:] if argv is None else list(argv)
+    if given and given[0] in _MOVED:
+        return _complain(given[0], f"is part of another command now: {_MOVED[given[0]]}", 2)
     try:
         args = _parser().parse_args(given)
     except SystemExit as asked:  # of argparse, for wrong arguments, --help and --version
@@ -92,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_texts(args: argparse.Namespace) -> None:
     """None is empty, and only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
     for name, given in vars(args).items():
-        option = "PLAN.json" if name == "plan" else "--" + name.replace("_", "-")
+        option = "--from" if name == "plan" else "--" + name.replace("_", "-")
         for text in given if isinstance(given, list) else [given]:
             if text == "":
                 raise ArgumentError(f"{option}: got '', expected a text that is not empty")

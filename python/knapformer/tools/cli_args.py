@@ -7,17 +7,14 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from knapformer import ArgumentError, DataMix, Plan, StepPlan, solver_names
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.installed_torch import torch_problem
 from knapformer.json_file import parse_json
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 MAX_RANKS = 1 << 20
@@ -97,10 +94,18 @@ def add_ranks(parser: argparse._ActionsContainer, help_text: str) -> None:
     parser.add_argument("--ranks", type=integer(1, MAX_RANKS), metavar="N", help=help_text)
 
 
-def add_data(parser: argparse._ActionsContainer, *names: str, required: bool = False) -> None:
-    """names: of the option, where it has others than --data."""
-    known = f"data codes such as g2b4i256f1s0,g2b1i1024f1s0, or a mix: {', '.join(DataMix.names())}"
-    parser.add_argument(*(names or ["--data"]), metavar="CODES|MIX", required=required, help=known)
+def add_data(source: argparse._ActionsContainer) -> None:
+    """--data, and --mix, which is the same."""
+    known = f"data codes such as g2b4i256f1s0,g2b1i1024f1s0 (see below), or a mix: {', '.join(DataMix.names())}"
+    source.add_argument("--data", "--mix", metavar="CODES|MIX", help=known)
+
+
+#: Below the help of commands that take --data.
+DATA_CODES = (
+    "Data codes, gGbBiRfFsS: G ranks that each draw B samples of R x R pixels and F frames; S = 1 for a video that is "
+    "compressed in time, else 0. A token is 16 x 16 pixels, times 0.96 to 1.04 of a batch, and up to 392 tokens of "
+    "text a sample. Codes joined by commas take consecutive ranks, and repeat over them all."
+)
 
 
 def add_micro_batches(parser: argparse._ActionsContainer) -> None:
@@ -111,13 +116,16 @@ def add_micro_batches(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def add_whole_steps(parser: argparse._ActionsContainer) -> None:
-    """--micro-batches, and --max-tokens-per-rank of steps planned whole: 0 where it is not given."""
-    add_micro_batches(parser)
+def add_max_tokens(parser: argparse._ActionsContainer, default: str) -> None:
+    """--max-tokens-per-rank, 0 where it is not given. default: what then holds."""
     parser.add_argument(
         "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N",
-        help="in a micro-batch of a step planned whole; default: what the fullest rank holds in one where it is not",
+        help=f"that a rank may hold in a micro-batch (default: {default})",
     )  # fmt: skip
+
+
+#: Of add_max_tokens, where steps may be planned whole.
+UNPLANNED_PEAK = "of a step planned whole, what the fullest rank holds where it is not; else no limit"
 
 
 def batches_of_step(step: int, num_micro_batches: int) -> range:
@@ -144,10 +152,13 @@ def add_seed(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seed", type=integer(0, 2**64 - 1), default=0, help="of the data (default 0)")
 
 
-def add_d_model(parser: argparse._ActionsContainer) -> None:
+def add_d_model(parser: argparse._ActionsContainer, otherwise: str | None = None) -> None:
+    """otherwise: what holds where it is not given, and is None then."""
+    default = 3072 if otherwise is None else None
     parser.add_argument(
-        "--d-model", type=integer(1, 1 << 20), default=3072, metavar="D", help="width, in features (default 3072)"
-    )
+        "--d-model", type=integer(1, 1 << 20), default=default, metavar="D",
+        help=f"width, in features (default {otherwise or default})",
+    )  # fmt: skip
 
 
 def add_draw(parser: argparse._ActionsContainer) -> None:
@@ -158,18 +169,10 @@ def add_draw(parser: argparse._ActionsContainer) -> None:
     add_count(parser, "--max-text-tokens", 392, "per sample", low=0, high=1 << 20)
 
 
-def add_lengths_file(source: argparse._ActionsContainer) -> None:
-    """What `read_lengths` reads."""
-    source.add_argument("--lengths", metavar="FILE|-", help="JSON: for each rank a list of sequence lengths, in tokens")
-
-
-def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """What `batches` reads."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    add_data(source)
-    add_lengths_file(source)
-    add_ranks(parser, "with --data")
-    add_draw(parser)
+def add_lengths_file(source: argparse._ActionsContainer, what: str | None = None) -> None:
+    """what: other than `read_lengths` reads."""
+    what = what or "JSON: lengths in tokens, a list for each rank, or a list of such steps"
+    source.add_argument("--lengths", metavar="FILE|-", help=what)
 
 
 def add_solver(parser: argparse.ArgumentParser) -> None:
@@ -210,23 +213,6 @@ def add_results(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
 
 
-def batches(args: argparse.Namespace, steps: range, check: Callable[[int], object] | None = None) -> Iterator[Lengths]:
-    """The lengths of --lengths, or those that --data draws in each of the steps.
-
-    `check` sees the number of ranks before anything is drawn. Raises ArgumentError, OSError.
-    """
-    if args.lengths is not None:
-        yield read_lengths(args.lengths, args.ranks)
-        return
-    if args.ranks is None:
-        raise ArgumentError("--ranks: got none, expected the number of ranks that draw --data")
-    mix, num_ranks = mix_and_ranks(args)
-    if check is not None:
-        check(num_ranks)
-    for step in steps:
-        yield mix.draw_lengths(args.seed, step, num_ranks)
-
-
 def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     """--data, and the ranks that draw it: --ranks, by default those of the mix. Raises ArgumentError."""
     draw = {"resolution_scale": args.scale, "max_text_tokens": args.max_text_tokens} if "scale" in args else {}
@@ -237,8 +223,8 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
 
 
 def add_plan(source: argparse._ActionsContainer) -> None:
-    """What `read_plan` reads."""
-    source.add_argument("plan", nargs="?", metavar="PLAN.json", help="written by knapformer plan --json")
+    """What `read_plan` reads, in args.plan."""
+    source.add_argument("--from", dest="plan", metavar="PLAN.json", help="a plan that knapformer plan --json wrote")
 
 
 def read_plan(path: str) -> Plan | StepPlan:
@@ -251,25 +237,51 @@ def read_plan(path: str) -> Plan | StepPlan:
     return StepPlan.from_json(text) if is_step else Plan.from_json(text)
 
 
-def read_lengths(path: str, num_ranks: int | None = None) -> Lengths:
-    """A JSON list of lists of integers from a file, or from standard input for '-'.
+def read_lengths(path: str, num_ranks: int | None = None) -> list[Lengths]:
+    """Of steps: JSON, for each rank a list of integers, or a list of those; '-' is standard input.
 
     num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
     """
     if path == "-" and sys.stdin is None:
         raise ArgumentError("--lengths: got '-', expected a standard input that is open")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    lengths = parse_json(content, f"--lengths: {path}")
-    if not isinstance(lengths, list) or not lengths or not all(isinstance(lens, list) for lens in lengths):
-        raise ArgumentError(f"--lengths: {path}: expected a list with a list of lengths for each rank")
-    for rank, lens in enumerate(lengths):
+    given = parse_json(content, f"--lengths: {path}")
+    if not isinstance(given, list) or not given or not all(isinstance(item, list) for item in given):
+        raise ArgumentError(
+            f"--lengths: {path}: expected a list with a list of lengths for each rank, or steps of them"
+        )
+    of_steps = any(isinstance(item, list) for items in given for item in items)
+    steps = given if of_steps else [given]
+    expected = len(steps[0]) if num_ranks is None else num_ranks
+    for number, step in enumerate(steps):
+        where = f"--lengths: {path}: " + (f"step {number}: " if of_steps else "")
+        if not step or not all(isinstance(lens, list) for lens in step):
+            raise ArgumentError(f"{where}expected a list with a list of lengths for each rank")
+        _check_lengths(step, where)
+        if len(step) != expected and num_ranks is None:
+            raise ArgumentError(f"{where}got {len(step)} ranks, expected {expected}, as the first step has")
+        if len(step) != expected:
+            raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(step)}, as --lengths has, or none")
+    return steps
+
+
+def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:
+    """The steps of --lengths, of which so many are used. Raises ArgumentError, OSError."""
+    steps = read_lengths(args.lengths, num_ranks)
+    if first + count > len(steps):
+        option, got, most = (
+            ("--step", first, len(steps) - 1) if first >= len(steps) else ("--steps", count, len(steps) - first)
+        )
+        raise ArgumentError(f"{option}: got {got}, expected at most {most}: --lengths has {len(steps)}")
+    return steps
+
+
+def _check_lengths(step: Lengths, where: str) -> None:
+    for rank, lens in enumerate(step):
         for length in lens:
             if type(length) is not int or not 1 <= length <= MAX_SEQUENCE_TOKENS:
                 expected = f"an integer from 1 to {MAX_SEQUENCE_TOKENS}"
-                raise ArgumentError(f"--lengths: {path}: rank {rank}: got {length!r}, expected {expected}")
-    if num_ranks not in (None, len(lengths)):
-        raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(lengths)}, as --lengths has, or none")
-    return lengths
+                raise ArgumentError(f"{where}rank {rank}: got {length!r}, expected {expected}")
 
 
 def check_torch() -> None:

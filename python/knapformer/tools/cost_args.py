@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from knapformer import ArgumentError, Calibration, Cluster, Plan, TrainedModel
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.json_file import read_json
-from knapformer.tools.cli_args import MAX_RANKS, add_d_model, integer, number, speeds
+from knapformer.tools.cli_args import MAX_RANKS, integer, number, speeds
 from knapformer.tools.launch import speaks
 
 if TYPE_CHECKING:
@@ -59,25 +59,12 @@ def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: st
             print(f"{args.calibration}: {why}", file=sys.stderr)
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    add_gamma(parser)
-    add_d_model(parser)
+def add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", default="full", metavar="M", help=f"of all sequences: {MASK_FORMS} (default full)")
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """What `limits` reads."""
-    parser.add_argument(
-        "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N", help="kept, or refused with the reason"
-    )
+def add_rank_speed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank-speed", type=speeds, default=[], metavar="F,F,...", help="per rank, relative")
-    add_model_options(parser)
-
-
-def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `plan` and `rank_topologies`. Raises ArgumentError, OSError."""
-    given = {"max_tokens_per_rank": args.max_tokens_per_rank, "rank_speed": args.rank_speed}
-    return {**given, **costs(args)}
 
 
 def add_cluster_options(group: argparse._ActionsContainer) -> None:
@@ -132,14 +119,24 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
 
 
-def assumed(args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel) -> str:
-    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest."""
-    if args.calibration is not None:
+def assumed(
+    args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel, of: str | None = None
+) -> str:
+    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest.
+
+    of: the file that the plan is from, if any.
+    """
+    if of is not None:
+        origin, name = "the plan's", args.cluster or "of the plan"
+    elif args.calibration is not None:
         origin, name = f"measured: {args.calibration}", "calibrated"
     else:
         origin = "the default" if gamma == DEFAULT_GAMMA else "as given"
         name = args.cluster or f"{Cluster.names()[0]}, the default"
-    limit = getattr(args, "max_tokens_per_rank", 0)
+    limit = args.max_tokens_per_rank
+    memory = f"at most {limit:,} tokens of a rank" if limit else "no limit of memory"
+    if args.micro_batches is not None and not limit:
+        memory = "steps planned whole within the fullest rank of others"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
     fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
     if cluster.fixed_s == Cluster.published().fixed_s:
@@ -148,7 +145,7 @@ def assumed(args: argparse.Namespace, gamma: float, cluster: Cluster, model: Tra
         f"Assumed: gamma {gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
         f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
         f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
-        f"{heads}; {f'at most {limit:,} tokens of a rank' if limit else 'no limit of memory'}; {fixed}."
+        f"{heads}; {memory}; {fixed}."
     )
 
 

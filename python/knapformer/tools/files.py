@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from knapformer import ArgumentError
 
+TABLE_WIDTH = 80  # of a terminal, in columns of text
 _PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _NEEDED = {"--picture": ("matplotlib",), "--report": ("plotly", "numpy")}
 
@@ -149,14 +150,31 @@ def _mode_of(target: str) -> int:
         return 0o666 & ~umask
 
 
-def table_of(rows: Iterable[Mapping[str, str]], *, left: str = "", caption: str | None = None) -> Table:
-    """rows: at least one, each with its cells by heading. left: the column of words; the others are of numbers."""
-    table = Table(caption=caption, caption_justify="left")
-    for row in rows:
-        for heading in () if table.columns else row:
+def table_of(
+    rows: Iterable[Mapping[str, str]], *, left: str = "", keys: tuple[str, ...] = (), caption: str | None = None
+) -> Group:
+    """Tables, one below the other, of at most TABLE_WIDTH columns of text where their cells allow it.
+
+    rows: at least one, each with its cells by heading. left: the column of words; the others are of numbers. keys: the
+    columns that say what a row is of, which each of the tables has (default: left).
+    """
+    rows = list(rows)
+    widths = {heading: max(len(heading), *(len(row[heading]) for row in rows)) + 3 for heading in rows[0]}
+    keys = keys or tuple(filter(None, [left]))
+    parts = [list(keys)]
+    for heading in (of for of in rows[0] if of not in keys):
+        if len(parts[-1]) > len(keys) and sum(widths[of] for of in [*parts[-1], heading]) + 1 > TABLE_WIDTH:
+            parts.append(list(keys))
+        parts[-1].append(heading)
+    tables = []
+    for part in parts:
+        table = Table(caption=caption if part is parts[-1] else None, caption_justify="left")
+        for heading in part:
             table.add_column(heading, justify="left" if heading == left else "right", no_wrap=True)
-        table.add_row(*row.values())
-    return table
+        for row in rows:
+            table.add_row(*(row[heading] for heading in part))
+        tables.append(table)
+    return Group(*tables)
 
 
 def text_or(value: float | None, style: str, otherwise: str) -> str:
@@ -164,7 +182,7 @@ def text_or(value: float | None, style: str, otherwise: str) -> str:
     return otherwise if value is None else format(value, style)
 
 
-def show(*parts: str | Table) -> None:
+def show(*parts: str | Group) -> None:
     """On standard output. As wide as the terminal; into a file or pipe wide enough that no table is cut, nor text."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:

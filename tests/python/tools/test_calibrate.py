@@ -16,6 +16,7 @@ import pytest
 from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
 from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, fit_warnings
 from knapformer.tools.cli import main
+from printed import check_tables
 
 import knapformer as kf
 
@@ -107,9 +108,9 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     got = kf.Plan.from_json(capsys.readouterr().out)
     assert got.workload.gamma == calibration.gamma
     assert (got.cluster.flops_per_s, got.cluster.node_bytes_per_s) == (calibration.flops_per_s, 4e9)
-    assert main(["tune", *plan[3:], "--steps", "1", "--calibration", str(path)]) == 0
+    assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["gamma"] == calibration.gamma
-    predict = ["predict", "--mix", "joint", "--topology", "g8n4", "--steps", "1", "--json", "-"]
+    predict = ["plan", "--mix", "joint", "--topology", "g8n4", "--predictions", "-"]
     assert main([*predict, "--calibration", str(path), "--ranks-per-node", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
     cluster = result["cluster"]
@@ -118,7 +119,7 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert (cluster["node_latency_s"], cluster["node_bytes_per_s"]) == (3e-5, 4e9)
     assert cluster["network_bytes_per_s"] == 2.5e10  # not measured: the default stays
     pytest.importorskip("plotly")
-    report = ["report", "--data", "joint", "--topology", "g8n4", "--output", str(tmp_path / "out.html")]
+    report = ["plan", "--data", "joint", "--topology", "g8n4", "--report", str(tmp_path / "out.html")]
     assert main([*report, "--calibration", str(path)]) == 0
     capsys.readouterr()
     page = (tmp_path / "out.html").read_text()
@@ -165,8 +166,8 @@ def test_a_wrong_file_is_one_line(
         written(path, **content)
     else:
         path.write_bytes(content)
-    for command in (["plan", "--data", "joint", "--ranks", "32"], ["predict", "--mix", "joint"]):
-        assert main([*command, "--topology", "g8n4", "--calibration", str(path)]) == 2
+    for command in (["plan", "--data", "joint", "--topology", "g8n4"], ["doctor", "--mix", "joint"]):
+        assert main([*command, "--calibration", str(path)]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error and "calibration.json" in error
 
@@ -220,6 +221,7 @@ def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.Ca
     torch.set_num_threads(threads)
     assert status == 0
     shown = capsys.readouterr().out
+    check_tables(shown)
     assert "1 x double" in shown and "3 x single" in shown and "All-to-all" not in shown
     assert b"</svg>" in picture.read_bytes()
     calibration, details = Calibration.load(out), json.loads(out.read_text())
@@ -294,6 +296,16 @@ def test_where_a_calibration_is_far_from_home() -> None:
     assert "measured on one, used on two" in home.far_from(WIDTH, 1, "two")[0]
     assert dataclasses.replace(home, device=None, longest=None).far_from(WIDTH, 10**6, "two") == []
     assert Calibration.from_dict(home.to_dict()) == home
+
+
+def test_commands_say_where_a_calibration_is_far_from_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(dataclasses.replace(fitted(), longest=100).to_dict()))
+    far = ["--data", "joint", "--calibration", str(path), "--json", "-"]
+    for command in (["plan", "--topology", "g8n4", *far], ["doctor", "--steps", "2", *far]):
+        assert main(command) == 0
+        error = capsys.readouterr().err
+        assert "measured at width 64, used at 3072" in error and "measured up to 100 tokens" in error
 
 
 @pytest.mark.usefixtures("flop_clock")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from knapformer.tools.cli import main
+from printed import check_tables, rows_of_tables
 
 import knapformer
 from knapformer import (
@@ -65,14 +65,20 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
     made = plan(step, "g1n32", 3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
     assert (status, err) == (0, "") and StepPlan.from_json(path.read_text()) == made
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
-    assert [row[0] for row in cells] == ["0", "1", "2", "step"]
+    rows = [row for row in rows_of_tables(out) if "part" in row]
+    cells = [first | second for first, second in zip(rows[:4], rows[4:], strict=True)]
+    assert [row["part"] for row in cells] == ["0", "1", "2", "step"]
     for row, of in zip(cells, made.plans, strict=False):
-        assert row[1:3] == [f"{of.num_sequences:,}", f"{of.num_tokens:,}"] and row[5] == f"{of.max_tokens:,}"
-        assert float(row[3]) == pytest.approx(max(of.workload_after) / statistics.fmean(of.workload_after), abs=1e-4)
+        assert (row["sequences"], row["tokens"]) == (f"{of.num_sequences:,}", f"{of.num_tokens:,}")
+        assert row["max tokens"] == f"{of.max_tokens:,}"
+        assert float(row["longest"]) == pytest.approx(
+            max(of.workload_after) / statistics.fmean(of.workload_after), abs=1e-4
+        )
     mean = sum(sum(of.workload_after) for of in made.plans) / 32
-    assert float(cells[3][3]) == pytest.approx(sum(max(of.workload_after) for of in made.plans) / mean, abs=1e-4)
-    assert float(cells[3][8]) == pytest.approx(made.predicted_time, rel=1e-3)
+    assert float(cells[3]["longest"]) == pytest.approx(
+        sum(max(of.workload_after) for of in made.plans) / mean, abs=1e-4
+    )
+    assert float(cells[3]["predicted s"]) == pytest.approx(made.predicted_time, rel=1e-3)
     assert ("once a step" if sync == "step" else "in every micro-batch") in out
 
 
@@ -91,9 +97,11 @@ def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_p
     mean = sum(sum(of.workload_after) for of in step.plans) / 96
     for row, of in zip(rows_of(rows), step.plans, strict=True):
         assert row == pytest.approx([work / mean for work in of.workload_after])
-    # A command that shows a micro-batch says where to go with a step.
-    status, _, err = run(capsys, "report", str(path), "--output", str(page))
-    assert status == 2 and "got the plan of a step" in err
+    # So it is from the file.
+    page.unlink()
+    assert run(capsys, "plan", "--from", str(path), "--report", str(page))[0] == 0 and page.read_text() == shown
+    status, _, err = run(capsys, "plan", "--from", str(path), "--cluster", "a100")
+    assert status == 2 and "--cluster: got one beside the plan of a step" in err
 
 
 def charts_of(page: str) -> list[dict[str, Any]]:
@@ -118,7 +126,7 @@ def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_pat
     path.write_text("[[10, 2000], [30], []]")
     status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
     made = plan([[10, 2000], [30], []], "g1n1+g2n1", 8)
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    cells = [list(row.values()) for row in rows_of_tables(out) if "rank" in row]
     assert status == 0
     assert [row[:4] for row in cells] == [["0", "0", "2", "2,010"], ["1", "1", "1", "30"], ["2", "1", "0", "0"]]
     assert [int(row[6].replace(",", "")) for row in cells] == made.tokens_after
@@ -130,7 +138,7 @@ def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
     assert status == 0
-    assert len(out.splitlines()) < 12 and "4,096" in out
+    assert 0 < len(rows_of_tables(out)) < 12 and "4,096" in out
 
 
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,45 +157,7 @@ def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]
     assert made.max_tokens <= 9000 and made.solver == "balanced"
 
 
-def test_tune_ranks_topologies_with_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "tuning.json"
-    args = [
-        "tune",
-        "--data",
-        "joint",
-        "--ranks",
-        "32",
-        "--steps",
-        "2",
-        "--heads",
-        "24",
-        "--max-tokens-per-rank",
-        "20000",
-    ]
-    status, out, err = run(capsys, *args, "--json", str(path))
-    assert (status, err) == (0, "")
-    ranking = json.loads(path.read_text())["topologies"]
-    sample = [DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
-    asked = rank_topologies(sample, 3072, num_heads=24, max_tokens_per_rank=20000)
-    assert [option["topology"] for option in ranking] == [option.topology for option in asked]
-    times = [option["predicted_time_s"] for option in ranking]
-    assert (
-        times[-1] is None
-        and all(  # one rank cannot hold the longest sequence; 0.1 % is a tie
-            better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1])
-        )
-    )
-    assert "20000" in ranking[-1]["reason"] and ranking[-1]["topology"] == "g1n32"
-    assert all(f"{option.topology}: {option.reason}." in out for option in asked)
-    assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
-    best = plan(sample[0], ranking[0]["topology"], 3072).predicted_time
-    flat = min(plan(sample[0], t, 3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4"))
-    assert best < flat
-    status, out, _ = run(capsys, *args, "--json", "-")
-    assert status == 0 and json.loads(out) == json.loads(path.read_text())
-
-
-def test_auto_is_the_best_of_tune(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_the_best_topology(capsys: pytest.CaptureFixture[str]) -> None:
     for extra in ([], ["--solver", "greedy"]):
         status, out, _ = run(capsys, "plan", "--topology", "auto", *MIXED, *extra, "--json", "-")
         lengths = DataMix.parse("mixed").draw_lengths(0, 0, 32)
@@ -229,8 +199,14 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
     [
         ([], "required: COMMAND"),
         (["draw"], "invalid choice: 'draw'"),
-        (PLAN_G8, "one of the arguments --data --lengths is required"),
-        ([*PLAN_G8, "--data", "mixed"], "--ranks: got none"),
+        (PLAN_G8, "one of the arguments --from --data/--mix --lengths --traces is required"),
+        (["plan", *MIXED], "--topology: got none, expected bags of ranks such as g8n4, or auto"),
+        ([*PLAN_G8, *MIXED, "--json", "-", "--predictions", "-"], "--predictions: got '-', expected another file"),
+        ([*PLAN_G8, *MIXED, "--measured", "x"], "--measured: got one without --report"),
+        (
+            [*PLAN_G8, *MIXED, "--micro-batches", "2", "--sync", "step", "--predictions", "-"],
+            "--sync: got 'step' with several topologies, ranks or steps, or with predictions",
+        ),
         ([*PLAN_G8, "--data", "mixd", "--ranks", "32"], "data: got 'mixd'"),
         ([*PLAN_G8, "--data", "g8b1i256", "--ranks", "32"], "data: got 'g8b1i256'"),
         ([*PLAN_G8, "--data", "mixed", "--ranks", "33"], "ranks: got 33, expected a positive multiple of the 32"),
@@ -256,13 +232,14 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, *MIXED, "--rank-speed", "1,2"], "rank_speed: got 2 speeds"),
         ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
-        (["tune", *MIXED, "--heads", "0"], "--heads: got '0'"),
-        (["tune", *MIXED, "--steps", "0"], "--steps: got '0'"),
-        (["tune", *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
-        (["tune", *MIXED, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
-        (["tune", *MIXED, "--json", "nowhere/tuning.json"], "--json: got 'nowhere/tuning.json'"),
-        (["tune", "--data", "mixed"], "--ranks: got none"),
-        (["tune", "--ranks", "32"], "one of the arguments --data --lengths is required"),
+        (["doctor", *MIXED, "--heads", "0"], "--heads: got '0'"),
+        (["doctor", *MIXED, "--steps", "0"], "--steps: got '0'"),
+        (["doctor", *MIXED, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
+        (["doctor", *MIXED, "--json", "nowhere/tuning.json"], "--json: got 'nowhere/tuning.json'"),
+        (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data/--mix is required"),
+        (["tune", *MIXED], "knapformer tune: is part of another command now: knapformer doctor --topologies"),
+        (["predict", *MIXED, "--nonsense"], "knapformer predict: is part of another command now: knapformer plan"),
+        (["report", "plan.json"], "knapformer report: is part of another command now: knapformer plan"),
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
         ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
@@ -270,12 +247,12 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, "--lengths", "."], ".: Is a directory"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
         ([*PLAN_G8, *MIXED, "--calibration", ""], "--calibration: got ''"),
-        (["report", ""], "PLAN.json: got ''"),
-        (["predict", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
+        (["plan", "--from", ""], "--from: got ''"),
+        (["plan", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
         ([*PLAN_G8, *MIXED, "--mask", "\udcff"], "--mask: got"),
-        (["predict", "--mix", "\udcff", "--topology", "g8n4"], "--mix: got"),
-        (["report", "--data", "\udcff", "--topology", "g8n4"], "--data: got"),
+        (["plan", "--mix", "\udcff", "--topology", "g8n4"], "--data: got"),
+        (["doctor", "--data", "\udcff"], "--data: got"),
         ([*SIMULATE, "--data", "\udcff", "--ranks", "2"], "--data: got"),
         ([*SIMULATE, *TWO, "--topology", "\udcff"], "--topology: got"),
         (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
@@ -375,7 +352,7 @@ def _umask() -> int:
 
 def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     topology = ["--topology", "g8n4"]
-    for command in (["plan", *topology, *MIXED], ["tune", *MIXED, "--steps", "1"], ["predict", *topology, *MIXED[:2]]):
+    for command in (["plan", *topology, *MIXED], ["plan", *topology, "--topology", "g1n*", *MIXED[:2]]):
         for options, words in (
             ([], ("gamma 0.41 (the default)", "cluster h100, the default: 298 TFLOP/s a rank, 120 and 25 GB/s in a "
                   "node of 8 and between", "57 blocks, 1.2e+10 parameters, heads as if even", "no limit of memory",
@@ -474,3 +451,43 @@ def test_result_files_hold_nothing_that_json_lacks(capsys: pytest.CaptureFixture
 
     assert status == 0
     json.loads(out, parse_constant=refuse)
+
+
+def test_the_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(capsys, "--help")
+    lines = out.splitlines()
+    assert status == 0 and len(lines) <= 24 and max(map(len, lines)) <= 80
+    commands = [line.split()[0] for line in lines if re.match(r"    \w", line)]
+    assert commands == ["doctor", "plan", "calibrate", "simulate", "replay"]
+
+
+def test_options_mean_the_same_everywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what holds where an option is not given, and for which files of lengths are read."""
+    monkeypatch.setenv("COLUMNS", "300")
+    texts: dict[str, set[str]] = {}
+    for command in ("doctor", "plan", "simulate", "replay"):
+        _, out, _ = run(capsys, command, "--help")
+        parts = re.split(r"\n\s+(?=--[a-z])", out)
+        help_of = {part.split()[0].rstrip(","): " ".join(part.split("\n\n")[0].split()) for part in parts}
+        for option in ("--max-tokens-per-rank", "--cluster", "--calibration", "--gamma", "--data", "--seed"):
+            texts.setdefault(option, set()).add(
+                re.sub(r"[;(] ?(default:|default 0|'fit').*", "", help_of[option]).strip()
+            )
+        assert "--lengths" in help_of
+        assert "Data codes, gGbBiRfFsS: G ranks that each draw B samples" in out
+    assert all(len(of) == 1 for of in texts.values()), texts
+
+
+def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the tests of calibrate, simulate and replay hold for theirs."""
+    for command in (
+        ["plan", "--topology", "g16/8/4/2/1n*", "--topology", "g8n4", "--data", "joint", "--ranks", "32,1024",
+         "--micro-batches", "2", "--effort", "low"],
+        ["plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096"],
+        ["plan", "--topology", "g8/4/2/1n4", "--data", "joint", "--micro-batches", "3"],
+        ["doctor", "--data", "joint", "--steps", "2", "--topologies"],
+    ):  # fmt: skip
+        status, out, err = run(capsys, *command)
+        assert (status, err) == (0, "")
+        check_tables(out)

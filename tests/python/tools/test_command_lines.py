@@ -60,8 +60,8 @@ _OPTIONS += ["--parameters", "--heads", "--mode", "--solver", "--seed"]
 _COMMANDS = (
     ["plan", "--topology", "g4/2/1n1", "--effort", "low", "--lengths", "{lengths}"],
     ["plan", "--topology", "g2n2", "--effort", "low", "--micro-batches", "2", "--lengths", "{lengths}"],
-    ["tune", "--steps", "1", "--lengths", "{lengths}"],
-    ["report", "{plan}", "--output", "{output}"],
+    ["doctor", "--steps", "2", "--model", "wan-1.3b", "--topologies", "{lengths}"],
+    ["plan", "--from", "{plan}", "--report", "{output}"],
 )
 
 _anything = st.one_of(

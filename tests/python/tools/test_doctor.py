@@ -1,6 +1,7 @@
 """`knapformer doctor`: what it reads, what it simulates, and what it advises."""
 
 import io
+import itertools
 import json
 
 import numpy as np
@@ -10,7 +11,9 @@ from knapformer.tools.doctor.alternatives import Draw, Setting, alternatives, ga
 from knapformer.tools.doctor.memory import GIB, MemoryModel
 from knapformer.tools.doctor.presets import PRESETS
 from knapformer.tools.doctor.samples import read_samples
+from knapformer.tools.doctor.topologies import ranked, sharing
 
+import knapformer as kf
 from knapformer import Cluster, TrainedModel
 
 D, GAMMA = 64, 0.5
@@ -33,7 +36,7 @@ def setting(num_ranks=2, **changes):
 
 def results_of(of, steps):
     draw = Draw(of, steps, [length for step in steps for lens in step for length in lens])
-    return {a.key: simulate(a, draw) for a in alternatives(of, steps)}
+    return {a.key: simulate(a, draw) for a in alternatives(of, sharing(ranked(of, steps)))}
 
 
 def test_alternatives_cost_what_the_formula_says():
@@ -269,3 +272,67 @@ def test_the_table_fits_a_terminal_of_80_columns_and_runs_are_repeatable(capsys)
     assert len(table) > 8
     assert max(map(len, table)) <= 80
     assert "Assumed: mix low" in texts[0]
+
+
+def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
+    path = tmp_path / "diagnosis.json"
+    arguments = ["doctor", "--data", "joint", "--ranks", "32", "--steps", "2", "--max-tokens-per-rank", "20000"]
+    assert main([*arguments, "--topologies", "--json", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    ranking = json.loads(path.read_text())["topologies"]
+    sample = [kf.DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
+    # FLUX's 24 heads; no fixed time of the published cluster.
+    asked = kf.rank_topologies(
+        sample, 3072, num_heads=24, max_tokens_per_rank=20000, cluster=Cluster("h100", fixed_s=0)
+    )
+    assert [option["topology"] for option in ranking] == [option.topology for option in asked]
+    times = [option["predicted_time_s"] for option in ranking]
+    assert times[-1] is None  # one rank cannot hold the longest sequence; 0.1 % is a tie
+    assert all(better <= worse * 1.001 for better, worse in itertools.pairwise(times[:-1]))
+    assert "20000" in ranking[-1]["reason"]
+    assert ranking[-1]["topology"] == "g1n32"
+    assert all(f"{option.topology}: {option.reason}." in out for option in asked)
+    assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
+    best = kf.plan(sample[0], ranking[0]["topology"], 3072).predicted_time
+    flat = min(kf.plan(sample[0], t, 3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4"))
+    assert best < flat
+    assert main([*arguments, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
+    assert main(arguments) == 0
+    assert "Topologies of bags" not in capsys.readouterr().out
+
+
+def test_a_limit_that_nothing_keeps_is_the_verdict(capsys):
+    found = diagnosis(capsys, "--data", "mixed", "--steps", 2, "--max-tokens-per-rank", 100)
+    assert found["take"] is None
+    assert "Does not fit in memory: " in found["verdict"]
+    assert "max_tokens_per_rank: got 100, expected at least" in found["verdict"]
+    assert all(option["predicted_time_s"] is None for option in found["topologies"])
+
+
+def test_masks_widths_and_speeds_are_those_of_the_plans(capsys):
+    speeds = [2.0] + [1.0] * 31
+    found = diagnosis(
+        capsys, "--data", "mixed", "--steps", 2, "--mask", "causal", "--d-model", 1024, "--rank-speed",
+        ",".join(map(str, speeds)), "--scale", 2, "--max-text-tokens", 10,
+    )  # fmt: skip
+    mix = kf.DataMix.parse("mixed", resolution_scale=2, max_text_tokens=10)
+    seconds = []
+    for step in range(2):
+        plan = kf.plan(
+            mix.draw_lengths(0, step, 32), "g1n32", 1024, masks="causal", rank_speed=speeds,
+            cluster=Cluster("h100", fixed_s=0), model=TrainedModel(num_heads=24, routed=False),
+        )  # fmt: skip
+        seconds.append(kf.predict_step(kf.plan_home(plan)).total_s)
+    drawn = next(row for row in found["alternatives"] if row["key"] == "as_drawn")
+    assert drawn["step_s"] == pytest.approx(sum(seconds) / 2)
+
+
+def test_lengths_are_taken_as_an_option_too(tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("1000\n9000\n50\n")
+    arguments = ["--ranks", "8", "--steps", "2", "--mode", "lora"]
+    assert diagnosis(capsys, path, *arguments) == diagnosis(capsys, "--lengths", path, *arguments)
+    assert main(["doctor", str(path), "--lengths", str(path)]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err

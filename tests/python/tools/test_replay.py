@@ -15,6 +15,7 @@ import pytest
 from knapformer.tools.cli import main
 from knapformer.tools.replay.results import RankSeconds, Variant, correlation, spread
 from knapformer.tools.replay.shares import RankShare, shares_of
+from printed import check_tables
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, plan_home
@@ -236,6 +237,7 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     more = ["--topology", "g4n1", "--topology", "g2n2", "--steps", "2", "--repeats", "1", "--peak-tflops", "0.1"]
     assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", *files) == 0
     shown = capsys.readouterr().out
+    check_tables(shown)
     result = json.loads(out.read_text())
     none, four, two = result["variants"]
     assert [v["topology"] for v in result["variants"]] == [None, "g4n1", "g2n2"]
@@ -255,8 +257,8 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert result["cluster"]["model"]["num_blocks"] == 4 and result["cluster"]["cluster"]["fixed_s"] == 0
     assert "g4n1" in shown and "none" in shown and "HFU" in shown
     assert "g2n2, measured" in page.read_text() and "predicted step" not in page.read_text()
-    # `knapformer report --measured` takes the file as well.
-    report = ["report", "--data", "g4b1i256f1s0", "--topology", "g4n1", "--output", str(page), "--measured", str(out)]
+    # `knapformer plan --measured` takes the file as well.
+    report = ["plan", "--data", "g4b1i256f1s0", "--topology", "g4n1", "--report", str(page), "--measured", str(out)]
     assert run(*report) == 0 and "g4n1, measured" in page.read_text()
 
 
@@ -299,7 +301,7 @@ def test_a_plan_from_a_file_is_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     path, out = tmp_path / "plan.json", tmp_path / "out.json"
     path.write_text(plan.to_json())
     options = ["--model", "transformer-tiny", "--dtype", "bf16", "--no-checkpoint", "--repeats", "1"]
-    assert run("replay", str(path), *options, "--json", str(out)) == 0
+    assert run("replay", "--from", str(path), *options, "--json", str(out)) == 0
     result = json.loads(out.read_text())
     assert result["gamma"] == 0.3 and result["variants"][1]["work_per_rank"] == [plan.workload_after]
     assert result["cluster"]["model"] | {"recomputes": False, "element_size": 2} == result["cluster"]["model"]
@@ -312,7 +314,7 @@ def test_a_step_plan_from_a_file_is_replayed(tmp_path: Path) -> None:
     step = kf.plan(lengths, "g2/1n2", 32, 0.3, micro_batches=2, max_tokens_per_rank=400)
     path, out = tmp_path / "step.json", tmp_path / "out.json"
     path.write_text(step.to_json())
-    assert run("replay", str(path), "--model", "transformer-tiny", "--repeats", "1", "--json", str(out)) == 0
+    assert run("replay", "--from", str(path), "--model", "transformer-tiny", "--repeats", "1", "--json", str(out)) == 0
     result = json.loads(out.read_text())
     none, whole = result["variants"]
     assert (result["micro_batches"], whole["name"]) == (2, f"step planned, {step.plans[0].topology}")
@@ -366,17 +368,17 @@ def test_wrong_input_is_one_line_and_status_2(
         ([*good, "--shard-ranks", "0"], "--shard-ranks: got '0'"),
         ([*good, "--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
         ([*good, "--report", "nowhere/out.html"], "--report: got 'nowhere/out.html'"),
-        (["replay", "nowhere.json", *tiny], "nowhere.json: No such file"),
-        (["replay", "../broken.json", *tiny], "JSON"),
-        (["replay", "../wide.json", *tiny], "d_model: got 128, expected 64"),
-        (["replay", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
-        (["replay", "../none.json", *tiny], "without sequences"),
-        (["replay", "../once.json", *tiny], "sync: got 'step', expected 'micro_batch'"),
-        (["replay", "../empty.json", *tiny], "without sequences"),
-        (["replay", "../wide_step.json", *tiny], "d_model: got 128, expected 64"),
-        (["replay", "../broken_step.json", *tiny], "plan: "),
-        (["replay", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
-        (["replay", "../wide.json", "--micro-batches", "2", *tiny], "--micro-batches: got one beside a plan"),
+        (["replay", "--from", "nowhere.json", *tiny], "nowhere.json: No such file"),
+        (["replay", "--from", "../broken.json", *tiny], "JSON"),
+        (["replay", "--from", "../wide.json", *tiny], "d_model: got 128, expected 64"),
+        (["replay", "--from", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
+        (["replay", "--from", "../none.json", *tiny], "without sequences"),
+        (["replay", "--from", "../once.json", *tiny], "sync: got 'step', expected 'micro_batch'"),
+        (["replay", "--from", "../empty.json", *tiny], "without sequences"),
+        (["replay", "--from", "../wide_step.json", *tiny], "d_model: got 128, expected 64"),
+        (["replay", "--from", "../broken_step.json", *tiny], "plan: "),
+        (["replay", "--from", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
+        (["replay", "--from", "../wide.json", "--micro-batches", "2", *tiny], "--micro-batches: got one beside a plan"),
         (["replay", "--lengths", "../lengths.json", "--topology", "g2n1", *tiny], "without sequences"),
         (["replay", "--lengths", "../broken.json", "--topology", "g2n1", *tiny], "not readable as JSON"),
         *([] if torch.cuda.is_available() else [([*good, "--device", "cuda"], "device: got 'cuda'")]),

@@ -168,32 +168,15 @@ def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
     }
     (tmp_path / "measured.json").write_text(json.dumps(results))
     target, timeline = tmp_path / "a.html", tmp_path / "t.json"
-    arguments = ["--measured", str(tmp_path / "measured.json"), "--output", str(target), "--timeline", str(timeline)]
-    assert main(["report", str(tmp_path / "plan.json"), *arguments]) == 0
+    arguments = ["--measured", str(tmp_path / "measured.json"), "--report", str(target), "--timeline", str(timeline)]
+    assert main(["plan", "--from", str(tmp_path / "plan.json"), *arguments]) == 0
     assert "g4n2, measured" in target.read_text()
     assert json.loads(timeline.read_text())["otherData"]["topology"] == "g4/2/1n2"
     other = tmp_path / "b.html"
-    assert main(["report", "--data", "joint", "--topology", "g8n4", "--output", str(other)]) == 0
+    assert main(["plan", "--data", "joint", "--topology", "g8n4", "--report", str(other)]) == 0
     assert "knapformer: 32 ranks, g8n4" in other.read_text()
     third = tmp_path / "c.html"
-    assert (
-        main(
-            [
-                "predict",
-                "--mix",
-                "low",
-                "--ranks",
-                "32,64",
-                "--topology",
-                "g1n*",
-                "--steps",
-                "1",
-                "--report",
-                str(third),
-            ]
-        )
-        == 0
-    )
+    assert main(["plan", "--mix", "low", "--ranks", "32,64", "--topology", "g1n*", "--report", str(third)]) == 0
     assert "As the cluster grows" in third.read_text()
 
 
@@ -211,11 +194,13 @@ def test_text_in_titles_is_escaped(tmp_path):
         ("--topology: got none", ["--data", "joint"]),
         ("data: got 'nonsense'", ["--data", "nonsense", "--topology", "g8n4"]),
         ("--ranks: got '0'", ["--data", "joint", "--topology", "g8n4", "--ranks", "0"]),
-        ("missing.json", ["missing.json"]),
-        ("plan: ", ["broken.json"]),
-        ("plan: got one without sequences", ["empty.json"]),
+        ("missing.json", ["--from", "missing.json"]),
+        ("plan: ", ["--from", "broken.json"]),
+        ("plan: got one without sequences", ["--from", "empty.json"]),
         ("--measured: broken.json", ["--data", "joint", "--topology", "g8n4", "--measured", "broken.json"]),
-        ("--output: got", ["--data", "joint", "--topology", "g8n4", "--output", "no/such/x.html"]),
+        ("--report: got", ["--data", "joint", "--topology", "g8n4", "--report", "no/such/x.html"]),
+        ("--topology: got one beside a plan", ["--from", "whole.json", "--topology", "g1n2"]),
+        ("--gamma: got one beside a plan", ["--from", "whole.json", "--gamma", "0.5"]),
         ("--timeline: got none", ["--traces", "broken.json"]),
     ],
 )
@@ -223,10 +208,11 @@ def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text('{"topology": ')
     (tmp_path / "empty.json").write_text(kf.plan([[], []], "g1n2", 64).to_json())
+    (tmp_path / "whole.json").write_text(kf.plan([[8], [4]], "g1n2", 64).to_json())
     before = sorted(tmp_path.iterdir())
-    assert main(["report", *arguments]) == 2
+    assert main(["plan", "--report", "x.html", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("knapformer report: ")
+    assert error.startswith("knapformer plan: ")
     assert message in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before

@@ -104,7 +104,7 @@ def test_real_ranks_are_profiled_and_merged(tmp_path):
     names = [e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "process_name"]
     assert any(name.startswith("rank 0") for name in names)
     target = tmp_path / "all.json"
-    assert main(["report", "--traces", *paths, "--timeline", str(target)]) == 0
+    assert main(["plan", "--traces", *paths, "--timeline", str(target)]) == 0
     assert len(json.loads(target.read_text())["traceEvents"]) == len(trace["traceEvents"])
 
 
@@ -112,8 +112,8 @@ def test_real_ranks_are_profiled_and_merged(tmp_path):
 def test_a_broken_trace_is_one_line_and_status_2(content, tmp_path, capsys):
     (tmp_path / "rank.json").write_text(content)
     target = tmp_path / "all.json"
-    assert main(["report", "--traces", str(tmp_path / "rank.json"), "--timeline", str(target)]) == 2
+    assert main(["plan", "--traces", str(tmp_path / "rank.json"), "--timeline", str(target)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("knapformer report: trace: ")
+    assert error.startswith("knapformer plan: trace: ")
     assert error.count("\n") == 1
     assert not target.exists()

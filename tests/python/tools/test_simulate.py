@@ -25,6 +25,7 @@ from knapformer.tools.simulate.results import Measured, Variant, figures, senten
 from knapformer.tools.simulate.settings import SimulationSettings
 from knapformer.tools.simulate.variants import EQUAL_LENGTHS, Variants, variant_names
 from knapformer.tools.simulate.worker import balancer_of, joined
+from printed import check_tables
 
 from knapformer import ArgumentError, Calibration, Cluster, DataMix, Sample, WorkloadModel, plan, plan_home
 
@@ -298,6 +299,7 @@ def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     check_results(tmp_path / "out.json", None)
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
+    check_tables(done.stdout)
     assert done.stdout.endswith(f"{summary}\n") and "The loss is the same" in summary
     assert "12 of 16 done" not in done.stdout and "g1n2" in done.stdout and "none" in done.stdout
     assert os.listdir(tmp_path) == ["out.json"]
@@ -335,6 +337,7 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert planned["tokens_moved"] == 0 < nested["tokens_moved"] and planned["promised_speed_up"] > 1.5
     assert planned["tokens_per_s"] * planned["fbl_s"] == pytest.approx(none["tokens_per_s"] * none["fbl_s"])
     assert all(of["predicted_s"] > 0 for of in (none, nested, planned, equal))
+    check_tables(done.stdout)
     assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
 
 
@@ -344,7 +347,7 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     samples.write_text("num_tokens\n" + "\n".join(str(20 + 5 * i) for i in range(40)))
     ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
     command = [
-        sys.executable, "-m", "knapformer", "simulate", "--samples", str(samples), "--batch-size", "2", "--ranks", "2",
+        sys.executable, "-m", "knapformer", "simulate", "--lengths", str(samples), "--batch-size", "2", "--ranks", "2",
         "--model", "flux-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
         "--json", str(out), "--report", str(tmp_path / "out.html"),
     ]  # fmt: skip
@@ -360,6 +363,7 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     for of in (buckets, budget, static):
         assert of["speed_up"] == pytest.approx(of["work"] * none["fbl_s"] / of["fbl_s"])
         assert of["predicted_s"] > 0
+    check_tables(done.stdout)
     assert "lockstep buckets: other samples" in done.stdout
     # The page's headline is of the same samples.
     page = (tmp_path / "out.html").read_text()
@@ -409,7 +413,7 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     check_results(tmp_path / "out.json", 0.8)
     cluster = Cluster(**json.loads((tmp_path / "out.json").read_text())["settings"]["cluster"])
     assert cluster == calibration.cluster() == Cluster(flops_per_s=4e12, node_bytes_per_s=3e9, node_latency_s=1e-5)
-    assert done.stdout.count("balancer ┃") == 1  # rank 0 alone reports
+    assert done.stdout.count("FBL s ┃") == 1  # rank 0 alone reports
 
 
 def test_torchrun_with_other_ranks_than_asked_for() -> None:

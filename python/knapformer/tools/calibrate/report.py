@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.console import Group
 
 from knapformer import WorkloadModel
 from knapformer.calibration import Calibration
@@ -48,7 +48,7 @@ def without_gamma(calibration: Calibration, times: BlockTimes) -> Calibration:
     return dataclasses.replace(calibration, gamma=1.0, seconds_per_flop=k)
 
 
-def _table(calibration: Calibration, times: BlockTimes) -> Table:
+def _table(calibration: Calibration, times: BlockTimes) -> Group:
     passes = "forward, recompute and backward" if calibration.recomputes else "forward and backward"
     rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
     table = []
@@ -68,7 +68,9 @@ def _table(calibration: Calibration, times: BlockTimes) -> Table:
             }
         )
     return table_of(
-        table, caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds"
+        table,
+        keys=("tokens",),
+        caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds",
     )
 
 

@@ -7,7 +7,6 @@ model (docs/cluster_model.md); ranks wait for each other in every micro-batch, a
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +33,17 @@ class Setting:
     cluster: Cluster
     model: TrainedModel
     max_tokens: int = 0
+    mask: str = "full"
+    rank_speed: Sequence[float] = ()
 
     def plan(self, lengths: Lengths, topology: str, *, solver: str = "greedy", routed: bool = False) -> Plan:
         return knapformer.plan(
-            lengths, topology, self.d_model, self.gamma, solver, cluster=self.cluster,
-            model=self.model.replace(routed=routed),
+            lengths, topology, self.d_model, self.gamma, solver, masks=self.mask, rank_speed=self.rank_speed,
+            cluster=self.cluster, model=self.model.replace(routed=routed),
         )  # fmt: skip
 
     def work(self, length: int) -> float:
-        return knapformer.WorkloadModel(self.gamma).work(length, self.d_model)
+        return knapformer.WorkloadModel(self.gamma).work(length, self.d_model, self.mask)
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,9 @@ def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[St
         for lengths in draw.steps:
             step = Step()
             planned = knapformer.plan(
-                lengths, topology, setting.d_model, setting.gamma, effort="low", cluster=setting.cluster,
-                model=setting.model.replace(routed=routed), max_tokens_per_rank=setting.max_tokens,
-                micro_batches=setting.micro_batches,
+                lengths, topology, setting.d_model, setting.gamma, effort="low", masks=setting.mask,
+                rank_speed=setting.rank_speed, cluster=setting.cluster, model=setting.model.replace(routed=routed),
+                max_tokens_per_rank=setting.max_tokens, micro_batches=setting.micro_batches,
             )  # fmt: skip
             for plan in planned.plans:
                 step.add(plan)
@@ -264,28 +265,17 @@ def baselines(num_ranks: int) -> list[Alternative]:
     return found
 
 
-def alternatives(setting: Setting, steps: Sequence[Lengths]) -> list[Alternative]:
-    """Those that these ranks allow, what needs least change first. steps: a sample, to choose topologies by."""
+def alternatives(setting: Setting, topologies: Sequence[str]) -> list[Alternative]:
+    """Those that these ranks allow, what needs least change first. topologies: of the balancer in the model."""
     num_ranks = setting.num_ranks
     found = baselines(num_ranks)
     sampler = planned_step(f"g1n{num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
     found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
-    for topology in _topologies(setting, steps):
+    for topology in topologies:
         balancer = planned_step(topology, routed=True)
         found.append(Alternative(f"bags {topology}", f"bags {topology}", balancer, "calls in the model", ours=True))
     return found
-
-
-def _topologies(setting: Setting, steps: Sequence[Lengths], count: int = 2) -> list[str]:
-    """The best that share sequences."""
-    drawn = (micro_batch for step in steps[:2] for micro_batch in micro_batches_of_step(step, setting.micro_batches))
-    batches = list(itertools.islice(drawn, 4))
-    ranked = knapformer.rank_topologies(
-        batches, setting.d_model, setting.gamma, cluster=setting.cluster, model=setting.model.replace(routed=True)
-    )
-    sharing = [option.topology for option in ranked if not option.topology.startswith("g1n")]
-    return sharing[:count]
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix
+from knapformer import ArgumentError, Cluster, DataMix, TopologyOption
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import Lengths
+from knapformer.tools.doctor import topologies
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.presets import PRESETS, preset_named
 from knapformer.tools.doctor.samples import FORMATS, Samples, read_samples
+from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
@@ -29,13 +31,18 @@ _KEYS = ("as_drawn", "one_by_one", "buckets", "time_budget", "longest_first", "s
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "doctor", help="what balancing gains on your lengths, beside what you do now", description=__doc__
+        "doctor",
+        help="what balancing gains on your lengths, beside what you do now",
+        description=__doc__,
+        epilog=cli_args.DATA_CODES,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "lengths", nargs="?", metavar="LENGTHS",
-        help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}, or '-'",
+        "lengths", nargs="?", metavar="LENGTHS", default=argparse.SUPPRESS,
+        help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}, or '-'; or as "
+        "they were drawn: a list for each rank, or a list of such steps",
     )  # fmt: skip
+    cli_args.add_lengths_file(source, "LENGTHS, as other commands take them")
     cli_args.add_data(source)
     cli_args.add_ranks(parser, "data-parallel ranks")
     parser.add_argument(
@@ -55,9 +62,14 @@ def add_parser(subparsers: Any) -> None:
         help="one measured peak, which the memory model is put through",
     )  # fmt: skip
     cli_args.add_count(parser, "--steps", 20, "simulated", low=2)
-    cli_args.add_seed(parser)
+    cli_args.add_draw(parser)
     cost_args.add_gamma(parser)
+    cli_args.add_d_model(parser, "the --model's")
+    cost_args.add_mask(parser)
+    cli_args.add_max_tokens(parser, "what fits in memory")
+    cost_args.add_rank_speed(parser)
     cost_args.add_model_options(parser)
+    parser.add_argument("--topologies", action="store_true", help="lists all topologies of bags, with the reasons")
     parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline, with pictures")
     parser.set_defaults(run=run)
@@ -80,8 +92,10 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     source = _Source(args)
     setting, memory = _setting(args, source.num_ranks)
+    cost_args.warn_if_far(args, setting.d_model, max(source.pool))
     draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
-    candidates = alternatives(setting, draw.steps)
+    ranking = ranked(setting, draw.steps)
+    candidates = alternatives(setting, sharing(ranking))
     with Progress(len(candidates) + 2, enabled=sys.stderr.isatty()) as progress:
         results = []
         for alternative in candidates:
@@ -96,11 +110,11 @@ def run(args: argparse.Namespace) -> None:
         progress.advance()
         moved = levers(verdict, results, draw, source.steps)
         progress.advance()
-    write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved))
+    write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved, ranking))
     if args.report is not None:
         _write_report(args, source, draw, memory, results, verdict)
     if args.json != "-":
-        _print(source, draw, memory, results, verdict, moved)
+        _print(source, draw, memory, results, verdict, moved, ranking if args.topologies else ())
 
 
 class _Source:
@@ -170,7 +184,8 @@ def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryM
     if args.calibration is None and (args.cluster or Cluster.names()[0]) in Cluster.names():
         # Fitted to somebody else's steps, and which part of it comes with every micro-batch is not known.
         cluster = cluster.replace(fixed_s=0)
-    memory = MemoryModel.of(model, preset.d_model, num_ranks)
+    d_model = args.d_model or preset.d_model
+    memory = MemoryModel.of(model, d_model, num_ranks)
     if args.measured_memory is not None:
         tokens, gib = args.measured_memory
         if memory.gib(0) >= gib:
@@ -188,8 +203,9 @@ def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryM
             f"{memory.gib(0):.1f} GiB of each; expected at most {limit_gib:g} (--memory-gib)"
         )
     setting = Setting(
-        num_ranks, args.batch_size, args.micro_batches, preset.d_model, cost["gamma"], cluster, model, max_tokens
-    )
+        num_ranks, args.batch_size, args.micro_batches, d_model, cost["gamma"], cluster, model,
+        min(filter(None, (max_tokens, args.max_tokens_per_rank)), default=0), args.mask, args.rank_speed,
+    )  # fmt: skip
     return setting, memory
 
 
@@ -230,7 +246,7 @@ def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel,
 
 def _as_dict(
     args: argparse.Namespace, source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result],
-    verdict: Verdict, moved: Sequence[Lever],
+    verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "format": _FORMAT,
@@ -260,6 +276,7 @@ def _as_dict(
             }
             for result in results
         ],
+        "topologies": [topologies.as_dict(option) for option in ranking],
     }
 
 
@@ -308,7 +325,7 @@ def _write_report(
 
 def _print(
     source: _Source, draw: Draw, memory: MemoryModel, results: Sequence[Result], verdict: Verdict,
-    moved: Sequence[Lever],
+    moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> None:  # fmt: skip
     lens, setting = source.pool, draw.setting
     rows = [_cells(r, _figures(r, verdict.now, setting, memory, source.num_samples)) for r in results]
@@ -336,6 +353,8 @@ def _print(
     if moved:
         parts += ["", f"What would change the gain of {moved[0].taken} most:"]
         parts += [f"  {lever.name}: {lever.low:.2f} or {lever.high:.2f} times as fast" for lever in moved]
+    if ranking:
+        parts += ["", *topologies.table(ranking)]
     cluster = setting.cluster
     limit = f"{setting.max_tokens:,} tokens of a rank fit" if setting.max_tokens else "memory is not limited"
     parts += [

@@ -26,7 +26,10 @@ _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "replay", help="every rank's share of a plan, measured on one device", description=__doc__
+        "replay",
+        help="every rank's share of a plan, measured on one device",
+        description=__doc__,
+        epilog=cli_args.DATA_CODES,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     cli_args.add_plan(source)
@@ -37,8 +40,9 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_solver(parser)
     cost_args.add_gamma(parser)
     cli_args.add_draw(parser)
-    cli_args.add_count(parser, "--steps", 1, "of --data")
-    cli_args.add_whole_steps(parser)
+    cli_args.add_count(parser, "--steps", 1, "of --data or --lengths")
+    cli_args.add_micro_batches(parser)
+    cli_args.add_max_tokens(parser, cli_args.UNPLANNED_PEAK)
     cli_args.add_count(parser, "--repeats", 3, "of each measurement; medians")
     cli_args.add_count(parser, "--warmup", 1, "before them")
     parser.add_argument(
@@ -267,8 +271,8 @@ def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list
             raise ArgumentError(
                 "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
             )
-        lengths = cli_args.read_lengths(args.lengths, args.ranks)
-        return [[lengths]], [[_some_text(config, lengths)]]
+        steps = cli_args.steps_from(args, args.ranks, 0, args.steps)[: args.steps]
+        return [[lengths] for lengths in steps], [[_some_text(config, lengths)] for lengths in steps]
     mix, num_ranks = cli_args.mix_and_ranks(args)
     samples = [
         [
@@ -298,8 +302,10 @@ def print_results(model_name: str, result: dict[str, Any]) -> None:
         table_of(
             (_cells(row, baseline_s) for row in result["variants"]),
             left="balancer",
-            caption="FBL: what the slowest ranks compute, measured; then what the cluster model adds. Seconds. Peak: "
-            "tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step.",
+            caption="FBL (forward and backward latency): what the slowest ranks compute, measured, then what the "
+            "cluster model adds. Seconds. WIR (workload imbalance ratio): highest over lowest work of a rank, planned "
+            "and measured. Peak: tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step. TPS: "
+            "tokens per second.",
         ),
         text,
     )

@@ -1,4 +1,4 @@
-"""Predictions over the number of ranks, as `predict` makes them and as reports and plots draw them."""
+"""Predictions over the number of ranks, as `plan` makes them and as reports and plots draw them."""
 
 from __future__ import annotations
 

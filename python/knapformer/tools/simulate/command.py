@@ -12,12 +12,15 @@ from knapformer.tools.launch import check_ranks, run_on_ranks
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "simulate", help="fake training steps on real ranks, without and with the balancer, and planned whole"
+        "simulate",
+        help="fake training steps on real ranks, beside what others do",
+        description=__doc__,
+        epilog=cli_args.DATA_CODES,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     cli_args.add_data(source)
-    source.add_argument("--samples", metavar="FILE", help="lengths of samples, as knapformer doctor reads them")
-    cli_args.add_count(parser, "--batch-size", 4, "with --samples: of a rank and micro-batch")
+    cli_args.add_lengths_file(source, "lengths of samples, as knapformer doctor reads them; batches are drawn of them")
+    cli_args.add_count(parser, "--batch-size", 4, "with --lengths: of a rank and micro-batch")
     parser.add_argument(
         "--topology", action="append", default=[], metavar="T",
         help="of the balancer in the model; may be given several times",
@@ -27,7 +30,8 @@ def add_parser(subparsers: Any) -> None:
         help="what others do, measured beside: buckets, time_budget, static_2, static_4, static_8 (sequence "
         "parallelism); may be given several times",
     )  # fmt: skip
-    cli_args.add_whole_steps(parser)
+    cli_args.add_micro_batches(parser)
+    cli_args.add_max_tokens(parser, cli_args.UNPLANNED_PEAK)
     parser.add_argument(
         "--equal-lengths", action="store_true", help="measures as much work in sequences of equal length as well"
     )
@@ -57,8 +61,8 @@ def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": args.json, "--report": args.report})
     gamma, cluster, model = cost_args.costs(args).values()
     settings = SimulationSettings(
-        data=args.data or args.samples,
-        lengths=() if args.samples is None else tuple(read_samples(args.samples, None).lengths),
+        data=args.data or args.lengths,
+        lengths=() if args.lengths is None else tuple(read_samples(args.lengths, None).lengths),
         batch_size=args.batch_size,
         ways=tuple(args.way),
         topologies=tuple(args.topology),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.predict.scaling import parse_ranks, topology_for
+from knapformer.tools.plan.scaling import parse_ranks, topology_for
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, plan_home, predict_step
@@ -79,7 +79,7 @@ PUBLISHED_HFU = {
 def test_published_utilization_is_predicted(mix, tmp_path, capsys):
     target = tmp_path / "out.json"
     topologies = [word for topology in TOPOLOGIES[1:] for word in ("--topology", topology)]
-    options = ["--cluster", "published", "--solver", "greedy", "--steps", "50", "--json", str(target)]
+    options = ["--cluster", "published", "--solver", "greedy", "--steps", "50", "--predictions", str(target)]
     assert _predict("--mix", mix, *topologies, *options) == 0
     assert "HFU" in capsys.readouterr().out
     result = json.loads(target.read_text())
@@ -94,9 +94,9 @@ def test_published_utilization_is_predicted(mix, tmp_path, capsys):
 
 def test_utilization_needs_a_peak(tmp_path, capsys):
     target = tmp_path / "out.json"
-    shared = ["--mix", "low", "--topology", "g1n32", "--steps", "1", "--json", str(target)]
+    shared = ["--mix", "low", "--topology", "g1n32", "--steps", "1", "--predictions", str(target)]
     assert _predict(*shared, "--cluster", "cpu") == 0
-    assert "HFU:" in capsys.readouterr().out
+    assert "HFU (hardware" in capsys.readouterr().out
     assert [point["hfu"] for point in json.loads(target.read_text())["points"]] == [None, None]
     assert _predict(*shared, "--cluster", "cpu", "--peak-tflops", "0.1") == 0
     points = json.loads(target.read_text())["points"]
@@ -152,7 +152,7 @@ def test_rank_lists_and_topologies_that_fill_the_cluster():
 
 
 def _predict(*arguments):
-    return main(["predict", *arguments])
+    return main(["plan", *arguments])
 
 
 def test_predict_writes_what_the_model_says(tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
             "greedy",
             "--steps",
             "2",
-            "--json",
+            "--predictions",
             str(target),
         )
         == 0
@@ -199,7 +199,7 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
 def test_a_step_of_several_micro_batches(tmp_path):
     target = tmp_path / "out.json"
     arguments = ("--mix", "mixed", "--topology", "g8n4", "--topology", "g1n*", "--steps", "2", "--micro-batches", "3")
-    assert _predict(*arguments, "--json", str(target)) == 0
+    assert _predict(*arguments, "--predictions", str(target)) == 0
     points = {point["topology"]: point for point in json.loads(target.read_text())["points"]}
     assert list(points) == ["none", "g8n4", "step planned, g8n4", "g1n32", "step planned, g1n32"]
     mix = kf.DataMix.parse("mixed")
@@ -220,16 +220,42 @@ def test_a_step_of_several_micro_batches(tmp_path):
     assert whole["total_s"] < points["none"]["total_s"] / 1.3
     step = [[length for of in steps[0] for length in of[rank]] for rank in range(32)]
     limit = ("--steps", "1", "--max-tokens-per-rank", "60000")
-    assert _predict(*arguments[:2], "--topology", "g1n32", "--micro-batches", "3", *limit, "--json", str(target)) == 0
+    assert (
+        _predict(*arguments[:2], "--topology", "g1n32", "--micro-batches", "3", *limit, "--predictions", str(target))
+        == 0
+    )
     planned = kf.plan(step, "g1n32", 3072, micro_batches=3, max_tokens_per_rank=60000, model=TrainedModel(routed=False))
     assert json.loads(target.read_text())["points"][-1]["total_s"] == pytest.approx(planned.predicted_time)
 
 
-def test_lengths_from_a_file_are_one_micro_batch(tmp_path, capsys):
-    lengths = tmp_path / "lengths.json"
-    lengths.write_text("[[8], [4]]")
-    assert _predict("--lengths", str(lengths), "--topology", "g2n1", "--micro-batches", "2") == 2
-    assert "--micro-batches: got one beside --lengths" in capsys.readouterr().err
+def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
+    """Cut into the micro-batches of the step in the order in which they were drawn."""
+    lengths, target = tmp_path / "lengths.json", tmp_path / "out.json"
+    steps = [[[80, 10], [40, 60, 20]], [[800, 30], [500, 70]]]
+    arguments = ["--lengths", str(lengths), "--topology", "g2n1", "--predictions", str(target)]
+    lengths.write_text(json.dumps(steps[0]))
+    assert _predict(*arguments, "--micro-batches", "2") == 0
+    none, flat, whole = json.loads(target.read_text())["points"]
+    parts = [kf.plan(lens, "g2n1", 3072) for lens in ([[80], [40]], [[10], [60, 20]])]
+    assert none["total_s"] == pytest.approx(sum(predict_step(plan_home(plan)).total_s for plan in parts))
+    assert flat["total_s"] == pytest.approx(sum(predict_step(plan).total_s for plan in parts))
+    assert whole["tokens"] == 210
+
+    lengths.write_text(json.dumps(steps))
+    assert _predict(*arguments, "--steps", "2") == 0
+    mean_s = statistics.fmean(predict_step(kf.plan(lens, "g2n1", 3072)).total_s for lens in steps)
+    assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(mean_s)
+    assert _predict(*arguments, "--step", "1") == 0
+    one_s = predict_step(kf.plan(steps[1], "g2n1", 3072)).total_s
+    assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(one_s)
+    capsys.readouterr()
+    for options, message in (
+        (["--steps", "3"], "--steps: got 3, expected at most 2: --lengths has 2"),
+        (["--step", "2"], "--step: got 2, expected at most 1"),
+        (["--ranks", "4"], "--ranks: got '4', expected 2"),
+    ):
+        assert _predict(*arguments, *options) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_sixteen_thousand_ranks_take_seconds(tmp_path):
@@ -244,7 +270,7 @@ def test_sixteen_thousand_ranks_take_seconds(tmp_path):
             "g8/4/2/1n*",
             "--steps",
             "1",
-            "--json",
+            "--predictions",
             str(tmp_path / "x"),
         )
         == 0
@@ -265,7 +291,7 @@ def test_a_cluster_file_sets_every_field(tmp_path):
         str(cluster),
         "--blocks",
         "3",
-        "--json",
+        "--predictions",
         str(target),
     )
     assert _predict(*arguments) == 0
@@ -311,7 +337,7 @@ def test_the_picture_of_a_file_whose_name_is_no_text(tmp_path):
         ("--cluster: got 'nowhere.json'", ["--mix", "joint", "--topology", "g8n4", "--cluster", "nowhere.json"]),
         ("--ranks-per-node: got '0'", ["--mix", "joint", "--topology", "g8n4", "--ranks-per-node", "0"]),
         ("--picture: got 'x.jpg'", ["--mix", "joint", "--topology", "g8n4", "--picture", "x.jpg"]),
-        ("--json: got", ["--mix", "joint", "--topology", "g8n4", "--json", "no/such/folder/x.json"]),
+        ("--predictions: got", ["--mix", "joint", "--topology", "g8n4", "--predictions", "no/such/folder/x.json"]),
         ("--timeline: got", ["--mix", "joint", "--topology", "g8n4", "--timeline", "no/such/folder/x.json"]),
     ],
 )
@@ -319,7 +345,7 @@ def test_bad_input_is_one_line_and_status_2(message, arguments, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     assert _predict(*arguments) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("knapformer predict: ")
+    assert captured.err.startswith("knapformer plan: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -334,5 +360,5 @@ def test_a_broken_cluster_file_is_one_line_and_status_2(content, tmp_path, capsy
     path.write_text(content)
     assert _predict("--mix", "joint", "--topology", "g8n4", "--cluster", str(path)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("knapformer predict: --cluster: ")
+    assert error.startswith("knapformer plan: --cluster: ")
     assert error.count("\n") == 1

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import knapformer
 from knapformer import (
@@ -22,7 +23,14 @@ from knapformer import (
     predict_step,
     solver_names,
 )
-from knapformer.tools.cli_args import MAX_RANKS, Lengths, batches_of_step, counts, lengths_of_step
+from knapformer.tools.cli_args import (
+    MAX_RANKS,
+    Lengths,
+    batches_of_step,
+    counts,
+    lengths_of_step,
+    micro_batches_of_step,
+)
 from knapformer.tools.measure.figures import forward_flops, hardware_flops_utilization
 from knapformer.tools.report import PLANNED_STEP
 from knapformer.tools.report.points import Point
@@ -34,9 +42,10 @@ NO_BALANCER = "none"  # in place of a topology
 class Workload:
     """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks.
 
-    micro_batches: of a step, which is then planned whole as well; None: one, and it is not. max_tokens_per_rank: of
-    steps planned whole; 0: what the fullest rank holds in the same step planned by micro-batch. peak_tflops: of a
-    rank's device; None: unknown, and then no HFU is told.
+    given: lengths of steps, [step][rank], in place of the mix. micro_batches: of a step, which is then planned whole as
+    well; None: one, and it is not. max_tokens_per_rank: kept by every plan, or, of steps of several micro-batches, by
+    those planned whole; 0: no limit, and for those what the fullest rank holds in the same step planned by micro-batch.
+    peak_tflops: of a rank's device; None: unknown, and then no HFU is told.
     """
 
     d_model: int
@@ -46,37 +55,55 @@ class Workload:
     model: TrainedModel
     mix: DataMix | None = None
     seed: int = 0
+    first_step: int = 0
     num_steps: int = 1
-    lengths: Lengths | None = None
+    given: Sequence[Lengths] = ()
     micro_batches: int | None = None
+    sync: str = "micro_batch"
     max_tokens_per_rank: int = 0
+    mask: str = "full"
+    rank_speed: Sequence[float] = ()
+    effort: int | str = "default"
     peak_tflops: float | None = None
 
     def plan(self, seq_lens: Lengths, topology: str) -> Plan:
         """Of a micro-batch."""
-        planned: Plan = knapformer.plan(
-            seq_lens, topology, self.d_model, self.gamma, self.solver, cluster=self.cluster, model=self.model
-        )
+        limit = self.max_tokens_per_rank if self.micro_batches is None else 0
+        planned: Plan = knapformer.plan(seq_lens, topology, **self._options(), max_tokens_per_rank=limit)
         return planned
 
-    def plan_step(self, micro_batches: Sequence[Lengths], topology: str, max_tokens: int) -> StepPlan:
-        """Of all micro-batches at once. Ranks load what they compute: nothing is routed."""
+    def plan_step(self, micro_batches: Sequence[Lengths], topology: str, max_tokens: int, routed: bool) -> StepPlan:
+        """Of all micro-batches at once. routed: tokens travel in the model; else ranks load what they compute."""
         planned: StepPlan = knapformer.plan(
-            lengths_of_step(micro_batches), topology, self.d_model, self.gamma, self.solver, cluster=self.cluster,
-            model=self.model.replace(routed=False), micro_batches=len(micro_batches),
-            max_tokens_per_rank=self.max_tokens_per_rank or max_tokens,
+            lengths_of_step(micro_batches), topology, **self._options(routed=routed), sync=self.sync,
+            micro_batches=len(micro_batches), max_tokens_per_rank=self.max_tokens_per_rank or max_tokens,
         )  # fmt: skip
         return planned
 
+    def _options(self, routed: bool = True) -> dict[str, Any]:
+        model = self.model if routed else self.model.replace(routed=False)
+        return {
+            "d_model": self.d_model, "gamma": self.gamma, "solver": self.solver, "effort": self.effort,
+            "masks": self.mask, "rank_speed": self.rank_speed, "cluster": self.cluster, "model": model,
+        }  # fmt: skip
+
     def steps(self, num_ranks: int) -> Iterator[list[Lengths]]:
         """The lengths of each micro-batch of each step, as the ranks draw them."""
-        if self.lengths is not None:
-            yield [self.lengths]
-            return
-        assert self.mix is not None
-        for step in range(self.num_steps):
-            drawn = batches_of_step(step, self.micro_batches or 1)
-            yield [self.mix.draw_lengths(self.seed, batch, num_ranks) for batch in drawn]
+        count = self.micro_batches or 1
+        for step in range(self.first_step, self.first_step + self.num_steps):
+            if self.mix is None:
+                yield micro_batches_of_step(self.given[step], count)
+            else:
+                yield [self.mix.draw_lengths(self.seed, batch, num_ranks) for batch in batches_of_step(step, count)]
+
+    def topology(self, text: str, num_ranks: int) -> str:
+        """Bags for so many ranks: of 'g8n*', and of 'auto' the best for the first step. Raises ArgumentError."""
+        if text != "auto":
+            return topology_for(text, num_ranks)
+        first = next(self.steps(num_ranks))
+        if self.micro_batches is None:
+            return str(self.plan(first[0], text).topology)
+        return str(self.plan_step(first, text, 0, routed=True).plans[0].topology)
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -122,13 +149,13 @@ def plan_steps(workload: Workload, topology: str, num_ranks: int, max_tokens: Se
     steps = []
     for micro_batches, limit in zip(workload.steps(num_ranks), max_tokens, strict=True):
         start = time.perf_counter()
-        plan = workload.plan_step(micro_batches, topology, limit)
+        plan = workload.plan_step(micro_batches, topology, limit, routed=False)
         steps.append(PlannedStep(plan.plans, time.perf_counter() - start))
     return steps
 
 
-def summary(steps: Sequence[PlannedStep], name: str, peak_tflops: float | None = None) -> Point:
-    figures = [_figures(step) for step in steps]
+def summary(steps: Sequence[PlannedStep], name: str, mask: str, peak_tflops: float | None = None) -> Point:
+    figures = [_figures(step, mask) for step in steps]
     mean = {field: statistics.fmean(of[field] for of in figures) for field in figures[0]}
     mean["efficiency"] = mean["ideal_s"] / mean["total_s"]
     mean["tokens_per_s"] = mean["tokens"] / mean["total_s"]
@@ -140,12 +167,12 @@ def summary(steps: Sequence[PlannedStep], name: str, peak_tflops: float | None =
     return Point(num_ranks, topology=name, asked=name, plan_s=plan_s, mean=mean, hfu=hfu)
 
 
-def _figures(step: PlannedStep) -> dict[str, float]:
+def _figures(step: PlannedStep, mask: str) -> dict[str, float]:
     """Sums over the micro-batches, between which ranks wait for each other; of WIR the mean."""
     times = [predict_step(plan) for plan in step.plans]
     sums = {term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()}
     return {
-        "forward_flops": math.fsum(forward_flops(plan, "full") for plan in step.plans),
+        "forward_flops": math.fsum(forward_flops(plan, mask) for plan in step.plans),
         "wir": statistics.fmean(plan.wir_after for plan in step.plans),
         "tokens": sum(plan.num_tokens for plan in step.plans),
         "max_tokens_per_rank": step.max_tokens,
@@ -160,33 +187,37 @@ def _figures(step: PlannedStep) -> dict[str, float]:
     }
 
 
-def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> list[Point]:
-    """For each number of ranks: no balancer, then each topology, by micro-batch and, where steps are of several
-    micro-batches, by whole step. All input is checked before anything is planned.
-
-    Raises ArgumentError.
-    """
+def check_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> None:
+    """What could not be planned is not drawn. Raises ArgumentError."""
     for num_ranks in ranks:
         if workload.mix is not None:
             workload.mix.check_divides(num_ranks)
         for topology in topologies:
-            Topology(topology_for(topology, num_ranks), num_ranks)
+            if topology != "auto":
+                Topology(topology_for(topology, num_ranks), num_ranks)
+
+
+def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> list[Point]:
+    """For each number of ranks: no balancer, then each topology, by micro-batch and, where steps are of several
+    micro-batches, by whole step. Raises ArgumentError.
+    """
     points = []
     for num_ranks in ranks:
         # The plan at home does not depend on the solver: the fastest one.
-        planned_somehow = plan_micro_batches(replace(workload, solver=solver_names()[-1]), "g1n1", num_ranks)
+        fastest = replace(workload, solver=solver_names()[-1], effort="default", max_tokens_per_rank=0)
+        planned_somehow = plan_micro_batches(fastest, "g1n1", num_ranks)
         home = [PlannedStep([plan_home(plan) for plan in step.plans], 0.0) for step in planned_somehow]
-        points.append(summary(home, NO_BALANCER, workload.peak_tflops))
+        points.append(summary(home, NO_BALANCER, workload.mask, workload.peak_tflops))
         planned: dict[str, list[Point]] = {}
         for asked in topologies:
-            text = topology_for(asked, num_ranks)
+            text = workload.topology(asked, num_ranks)
             if text not in planned:
                 steps = plan_micro_batches(workload, text, num_ranks)
-                planned[text] = [summary(steps, text, workload.peak_tflops)]
+                planned[text] = [summary(steps, text, workload.mask, workload.peak_tflops)]
                 if workload.micro_batches is not None:
                     whole = plan_steps(workload, text, num_ranks, [step.max_tokens for step in steps])
                     name = f"{PLANNED_STEP}, {text}"
-                    planned[text].append(summary(whole, name, workload.peak_tflops))
+                    planned[text].append(summary(whole, name, workload.mask, workload.peak_tflops))
             for point, prefix in zip(planned[text], ("", f"{PLANNED_STEP}, "), strict=False):
                 points.append(replace(point, asked=prefix + asked))
     return points

@@ -1,0 +1,65 @@
+"""Topologies for a sample of steps, best predicted time first, with the reasons."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+
+from knapformer import TopologyOption, rank_topologies
+from knapformer.tools.cli_args import Lengths, micro_batches_of_step
+from knapformer.tools.doctor.alternatives import Setting
+from knapformer.tools.files import table_of
+
+_MAX_STEPS, _MAX_BATCHES = 2, 4  # of the sample: more change the order by less than predictions are off
+
+
+def ranked(setting: Setting, steps: Sequence[Lengths]) -> list[TopologyOption]:
+    """Each micro-batch planned by itself, tokens routed in the model."""
+    drawn = (
+        micro_batch for step in steps[:_MAX_STEPS] for micro_batch in micro_batches_of_step(step, setting.micro_batches)
+    )
+    return rank_topologies(
+        list(itertools.islice(drawn, _MAX_BATCHES)), setting.d_model, setting.gamma, mask=setting.mask,
+        max_tokens_per_rank=setting.max_tokens, rank_speed=setting.rank_speed, cluster=setting.cluster,
+        model=setting.model.replace(routed=True),
+    )  # fmt: skip
+
+
+def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
+    """The best that share sequences."""
+    return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
+
+
+def as_dict(option: TopologyOption) -> dict[str, Any]:
+    figures = {
+        "predicted_time_s": option.predicted_time,
+        "over_ideal": option.efficiency_loss,
+        "exchanged_fraction": option.exchanged_fraction,
+        "max_tokens_over_mean": option.max_tokens_over_mean,
+    }
+    kept = math.isfinite(option.predicted_time)  # JSON has no infinity
+    return {"topology": option.topology, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
+
+
+def table(ranking: Sequence[TopologyOption]) -> list[str | Group]:
+    caption = (
+        f"Seconds of a micro-batch planned by itself, mean over at most {_MAX_BATCHES}. Exchanged: of the tokens, in "
+        "each all-to-all of attention."
+    )
+    rows = table_of(map(_cells, ranking), left="topology", caption=caption)
+    return ["Topologies of bags, best first:", rows, *(f"{option.topology}: {option.reason}." for option in ranking)]
+
+
+def _cells(option: TopologyOption) -> dict[str, str]:
+    cells = {
+        "predicted s": f"{option.predicted_time:.4g}",
+        "over ideal": f"{option.efficiency_loss - 1:.1%}",
+        "exchanged": f"{option.exchanged_fraction:.1%}",
+        "fullest rank": f"{option.max_tokens_over_mean:.2f} x mean",
+    }
+    kept = math.isfinite(option.predicted_time)
+    return {"topology": option.topology, **(cells if kept else dict.fromkeys(cells, "-"))}

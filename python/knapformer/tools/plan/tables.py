@@ -1,0 +1,133 @@
+"""What `knapformer plan` prints of a plan: every rank before and after, or every micro-batch of a step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Group
+
+from knapformer import Plan, StepPlan
+from knapformer.tools.files import show, table_of
+
+_MAX_TABLE_RANKS = 64  # more are summed up by bag size
+
+
+def print_step_plan(step: StepPlan, took: str) -> None:
+    first = step.plans[0]
+    over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
+    show(
+        f"{first.topology}, {first.num_ranks} ranks, {step.num_micro_batches} micro-batches, "
+        f"{len(step.micro_batches):,} sequences, {step.num_tokens:,} tokens, {took}",
+        table_of(
+            [*(_micro_batch_cells(step, k) for k in range(step.num_micro_batches)), _step_cells(step)], keys=("part",)
+        ),
+        "Part: a micro-batch, or the whole step. Longest, fullest: work and tokens of a rank over the mean rank of a "
+        "micro-batch. Exchanged: of the tokens, in each all-to-all of attention. Moved: held by another rank than drew "
+        "it.",
+        f"Predicted: {step.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} over the "
+        f"best plan of this topology. Ranks wait for each other "
+        f"{'in every micro-batch' if step.sync == 'micro_batch' else 'once a step'}.",
+    )
+
+
+def _micro_batch_cells(step: StepPlan, k: int) -> dict[str, str]:
+    plan = step.plans[k]
+    tokens = max(plan.num_tokens, 1)
+    return {
+        "part": str(k),
+        "predicted s": f"{step.predicted_times[k]:.4g}",
+        "longest": f"{plan.max_over_mean_after:.4f}" if plan.num_tokens else "-",
+        "fullest": f"{plan.max_tokens * plan.num_ranks / tokens:.2f}",
+        "max tokens": f"{plan.max_tokens:,}",
+        "sequences": f"{plan.num_sequences:,}",
+        "tokens": f"{plan.num_tokens:,}",
+        "exchanged": f"{plan.attention_tokens_moved / tokens:.1%}",
+        "moved": f"{plan.tokens_moved / tokens:.1%}",
+    }
+
+
+def _step_cells(step: StepPlan) -> dict[str, str]:
+    num_ranks, tokens = step.plans[0].num_ranks, max(step.num_tokens, 1)
+    highest = math.fsum(max(plan.workload_after) for plan in step.plans)
+    mean = math.fsum(math.fsum(plan.workload_after) for plan in step.plans) / num_ranks
+    return {
+        "part": "step",
+        "predicted s": f"{step.predicted_time:.4g}",
+        "longest": f"{highest / mean:.4f}" if mean else "-",
+        "fullest": f"{step.max_tokens * num_ranks * step.num_micro_batches / tokens:.2f}",
+        "max tokens": f"{step.max_tokens:,}",
+        "sequences": f"{len(step.micro_batches):,}",
+        "tokens": f"{step.num_tokens:,}",
+        "exchanged": f"{step.exchanged_fraction:.1%}",
+        "moved": f"{step.tokens_moved / tokens:.1%}",
+    }
+
+
+def print_plan(plan: Plan, took: str) -> None:
+    whole = f"{plan.topology}, {plan.num_ranks} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
+    show(
+        f"{whole}, {took}",
+        _rank_table(plan) if plan.num_ranks <= _MAX_TABLE_RANKS else _bag_size_table(plan),
+        "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence.",
+        _plan_sentence(plan),
+    )
+
+
+def _rank_table(plan: Plan) -> Group:
+    columns = _columns(plan)
+    return table_of(
+        (
+            {"rank": str(rank), "bag": str(bag), **{name: _cell(values[rank]) for name, values in columns.items()}}
+            for bag, ranks in enumerate(plan.topology.bags)
+            for rank in ranks
+        ),
+        keys=("rank", "bag"),
+    )
+
+
+def _bag_size_table(plan: Plan) -> Group:
+    columns, bags, rows = _columns(plan), plan.topology.bags, []
+    for size in sorted({len(ranks) for ranks in bags}):
+        members = [rank for ranks in bags if len(ranks) == size for rank in ranks]
+        ranges = {name: _range([values[rank] for rank in members]) for name, values in columns.items()}
+        rows.append({"ranks": f"{len(members):,}", "bags of": str(size), **ranges})
+    return table_of(rows, keys=("ranks", "bags of"), caption="minimum to maximum of a rank")
+
+
+def _columns(plan: Plan) -> dict[str, Sequence[float]]:
+    """Values of all ranks, by heading."""
+    mean = statistics.fmean(plan.workload_before) or 1.0
+    return {
+        "sequences": [len(lens) for lens in plan.seq_lens],
+        "tokens": plan.tokens_before,
+        "work": [work / mean for work in plan.workload_before],
+        "-> chunks": [len(lens) for lens in plan.chunk_lens],
+        "-> tokens": plan.tokens_after,
+        "-> work": [work / mean for work in plan.workload_after],
+    }
+
+
+def _cell(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = _cell(min(values)), _cell(max(values))
+    return low if low == high else f"{low}..{high}"
+
+
+def _plan_sentence(plan: Plan) -> str:
+    if plan.num_tokens == 0:
+        return "No sequences: nothing to balance."
+    gain = plan.max_over_mean_before / plan.max_over_mean_after
+    over_ideal, fullest = plan.predicted_time / plan.ideal_time - 1, plan.max_tokens * plan.num_ranks / plan.num_tokens
+    return (
+        f"Highest over lowest work of a rank: {plan.wir_before:.2f} before, {plan.wir_after:.2f} after. The slowest "
+        f"rank has {gain:.2f} times less to compute; {plan.tokens_moved / plan.num_tokens:.1%} of the tokens move.\n"
+        f"Predicted: {plan.predicted_time:.4g} s a step, {over_ideal:.1%} over ideal and at most "
+        f"{max(plan.gap, 0):.1%} over the best plan of this topology. In attention "
+        f"{plan.attention_tokens_moved / plan.num_tokens:.1%} of the tokens are exchanged; the fullest rank "
+        f"holds {plan.max_tokens:,}, {fullest:.2f} times the mean."
+    )

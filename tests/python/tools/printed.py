@@ -1,0 +1,25 @@
+"""What a command printed."""
+
+from __future__ import annotations
+
+
+def rows_of_tables(text: str) -> list[dict[str, str]]:
+    """Of all tables: cells by heading."""
+    headings: list[str] = []
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("┃"):
+            headings = [cell.strip() for cell in line.split("┃")[1:-1]]
+        elif line.startswith("│"):
+            rows.append(dict(zip(headings, (cell.strip() for cell in line.split("│")[1:-1]), strict=True)))
+    return rows
+
+
+def check_tables(text: str) -> None:
+    """They fit 80 columns, and their abbreviations are explained."""
+    table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
+    assert len(table) >= 5
+    assert max(map(len, table)) <= 80
+    meanings = {"WIR": "highest over lowest work", "FBL": "orward and backward", "TPS": "okens per second"}
+    for word, meaning in meanings.items():
+        assert word not in "".join(table) or meaning in " ".join(text.split()), word
