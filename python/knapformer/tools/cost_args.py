@@ -127,7 +127,7 @@ def assumed(
     of: the file that the plan is from, if any.
     """
     if of is not None:
-        origin, name = "the plan's", args.cluster or "of the plan"
+        origin, name = "the plan's", "calibrated" if args.calibration is not None else args.cluster or "of the plan"
     elif args.calibration is not None:
         origin, name = f"measured: {args.calibration}", "calibrated"
     else:

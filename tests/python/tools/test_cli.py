@@ -82,6 +82,19 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     assert ("once a step" if sync == "step" else "in every micro-batch") in out
 
 
+def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless --max-tokens-per-rank says otherwise."""
+    args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
+    batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
+    peak = max(plan(lens, "g1n32", 3072).max_tokens for lens in batches)
+    _, out, _ = run(capsys, *args)
+    kept = StepPlan.from_json(out)
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    assert kept == plan(step, "g1n32", 3072, micro_batches=4, max_tokens_per_rank=peak) and kept.max_tokens <= peak
+    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "60000")
+    assert StepPlan.from_json(out).max_tokens > peak
+
+
 def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page, path = tmp_path / "x.html", tmp_path / "step.json"
