@@ -14,6 +14,7 @@ from accelerator.device_ranks import (
     launches_of_calls,
     loader_agrees,
     models_agree,
+    tables_of_a_loader,
 )
 from distributed.ranks import run_ranks
 
@@ -69,6 +70,25 @@ def test_a_loader_that_plans_ahead() -> None:
     for of_rank in run_ranks(loader_agrees, 2):
         for on_cpu, on_device in of_rank:
             assert torch.equal(on_device, on_cpu)
+
+
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_the_planning_thread_packs_index_tables(micro_batches: int | None) -> None:
+    """Once the balancer knows the device. Where the training thread does not wait for their copy, numbers differ: on
+    the simulated device it runs when that is waited for."""
+    # Planning of that many steps has begun when the first step computes.
+    steps_before, per_step = (2, 1) if micro_batches is None else (3, micro_batches)
+    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches):
+        on_cpu, on_device = of_rank["cpu"], of_rank["sim:1"]
+        assert len(on_device.values) == len(on_cpu.values) > 0
+        assert all(torch.equal(a, b) for a, b in zip(on_device.values, on_cpu.values, strict=True))
+        assert on_device.syncs == []
+        steps = len(on_cpu.values) // per_step
+        assert on_device.num_by_training_thread == steps_before * per_step
+        # That of the step behind the last, which nobody computes, included where one is planned.
+        assert len(on_device.current_devices_of_others) >= (steps - steps_before) * per_step
+        assert set(on_device.current_devices_of_others) == {1}
+        assert on_cpu.num_by_training_thread == 0 and on_cpu.current_devices_of_others == []
 
 
 def test_errors_are_seen_while_the_device_works() -> None:
