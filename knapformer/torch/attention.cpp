@@ -118,19 +118,29 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   if (first_shared == 1 && !tables.any_shared) return attend_level(0, {q, k, v}, heads, attend);
 
   const auto has_tokens = [&](size_t level) { return !tables.levels[level].seq_lens.empty(); };
-  std::vector<Inputs> inputs = split_by_level(q, k, v);
+  const bool transformed = is_transformed({q, k, v});
+  const bool joined = tables.levels.size() > 1 && !transformed;
+  const int64_t num_local_rows = first_shared == 1 ? tables.levels[0].num_rows : 0;
+  std::vector<Inputs> inputs(tables.levels.size());
   std::vector<at::Tensor> outputs(inputs.size());
   ExchangeArguments there = to_sequences(heads);
-  for (size_t level = first_shared; level < inputs.size(); ++level) {
-    there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
+  if (joined) {
+    there.tensors = {q, k, v};
+    there.joined_end = HeadSharing::kSend;
+    there.num_local_rows = num_local_rows;
+  } else {
+    inputs = split_by_level(q, k, v);
+    for (size_t level = first_shared; level < inputs.size(); ++level) {
+      there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
+    }
   }
   std::vector<at::Tensor> moved;
-  if (first_shared == 1 && has_tokens(0) &&
-      !is_transformed({q, k, v})) {  // what is whole here attends while the rest travels
-    const at::Tensor started = start_exchange(std::move(there));
-    outputs[0] = attend_level(0, inputs[0], heads, attend);
-    moved = finish_exchange(started);
+  if (joined && first_shared == 1 && has_tokens(0)) {  // what is whole here attends while the rest travels
+    const StartedExchange in_flight = start_exchange(std::move(there));
+    outputs[0] = attend_level(0, in_flight.local, heads, attend);
+    moved = finish_exchange(in_flight.started);
   } else {
+    if (!joined && first_shared == 1 && has_tokens(0)) outputs[0] = attend_level(0, inputs[0], heads, attend);
     moved = exchange(std::move(there));
   }
   for (size_t level = first_shared; level < inputs.size(); ++level) {
@@ -142,6 +152,12 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
   ExchangeArguments back = to_rows(heads);
   back.tensors.assign(outputs.begin() + static_cast<std::ptrdiff_t>(first_shared), outputs.end());
+  if (joined) {
+    back.joined_end = HeadSharing::kRecv;
+    back.num_local_rows = num_local_rows;
+    if (num_local_rows > 0) back.local = {outputs[0]};
+    return exchange(std::move(back))[0];
+  }
   std::vector<at::Tensor> returned = exchange(std::move(back));
   if (first_shared == 1) returned.insert(returned.begin(), outputs[0]);
   return returned.size() == 1 ? returned[0] : at::cat(returned);

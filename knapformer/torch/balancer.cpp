@@ -160,6 +160,7 @@ const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_len
 
 const PlannedStep::PackedTables& SequenceBalancer::tables_on(at::Device device) {
   await_agreement(step());
+  if (std::ranges::find(devices_, device, &TablesDevice::device) == devices_.end()) devices_.emplace_back(device);
   return step().tables_on(device, options_.engine);
 }
 
@@ -212,6 +213,7 @@ SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, i
   RECORD_USER_SCOPE("knapformer::make_plan");
   Planned planned{.step = {},
                   .step_plan = {},
+                  .micro_batches = {},
                   .refused = {},
                   .failed = {},
                   .sample_bytes = std::move(gathered.sample_bytes),
@@ -233,6 +235,21 @@ SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, i
   return planned;
 }
 
+void SequenceBalancer::make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
+                                   std::optional<ExchangeEngine> engine) {
+  RECORD_USER_SCOPE("knapformer::make_tables");
+  if (planned.step_plan) {
+    for (const Plan& plan : planned.step_plan->plans()) {
+      planned.micro_batches.push_back(PlannedStep::make(plan, rank));
+    }
+  }
+  const auto pack = [&](PlannedStep& step) {
+    for (const TablesDevice& device : devices) step.pack_ahead(device, engine);
+  };
+  if (planned.step) pack(*planned.step);
+  for (const std::shared_ptr<PlannedStep>& step : planned.micro_batches) pack(*step);
+}
+
 void SequenceBalancer::take_up(Planned planned) {
   const bool drifted_now = feedback_.add(planned.observed);
   if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
@@ -242,6 +259,7 @@ void SequenceBalancer::take_up(Planned planned) {
   if (planned.refused) throw ArgumentError(*planned.refused);
   if (planned.step_plan) {
     step_plan_ = std::move(planned.step_plan);
+    micro_batches_ = std::move(planned.micro_batches);
   } else {
     take_up(std::move(planned.step));
   }
@@ -249,6 +267,7 @@ void SequenceBalancer::take_up(Planned planned) {
 
 const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
   step_ = std::move(step);
+  step_->heads = {};
   *step_in_backward_ = 0;
   feedback_.begin_plan(step_->plan);
   return step_->plan;
@@ -289,6 +308,7 @@ const Plan& SequenceBalancer::follow_micro_batch(int64_t micro_batch) {
     // Calls repeat from step to step, not from micro-batch to micro-batch.
     if (all_) all_->fingerprints().agree(Fingerprint(text("follow_micro_batch(", micro_batch, ")")));
     before_step_ = traffic();
+    if (!micro_batches_.empty()) return micro_batches_[static_cast<size_t>(micro_batch)];
     return PlannedStep::make(step_plan_->plans()[micro_batch], rank_);
   }));
 }
@@ -343,11 +363,13 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     }
     // The thread has copies of what it needs, so that it may outlive this balancer.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
-                 planning = ahead->options_, rank = rank_,
-                 shape = options.step](const std::stop_token& stop) -> Planned {
+                 planning = ahead->options_, rank = rank_, shape = options.step,
+                 devices = devices_](const std::stop_token& stop) -> Planned {
       std::optional<GatheredLengths> lengths = gather ? gatherer->wait(*gather, stop) : own;
       if (!lengths) return {};
-      return plan_for(*std::move(lengths), d_model, topology, planning, rank, shape);
+      Planned planned = plan_for(*std::move(lengths), d_model, topology, planning, rank, shape);
+      make_tables(planned, rank, devices, planning.engine);
+      return planned;
     };
     std::packaged_task<Planned(const std::stop_token&)> task(std::move(plan));
     ahead->planned_ = task.get_future().share();

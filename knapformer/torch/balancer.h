@@ -197,11 +197,12 @@ class SequenceBalancer {
 
  private:
   struct Planned {
-    // One of the first three; none where lengths have to be gathered once more.
+    // A step, a step plan or a refusal; none where lengths have to be gathered once more.
     std::shared_ptr<PlannedStep> step;
     std::shared_ptr<const StepPlan> step_plan;
-    std::optional<ArgumentError> refused;  // no plan can be made, on any rank
-    std::optional<StateError> failed;      // a rank has no data to plan for
+    std::vector<std::shared_ptr<PlannedStep>> micro_batches;  // of step_plan, where it was planned ahead
+    std::optional<ArgumentError> refused;                     // no plan can be made, on any rank
+    std::optional<StateError> failed;                         // a rank has no data to plan for
 
     std::vector<SampleBytes> sample_bytes;
     std::vector<DataStatus> statuses;  // of each rank
@@ -221,6 +222,9 @@ class SequenceBalancer {
   /// The part of planning that needs no other rank. On any thread.
   static Planned plan_for(GatheredLengths gathered, int64_t d_model, const Topology& topology,
                           const BalancerOptions& options, Rank rank, const std::optional<StepShape>& shape);
+  /// Of what was planned: the tables of every micro-batch, packed for the devices that exchanges use. On any thread.
+  static void make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
+                          std::optional<ExchangeEngine> engine);
   Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
                           std::span<const Mask> masks, const std::optional<StepShape>& shape);
   /// Waits for what was started. Collective where lengths did not fit.
@@ -254,6 +258,8 @@ class SequenceBalancer {
   std::shared_ptr<CommGroup> bag_;  // null in a bag of one
   std::shared_ptr<PlannedStep> step_;
   std::shared_ptr<const StepPlan> step_plan_;
+  std::vector<std::shared_ptr<PlannedStep>> micro_batches_;  // of step_plan_; empty where each is made when followed
+  std::vector<TablesDevice> devices_;                        // for which tables were asked so far
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);

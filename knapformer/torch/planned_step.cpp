@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -73,9 +75,39 @@ std::shared_ptr<PlannedStep> PlannedStep::make(Plan plan, Rank rank) {
   return step;
 }
 
+TablesDevice::TablesDevice(at::Device on) : device(on) {
+  if (!on.is_cpu()) stream = c10::impl::VirtualGuardImpl(on.type()).getNewStream(on);
+}
+
+/// The present stream does what it is given from now on behind the copy of the tables, which keep their memory until
+/// it has come by.
+static void order_behind_copy(PlannedStep::TablesOnDevice& on) {
+  const c10::impl::VirtualGuardImpl guard(on.device.type());
+  const c10::Stream stream = guard.getStream(on.device);
+  if (std::ranges::find(on.streams, stream) != on.streams.end()) return;
+  on.copied->block(stream);
+  // All index tensors are views of one.
+  guard.recordDataPtrOnStream(on.tables.tokens.send.index.storage().data_ptr(), stream);
+  on.streams.push_back(stream);
+}
+
 const PlannedStep::PackedTables& PlannedStep::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
   const auto known = std::ranges::find(packed, device, &TablesOnDevice::device);
-  if (known != packed.end()) return known->tables;
+  if (known == packed.end()) return pack(device, engine).tables;
+  if (known->copied) order_behind_copy(*known);
+  return known->tables;
+}
+
+void PlannedStep::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine) {
+  if (!on.stream) {
+    pack(on.device, engine);
+    return;
+  }
+  const c10::StreamGuard guard(*on.stream);  // sets the device too: no context opens on another
+  pack(on.device, engine).copied.emplace(on.device.type()).record(*on.stream);
+}
+
+PlannedStep::TablesOnDevice& PlannedStep::pack(at::Device device, std::optional<ExchangeEngine> engine) {
   // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                                      c10::DispatchKey::FuncTorchDynamicLayerBackMode});
@@ -88,7 +120,7 @@ const PlannedStep::PackedTables& PlannedStep::tables_on(at::Device device, std::
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),
                      .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
-  return packed.emplace_back(device, std::move(named)).tables;
+  return packed.emplace_back(TablesOnDevice{.device = device, .tables = std::move(named)});
 }
 
 }  // namespace knapformer

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <list>
@@ -31,18 +33,31 @@ class PlanAgreement {
   WorkPtr work_;
 };
 
+/// A device on which exchanges take their tables.
+struct TablesDevice {
+  explicit TablesDevice(at::Device on);
+
+  at::Device device;
+  /// On which tables that are packed ahead reach it, so that they wait for nothing that it computes. None: the CPU.
+  std::optional<c10::Stream> stream;
+};
+
 /// A plan's step on one rank.
 struct PlannedStep {
   /// Builds the tables. On any thread.
   static std::shared_ptr<PlannedStep> make(Plan plan, Rank rank);
 
-  /// The tables in the form in which the exchange takes them, packed at the first call for a device.
+  /// The tables in the form in which the exchange takes them.
   struct PackedTables {
     PackedTable tokens, sequences;           // of route
     std::vector<PackedTable> shared_levels;  // of each attention level of several ranks
   };
-  /// Unset engine: the one for that device (packing_op.h). The same in all calls.
+  /// For the present stream of the device. Packed at the first call, where they have not been packed ahead. Unset
+  /// engine: the one for that device (packing_op.h). The same in all calls, and in pack_ahead.
   const PackedTables& tables_on(at::Device device, std::optional<ExchangeEngine> engine);
+  /// Packs them before anyone asks, and launches their copy to the device. On any thread: none of this step's other
+  /// members are in use meanwhile.
+  void pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine);
 
   int64_t number;  // no other step of this process has it
   Plan plan;
@@ -58,9 +73,15 @@ struct PlannedStep {
   struct TablesOnDevice {
     at::Device device;
     PackedTables tables;
+    /// Where they were packed ahead: when they have reached the device, and the streams that know of it.
+    std::optional<c10::Event> copied = {};
+    std::vector<c10::Stream> streams = {};
   };
   /// An accelerator, the CPU (what hosts read), or both.
   std::list<TablesOnDevice> packed = {};
+
+ private:
+  TablesOnDevice& pack(at::Device device, std::optional<ExchangeEngine> engine);
 };
 
 }  // namespace knapformer

@@ -27,7 +27,8 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 
 class Counted(types.SimpleNamespace):
     """Of the code inside `counted`, once it is left: launches, copies_to_device, collectives, packed_bytes (read by
-    the packing kernel): numbers; launched, syncs, pageable_copies: what it was, by name."""
+    the packing kernel): numbers; launched, syncs, pageable_copies: what it was, by name; copies: of each one to the
+    device, the thread that launched it (threading.get_native_id) and that thread's current device."""
 
 
 def register() -> Any:

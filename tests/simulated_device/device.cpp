@@ -1,7 +1,8 @@
 // Torch's `privateuse1` device, simulated: allocator, guard, hooks and kernels.
 //
 // Every operation runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the fallback
-// copies and would break aliasing. The collectives alone run late, as on a stream of their own (collectives.cpp).
+// copies and would break aliasing. What runs late: the collectives, as on a stream of their own (collectives.cpp), and
+// copies to the device on another stream than the default one, when a stream waits for an event behind them.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -13,6 +14,8 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <deque>
+#include <functional>
 
 #include "counters.h"
 #include "memory.h"
@@ -50,6 +53,43 @@ class Allocator final : public c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator)
 
+/// Copies that were launched on streams other than the default one, in their order.
+class LateCopies {
+ public:
+  static LateCopies& instance() {
+    static auto* const copies = new LateCopies;
+    return *copies;
+  }
+  void launch(std::function<void()> copy) {
+    const std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(copy));
+    ++num_launched_;
+  }
+  int64_t num_launched() {
+    const std::lock_guard lock(mutex_);
+    return num_launched_;
+  }
+  /// The first `count` of all.
+  void run(int64_t count) {
+    const std::lock_guard lock(mutex_);
+    for (; num_launched_ - static_cast<int64_t>(waiting_.size()) < count; waiting_.pop_front()) waiting_.front()();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::function<void()>> waiting_;
+  int64_t num_launched_ = 0;
+};
+
+/// What an event is recorded behind.
+struct Event {
+  int64_t waits_begun = 0;
+  int64_t late_copies = 0;  // 0: it is on the default stream, behind none
+};
+
+/// 0: the default one.
+thread_local c10::StreamId current_stream = 0;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;
   c10::DeviceType type() const override { return kType; }
@@ -63,20 +103,30 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
   }
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
-  // Work of the one stream is done when its call returns: streams have nothing to wait for. Other threads may ask how
-  // far it has come.
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<int64_t*>(event); }
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
-    if (*event == nullptr) *event = new int64_t;
-    *static_cast<int64_t*>(*event) = Counters::instance().waits_begun;
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, current_stream);
   }
-  void block(void*, const c10::Stream&) const override {}
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<c10::StreamId> num_made = 0;
+    return c10::Stream(c10::Stream::UNSAFE, device, ++num_made);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id()));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  // Work of the default stream is done when its call returns: it is late copies alone that a stream waits for. Other
+  // threads may ask how far the default stream has come.
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event;
+    *static_cast<Event*>(*event) = {.waits_begun = Counters::instance().waits_begun,
+                                    .late_copies = stream.id() == 0 ? 0 : LateCopies::instance().num_launched()};
+  }
+  void block(void* event, const c10::Stream&) const override {
+    if (event != nullptr) LateCopies::instance().run(static_cast<Event*>(event)->late_copies);
+  }
   bool queryEvent(void* event) const override {
-    return event == nullptr || Counters::instance().waits_ended >= *static_cast<int64_t*>(event);
+    return event == nullptr || Counters::instance().waits_ended >= static_cast<Event*>(event)->waits_begun;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override { Counters::instance().add_sync("synchronizeStream"); }
@@ -152,7 +202,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     } else {
       const bool to_device = from.is_cpu();
       const bool pinned = PinnedMemory::instance().owns((to_device ? from : to).storage().data());
-      if (to_device) ++counters.copies_to_device;
+      if (to_device) counters.add_copy_to_device(current_device);
       if (!non_blocking || (!pinned && !to_device)) {
         counters.add_sync(to_device ? "copy to the device" : "copy from the device");
       } else if (!pinned) {
@@ -160,7 +210,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       }
     }
   }
-  as_cpu(to).copy_(as_cpu(from));
+  const auto copy = [from, to] { as_cpu(to).copy_(as_cpu(from)); };
+  if (from.is_cpu() && non_blocking && current_stream != 0) {
+    LateCopies::instance().launch(copy);
+  } else {
+    copy();
+  }
   return to;
 }
 

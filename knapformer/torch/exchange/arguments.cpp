@@ -59,6 +59,20 @@ bool ExchangeArguments::any(Derivative derivative) const {
   return std::ranges::any_of(differentiable, [&](int64_t bits) { return (bits & derivative) != 0; });
 }
 
+int64_t ExchangeArguments::derivatives_at(size_t number) const {
+  if (joined_end == HeadSharing::kNeither) return differentiable[number];
+  int64_t bits = 0;
+  for (size_t i = number % num_slots(); i < differentiable.size(); i += num_slots()) bits |= differentiable[i];
+  return bits;
+}
+
+std::vector<at::Tensor> ExchangeArguments::local_rows() const {
+  std::vector<at::Tensor> rows;
+  if (joined_end != HeadSharing::kSend || num_local_rows == 0) return rows;
+  for (const at::Tensor& tensor : tensors) rows.push_back(tensor.narrow(0, 0, num_local_rows));
+  return rows;
+}
+
 void ExchangeArguments::decide_derivatives() {
   differentiable.clear();
   if (!is_differentiating()) return;
@@ -93,83 +107,87 @@ void ExchangeArguments::follow_others() {
   }
 }
 
-ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
-  ExchangeArguments back{.heads = heads, .group = group, .label = call_name(label) + " backward"};
-  // A backward that is differentiated itself is another call.
-  if (at::GradMode::is_enabled()) back.label += ", differentiable";
+template <class Input>
+ExchangeArguments ExchangeArguments::of_slots(Derivative derivative, bool joined, const char* call, const char* suffix,
+                                              Input input) const {
+  ExchangeArguments result{.heads = heads,
+                           .joined_end = joined_end,
+                           .num_local_rows = num_local_rows,
+                           .group = group,
+                           .label = call_name(label) + call};
   const std::vector<std::string> names = names_in(label);
-  std::string names_of_gradients;
+  std::string kept_names;
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
-    std::vector<at::Tensor> inputs;
-    std::vector<HeadRole> roles;
+    SegmentArguments kept{.table = segment.table, .roles = {}, .sharing = segment.sharing};
     for (const HeadRole role : segment.roles) {
-      if ((differentiable[next] & kGradient) != 0) {
-        inputs.push_back(gradients[next]);
-        roles.push_back(role);
-        back.differentiable.push_back(derivatives_of(gradients[next]));
-        if (next < names.size()) {
-          names_of_gradients.append(names_of_gradients.empty() ? "" : ",").append(names[next]).append(".grad");
-        }
+      const size_t number = next++;
+      if ((derivatives_at(number) & derivative) == 0) continue;
+      if (!joined || &segment == &segments.front()) result.tensors.push_back(input(number));
+      kept.roles.push_back(role);
+      if (number < names.size()) {
+        kept_names.append(kept_names.empty() ? "" : ",").append(names[number]).append(suffix);
       }
-      ++next;
     }
-    back.add(segment.table.inverse(), inputs, std::move(roles), segment.sharing.inverse());
+    if (!kept.roles.empty()) result.segments.push_back(std::move(kept));
   }
-  if (!names.empty()) back.label += "(" + names_of_gradients + ")";
+  if (!names.empty()) result.label += "(" + kept_names + ")";
+  return result;
+}
+
+ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
+  // A backward that is differentiated itself is another call.
+  const char* call = at::GradMode::is_enabled() ? " backward, differentiable" : " backward";
+  ExchangeArguments back =
+      of_slots(kGradient, joined_end == HeadSharing::kRecv, call, ".grad", [&](size_t i) { return gradients[i]; });
+  back.joined_end = HeadSharing{.shared_end = joined_end}.inverse().shared_end;
+  for (SegmentArguments& segment : back.segments) {
+    segment.table = segment.table.inverse();
+    segment.sharing = segment.sharing.inverse();
+  }
+  for (const at::Tensor& gradient : back.tensors) back.differentiable.push_back(derivatives_of(gradient));
   if (is_differentiating()) back.follow_others();
   return back;
 }
 
 ExchangeArguments ExchangeArguments::take_tangents() {
-  ExchangeArguments of_tangents{.heads = heads, .group = group, .label = call_name(label) + " jvp"};
-  const std::vector<std::string> names = names_in(label);
-  std::string names_of_tangents;
-  size_t next = 0;
-  for (const SegmentArguments& segment : segments) {
-    std::vector<at::Tensor> inputs;
-    std::vector<HeadRole> roles;
-    for (const HeadRole role : segment.roles) {
-      at::Tensor& tensor = tensors[next];
-      if ((differentiable[next] & kTangent) != 0) {
-        const at::Tensor tangent = tensor._fw_grad(kLevel);
-        inputs.push_back(tangent.defined() ? tangent : at::zeros_like(tensor));
-        roles.push_back(role);
-        tensor = tensor._fw_primal(kLevel);
-        if (next < names.size()) {
-          names_of_tangents.append(names_of_tangents.empty() ? "" : ",").append(names[next]).append(".tangent");
-        }
-      }
-      ++next;
-    }
-    of_tangents.add(segment.table, inputs, std::move(roles), segment.sharing);
-  }
-  if (!names.empty()) of_tangents.label += "(" + names_of_tangents + ")";
-  return of_tangents;
+  return of_slots(kTangent, joined_end == HeadSharing::kSend, " jvp", ".tangent", [&](size_t i) {
+    at::Tensor& tensor = tensors[i];
+    const at::Tensor tangent = tensor._fw_grad(kLevel);
+    tensor = tensor._fw_primal(kLevel);
+    return tangent.defined() ? tangent : at::zeros_like(tensor);
+  });
 }
 
 void ExchangeArguments::set_tangents(const std::vector<at::Tensor>& outputs,
                                      const std::vector<at::Tensor>& moved) const {
-  for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
-    if ((differentiable[i] & kTangent) != 0) outputs[i]._set_fw_grad(moved[next++], kLevel, false);
+  for (size_t i = 0, next = 0; i < outputs.size(); ++i) {
+    if ((derivatives_at(i) & kTangent) != 0) outputs[i]._set_fw_grad(moved[next++], kLevel, false);
   }
 }
 
 std::vector<at::Tensor> ExchangeArguments::gradients_from(const std::vector<at::Tensor>& moved) const {
   std::vector<at::Tensor> gradients(differentiable.size());
   for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
-    if ((differentiable[i] & kGradient) != 0) gradients[i] = moved[next++];
+    if ((derivatives_at(i) & kGradient) != 0) gradients[i] = moved[next++];
   }
   return gradients;
 }
 
 std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
   std::vector<std::vector<c10::SymInt>> shapes;
+  size_t next = 0;
   for (const SegmentArguments& segment : segments) {
     const HeadPartition partition = head_partition(heads, segment.sharing);
     for (const HeadRole role : segment.roles) {
-      std::vector<c10::SymInt> shape = tensors[shapes.size()].sym_sizes().vec();
-      shape[0] = segment.table.recv.rows.sym_size(0);
+      const size_t number = next++;
+      const c10::SymInt num_rows = segment.table.recv.rows.sym_size(0);
+      if (joined_end == HeadSharing::kRecv && number >= num_slots()) {
+        shapes[number % num_slots()][0] += num_rows;
+        continue;
+      }
+      std::vector<c10::SymInt> shape = input_of(number).sym_sizes().vec();
+      shape[0] = joined_end == HeadSharing::kRecv ? num_rows + num_local_rows : num_rows;
       if (const HeadShares* shares = shares_of(partition, role)) {
         shape[1] = num_heads_at(HeadSharing::kRecv, *shares, segment.sharing);
       }
@@ -192,7 +210,7 @@ Fingerprint ExchangeArguments::fingerprint() const {
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
     for (const HeadRole role : segment.roles) {
-      const at::Tensor& tensor = tensors[i];
+      const at::Tensor& tensor = input_of(i);
       std::string value = std::string(c10::toString(tensor.scalar_type())) + " (rows";
       for (int64_t dim = 1; dim < tensor.dim(); ++dim) {
         int64_t size = tensor.size(dim);
@@ -202,7 +220,8 @@ Fingerprint ExchangeArguments::fingerprint() const {
       }
       value.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
       fingerprint.add(i < names.size() ? names[i] : text("tensor ", i), value);
-      fingerprint.gradients.push_back(static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i])));
+      fingerprint.gradients.push_back(
+          static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i % differentiable.size()])));
       ++i;
     }
   }

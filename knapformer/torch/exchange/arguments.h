@@ -46,9 +46,16 @@ struct SegmentArguments {
 };
 
 struct ExchangeArguments {
-  std::vector<at::Tensor> tensors = {};  // segment by segment
+  std::vector<at::Tensor> tensors = {};  // segment by segment; joined at the send end: one for each slot
   std::vector<SegmentArguments> segments = {};
   HeadCounts heads = {};
+  /// The end at which segments, which have equal slots, share one tensor for each slot: its first num_local_rows rows
+  /// do not travel, and behind them are those of the segments, in their order. What arrives there is written in place.
+  HeadSharing::End joined_end = HeadSharing::kNeither;
+  int64_t num_local_rows = 0;
+  /// Joined at the receive end: of each slot, its rows that do not travel, for a whole exchange. None where there are
+  /// none, and in an exchange in halves, whose finish takes them.
+  std::vector<at::Tensor> local = {};
   /// Of each tensor, the bits of Derivative. Empty: in no_grad mode, outside of forward-mode differentiation.
   std::vector<int64_t> differentiable = {};
   std::string group;  // CommGroup::name
@@ -64,9 +71,19 @@ struct ExchangeArguments {
   /// theirs alone.
   void add_derivatives();
   bool any(Derivative derivative) const;
+  /// Of a tensor or output of this exchange, by its number. Of what is joined at the receive end: what any of its
+  /// segments has.
+  int64_t derivatives_at(size_t number) const;
+
+  /// Of a joined end.
+  size_t num_slots() const { return segments.front().roles.size(); }
+  /// The tensor that has a slot's rows, by the number of the slot over all segments.
+  const at::Tensor& input_of(size_t number) const { return tensors[number % tensors.size()]; }
+  /// Of tensors that are joined at the send end: their rows that do not travel, as views.
+  std::vector<at::Tensor> local_rows() const;
 
   /// The exchange of the gradients, with the ends swapped: of tensors whose gradient travels, and segments that have
-  /// any. `gradients`: one for each tensor of this exchange.
+  /// any. `gradients`: one for each output of this exchange.
   ExchangeArguments inverse(const std::vector<at::Tensor>& gradients) const;
   /// The exchange of the tangents (an exchange is linear), of which this one's tensors are freed.
   ExchangeArguments take_tangents();
@@ -82,6 +99,11 @@ struct ExchangeArguments {
 
  private:
   void follow_others();
+  /// The exchange of the slots that have the derivative, without tables' ends swapped. input(number): of a slot; called
+  /// once for each, or once for each of the first segment's where `joined`.
+  template <class Input>
+  ExchangeArguments of_slots(Derivative derivative, bool joined, const char* call, const char* suffix,
+                             Input input) const;
 };
 
 /// Of the heads over the ranks that share them; empty where no tensor has a role.

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "knapformer/core/plan/heads.h"
@@ -101,6 +102,15 @@ class ExchangeCall {
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   void allocate_outputs();
+  /// Of outputs that are joined, the rows that do not travel: copied by unpack. Before it.
+  void set_local(const std::vector<at::Tensor>& local);
+  struct LocalRows {
+    at::Tensor from;  // rows are dense in themselves
+    at::Tensor to;
+    int64_t row_bytes = 0;
+  };
+  /// After allocate_outputs.
+  std::vector<LocalRows> local_rows() const;
   /// Of an exchange that is unpacked.
   std::vector<at::Tensor> outputs() const;
 
@@ -134,6 +144,11 @@ class ExchangeCall {
   std::vector<int64_t> sent_bytes_, received_bytes_;
   int64_t own_begin_ = 0, own_end_ = 0;
   at::Device device_ = at::kCPU;
+  HeadSharing::End joined_end_ = HeadSharing::kNeither;
+  int64_t num_local_rows_ = 0;
+  std::vector<at::Tensor> joined_;  // outputs, where joined
+  std::vector<at::Tensor> local_;
+  std::string label_;
 };
 
 template <class Slots, class Visit>

@@ -62,6 +62,7 @@ class CpuEngine final : public Engine {
   }
 
   void unpack() override {
+    for (const ExchangeCall::LocalRows& rows : call_.local_rows()) rows.to.copy_(rows.from);
     CopyList copies;
     for_each_slot(call_.received_blocks(), [&](const WireBlock& block, const Segment& s, Slot& slot, int64_t byte) {
       if (s.sums(slot)) {

@@ -68,6 +68,7 @@ class DeviceEngine final : public Engine {
 
   void unpack() override {
     call_.allocate_outputs();
+    for (const ExchangeCall::LocalRows& rows : call_.local_rows()) rows.to.copy_(rows.from);
     for (size_t s = 0; s < call_.segments().size(); ++s) {
       if (call_.segments()[s].recv.heads_shared()) {
         unpack_shared(s);

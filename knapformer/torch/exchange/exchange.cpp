@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/engine.h"
@@ -31,11 +33,12 @@ OpSegments::OpSegments(const std::vector<SegmentArguments>& segments) {
 namespace {
 
 constexpr const char* kSchema =
-    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str group, str label)";
+    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str group, str label, "
+    "int[] joined, Tensor[] local)";
 
 template <class Result>
 using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::TensorList, at::IntArrayRef,
-                           std::string_view, std::string_view);
+                           std::string_view, std::string_view, at::IntArrayRef, at::TensorList);
 
 [[noreturn]] void throw_schema(std::string_view label, std::string_view argument) {
   throw ArgumentError(text(label, ": got ", argument, " that do not fit the tensors, expected those of one call"));
@@ -43,12 +46,18 @@ using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at:
 
 ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads,
                                  at::TensorList tables, at::IntArrayRef layout, std::string_view group,
-                                 std::string_view label) {
+                                 std::string_view label, at::IntArrayRef joined, at::TensorList local) {
   constexpr size_t kTables = 6, kNumbers = 4;  // of a segment, beside its roles
   if (heads.size() != 2) throw_schema(label, "heads");
+  if (joined.size() != 2 || joined[0] < HeadSharing::kNeither || joined[0] > HeadSharing::kRecv || joined[1] < 0) {
+    throw_schema(label, "joined");
+  }
   if (!differentiable.empty() && differentiable.size() != tensors.size()) throw_schema(label, "differentiable");
   ExchangeArguments arguments{.tensors = tensors.vec(),
                               .heads = {.num_heads = heads[0], .num_kv_heads = heads[1]},
+                              .joined_end = static_cast<HeadSharing::End>(joined[0]),
+                              .num_local_rows = joined[1],
+                              .local = local.vec(),
                               .differentiable = differentiable.vec(),
                               .group = std::string(group),
                               .label = std::string(label)};
@@ -70,6 +79,12 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
     }
     num_tensors += num_roles;
   }
+  if (joined[0] != HeadSharing::kNeither) {
+    for (const SegmentArguments& segment : arguments.segments) {
+      if (segment.roles.size() != arguments.num_slots()) throw_schema(label, "layout");
+    }
+  }
+  if (joined[0] == HeadSharing::kSend) num_tensors /= std::max<size_t>(1, arguments.segments.size());
   if (num_tensors != tensors.size() || tables.size() != kTables * arguments.segments.size()) {
     throw_schema(label, "layout");
   }
@@ -79,15 +94,18 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
 /// A function of the dispatcher's signature from one of ExchangeArguments.
 template <auto kCall>
 auto kernel(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads, at::TensorList tables,
-            at::IntArrayRef layout, std::string_view group, std::string_view label) {
-  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, group, label));
+            at::IntArrayRef layout, std::string_view group, std::string_view label, at::IntArrayRef joined,
+            at::TensorList local) {
+  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, group, label, joined, local));
 }
 
 template <class Result>
 Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const ExchangeArguments& a) {
   const OpSegments segments(a.segments);
   const int64_t heads[] = {a.heads.num_heads, a.heads.num_kv_heads};
-  return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label);
+  const int64_t joined[] = {a.joined_end, a.num_local_rows};
+  return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label, joined,
+                 a.local);
 }
 
 template <class Signature>
@@ -105,9 +123,9 @@ at::Tensor call_start(const ExchangeArguments& arguments) {
   return call_op<at::Tensor>(op, arguments);
 }
 
-Tensors call_finish(const at::Tensor& started) {
-  static const auto op = find_op<Tensors(const at::Tensor&)>("knapformer::exchange_finish");
-  return op.call(started);
+Tensors call_finish(const at::Tensor& started, const Tensors& local = {}) {
+  static const auto op = find_op<Tensors(const at::Tensor&, at::TensorList)>("knapformer::exchange_finish");
+  return op.call(started, local);
 }
 
 /// An exchange between its start and its finish.
@@ -128,9 +146,10 @@ class InFlight {
     arguments_ = std::move(arguments);
   }
 
-  Tensors finish() {
+  Tensors finish(const Tensors& local) {
     return group_->watchdog().guard([&] {
       if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+      call_->set_local(local);
       group_->wait(*work_, call_->device(), arguments_.label);
       work_.reset();
       engine_->unpack();
@@ -158,12 +177,16 @@ class InFlight {
 void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
 
 InFlight& in_flight_of(const at::Tensor& started) {
+  if (!started.defined()) throw StateError("exchange_start: got no gradient of what it started, expected one");
   auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_in_flight);
   if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
   return *in_flight;
 }
 
-Tensors exchange_kernel(ExchangeArguments arguments) { return InFlight(std::move(arguments)).finish(); }
+Tensors exchange_kernel(ExchangeArguments arguments) {
+  const Tensors local = std::exchange(arguments.local, {});
+  return InFlight(std::move(arguments)).finish(local);
+}
 
 at::Tensor start_kernel(ExchangeArguments arguments) {
   const at::Device device = arguments.tensors.at(0).device();
@@ -173,12 +196,14 @@ at::Tensor start_kernel(ExchangeArguments arguments) {
   return started;
 }
 
-Tensors finish_kernel(const at::Tensor& started) { return in_flight_of(started).finish(); }
+Tensors finish_kernel(const at::Tensor& started, at::TensorList local) {
+  return in_flight_of(started).finish(local.vec());
+}
 
 Tensors exchange_meta(const ExchangeArguments& arguments) {
   Tensors outputs;
   for (const std::vector<c10::SymInt>& shape : arguments.output_shapes()) {
-    outputs.push_back(at::empty_symint(shape, arguments.tensors[outputs.size()].options()));
+    outputs.push_back(at::empty_symint(shape, arguments.input_of(outputs.size()).options()));
   }
   return outputs;
 }
@@ -189,12 +214,29 @@ using torch::autograd::AutogradContext;
 struct KeptArguments : torch::CustomClassHolder {
   explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept), group(CommGroup::find_if_alive(kept.group)) {
     arguments.tensors.clear();
+    arguments.local.clear();
+    for (const at::Tensor& rows : kept.local_rows()) {
+      local_shapes.push_back(rows.sym_sizes().vec());
+      local_options.push_back(rows.options());
+    }
   }
   /// Gradients that the backward pass did not bring are zero. Of outputs without a gradient none is made.
   Tensors with_zeros(Tensors gradients) const {
     for (size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].defined() || (arguments.differentiable[i] & kGradient) == 0) continue;
+      if (gradients[i].defined() || (arguments.derivatives_at(i) & kGradient) == 0) continue;
       gradients[i] = at::zeros_symint(output_shapes[i], output_options[i]);
+    }
+    return gradients;
+  }
+
+  /// Of inputs that are joined and whose gradient travels: the gradients of their rows that did not travel. `given`: of
+  /// each input, or none; zero where there is none.
+  Tensors local_gradients(at::TensorList given) const {
+    Tensors gradients;
+    for (size_t i = 0; i < local_options.size(); ++i) {
+      if ((arguments.derivatives_at(i) & kGradient) == 0) continue;
+      const bool known = i < given.size() && given[i].defined();
+      gradients.push_back(known ? given[i] : at::zeros_symint(local_shapes[i], local_options[i]));
     }
     return gradients;
   }
@@ -202,6 +244,8 @@ struct KeptArguments : torch::CustomClassHolder {
   ExchangeArguments arguments;
   std::vector<std::vector<c10::SymInt>> output_shapes;  // where known: not of a start
   std::vector<at::TensorOptions> output_options;
+  std::vector<std::vector<c10::SymInt>> local_shapes;  // of inputs that are joined: of rows that do not travel
+  std::vector<at::TensorOptions> local_options;
   std::shared_ptr<CommGroup> group;  // for the backward, also where the balancer goes before it; null while tracing
 };
 
@@ -216,11 +260,13 @@ const KeptArguments& kept_by(AutogradContext& context) {
   return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule());
 }
 
-/// Outputs of a forward, with all that its backward needs kept.
-Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments) {
+/// Outputs of a forward, with all that its backward needs kept. local: rows of joined ones.
+Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments,
+                     at::TensorList local) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if ((arguments.differentiable[i] & kGradient) == 0) fixed.push_back(outputs[i]);
+    const bool of_local = i < local.size() && local[i].requires_grad();
+    if (!of_local && (arguments.derivatives_at(i) & kGradient) == 0) fixed.push_back(outputs[i]);
   }
   context.mark_non_differentiable(fixed);
   context.set_materialize_grads(false);  // with_zeros makes those that are needed
@@ -244,33 +290,61 @@ auto in_backward(Body body) {
   }
 }
 
+/// Appends the gradients of rows that were given to an exchange and did not travel, as views.
+void append_local_gradients(Tensors& results, const Tensors& gradients, const ExchangeArguments& arguments) {
+  if (arguments.joined_end != HeadSharing::kRecv || arguments.num_local_rows == 0) return;
+  for (const at::Tensor& gradient : gradients) {
+    results.push_back(gradient.defined() ? gradient.narrow(0, 0, arguments.num_local_rows) : gradient);
+  }
+}
+
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
+  /// tensors: of the arguments, then their local ones.
   static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return kept_outputs(*context, call_exchange(arguments), arguments);
+    return kept_outputs(*context, call_exchange(arguments), arguments, arguments.local);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const KeptArguments& forward = kept_by(*context);
-    Tensors results = in_backward([&] {
-      return forward.arguments.gradients_from(call_exchange(forward.arguments.inverse(forward.with_zeros(gradients))));
-    });
+    Tensors results(forward.arguments.differentiable.size());
+    if (forward.arguments.any(kGradient)) {
+      results = in_backward([&] {
+        ExchangeArguments back = forward.arguments.inverse(forward.with_zeros(gradients));
+        back.local = forward.local_gradients({});
+        return forward.arguments.gradients_from(call_exchange(back));
+      });
+    }
+    append_local_gradients(results, gradients, forward.arguments);
     results.emplace_back();  // of the arguments
     return results;
   }
 };
 
+/// Gives what is in flight, and the rows that do not travel.
 class StartFunction : public torch::autograd::Function<StartFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
+    Tensors results = arguments.local_rows();
+    Tensors fixed;
+    for (size_t i = 0; i < results.size(); ++i) {
+      if ((arguments.derivatives_at(i) & kGradient) == 0) fixed.push_back(results[i]);
+    }
+    context->mark_non_differentiable(fixed);
+    context->set_materialize_grads(false);
     keep_arguments(*context, arguments);
-    return call_start(arguments);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    results.insert(results.begin(), call_start(arguments));
+    return results;
   }
 
-  static Tensors backward(AutogradContext* context, const Tensors& started) {
-    Tensors results = in_backward([&] { return kept_by(*context).arguments.gradients_from(call_finish(started[0])); });
+  static Tensors backward(AutogradContext* context, const Tensors& gradients) {
+    const KeptArguments& forward = kept_by(*context);
+    Tensors results = in_backward([&] {
+      const Tensors local = forward.local_gradients(at::TensorList(gradients).slice(1));
+      return forward.arguments.gradients_from(call_finish(gradients[0], local));
+    });
     results.emplace_back();
     return results;
   }
@@ -278,36 +352,62 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
 
 class FinishFunction : public torch::autograd::Function<FinishFunction> {
  public:
-  static Tensors forward(AutogradContext* context, const at::Tensor& started) {
+  static Tensors forward(AutogradContext* context, const at::Tensor& started, at::TensorList local) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return kept_outputs(*context, call_finish(started), in_flight_of(started).arguments());
+    return kept_outputs(*context, call_finish(started, local.vec()), in_flight_of(started).arguments(), local);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const KeptArguments& forward = kept_by(*context);
-    return in_backward([&] { return Tensors{call_start(forward.arguments.inverse(forward.with_zeros(gradients)))}; });
+    Tensors results(1);
+    if (forward.arguments.any(kGradient)) {
+      results[0] = in_backward([&] { return call_start(forward.arguments.inverse(forward.with_zeros(gradients))); });
+    }
+    append_local_gradients(results, gradients, forward.arguments);
+    return results;
   }
 };
 
-template <class Function, auto kBelow>
-auto with_gradients(const ExchangeArguments& arguments) {
-  if (arguments.any(kGradient)) {
-    // torch passes no autograd function of C++ through these.
-    if (arguments.tensors[0].key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) {
-      throw ArgumentError(text(arguments.label, ": got tensors inside torch.func.grad or vjp, expected plain ones: ",
-                               "take gradients by backward() or torch.autograd.grad"));
-    }
-    return Function::apply(at::TensorList(arguments.tensors), arguments);
+/// torch passes no autograd function of C++ through its transforms of functions.
+void refuse_transforms(const ExchangeArguments& arguments) {
+  if (!arguments.tensors[0].key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) return;
+  throw ArgumentError(text(arguments.label, ": got tensors inside torch.func.grad or vjp, expected plain ones: ",
+                           "take gradients by backward() or torch.autograd.grad"));
+}
+
+bool any_requires_grad(at::TensorList tensors) {
+  return at::GradMode::is_enabled() &&
+         std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+}
+
+Tensors exchange_with_gradients(const ExchangeArguments& arguments) {
+  if (arguments.any(kGradient) || any_requires_grad(arguments.local)) {
+    refuse_transforms(arguments);
+    Tensors inputs = arguments.tensors;
+    inputs.insert(inputs.end(), arguments.local.begin(), arguments.local.end());
+    return ExchangeFunction::apply(at::TensorList(inputs), arguments);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return kBelow(arguments);
+  return call_exchange(arguments);
+}
+
+/// What is in flight, then the rows that do not travel.
+Tensors start_with_gradients(const ExchangeArguments& arguments) {
+  if (arguments.any(kGradient)) {
+    refuse_transforms(arguments);
+    return StartFunction::apply(at::TensorList(arguments.tensors), arguments);
+  }
+  Tensors results = arguments.local_rows();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  results.insert(results.begin(), call_start(arguments));
+  return results;
 }
 
 Tensors exchange_autograd(ExchangeArguments arguments) {
   arguments.add_derivatives();
-  if (!arguments.any(kTangent)) return with_gradients<ExchangeFunction, call_exchange>(arguments);
+  if (!arguments.any(kTangent)) return exchange_with_gradients(arguments);
   ExchangeArguments tangents = arguments.take_tangents();
-  Tensors outputs = with_gradients<ExchangeFunction, call_exchange>(arguments);
+  Tensors outputs = exchange_with_gradients(arguments);
   tangents.decide_derivatives();  // behind the first exchange, as it may be collective itself
   arguments.set_tangents(outputs, call_exchange(tangents));
   return outputs;
@@ -316,7 +416,7 @@ Tensors exchange_autograd(ExchangeArguments arguments) {
 at::Tensor start_autograd(ExchangeArguments arguments) {
   arguments.add_derivatives();
   if (arguments.any(kTangent)) throw StateError(text(arguments.label, ": got tangents, expected a whole exchange"));
-  return with_gradients<StartFunction, call_start>(arguments);
+  return start_with_gradients(arguments)[0];
 }
 
 /// torch.func.vmap. A batch of calls would be as many collectives, in an order that it does not promise.
@@ -328,10 +428,10 @@ at::Tensor start_autograd(ExchangeArguments arguments) {
 Tensors exchange_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
 at::Tensor start_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
 
-Tensors finish_autograd(const at::Tensor& started) {
-  if (started.requires_grad()) return FinishFunction::apply(started);
+Tensors finish_autograd(const at::Tensor& started, at::TensorList local) {
+  if (started.requires_grad() || any_requires_grad(local)) return FinishFunction::apply(started, local);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_finish(started);
+  return call_finish(started, local.vec());
 }
 
 }  // namespace
@@ -349,7 +449,7 @@ TORCH_LIBRARY(knapformer, library) {
   library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
   library.impl("exchange_start", c10::DispatchKey::FuncTorchBatched, kernel<start_vmap>);
 
-  library.def("exchange_finish(Tensor started) -> Tensor[]");
+  library.def("exchange_finish(Tensor started, Tensor[] local) -> Tensor[]");
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
   library.impl("exchange_finish", c10::DispatchKey::Autograd, TORCH_FN(finish_autograd));
 }
@@ -359,9 +459,10 @@ Tensors exchange(ExchangeArguments arguments) {
   return call_exchange(arguments);
 }
 
-at::Tensor start_exchange(ExchangeArguments arguments) {
+StartedExchange start_exchange(ExchangeArguments arguments) {
   arguments.decide_derivatives();
-  return call_start(arguments);
+  const Tensors results = start_with_gradients(arguments);
+  return {.started = results[0], .local = {results.begin() + 1, results.end()}};
 }
 
 Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }

@@ -9,10 +9,13 @@
 //            tensors
 //                                    it has, and the HeadRole of each
 //            str group,              CommGroup::name
-//            str label) -> Tensor[]  "route(x,features[0])": the call and its tensors, for messages
+//            str label,              "route(x,features[0])": the call and its tensors, for messages
+//            int[] joined,           the joined end of ExchangeArguments, and its rows that do not travel
+//            Tensor[] local) -> Tensor[]        these rows, where the receive end is joined
 //
-//   exchange_start(the same) -> Tensor      packs and launches; a tensor without bytes stands for what is in flight
-//   exchange_finish(Tensor started) -> Tensor[]                 waits and unpacks; once
+//   exchange_start(the same, no local) -> Tensor   packs and launches; a tensor without bytes stands for what is in
+//                                                  flight
+//   exchange_finish(Tensor started, Tensor[] local) -> Tensor[]          waits and unpacks; once
 //
 // In C++ these arguments are one struct, ExchangeArguments.
 //
@@ -42,7 +45,13 @@ namespace knapformer {
 std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 
 /// The same in two halves.
-at::Tensor start_exchange(ExchangeArguments arguments);
+struct StartedExchange {
+  at::Tensor started;
+  /// Of tensors that are joined at the send end: their rows that do not travel, as views. Their gradients are written
+  /// beside those that arrive.
+  std::vector<at::Tensor> local;
+};
+StartedExchange start_exchange(ExchangeArguments arguments);
 std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 
 /// How an error of a backward pass is raised, in place of throwing it: torch's engine would make any exception Python's

@@ -158,6 +158,12 @@ class KernelEngine final : public Engine {
 
   void unpack() override {
     WorkList work;
+    for (const auto& [from, to, row_bytes] : call_.local_rows()) {
+      const int64_t num_rows = from.size(0);
+      const int64_t stride = num_rows > 1 ? from.stride(0) * static_cast<int64_t>(from.itemsize()) : row_bytes;
+      work.copy({.base = address_of(from.const_data_ptr()), .index = 0, .stride = stride},
+                {.base = address_of(to.mutable_data_ptr()), .index = 0, .stride = row_bytes}, row_bytes, num_rows);
+    }
     for_each_block(call_.received_blocks(), [&](const WireBlock& block, Segment& segment, Address index) {
       if (block.peer == call_.this_peer()) return;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {

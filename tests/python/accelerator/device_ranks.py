@@ -6,6 +6,7 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -220,6 +221,46 @@ def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
             seen.append(back.cpu())
         results.append(torch.cat(seen))
     return [(results[0], results[1])]
+
+
+class CopiesOfTables(NamedTuple):
+    """Of a pass over a loader: what the steps gave, and who copied index tables to the device."""
+
+    values: list[Tensor]
+    num_by_training_thread: int
+    current_devices_of_others: list[int]
+    syncs: list[str]
+
+
+def tables_of_a_loader(rank: int, world: int, micro_batches: int | None) -> dict[str, CopiesOfTables]:
+    """By device. Nothing else is copied there: the batches are made on it."""
+    group = sim.new_group()
+    lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
+    results = {}
+    for device in ("cpu", "sim:1"):
+        balancer = SequenceBalancer(f"g{world}n1", group=group)
+        loader: Any
+        if micro_batches is None:
+            loader = BalancedLoader(lens, balancer, 8, seq_lens=lambda own: own, empty=list)
+        else:
+            samples = [[{"x": torch.zeros(n)} for n in of_batch] for of_batch in lens]
+            loader = BalancedLoader(samples, balancer, 8, per_token=["x"], micro_batches=micro_batches)
+        values = []
+        with sim.counted() as counted:
+            for _, plan in loader:
+                own = sum(plan.seq_lens[rank]) if micro_batches is None else plan.tokens_after[rank]
+                x = torch.arange(own * 4, dtype=torch.float32, device=device).view(own, 4, 1)
+                if micro_batches is None:
+                    _, x, _ = balancer.route(x)
+                values.append(balancer.attention(x, x, x, lambda q, *_: q * 2))
+        training = threading.get_native_id()
+        results[device] = CopiesOfTables(
+            [x.cpu() for x in values],
+            sum(thread == training for thread, _ in counted.copies),
+            [current for thread, current in counted.copies if thread != training],
+            counted.syncs,
+        )
+    return results
 
 
 def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
@@ -55,6 +57,30 @@ def jvp_is_that_of_one_process(rank: int, world_size: int) -> None:
             torch.testing.assert_close(tangent, expected[own])
 
 
+def derivatives_where_a_rank_has_whole_and_shared_sequences(rank: int, world_size: int) -> None:
+    """Its levels are rows of one tensor: by tangents, and by a gradient of a gradient."""
+    lens_of = [[300, 20], [30]]
+    balancer = SequenceBalancer("g2/1n1")
+    plan = balancer.plan_routing(lens_of[rank], 3072)  # as if for so wide a model, in which sharing the longest pays
+    assert sorted(plan.degree_of_sequence) == [1, 1, 2]
+    generator = torch.Generator().manual_seed(5)
+    x, v = (torch.randn(350, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    lens, own = torch.tensor([300, 20, 30]), slice(*[(0, 320), (320, 350)][rank])
+
+    _, expected = torch.func.jvp(lambda x: _model(x, lens, None), (x,), (v,))
+    _, tangent = torch.func.jvp(lambda x: _balanced(balancer, x), (x[own],), (v[own],))
+    torch.testing.assert_close(tangent, expected[own])
+
+    def second(x: Tensor, model: Callable[[Tensor], Tensor]) -> Tensor:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (of_first,) = torch.autograd.grad(first.sin().sum(), x)
+        return of_first
+
+    of_one = second(x, lambda x: _model(x, lens, None))
+    torch.testing.assert_close(second(x[own], lambda x: _balanced(balancer, x)), of_one[own])
+
+
 def a_rank_without_rows_follows_tangents(rank: int, world_size: int) -> None:
     """Its own tensor of no rows has none, and the others' exchange needs it all the same."""
     balancer = SequenceBalancer("g2n1" if world_size == 2 else "g4n1")
@@ -95,6 +121,7 @@ def other_transforms_are_refused_in_one_line(rank: int, world_size: int) -> None
 
 CHECKS = [
     jvp_is_that_of_one_process,
+    derivatives_where_a_rank_has_whole_and_shared_sequences,
     a_rank_without_rows_follows_tangents,
     gradients_of_tangents_are_those_of_one_process,
     other_transforms_are_refused_in_one_line,
@@ -104,7 +131,11 @@ CHECKS = [
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_function_transforms(world_size: int) -> None:
     # On 4 ranks one has no tokens, and cannot follow gradients through a wrapped tensor: that is an error on all ranks.
-    not_here = [gradients_of_tangents_are_those_of_one_process] if world_size == 4 else []
+    not_here: list[object] = []
+    if world_size == 4:
+        not_here = [
+            gradients_of_tangents_are_those_of_one_process, derivatives_where_a_rank_has_whole_and_shared_sequences,
+        ]  # fmt: skip
     run_checks([check for check in CHECKS if check not in not_here], world_size)
 
 

@@ -344,11 +344,18 @@ TEST_P(ExchangeEngines, MetaKernelKnowsShapesAlone) {
                              segments.tables,
                              segments.layout,
                              std::string("no such group"),
-                             std::string("test")};
+                             std::string("test"),
+                             std::vector<int64_t>{0, 0},
+                             std::vector<at::Tensor>{}};
+  torch::jit::Stack joined = stack;
   op.callBoxed(stack);
   const at::Tensor out = stack.at(0).toTensorVector().at(0);
   EXPECT_TRUE(out.is_meta());
   EXPECT_EQ(out.sizes(), (std::vector<int64_t>{6, 7}));
+  joined[7] = std::vector<int64_t>{HeadSharing::kRecv, 2};
+  joined[8] = std::vector<at::Tensor>{at::empty({2, 7}, x.options())};
+  op.callBoxed(joined);
+  EXPECT_EQ(joined.at(0).toTensorVector().at(0).sizes(), (std::vector<int64_t>{8, 7}));
 }
 
 TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
@@ -370,9 +377,17 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   const OpSegments right(arguments.segments);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
   const auto call = [&](const std::vector<at::Tensor>& tables, const std::vector<int64_t>& layout,
-                        const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads) {
-    torch::jit::Stack stack = {arguments.tensors,    differentiable,     heads, tables, layout,
-                               std::string("group"), std::string("test")};
+                        const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads,
+                        const std::vector<int64_t>& joined = {0, 0}) {
+    torch::jit::Stack stack = {arguments.tensors,
+                               differentiable,
+                               heads,
+                               tables,
+                               layout,
+                               std::string("group"),
+                               std::string("test"),
+                               joined,
+                               std::vector<at::Tensor>{}};
     op.callBoxed(stack);
   };
   std::vector<int64_t> short_layout = right.layout, many = right.layout;
@@ -388,6 +403,9 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}), ArgumentError);
   EXPECT_THROW(call(right.tables, right.layout, {0, 0}, {0, 0}), ArgumentError);
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {3, 0}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {1, -1}), ArgumentError);
   EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}), StateError);  // no such group
 }
 
