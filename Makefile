@@ -3,6 +3,7 @@
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test       every test, C++ and Python
 #   make sanitize   the core's tests under the address and undefined-behaviour sanitizers
+#   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help demo test test-cpp test-python sanitize headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -99,6 +100,11 @@ sanitize: $(VENV)/.dependencies
 	    -DKNAPFORMER_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(CMAKE) --build build/sanitize -j $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
+
+headers: $(VENV)/.dependencies
+	$(NEED) gtest
+	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
+	$(CMAKE) --build $(BUILD) -j $(JOBS) --target all_verify_interface_header_sets
 
 # libFuzzer on the core, under the same sanitizers; then generated command lines. Inputs that reach new code are kept in
 # build/fuzz/found.

@@ -33,13 +33,11 @@ if(KNAPFORMER_TORCH_DIR)
   set(KNAPFORMER_TORCH_FOUND ON)
   message(STATUS "knapformer: building against torch in ${KNAPFORMER_TORCH_DIR}")
 elseif(KNAPFORMER_TORCH STREQUAL "ON" OR SKBUILD)
-  # A wheel that lacks what most users want must be asked for. pip resolves torch (as in `pip install '.[torch]'`) after
-  # this build, and uv builds where the environment's packages cannot be seen.
+  # A wheel that lacks what most users want must be asked for. uv builds where the environment's packages cannot be seen.
   message(FATAL_ERROR "knapformer: this build sees no torch, and what it would install could only plan.\n"
     "With torch (pip; then uv):\n"
     "    pip install torch && pip install .\n"
-    "    uv pip install torch scikit-build-core pybind11 pybind11-stubgen nlohmann-json cmake ninja && "
-    "uv pip install --no-build-isolation .\n"
+    "    uv pip install torch --group build && uv pip install --no-build-isolation .\n"
     "The planner alone, without torch:\n"
     "    pip install . -C cmake.define.KNAPFORMER_TORCH=OFF\n")
 else()

@@ -6,6 +6,7 @@
 #endif
 
 #include "knapformer/bindings/arguments.h"
+#include "knapformer/bindings/call_errors.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
@@ -50,4 +51,5 @@ PYBIND11_MODULE(_core, m) {
   bind_step_plan(m);
   bind_planner(m);
   bind_cost(m);
+  make_call_errors_readable(m);
 }

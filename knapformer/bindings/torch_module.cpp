@@ -1,4 +1,5 @@
 // knapformer._torch: the balancer for Python.
+#include "knapformer/bindings/call_errors.h"
 #include "knapformer/bindings/from_python.h"
 #include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/util/error.h"
@@ -102,4 +103,5 @@ PYBIND11_MODULE(_torch, m) {
   m.def(
       "timeout_of", [](const ProcessGroupPtr& group) { return timeout_of(*group); }, py::arg("group"),
       "How long collectives of this group may take: a timedelta.");
+  make_call_errors_readable(m);
 }

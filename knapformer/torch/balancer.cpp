@@ -73,9 +73,6 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   }
 }
 
-/// Of a rank, why its data failed.
-constexpr const char* kFailureNote = "failure";
-
 /// What a tensor has rows for, in messages.
 constexpr const char* kOwnToken = "token of this rank's sequences";
 constexpr const char* kOwnSequence = "sequence of this rank";
@@ -357,7 +354,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
       }
     }
     if (all_) {
-      if (options.failure) watchdog_->leave_note(kFailureNote, *options.failure);
+      if (options.failure) watchdog_->leave_note(Watchdog::kFailureNote, *options.failure);
       all_->fingerprints().agree(fingerprint);
       ahead->gather_ = gatherer_->start(own, d_model);
     }
@@ -406,7 +403,8 @@ SequenceBalancer::Planned SequenceBalancer::finish(PlanningAhead& ahead) {
     if (const auto failed = std::ranges::find(planned.statuses, DataStatus::kFailed);
         failed != planned.statuses.end()) {
       const auto rank = static_cast<int32_t>(failed - planned.statuses.begin());
-      const std::optional<std::string> reason = watchdog_ ? watchdog_->note_of(rank, kFailureNote) : std::nullopt;
+      const std::optional<std::string> reason =
+          watchdog_ ? watchdog_->note_of(rank, Watchdog::kFailureNote) : std::nullopt;
       planned.failed.emplace(text("rank ", rank, ": ", reason.value_or("its data failed")));
     }
     // What ranks observed is heard once, also where a plan is taken up again.

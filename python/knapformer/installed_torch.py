@@ -10,7 +10,8 @@ import knapformer._core as _core
 
 _BUILD_AGAIN = (
     "build it again beside the torch that it is to run with (pip install torch && pip install --force-reinstall "
-    "--no-deps .; with uv: --no-build-isolation)"
+    "--no-deps .; with uv: uv pip install torch --group build && uv pip install --reinstall --no-deps "
+    "--no-build-isolation .)"
 )
 
 

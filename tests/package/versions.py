@@ -22,7 +22,7 @@ def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     needs = PLANNER_TESTS if torch == "none" else [f"torch=={torch}", *groups["test"]]
     own = environment(ROOT / "build/versions", python, *groups["build"], *needs)
-    options = ["-C", "cmake.define.KNAPFORMER_TORCH=OFF"] if torch == "none" else []
+    options = ["--config-settings", "cmake.define.KNAPFORMER_TORCH=OFF"] if torch == "none" else []
     run(own, "-m", "pip", "install", "--no-deps", "--no-build-isolation", ROOT, *options)
     arguments = ["tests/python/test_plan.py"] if torch == "none" else tests
     done = subprocess.run(

@@ -136,7 +136,7 @@ def main() -> None:
 
     for python in args.python:
         builder = environment(BUILD / "builder", python, *tools)
-        wheel = make_wheel(source, builder, "-C", "cmake.define.KNAPFORMER_TORCH=OFF")
+        wheel = make_wheel(source, builder, "--config-settings", "cmake.define.KNAPFORMER_TORCH=OFF")
         wheel = repaired(wheel, DIST / "planner")
         fresh = environment(BUILD / "fresh", python, wheel)
         print(wheel.relative_to(ROOT), run(fresh, "-c", PLANS, cwd=outside).strip(), flush=True)

@@ -88,3 +88,17 @@ def test_stubs_lie_beside_the_modules() -> None:
         with open(stub) as file:
             text = file.read()
         assert all(f"def {name}(" in text or f"class {name}" in text for name in bound(module) if "." not in name)
+
+
+@pytest.mark.parametrize("module", [_core, _torch])
+def test_every_binding_answers_a_call_that_does_not_fit_in_one_line(module: ModuleType) -> None:
+    for name, value in bound(module).items():
+        doc = inspect.getdoc(value) or ""
+        if not callable(value) or inspect.isclass(value) or "**" in doc or doc.startswith("Initialize self"):
+            continue
+        is_constructor = name.endswith(".__init__")
+        with pytest.raises(TypeError) as caught:
+            (getattr(module, name.partition(".")[0]) if is_constructor else value)(no_such_argument=1)
+        of = name.removesuffix(".__init__")
+        names = (of, of.rpartition(".")[2])  # the second of a static method
+        assert str(caught.value) in [f"{n}() got an unexpected keyword argument 'no_such_argument'" for n in names]

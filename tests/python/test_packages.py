@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -39,12 +40,21 @@ def test_a_wheel_that_only_plans_must_be_asked_for(tmp_path: Path) -> None:
     assert "this build sees no torch" in without.stderr
     for line in (
         "pip install torch && pip install .",
-        "--no-build-isolation .",
+        "uv pip install torch --group build && uv pip install --no-build-isolation .",
         "-C cmake.define.KNAPFORMER_TORCH=OFF",
     ):
         assert line in without.stderr
     asked_for = _configure_a_wheel(tmp_path, "-DKNAPFORMER_TORCH=OFF")
     assert "this build sees no torch" not in asked_for.stderr
+
+
+def test_no_installer_downloads_torch_for_a_build_that_cannot_see_it() -> None:
+    """What a dependency or an extra names is downloaded, gigabytes with CUDA, then the build ends for lack of it."""
+    project = (ROOT / "pyproject.toml").read_text().partition("[dependency-groups]")[0]
+    lists = "".join(re.findall(r"= (\[[^]]*\])", project))
+    requirements = re.findall(r'"([\w.-]+)[^"]*"', lists)
+    assert {"rich", "plotly", "pybind11"} <= set(requirements)
+    assert "torch" not in requirements
 
 
 @pytest.mark.parametrize(

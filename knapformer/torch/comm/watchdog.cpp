@@ -117,9 +117,11 @@ void Watchdog::leave(bool at_end) noexcept {
     Position last;
     for (size_t i = 0; i < num_calls_begun_.size(); ++i) last.counts[i] = *num_calls_begun_[i];
     store_->set(text(kLeftNote, '/', rank_), text(last.counts[0], ' ', last.counts[1], ' '));
-    for (const std::string& note : notes_) store_->deleteKey(note);
+    store_->deleteKey(text(kPositionNote, '/', rank_));
     if (store_->add(kNumLeftKey, 1) == num_ranks_) {
-      for (int32_t rank = 0; rank < num_ranks_; ++rank) store_->deleteKey(text(kLeftNote, '/', rank));
+      for (int32_t rank = 0; rank < num_ranks_; ++rank) {
+        for (const char* note : {kLeftNote, kFailureNote}) store_->deleteKey(text(note, '/', rank));
+      }
       for (const char* key : {kErrorKey, kNumLeftKey}) store_->deleteKey(key);
     }
     for (int32_t i = 0; i < 20 && at_end && rank_ == 0 && store_->check({kNumLeftKey}); ++i)
@@ -146,11 +148,7 @@ void Watchdog::check_ranks_left() const {
   }
 }
 
-void Watchdog::leave_note(std::string_view name, const std::string& note) {
-  const std::string key = text(name, '/', rank_);
-  store_->set(key, note);
-  if (std::ranges::find(notes_, key) == notes_.end()) notes_.push_back(key);
-}
+void Watchdog::leave_note(std::string_view name, const std::string& note) { store_->set(text(name, '/', rank_), note); }
 
 std::optional<std::string> Watchdog::note_of(int32_t rank, std::string_view name) const {
   const std::string key = text(name, '/', rank);

@@ -68,6 +68,10 @@ class WatchedGroup {
 /// are thread-safe.
 class Watchdog {
  public:
+  /// The note that says why this rank will raise later. It stays until the last rank has left, as ranks that lag behind
+  /// read it then.
+  static constexpr const char* kFailureNote = "failure";
+
   /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that leaves unsaid
   /// when this rank leaves.
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks = 0)
@@ -106,7 +110,7 @@ class Watchdog {
     }
   }
 
-  /// A note of this rank for the others: why it will raise later, or in which call it waits.
+  /// A note of this rank for the others: in which call it waits, or kFailureNote.
   void leave_note(std::string_view name, const std::string& note);
   /// Nothing where `rank` has left none.
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
@@ -150,7 +154,6 @@ class Watchdog {
   bool has_left_ = false;
   std::vector<std::weak_ptr<WatchedGroup>> groups_;
   std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of these
-  std::vector<std::string> notes_;                                      // keys that this rank has set
   std::vector<std::function<void()>> aborts_;
   // The last members: their threads end first.
   std::unique_ptr<Lifeline> lifeline_;

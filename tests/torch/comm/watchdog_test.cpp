@@ -164,6 +164,20 @@ TEST(ErrorStore, KeepsANoteOfEachRank) {
   two.check_errors();
 }
 
+TEST(ErrorStore, KeepsTheReasonOfARankThatHasLeftUntilAllHave) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Watchdog failed(store, 0, /*num_ranks=*/3), slow(store, 1, 3), last(store, 2, 3);
+  failed.leave_note(Watchdog::kFailureNote, "disk full");
+  failed.leave_note("position", "1 1 route");
+  failed.leave();
+  EXPECT_EQ(slow.note_of(0, Watchdog::kFailureNote), "disk full");
+  EXPECT_FALSE(slow.note_of(0, "position").has_value());
+  slow.leave();
+  EXPECT_EQ(last.note_of(0, Watchdog::kFailureNote), "disk full");
+  last.leave();
+  EXPECT_EQ(store->getNumKeys(), 0);
+}
+
 TEST(CallName, LeavesOutTheTensors) {
   EXPECT_EQ(call_name("route(x,features[0])"), "route");
   EXPECT_EQ(call_name("route backward(x.grad)"), "route backward");
