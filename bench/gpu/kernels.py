@@ -56,7 +56,7 @@ def calibrate_all(args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{model}, {kernel}: {error}")
                 fitted = False
             content = json.loads(path.read_text()) if fitted else {}
-            kept = ("gamma", "seconds_per_flop", _ERROR, "noise", "warnings", "measured_blocks")
+            kept = ("gamma", "seconds_per_flop", _ERROR, "warnings")
             of = {field: content[field] for field in kept if field in content}
             fits.append({"model": model, "kernel": kernel, **of})
     return fits

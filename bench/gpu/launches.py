@@ -1,8 +1,9 @@
 """Launches of the balancer's calls (bench_launches.py), and whether a step makes the host wait for the device.
 
 The second is torch's own check, `torch.cuda.set_sync_debug_mode("error")`, around a step of a model with the balancer,
-from the plan to the end of the backward pass. It sees what goes through torch's caching of streams and copies. Gloo
-waits for the device, so on one device there is one rank, and over NCCL as many as are asked for.
+from the plan to the end of the backward pass. It sees what waits by way of torch: blocking copies, reads of values,
+waits for a stream. Gloo waits for the device, so on one device there is one rank; over NCCL there are as many as are
+asked for.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def count_launches(args: argparse.Namespace) -> dict[str, Any]:
     """What bench_launches.py found; why there is nothing to count."""
-    if args.device == "cpu" and not list(Path("tests/simulated_device").glob("_simulated_device*.so")):
+    if args.device == "cpu" and not list((BENCH.parent / "tests/simulated_device").glob("_simulated_device*.so")):
         return {"not_counted": "the CPU has no launches, and the simulated device of the tests is not built"}
     path = args.out / "launches-of-calls.json"
     path.unlink(missing_ok=True)

@@ -23,7 +23,6 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -142,7 +141,7 @@ def finish(part: str, args: argparse.Namespace) -> bool:
     module, function = PARTS[part].split(".")
     try:
         result = getattr(importlib.import_module(module), function)(args)
-    except (Exception, subprocess.SubprocessError):  # the other parts are worth having
+    except Exception:  # the other parts are worth having
         traceback.print_exc()
         return False
     result |= {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}

@@ -19,6 +19,7 @@ from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows, split_predictions
 from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.samples import Samples
+from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.layers import rotate
 from knapformer.models.packing import gated_add, lengths_list, modulate, positions, segment_index
@@ -195,7 +196,7 @@ def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int) -> l
         raise ArgumentError(f"samples: got {max(lens)} tokens in {name!r}, expected at most {room} (max_text_tokens)")
     rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
     rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
-    counts = torch.tensor(lens, dtype=torch.int64).to(tokens.device, non_blocking=True)
+    counts = to_device(torch.tensor(lens, dtype=torch.int64), tokens.device)
     return [rows.reshape(len(lens), room * tokens.shape[1]), counts]
 
 
@@ -208,4 +209,4 @@ def _context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:
 
 def _places(lens: list[int], room: int, device: torch.device) -> Tensor:
     """(tokens,) int64: where packed tokens lie among rows of `room` tokens a sequence."""
-    return (segment_index(lens) * room + positions(lens)).to(device, non_blocking=True)
+    return to_device(segment_index(lens) * room + positions(lens), device)
