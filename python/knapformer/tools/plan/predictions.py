@@ -69,9 +69,7 @@ def print_points(points: Sequence[Point], num_steps: int) -> None:
         for caption, cells in groups.items()
     ]
     whole = any(point.topology.startswith(PLANNED_STEP) for point in different)
-    text = (
-        f"{PLANNED_STEP.capitalize()}: all micro-batches at once, of the topology above; ranks load what they compute, so without route."
-    )
+    text = f"{PLANNED_STEP.capitalize()}: all micro-batches at once, of the topology above; ranks load what they compute, so without route."
     show(*tables, *([text] if whole else []))
 
 
