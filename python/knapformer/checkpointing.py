@@ -4,8 +4,8 @@
     checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanges)
 
 Kept of each attention: this rank's share of queries, keys and values as attention sees them, and its output. For each
-token of a shared sequence that is four times the width where all heads have keys of their own. The rest is computed
-again.
+token of a shared sequence that is four times the width where all heads have keys of their own. Of sequences that are
+whole beside shared ones the output is kept too, as it is rows of the same tensor. The rest is computed again.
 """
 
 from __future__ import annotations
