@@ -64,7 +64,7 @@ std::vector<double> chunk_works(const Plan& plan) {
   for (const Chunk& chunk : plan.chunks()) {
     const Placement& place = plan.placement(chunk.sequence);
     const int32_t index = chunk.rank.value - place.first_rank.value;
-    works.push_back(input.workload.token_work(chunk.num_tokens, input.d_model) +
+    works.push_back(input.token_work(chunk.num_tokens) +
                     shares.part(input.attention_work(chunk.sequence), place.degree, index));
   }
   return works;

@@ -18,6 +18,7 @@ using GivenLengths = Given<"collections.abc.Iterable[collections.abc.Iterable[ty
 using GivenBatches =
     Given<"collections.abc.Iterable[collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]]">;
 using GivenMicroBatches = Given<"int | str">;
+using GivenWork = Given<"collections.abc.Iterable[collections.abc.Iterable[typing.SupportsFloat]] | None">;
 using GivenMasks = Given<"str | collections.abc.Iterable[collections.abc.Iterable[str]]">;
 
 /// How many (query, key/value) heads each rank of a group computes.
@@ -59,11 +60,32 @@ std::vector<int64_t> pairs_from(const py::object& masks, const SequenceLengths& 
   return pairs;
 }
 
+/// For each rank a list of numbers, like the lengths'.
+std::vector<double> work_from(const py::object& lists, const SequenceLengths& seq_lens) {
+  std::vector<double> work;
+  int32_t num_lists = 0;
+  for_each_item(lists, "work", "None, or for each rank a list of numbers", [&](py::handle list) {
+    const std::vector<double> of_rank = numbers_from(list, text("work[", num_lists, "]"));
+    if (num_lists < seq_lens.num_ranks() && of_rank.size() != seq_lens.lens(Rank(num_lists)).size()) {
+      throw_argument("work", text(of_rank.size(), " numbers for rank ", num_lists),
+                     text("one for each of its ", seq_lens.lens(Rank(num_lists)).size(), " sequences"));
+    }
+    work.insert(work.end(), of_rank.begin(), of_rank.end());
+    ++num_lists;
+  });
+  if (num_lists != seq_lens.num_ranks())
+    throw_argument("work", text(num_lists, " lists"), text("one for each of the ", seq_lens.num_ranks(), " ranks"));
+  return work;
+}
+
 PlanInput sequences_from(const GivenLengths& seq_lens_per_rank, const GivenInteger& d_model, const GivenMasks& masks,
-                         PlanInput settings) {
+                         const GivenWork& work, PlanInput settings) {
   settings.d_model = integer_from(d_model, "d_model");
   settings.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(seq_lens_per_rank, "seq_lens_per_rank"));
   settings.attention_pairs = pairs_from(masks, settings.seq_lens);
+  if (!work.is_none()) {
+    settings.give_work(work_from(work, settings.seq_lens));
+  }
   return settings;
 }
 
@@ -80,9 +102,9 @@ void bind_planner(py::module_& m) {
       [](const GivenLengths& seq_lens_per_rank, const GivenText& topology, const GivenInteger& d_model,
          const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
          const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
-         const GivenInteger& num_heads, const GivenModel& model) {
+         const GivenInteger& num_heads, const GivenModel& model, const GivenWork& work) {
         PlanInput input =
-            sequences_from(seq_lens_per_rank, d_model, masks,
+            sequences_from(seq_lens_per_rank, d_model, masks, work,
                            settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model));
         const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
         const Effort moves = effort_from(effort);
@@ -93,7 +115,7 @@ void bind_planner(py::module_& m) {
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma,
       py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
       py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(), py::arg("cluster") = py::none(),
-      py::arg("num_heads") = 0, py::arg("model") = py::none(),
+      py::arg("num_heads") = 0, py::arg("model") = py::none(), py::kw_only(), py::arg("work") = py::none(),
       R"(Plans the sequences of all ranks, without process groups.
 
 seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the best of
@@ -102,7 +124,9 @@ rank_topologies for these lengths. d_model: width, in features. solver: one of s
 sequences, or of each, in lists like the lengths' (see attention_pairs). max_tokens_per_rank: a limit that the plan
 keeps or that is refused, 0 for none. rank_speed: per rank, relative; none where all are equal. cluster: a Cluster, or
 the name of one; None: the default. model: a TrainedModel; None: the default. num_heads: in place of model's; where a
-group's ranks do not divide them, some have more attention to compute.
+group's ranks do not divide them, some have more attention to compute. work: of each sequence, in lists like the
+lengths', in place of what the formula says of its length: FLOPs of one block forward, as WorkloadModel.work has them
+(seconds over seconds per FLOP), positive. Tokens still count for the exchanges and for max_tokens_per_rank.
 
 Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
   m.def(
@@ -111,10 +135,10 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
          const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
          const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
          const GivenInteger& num_heads, const GivenModel& model, const GivenMicroBatches& micro_batches,
-         const GivenText& sync) {
+         const GivenText& sync, const GivenWork& work) {
         StepInput step;
         step.sequences =
-            sequences_from(seq_lens_per_rank, d_model, masks,
+            sequences_from(seq_lens_per_rank, d_model, masks, work,
                            settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model));
         step.sync = parse_step_sync(text_from(sync, "sync"));
         const bool is_auto = as_text(micro_batches) == "auto";
@@ -137,7 +161,7 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
       py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
       py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(), py::arg("cluster") = py::none(),
       py::arg("num_heads") = 0, py::arg("model") = py::none(), py::kw_only(), py::arg("micro_batches"),
-      py::arg("sync") = step_sync_name(StepSync::kMicroBatch),
+      py::arg("sync") = step_sync_name(StepSync::kMicroBatch), py::arg("work") = py::none(),
       R"(Plans an optimizer step of several micro-batches at once: each rank's list holds all its sequences of the step.
 
 micro_batches: how many; 'auto': as few as keep max_tokens_per_rank, which holds in each. sync: where ranks wait for

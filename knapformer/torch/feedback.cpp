@@ -13,7 +13,7 @@ void StepFeedback::begin_plan(const Plan& plan) {
   const double gamma = plan.input().workload.gamma;
   Loads loads{.plan = num_plans_, .token_work = {}, .attention_work = {}};
   for (size_t r = 0; r < plan.workload_after().size(); ++r) {
-    const double tokens = plan.input().workload.token_work(plan.tokens_after()[r], plan.input().d_model);
+    const double tokens = plan.input().token_work(plan.tokens_after()[r]);
     loads.token_work.push_back(tokens);
     loads.attention_work.push_back(gamma > 0 ? (plan.workload_after()[r] - tokens) / gamma : 0.0);
   }

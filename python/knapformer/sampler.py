@@ -60,6 +60,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         others. None is repeated to fill it, as DistributedSampler does.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
         sample, and data whose last step has too few for that is refused.
+    work: of every sample, as lengths are given, in place of what the formula says of its length: FLOPs of one block
+        forward, as in `plan`. Not with same_shape, which plans the cost of stacking. None: the formula's.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. State it: without one, a list may hold many times the mean.
     model: a TrainedModel. None: the default. Nothing is routed, whatever it says.
     gamma, mask, rank_speed, cluster, num_heads, sync, effort: as in `plan`.
@@ -77,6 +79,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         topology: str | None = None,
         same_shape: bool = False,
         shapes: Sequence[int] | Tensor | Any | None = None,
+        work: Sequence[float] | Tensor | Any | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -116,6 +119,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._shapes = self._lengths if shapes is None else _checked_integers("shapes", shapes)
             if len(self._shapes) != len(self._lengths):
                 raise ArgumentError(f"shapes: got {len(self._shapes)}, expected one for each of {len(self._lengths)}")
+        if work is not None and same_shape:
+            raise ArgumentError("work: got some, expected none with same_shape=True")
+        self._work = None if work is None else _checked_work(work, len(self._lengths))
         self._batch_size = batch_size
         self._micro_batches = micro_batches
         self._num_ranks = num_replicas
@@ -138,7 +144,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "micro_batches": micro_batches,
             "sync": sync,
         }
-        plan([[]] * num_replicas, **self._settings)  # refuses settings that are wrong for any samples
+        none: list[list[Any]] = [[]] * num_replicas
+        plan(
+            none, work=None if work is None else none, **self._settings
+        )  # refuses settings that are wrong for any samples
         self._epoch = 0
         self._order: Tensor | None = None  # the epoch's
         self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
@@ -273,10 +282,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             _, shape = self._shapes[samples].unique(return_inverse=True)
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
-        lens = iter(counted.tolist())
-        each, more = divmod(len(samples), self._num_ranks)
-        by_rank = [[next(lens) for _ in range(each + (rank < more))] for rank in range(self._num_ranks)]
-        planned = plan(by_rank, **self._settings)
+        work = None if self._work is None else self._by_rank(self._work[samples])
+        planned = plan(self._by_rank(counted), work=work, **self._settings)
         if not self._allow_empty:
             planned = planned.fill_ranks()
         if self._shapes is not None:
@@ -285,6 +292,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if len(self._planned) > _STEPS_KEPT:
             self._planned.popitem(last=False)
         return self._planned[key]
+
+    def _by_rank(self, values: Tensor) -> list[list[Any]]:
+        """Of a step's samples, in lists as even as may be, the longer ones first."""
+        return [of_rank.tolist() for of_rank in values.tensor_split(self._num_ranks)]
 
     def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: StepPlan) -> Tensor:
         """The samples in another order: those that count equally many tokens trade places, which changes no list's
@@ -305,10 +316,28 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return gathered
 
 
-def _checked_integers(name: str, values: Any) -> Tensor:
+def _checked_work(values: Any, num_samples: int) -> Tensor:
+    # Lists of floats would be of torch's default type, which rounds them.
+    work = torch.tensor(values, dtype=torch.float64) if isinstance(values, list | tuple) else _as_tensor(values)
+    if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
+        raise ArgumentError(
+            f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
+        )
+    if num_samples > 0:
+        least, most = work.aminmax()  # no number where one is none
+        if not (least > 0 and most < float("inf")):
+            raise ArgumentError(f"work: got {least.item()} to {most.item()}, expected positive finite numbers")
+    return work
+
+
+def _as_tensor(values: Any) -> Tensor:
     with warnings.catch_warnings():  # of memory maps that cannot be written: nothing here writes
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        checked = torch.as_tensor(values)
+        return torch.as_tensor(values)
+
+
+def _checked_integers(name: str, values: Any) -> Tensor:
+    checked = _as_tensor(values)
     if checked.ndim != 1 or checked.is_floating_point() or checked.is_complex():
         raise ArgumentError(
             f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"

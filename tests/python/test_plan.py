@@ -1,11 +1,13 @@
 """Planning from Python: the golden plans, the promises of a plan, and errors by name. None of it needs torch."""
 
+import itertools
 import json
 import math
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -272,3 +274,135 @@ def test_a_plan_at_another_gamma_is_the_same_decision():
     assert other.workload.gamma == 0.9
     with pytest.raises(kf.ArgumentError, match="gamma"):
         shared.on(gamma=-1.0)
+
+
+TWO_STREAMS = [[(900, 40), (120, 700)], [(64, 64), (300, 10)], [(2000, 900)], []]  # tokens of video and of audio
+
+
+def test_work_of_the_formulas_own_values_changes_nothing():
+    random = Random(0)
+    for case in range(30):
+        lens = [[int(8 * 400 ** random.random()) for _ in range(random.randrange(6))] for _ in range(4)]
+        options = {
+            "topology": random.choice(["g4/2/1n1", "g2/1n2", "g2n2", "g1n4", "g1n2+g2n1", "auto"]),
+            "d_model": random.choice([64, 3072]),
+            "gamma": random.choice([0.41, 1.0]),
+            "masks": random.choice(["full", "causal"]),
+            "rank_speed": random.choice([(), (1, 2, 1, 1)]),
+            "effort": random.choice(["low", "default"]),
+        }
+        more = [{}, {"solver": "greedy"}, {"micro_batches": 3}, {"micro_batches": 2, "sync": "step"}][case % 4]
+        if more.get("solver") and "/" in options["topology"]:
+            options["topology"] = "g2n2"
+        plan = kf.plan(lens, **options, **more)
+        formula = kf.WorkloadModel(gamma=options["gamma"])
+        works = [[formula.work(n, options["d_model"], options["masks"]) for n in of_rank] for of_rank in lens]
+        given = kf.plan(lens, **options, **more, work=works)
+        assert given.predicted_time == plan.predicted_time and given.lower_bound == plan.lower_bound
+        for one, other in zip(getattr(given, "plans", [given]), getattr(plan, "plans", [plan]), strict=True):
+            assert one.chunks == other.chunks
+            assert one.workload_after == other.workload_after and one.sequence_works == other.sequence_works
+            assert one.chunk_works == other.chunk_works
+
+
+def two_streams(topology="g2/1n2", **options):
+    lens = [[video + audio for video, audio in of_rank] for of_rank in TWO_STREAMS]
+    formula = kf.WorkloadModel()
+    works = [[formula.work(video, 64) + formula.work(audio, 32) for video, audio in of_rank] for of_rank in TWO_STREAMS]
+    return lens, works, kf.plan(lens, topology, 64, work=works, **options)
+
+
+def test_given_work_is_what_ranks_have():
+    lens, works, plan = two_streams()
+    flat = [work for of_rank in works for work in of_rank]
+    assert plan.sequence_works == flat
+    assert plan.workload_before == pytest.approx([sum(of_rank) for of_rank in works], rel=1e-12)
+    assert sum(plan.workload_after) == pytest.approx(sum(flat), rel=1e-12)
+    by_sequence = [0.0] * len(flat)
+    for (sequence, *_), work in zip(plan.chunks, plan.chunk_works, strict=True):
+        by_sequence[sequence] += work
+    assert by_sequence == pytest.approx(flat, rel=1e-12)
+    # Shared, the layers of tokens follow the tokens, all else the heads.
+    tokens = [length for of_rank in lens for length in of_rank]
+    of_token = min(24 * 64**2, *(work / length for work, length in zip(flat, tokens, strict=True)))
+    for (sequence, _, _, held), work in zip(plan.chunks, plan.chunk_works, strict=True):
+        rest = flat[sequence] - of_token * tokens[sequence]
+        assert work == pytest.approx(of_token * held + rest / plan.degree_of_sequence[sequence], rel=1e-9)
+    for gamma in (0.2, 2.0):
+        assert plan.on(gamma=gamma).sequence_works == flat
+        assert plan.on(gamma=gamma).workload_after == pytest.approx(plan.workload_after, rel=1e-9)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-12])  # the second: far from the formula's
+def test_given_work_takes_its_time(unit):
+    """A forward pass on single ranks takes the largest sum, whatever the lengths say."""
+    random = Random(1)
+    lens = [[random.randrange(1, 5000) for _ in range(5)] for _ in range(4)]
+    works = [[unit * 1e12 * random.random() for _ in of_rank] for of_rank in lens]
+    model = kf.TrainedModel(mode="inference", num_blocks=3)
+    plan = kf.plan(lens, "g1n4", 512, work=works, model=model)
+    sums = [0.0] * 4
+    flat = [work for of_rank in works for work in of_rank]
+    for sequence, rank, _, _ in plan.chunks:
+        sums[rank] += flat[sequence]
+    time = kf.predict_step(plan)
+    assert time.token_s + time.attention_s == pytest.approx(3 * max(sums) / plan.cluster.flops_per_s, rel=1e-9)
+    assert plan.lower_bound <= plan.predicted_time * (1 + 1e-12)
+
+
+def test_given_work_is_balanced_close_to_the_best_of_all_placements():
+    cluster = kf.Cluster(node_bytes_per_s=1e18, network_bytes_per_s=1e18, node_latency_s=0, network_latency_s=0)
+    for seed in range(10):
+        random = Random(seed)
+        lens = [[random.randrange(1, 3000), random.randrange(1, 3000)] for _ in range(3)]
+        works = [[1e11 * (1 + 9 * random.random()) for _ in of_rank] for of_rank in lens]
+        flat = [work for of_rank in works for work in of_rank]
+        best = min(
+            max(sum(w for w, at in zip(flat, ranks, strict=True) if at == rank) for rank in range(3))
+            for ranks in itertools.product(range(3), repeat=6)
+        )
+        for solver, slack in (("balanced", 1.001), ("greedy", 4 / 3)):
+            plan = kf.plan(lens, "g1n3", 256, work=works, cluster=cluster, solver=solver)
+            assert best * (1 - 1e-9) <= max(plan.workload_after) <= best * slack
+
+
+def test_a_plan_of_given_work_is_a_value():
+    _, works, plan = two_streams()
+    assert kf.Plan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
+    assert json.loads(plan.to_json())["work"] == [work for of_rank in works for work in of_rank]
+    assert plan != two_streams(gamma=0.5)[2] and plan != kf.plan(plan.seq_lens, "g2/1n2", 64)
+    _, _, step = two_streams(micro_batches=6)  # more than sequences: one is empty
+    step.validate()
+    assert kf.StepPlan.from_json(step.to_json()) == step == pickle.loads(pickle.dumps(step))
+    wrong = json.loads(plan.to_json()) | {"token_part": 1.0, "work": [1.0] * 5}
+    with pytest.raises(kf.ArgumentError, match=r"^token_part: got 1, expected a number from 0 to "):
+        kf.Plan.from_json(json.dumps(wrong))
+
+
+def test_tokens_count_for_the_limit_beside_given_work():
+    lens, works = [[1000, 10, 10], [10]], [[1e3, 1e9, 1e9], [1e9]]
+    plan = kf.plan(lens, "g1n2", 64, work=works, max_tokens_per_rank=1010)
+    assert plan.max_tokens <= 1010
+    with pytest.raises(kf.ArgumentError, match=r"^max_tokens_per_rank: got 999"):
+        kf.plan(lens, "g1n2", 64, work=works, max_tokens_per_rank=999)
+
+
+@pytest.mark.parametrize("step", [{}, {"micro_batches": 2}])
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("work", {"work": 3}),
+        ("work", {"work": [[1.0, 1.0]]}),
+        ("work", {"work": [[1.0], [1.0, 1.0]]}),
+        ("work", {"work": [[1.0, 1.0], [1.0], []]}),
+        ("work", {"work": [[1.0, 0.0], [1.0]]}),
+        ("work", {"work": [[1.0, -1.0], [1.0]]}),
+        ("work", {"work": [[1.0, math.inf], [1.0]]}),
+        ("work", {"work": [[1.0, math.nan], [1.0]]}),
+        (r"work\[1\]\[0\]", {"work": [[1.0, 1.0], ["a"]]}),
+        ("gamma", {"work": [[1.0, 1.0], [1.0]], "gamma": 0}),
+    ],
+)
+def test_errors_of_work_name_the_argument(argument, change, step):
+    with pytest.raises(kf.ArgumentError, match=rf"^{argument}: got .*, expected "):
+        kf.plan([[5, 5], [5]], "g1n2", 64, **change, **step)

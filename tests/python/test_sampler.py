@@ -150,6 +150,33 @@ def test_lengths_may_be_lists_arrays_and_memory_maps(tmp_path):
     assert all(own == lists[0] for own in lists)
 
 
+def test_work_of_the_formulas_own_values_changes_no_list():
+    lengths = lengths_of(200)
+    works = [knapformer.WorkloadModel().work(int(length), WIDTH) for length in lengths]
+    options = {"batch_size": 3, "micro_batches": 2, "topology": "g2/1n1"}
+    plain, given = (samplers(lengths, 2, work=work, **options) for work in (None, works))
+    assert [list(sampler) for sampler in given] == [list(sampler) for sampler in plain]
+    assert all(given[0].plan(0, k).chunks == plain[0].plan(0, k).chunks for k in range(2))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_work_is_what_ranks_are_balanced_by(micro_batches, tmp_path):
+    """As a memory map, and unlike the lengths."""
+    lengths = lengths_of(256)
+    work = np.memmap(tmp_path / "work", dtype=np.float32, mode="w+", shape=(256,))
+    work[:] = 1e11 * lengths_of(256, seed=1).numpy() ** 1.5
+    work.flush()
+    work = np.memmap(tmp_path / "work", dtype=np.float32, mode="r", shape=(256,))
+    ranks = samplers(lengths, 4, batch_size=16, micro_batches=micro_batches, drop_last=True, work=work)
+    by_length = samplers(lengths, 4, batch_size=16, micro_batches=micro_batches, drop_last=True)
+    worst = []
+    for own in (ranks, by_length):
+        lists = [of_rank for step in steps_of(own, micro_batches) for of_rank in zip(*step, strict=True)]
+        sums = np.array([[work[samples].sum() for samples in of_ranks] for of_ranks in lists])
+        worst.append((sums.max(axis=1) / sums.mean(axis=1)).max())
+    assert worst[0] < 1.02 < 1.1 < worst[1]
+
+
 def test_a_limit_of_tokens_is_kept_in_every_micro_batch():
     lengths = lengths_of(512)
     limit = 3 * int(lengths.max())
@@ -267,6 +294,13 @@ def test_shapes_of_one_length_trade_places():
         ({"shapes": [1.5] * 4, "same_shape": True}, "shapes: got torch.float32"),
         ({"topology": "g2n1", "same_shape": True}, "topology: got 'g2n1', expected none with same_shape=True"),
         ({"topology": "g3n1"}, "topology: "),
+        ({"work": [1.0, 2.0]}, r"work: got torch.float64 of shape \(2,\), expected a number for each of 4 samples"),
+        ({"work": torch.ones(4, dtype=torch.bool)}, "work: got torch.bool"),
+        ({"work": [1.0, 0.0, 1.0, 1.0]}, "work: got 0.0 to 1.0, expected positive finite numbers"),
+        ({"work": [1.0, float("inf"), 1.0, 1.0]}, "work: got 1.0 to inf, expected positive finite numbers"),
+        ({"work": [1.0, float("nan"), 1.0, 1.0]}, "work: got nan to nan, expected positive finite numbers"),
+        ({"work": [1.0] * 4, "same_shape": True}, "work: got some, expected none with same_shape=True"),
+        ({"work": [1.0] * 4, "gamma": 0.0}, "gamma: got 0, expected at least"),
     ],
 )
 def test_bad_arguments_are_named(options, message):

@@ -202,7 +202,7 @@ SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank
 
 BlockRates::BlockRates(const PlanInput& input) {
   const Passes passes = input.model.passes();
-  token_s = passes.token() * input.workload.token_work(1, input.d_model) / input.cluster.flops_per_s;
+  token_s = passes.token() * input.token_work(1) / input.cluster.flops_per_s;
   pair_s = passes.attention() * input.workload.attention_work_of_pairs(1, input.d_model) / input.cluster.flops_per_s;
 }
 
@@ -232,7 +232,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
   const std::vector<RankLoad> loads = loads_of(plan, cluster, model);
   const Passes passes = model.passes();
   const double bytes = row_bytes(input.d_model, model), token_bytes = bytes + model.side_bytes_per_token;
-  const auto token_work = [&](double tokens) { return tokens * input.workload.token_work(1, input.d_model); };
+  const auto token_work = [&](double tokens) { return tokens * input.token_work(1); };
   const auto attention_work = [&](double pairs) {
     return input.workload.attention_work_of_pairs(pairs, input.d_model);
   };

@@ -8,6 +8,16 @@
 //   w(n of l, g) = 24 n d^2 + gamma * 4 a d / g
 //
 // since per-token work follows the chunk and attention work the heads.
+//
+// Given work. Where a sample's work is not that of its length (two coupled streams, a measured model), W_i FLOPs are
+// given for each sequence in place of w(l_i). It is split in the same two terms, so that whatever prices or places
+// sequences by the formula does so by given work too:
+//
+//   per-token layers   p 24 l_i d^2          p = min(1, min_i W_i / (24 l_i d^2)), the same for all sequences of a step
+//   as attention       W_i - p 24 l_i d^2    shared by the heads, >= 0
+//
+// One p for all, since chunks are cut by what a token costs, whichever sequence it is of. Work of the formula's own
+// values has p = 1 and the formula's terms, bit for bit. The forward work of a sequence is W_i at any gamma.
 #pragma once
 
 #include <cstdint>

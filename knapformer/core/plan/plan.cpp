@@ -7,6 +7,43 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
+namespace {
+
+// What a work has beyond its tokens' is counted in pairs of gamma 4 d: with less they would leave the range of a
+// double.
+constexpr double kMinGammaOfGivenWork = 1e-6;
+
+}  // namespace
+
+void PlanInput::give_work(std::vector<double> work) {
+  token_part = max_token_part(work);
+  given_work = std::move(work);
+}
+
+double PlanInput::max_token_part(std::span<const double> work) const {
+  if (work.size() != static_cast<size_t>(seq_lens.num_sequences())) {
+    throw_argument("work", text(work.size(), " numbers"),
+                   text("one for each of the ", seq_lens.num_sequences(), " sequences"));
+  }
+  if (workload.gamma < kMinGammaOfGivenWork)
+    throw_argument("gamma", workload.gamma, text("at least ", kMinGammaOfGivenWork, " where work is given"));
+  double part = 1;
+  for (size_t s = 0; s < work.size(); ++s) {
+    if (!(work[s] >= 1 / kMaxMagnitude && work[s] <= kMaxMagnitude)) {
+      throw_argument("work", text(work[s], " for sequence ", s),
+                     text("a positive finite number, from ", 1 / kMaxMagnitude, " to ", kMaxMagnitude));
+    }
+    part = std::min(part, work[s] / workload.token_work(seq_lens[SequenceId(s)], d_model));
+  }
+  return part;
+}
+
+double PlanInput::given_pairs_of(SequenceId id) const {
+  const double whole = given_work[id.index()];
+  // Not by the difference below, which rounds.
+  if (token_part == 1 && whole == formula_work(id)) return mask_pairs_of(id);
+  return std::max(0.0, whole - token_work(seq_lens[id])) / workload.attention_work_of_pairs(1, d_model);
+}
 
 void PlanInput::validate() const {
   if (seq_lens.num_ranks() != topology.num_ranks()) {
@@ -47,6 +84,12 @@ void PlanInput::validate() const {
   if (fastest > slowest * kMaxRatio) {
     throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
                    text("the fastest at most ", kMaxRatio, " times the slowest"));
+  }
+  if (!given_work.empty()) {
+    // Less where a step's other micro-batches allow no more.
+    check_range("token_part", token_part, 0, max_token_part(given_work));
+  } else {
+    check_range("token_part", token_part, 0, 1);
   }
   if (max_tokens_per_rank < 0)
     throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
@@ -108,8 +151,7 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
   std::vector<double> pairs_before(num_ranks), pairs_after(num_ranks);
   const AttentionShares shares = input_.attention_shares();
   const auto work_of = [&](int64_t tokens, double pairs) {
-    return input_.workload.token_work(tokens, input_.d_model) +
-           input_.workload.attention_work_of_pairs(pairs, input_.d_model);
+    return input_.token_work(tokens) + input_.workload.attention_work_of_pairs(pairs, input_.d_model);
   };
   size_t next = 0;
   for (size_t s = 0; s < placements_.size(); ++s) {

@@ -59,16 +59,28 @@ struct PlanInput {
   std::vector<double> rank_speed = {};
   /// No rank may hold more tokens. 0: no limit.
   int64_t max_tokens_per_rank = 0;
+  /// Given work of each sequence, in FLOPs of one block forward, and its p (workload.h): see give_work. Empty: the
+  /// formula's.
+  std::vector<double> given_work = {};
+  double token_part = 1;
 
-  /// gamma 4 a d of a whole sequence, in FLOPs.
+  /// Sets given_work (1 / kMaxMagnitude to kMaxMagnitude each, by sequence) and token_part, of these lengths and width.
+  /// Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
+  void give_work(std::vector<double> work);
+
+  /// Of the per-token layers, in FLOPs.
+  double token_work(int64_t num_tokens) const { return token_part * workload.token_work(num_tokens, d_model); }
+  /// Of a whole sequence, in FLOPs: what its work has beyond its per-token layers.
   double attention_work(SequenceId id) const { return workload.attention_work_of_pairs(pairs_of(id), d_model); }
   /// (query, key) pairs that its mask leaves.
-  double pairs_of(SequenceId id) const {
+  double mask_pairs_of(SequenceId id) const {
     const auto l = static_cast<double>(seq_lens[id]);
     return attention_pairs.empty() ? l * l : static_cast<double>(attention_pairs[id.index()]);
   }
+  /// Attention work in (query, key) pairs: those of its mask, or as many as make up its given work.
+  double pairs_of(SequenceId id) const { return given_work.empty() ? mask_pairs_of(id) : given_pairs_of(id); }
   /// Of a whole sequence, in FLOPs.
-  double work(SequenceId id) const { return workload.token_work(seq_lens[id], d_model) + attention_work(id); }
+  double work(SequenceId id) const { return given_work.empty() ? formula_work(id) : given_work[id.index()]; }
   double speed_of(Rank rank) const { return rank_speed.empty() ? 1.0 : rank_speed[rank.index()]; }
   /// Of consecutive ranks.
   struct GroupSpeed {
@@ -84,7 +96,7 @@ struct PlanInput {
   /// is named here.
   template <class Self, class Visit>
   static void for_each_setting(Self& self, Visit visit) {
-    auto& [lengths, bags, width, workload_model, pairs, machine, trained, speed, limit] = self;
+    auto& [lengths, bags, width, workload_model, pairs, machine, trained, speed, limit, works, part] = self;
     visit("d_model", width);
     visit("gamma", workload_model.gamma);
     visit("cluster", machine);
@@ -96,6 +108,14 @@ struct PlanInput {
   /// Throws ArgumentError, naming the argument.
   void validate() const;
   bool operator==(const PlanInput&) const = default;
+
+ private:
+  double formula_work(SequenceId id) const {
+    return workload.token_work(seq_lens[id], d_model) + workload.attention_work_of_pairs(mask_pairs_of(id), d_model);
+  }
+  double given_pairs_of(SequenceId id) const;
+  /// p of this work. Throws ArgumentError (argument "work").
+  double max_token_part(std::span<const double> work) const;
 };
 
 class Plan {

@@ -60,6 +60,10 @@ std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
   json["num_ranks"] = plan.num_ranks();
   PlanInput::for_each_setting(plan.input(), [&](const char* name, const auto& value) { json[name] = to_json(value); });
   json["attention_pairs"] = plan.input().attention_pairs;
+  if (!plan.input().given_work.empty() || plan.input().token_part != 1) {
+    json["work"] = plan.input().given_work;
+    json["token_part"] = plan.input().token_part;
+  }
   std::vector<std::vector<int64_t>> seq_lens, rank_chunk_lens, sequence_chunk_lens;
   std::vector<int32_t> bags, first_ranks, degrees;
   for (int32_t r = 0; r < plan.num_ranks(); ++r) {
@@ -104,6 +108,10 @@ Plan plan_from_json(std::string_view json_text) {
       .workload = {},
       .attention_pairs = json_field<std::vector<int64_t>>(json, "attention_pairs")};
   PlanInput::for_each_setting(input, [&](const char* name, auto& value) { read(json, name, value); });
+  if (json.contains("work")) {
+    input.given_work = json_field<std::vector<double>>(json, "work");
+    input.token_part = json_field<double>(json, "token_part");
+  }
   input.validate();
   const auto bags = json_field<std::vector<int32_t>>(json, "bag_of_sequence");
   const auto first_ranks = json_field<std::vector<int32_t>>(json, "first_rank_of_sequence");

@@ -27,6 +27,7 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
   const auto num_ranks = static_cast<size_t>(step.seq_lens.num_ranks());
   struct Part {
     std::vector<int64_t> lens, counts, pairs;
+    std::vector<double> work;
   };
   std::vector<Part> parts(static_cast<size_t>(input.num_micro_batches));
   for (Part& part : parts) part.counts.resize(num_ranks);
@@ -36,6 +37,7 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
     part.lens.push_back(step.seq_lens[id]);
     ++part.counts[step.seq_lens.home_of(id).index()];
     if (!step.attention_pairs.empty()) part.pairs.push_back(step.attention_pairs[s]);
+    if (!step.given_work.empty()) part.work.push_back(step.given_work[s]);
   }
   std::vector<PlanInput> inputs;
   inputs.reserve(parts.size());
@@ -48,7 +50,9 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
                       .cluster = step.cluster,
                       .model = step.model,
                       .rank_speed = step.rank_speed,
-                      .max_tokens_per_rank = step.max_tokens_per_rank});
+                      .max_tokens_per_rank = step.max_tokens_per_rank,
+                      .given_work = std::move(part.work),
+                      .token_part = step.token_part});
   }
   return inputs;
 }

@@ -51,13 +51,15 @@ StepPlan step_plan_from_json(std::string_view json_text) {
     throw_argument("plan", text(plans.size(), " plans, and micro-batches of ", micro_batches.size(), " sequences"),
                    text("at least one plan, and micro-batches of the ", seq_lens.num_sequences(), " sequences"));
   }
-  // What the plans share is theirs to say; so are the masks of their sequences.
+  // What the plans share is theirs to say; so are the masks and the work of their sequences.
   input.sequences = plans.front().input();
   input.sequences.seq_lens = std::move(seq_lens);
   input.sequences.attention_pairs.clear();
+  input.sequences.given_work.clear();
   input.num_micro_batches = static_cast<int32_t>(plans.size());
   const bool has_pairs =
       std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().attention_pairs.empty(); });
+  const bool has_work = std::ranges::any_of(plans, [](const Plan& plan) { return !plan.input().given_work.empty(); });
   std::vector<size_t> next(plans.size(), 0);
   for (const int32_t k : micro_batches) {
     if (k < 0 || k >= input.num_micro_batches || next[k] >= plans[k].seq_lens().lens().size()) {
@@ -65,7 +67,9 @@ StepPlan step_plan_from_json(std::string_view json_text) {
                      text("each sequence in one of the ", plans.size(), " plans"));
     }
     const SequenceId id(next[k]++);
-    if (has_pairs) input.sequences.attention_pairs.push_back(static_cast<int64_t>(plans[k].input().pairs_of(id)));
+    const PlanInput& part = plans[k].input();
+    if (has_pairs) input.sequences.attention_pairs.push_back(static_cast<int64_t>(part.mask_pairs_of(id)));
+    if (has_work) input.sequences.given_work.push_back(part.work(id));
   }
   input.validate();
   StepPlan plan(std::move(input), std::move(micro_batches), std::move(plans));

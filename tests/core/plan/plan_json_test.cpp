@@ -21,6 +21,12 @@ TEST(PlanJson, GoesOutAndIn) {
     in.cluster = Cluster::named(Cluster::names()[seed % Cluster::names().size()]);
     in.model.mode = static_cast<StepMode>(seed % 3);
     if (seed % 5 == 0) in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+    if (seed % 3 == 0) {
+      std::vector<double> work;
+      for (const int64_t length : in.seq_lens.lens())
+        work.push_back(static_cast<double>(length * cases.integer(1, 9)) / 7);
+      in.give_work(work);
+    }
     const Plan plan = cases.any_plan(in);
     EXPECT_EQ(plan_from_json(json_of(plan)), plan);
     EXPECT_EQ(json_of(plan_from_json(json_of(plan))), json_of(plan));

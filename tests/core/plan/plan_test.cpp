@@ -44,6 +44,25 @@ TEST(SequenceLengths, RefusesLengthsThatAreNone) {
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{3, -1}), ArgumentError);
 }
 
+// A token's layers are 24 * 4^2 = 384 FLOPs, a pair 0.5 * 4 * 4 = 8.
+TEST(Plan, GivenWorkIsSplitInLayersOfTokensAndARestByHeads) {
+  const Placement shared{.bag = BagId(0), .first_rank = Rank(0), .degree = 2};
+  PlanInput in = two_ranks({{10, 20}, {}}, "g2n1");
+  in.give_work({5000, 8000});
+  EXPECT_EQ(in.token_part, 1);
+  const Plan above(in, "any", {shared, shared}, {7, 3, 10, 10});
+  above.validate();
+  EXPECT_DOUBLE_EQ(above.workload_after()[0], 17 * 384 + (5000 - 3840) / 2.0 + (8000 - 7680) / 2.0);
+  EXPECT_DOUBLE_EQ(above.workload_after()[1], 13 * 384 + (5000 - 3840) / 2.0 + (8000 - 7680) / 2.0);
+
+  in.give_work({5000, 3840});  // half of what the second one's tokens cost by the formula
+  EXPECT_EQ(in.token_part, 0.5);
+  const Plan below(in, "any", {shared, shared}, {7, 3, 10, 10});
+  below.validate();
+  EXPECT_DOUBLE_EQ(below.workload_after()[0], 17 * 192 + (5000 - 1920) / 2.0);
+  EXPECT_DOUBLE_EQ(below.workload_after()[1], 13 * 192 + (5000 - 1920) / 2.0);
+}
+
 TEST(Plan, WorkOfASharedSequenceFollowsTheChunkAndTheHeads) {
   const Placement both{.bag = BagId(0), .first_rank = Rank(0), .degree = 2};
   const Plan plan(two_ranks({{10}, {}}, "g2n1"), "any", {both}, {7, 3});

@@ -71,7 +71,7 @@ std::vector<SequenceId> by_descending_work(const PlanInput& input, int32_t repli
   const auto [first, last] = input.sequences_of(replica);
   // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
   // as it does. Inverted, the most work comes first.
-  const bool is_full = input.attention_pairs.empty();
+  const bool is_full = input.attention_pairs.empty() && input.given_work.empty();
   std::vector<KeyedIndex> order;
   order.reserve(last.index() - first.index());
   for (int32_t s = first.value; s < last.value; ++s) {

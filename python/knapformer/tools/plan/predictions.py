@@ -69,7 +69,8 @@ def print_points(points: Sequence[Point], num_steps: int) -> None:
         for caption, cells in groups.items()
     ]
     whole = any(point.topology.startswith(PLANNED_STEP) for point in different)
-    text = f"{PLANNED_STEP.capitalize()}: all micro-batches at once, of the topology above; ranks load what they compute, so without route."
+    title = PLANNED_STEP.capitalize()
+    text = f"{title}: all micro-batches at once, of the topology above, without route: ranks load what they compute."
     show(*tables, *([text] if whole else []))
 
 

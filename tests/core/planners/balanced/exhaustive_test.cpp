@@ -45,7 +45,7 @@ double exhaustive_best(const PlanInput& in) {
   return best;
 }
 
-TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) {
+void check_close_to_the_best(bool with_given_work) {
   double worst = 1, sum = 0, bound_worst = 1;
   constexpr int kCases = 30;
   for (uint64_t seed = 0; seed < kCases; ++seed) {
@@ -56,6 +56,11 @@ TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) {
     in.seq_lens = SequenceLengths::from_lists(lens);
     in.topology = Topology::parse(seed % 2 == 0 ? "g4/2/1n1" : "g2/1n2", 4);
     in.d_model = 3072;
+    if (with_given_work) {
+      std::vector<double> work;
+      for (int i = 0; i < 5; ++i) work.push_back(1e11 * static_cast<double>(1 << (random() % 7)));
+      in.give_work(work);
+    }
     const double best = exhaustive_best(in);
     const Plan plan = balanced(in, {.moves = 5000});
     const double ratio = step_s(plan) / best;
@@ -67,9 +72,12 @@ TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) {
   }
   EXPECT_LE(sum / kCases, 1.01);
   EXPECT_LE(worst, 1.04);
-  RecordProperty("worst_over_best", std::to_string(worst));
-  RecordProperty("best_over_bound", std::to_string(bound_worst));
+  ::testing::Test::RecordProperty("worst_over_best", std::to_string(worst));
+  ::testing::Test::RecordProperty("best_over_bound", std::to_string(bound_worst));
 }
+
+TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) { check_close_to_the_best(false); }
+TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfGivenWork) { check_close_to_the_best(true); }
 
 /// The lowest limit of tokens per rank that some placement keeps.
 int64_t least_limit(const PlanInput& in) {
