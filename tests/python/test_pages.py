@@ -41,7 +41,7 @@ def on_one_rank(block: str) -> str:
 def test_these_are_all_blocks() -> None:
     pages = {path.name: len(blocks_of(f"docs/{path.name}")) for path in (ROOT / "docs").glob("*.md")}
     assert {page for page, count in pages.items() if count} - RUN_ELSEWHERE == {
-        "calibrate_and_replay.md", "predict_and_report.md",
+        "calibrate_and_replay.md", "predict_and_report.md", "solver.md",
     }  # fmt: skip
 
 
@@ -103,6 +103,14 @@ def test_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     (block,) = blocks_of("docs/calibrate_and_replay.md")
     made = run(on_one_rank(block), seq_lens_per_rank=LENGTHS)["made"]
     assert float(capsys.readouterr().out) == pytest.approx(knapformer.predict_step(made).total_s)
+
+
+def test_given_work() -> None:
+    (block,) = blocks_of("docs/solver.md")
+    made = run(block)
+    own = [24 * tokens * width**2 + 0.41 * 4 * tokens**2 * width for tokens, width in ((12_000, 4096), (1_000, 2048))]
+    assert sum(made["plan"].workload_before) == pytest.approx(sum(map(sum, made["work"])))
+    assert made["plan"].workload_before[1] == pytest.approx(sum(own))
 
 
 def test_predictions_and_traces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
