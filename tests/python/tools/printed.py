@@ -1,6 +1,18 @@
-"""What a command printed."""
+"""Commands that are run here, and what they printed."""
 
 from __future__ import annotations
+
+import pytest
+from knapformer.tools.cli import main
+
+MIXED = ["--data", "mixed", "--ranks", "32"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """The exit status, standard output, and standard error."""
+    status = main(args)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def rows_of_tables(text: str) -> list[dict[str, str]]:

@@ -1,0 +1,178 @@
+"""`knapformer plan`: what it prints, writes and draws."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import statistics
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from printed import MIXED, rows_of_tables, run
+
+from knapformer import Cluster, DataMix, Plan, StepPlan, TrainedModel, plan, predict_step, rank_topologies
+
+
+def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--gamma", "0.41", "--seed", "7", "--step", "3"]
+    status, out, err = run(capsys, *args, "--json", str(path))
+    lengths = DataMix.parse("mixed").draw_lengths(7, 3, 32)
+    assert (status, err) == (0, "")
+    assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", 3072, gamma=0.41)
+    assert os.listdir(tmp_path) == ["plan.json"]
+    assert "g8n4, 32 ranks" in out
+    status, out, err = run(capsys, *args, "--json", "-")
+    assert (status, err, out) == (0, "", path.read_text())
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    args = ["plan", "--topology", "g1n32", *MIXED, "--step", "2", "--micro-batches", "3", "--sync", sync]
+    limit = ["--max-tokens-per-rank", "60000"]
+    status, out, err = run(capsys, *args, *limit, "--json", str(path))
+    batches = [DataMix.parse("mixed").draw_lengths(0, 6 + k, 32) for k in range(3)]
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    made = plan(step, "g1n32", 3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
+    assert (status, err) == (0, "") and StepPlan.from_json(path.read_text()) == made
+    rows = [row for row in rows_of_tables(out) if "part" in row]
+    cells = [first | second for first, second in zip(rows[:4], rows[4:], strict=True)]
+    assert [row["part"] for row in cells] == ["0", "1", "2", "step"]
+    for row, of in zip(cells, made.plans, strict=False):
+        assert (row["sequences"], row["tokens"]) == (f"{of.num_sequences:,}", f"{of.num_tokens:,}")
+        assert row["max tokens"] == f"{of.max_tokens:,}"
+        assert float(row["longest"]) == pytest.approx(
+            max(of.workload_after) / statistics.fmean(of.workload_after), abs=1e-4
+        )
+    mean = sum(sum(of.workload_after) for of in made.plans) / 32
+    assert float(cells[3]["longest"]) == pytest.approx(
+        sum(max(of.workload_after) for of in made.plans) / mean, abs=1e-4
+    )
+    assert float(cells[3]["predicted s"]) == pytest.approx(made.predicted_time, rel=1e-3)
+    assert ("once a step" if sync == "step" else "in every micro-batch") in out
+
+
+def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless --max-tokens-per-rank says otherwise."""
+    args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
+    batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
+    peak = max(plan(lens, "g1n32", 3072).max_tokens for lens in batches)
+    _, out, _ = run(capsys, *args)
+    kept = StepPlan.from_json(out)
+    step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
+    assert kept == plan(step, "g1n32", 3072, micro_batches=4, max_tokens_per_rank=peak) and kept.max_tokens <= peak
+    _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "60000")
+    assert StepPlan.from_json(out).max_tokens > peak
+
+
+def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, path = tmp_path / "x.html", tmp_path / "step.json"
+    args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--report", str(page), "--json", str(path)]
+    assert run(capsys, *args)[0] == 0
+    step, shown = StepPlan.from_json(path.read_text()), page.read_text()
+    step_s = [predict_step(of).total_s for of in step.plans]
+    longest = step_s.index(max(step_s))
+    assert f"of 3 micro-batches, number {longest} in detail" in shown
+    assert f"{sum(step_s):.3g} s</b>" in shown
+    # Every rank's work in every micro-batch is drawn.
+    rows = charts_of(shown)[0]["data"][0]["z"]
+    mean = sum(sum(of.workload_after) for of in step.plans) / 96
+    for row, of in zip(rows_of(rows), step.plans, strict=True):
+        assert row == pytest.approx([work / mean for work in of.workload_after])
+    # So it is from the file.
+    page.unlink()
+    assert run(capsys, "plan", "--from", str(path), "--report", str(page))[0] == 0 and page.read_text() == shown
+    status, _, err = run(capsys, "plan", "--from", str(path), "--cluster", "a100")
+    assert status == 2 and "--cluster: got one beside the plan of a step" in err
+
+
+def charts_of(page: str) -> list[dict[str, Any]]:
+    """Of a report, in the order of the page."""
+    at = page.index('{"chart0": ')
+    charts, _ = json.JSONDecoder().raw_decode(page[at:].replace("<\\/", "</"))
+    return list(charts.values())
+
+
+def rows_of(matrix: Any) -> list[list[float]]:
+    """As plotly writes it: as lists, or as base64 with its type and shape."""
+    if isinstance(matrix, list):
+        return matrix
+    rows, columns = map(int, matrix["shape"].split(","))
+    assert matrix["dtype"] == "f8"
+    values = struct.unpack(f"<{rows * columns}d", base64.b64decode(matrix["bdata"]))
+    return [list(values[i * columns : (i + 1) * columns]) for i in range(rows)]
+
+
+def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[10, 2000], [30], []]")
+    status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
+    made = plan([[10, 2000], [30], []], "g1n1+g2n1", 8)
+    cells = [list(row.values()) for row in rows_of_tables(out) if "rank" in row]
+    assert status == 0
+    assert [row[:4] for row in cells] == [["0", "0", "2", "2,010"], ["1", "1", "1", "30"], ["2", "1", "0", "0"]]
+    assert [int(row[6].replace(",", "")) for row in cells] == made.tokens_after
+    mean = sum(made.workload_before) / 3
+    assert [float(row[7]) for row in cells] == pytest.approx([w / mean for w in made.workload_after], abs=6e-4)
+    assert "inf before" in out
+
+
+def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
+    assert status == 0
+    assert 0 < len(rows_of_tables(out)) < 12 and "4,096" in out
+
+
+def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = [2.0] + [1.0] * 31
+    status, out, err = run(
+        capsys, "plan", "--topology", "g8/4/2/1n4", *MIXED, "--effort", "500", "--mask", "causal",
+        "--max-tokens-per-rank", "9000", "--rank-speed", ",".join(map(str, speed)),
+        "--cluster", "published", "--ranks-per-node", "4", "--heads", "24", "--mode", "lora", "--json", "-",
+    )  # fmt: skip
+    made = plan(
+        DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", 3072, effort=500, masks="causal",
+        max_tokens_per_rank=9000, rank_speed=speed,
+        cluster=Cluster.published(ranks_per_node=4), model=TrainedModel(num_heads=24, mode="lora"),
+    )  # fmt: skip
+    assert (status, err) == (0, "") and Plan.from_json(out) == made
+    assert made.max_tokens <= 9000 and made.solver == "balanced"
+
+
+def test_auto_is_the_best_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    for extra in ([], ["--solver", "greedy"]):
+        status, out, _ = run(capsys, "plan", "--topology", "auto", *MIXED, *extra, "--json", "-")
+        lengths = DataMix.parse("mixed").draw_lengths(0, 0, 32)
+        made = Plan.from_json(out)
+        assert status == 0 and made == plan(lengths, str(made.topology), 3072, solver=made.solver)
+        assert made.solver == "greedy" or str(made.topology) == rank_topologies([lengths], 3072)[0].topology
+        assert made.topology.is_flat == (made.solver == "greedy")
+
+
+def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[[], []]")
+    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
+    assert (status, err) == (0, "") and "nothing to balance" in out
+
+
+def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
+    status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
+    assert status == 0 and Plan.from_json(out).seq_lens == [[5, 6], [7]]
+
+
+def test_simulate_and_plan_draw_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys, "plan", "--topology", "g1n1", "--data", "g1b3i512f1s0", "--ranks", "1", "--scale", "2",
+        "--max-text-tokens", "0", "--json", "-",
+    )  # fmt: skip
+    lengths = Plan.from_json(out).seq_lens[0]
+    assert status == 0 and len(lengths) == 3 and all(256 * 0.96 - 1 <= n <= 256 * 1.04 for n in lengths)
