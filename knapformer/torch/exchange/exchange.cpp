@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,7 +11,8 @@
 #include <utility>
 
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/engine.h"
+#include "knapformer/torch/comm/comm_group.h"
+#include "knapformer/torch/exchange/in_flight.h"
 
 namespace knapformer {
 
@@ -128,76 +128,15 @@ Tensors call_finish(const at::Tensor& started, const Tensors& local = {}) {
   return op.call(started, local);
 }
 
-/// An exchange between its start and its finish.
-class InFlight {
- public:
-  explicit InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
-    RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
-    group_->watchdog().guard([&] {
-      call_ = std::make_unique<ExchangeCall>(arguments);
-      group_->fingerprints().agree(arguments.fingerprint());
-      engine_ = make_engine(*call_);
-      engine_->pack();
-      at::Tensor received = call_->received(), sent = call_->sent();
-      work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
-      engine_->move_own();
-    });
-    arguments.tensors.clear();
-    arguments_ = std::move(arguments);
-  }
-
-  Tensors finish(const Tensors& local) {
-    return group_->watchdog().guard([&] {
-      if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
-      call_->set_local(local);
-      group_->wait(*work_, call_->device(), arguments_.label);
-      work_.reset();
-      engine_->unpack();
-      engine_.reset();
-      Tensors outputs = call_->outputs();
-      call_.reset();
-      return outputs;
-    });
-  }
-
-  /// Without its tensors.
-  const ExchangeArguments& arguments() const { return arguments_; }
-
- private:
-  std::shared_ptr<CommGroup> group_;
-  ExchangeArguments arguments_;
-  std::unique_ptr<ExchangeCall> call_;
-  std::unique_ptr<Engine> engine_;
-  WorkPtr work_;
-};
-
-// What is in flight is a tensor to autograd: one without bytes, whose storage owns it. It is on the device of what
-// travels, so that autograd runs both halves of a backward in the order and on the stream of what is between them.
-
-void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
-
-InFlight& in_flight_of(const at::Tensor& started) {
-  if (!started.defined()) throw StateError("exchange_start: got no gradient of what it started, expected one");
-  auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_in_flight);
-  if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
-  return *in_flight;
-}
-
 Tensors exchange_kernel(ExchangeArguments arguments) {
   const Tensors local = std::exchange(arguments.local, {});
   return InFlight(std::move(arguments)).finish(local);
 }
 
-at::Tensor start_kernel(ExchangeArguments arguments) {
-  const at::Device device = arguments.tensors.at(0).device();
-  auto* in_flight = new InFlight(std::move(arguments));
-  at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
-  started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_in_flight, device});
-  return started;
-}
+at::Tensor start_kernel(ExchangeArguments arguments) { return InFlight::start(std::move(arguments)); }
 
 Tensors finish_kernel(const at::Tensor& started, at::TensorList local) {
-  return in_flight_of(started).finish(local.vec());
+  return InFlight::of(started).finish(local.vec());
 }
 
 Tensors exchange_meta(const ExchangeArguments& arguments) {
@@ -354,7 +293,7 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
  public:
   static Tensors forward(AutogradContext* context, const at::Tensor& started, at::TensorList local) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return kept_outputs(*context, call_finish(started, local.vec()), in_flight_of(started).arguments(), local);
+    return kept_outputs(*context, call_finish(started, local.vec()), InFlight::of(started).arguments(), local);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {

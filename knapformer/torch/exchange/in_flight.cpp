@@ -1,0 +1,62 @@
+#include "knapformer/torch/exchange/in_flight.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/comm/watchdog.h"
+
+namespace knapformer {
+namespace {
+
+void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
+
+}  // namespace
+
+InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
+  RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
+  group_->watchdog().guard([&] {
+    call_ = std::make_unique<ExchangeCall>(arguments);
+    group_->fingerprints().agree(arguments.fingerprint());
+    engine_ = make_engine(*call_);
+    engine_->pack();
+    at::Tensor received = call_->received(), sent = call_->sent();
+    work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
+    engine_->move_own();
+  });
+  arguments.tensors.clear();
+  arguments_ = std::move(arguments);
+}
+
+at::Tensor InFlight::start(ExchangeArguments arguments) {
+  const at::Device device = arguments.tensors.at(0).device();
+  auto* in_flight = new InFlight(std::move(arguments));
+  at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+  started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_in_flight, device});
+  return started;
+}
+
+InFlight& InFlight::of(const at::Tensor& started) {
+  if (!started.defined()) throw StateError("exchange_start: got no gradient of what it started, expected one");
+  auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_in_flight);
+  if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
+  return *in_flight;
+}
+
+std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
+  return group_->watchdog().guard([&] {
+    if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+    call_->set_local(local);
+    group_->wait(*work_, call_->device(), arguments_.label);
+    work_.reset();
+    engine_->unpack();
+    engine_.reset();
+    std::vector<at::Tensor> outputs = call_->outputs();
+    call_.reset();
+    return outputs;
+  });
+}
+
+}  // namespace knapformer
