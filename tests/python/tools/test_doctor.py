@@ -239,6 +239,22 @@ def test_the_least_change_is_advised(capsys):
     assert one["take"].startswith("bags ")
 
 
+def test_what_is_faster_on_other_samples_is_said_and_not_advised(tmp_path, capsys):
+    """One long sample among 64 holds up a step, however it is shared; in lockstep buckets it meets others like it."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("60000\n" + "300\n" * 63)
+    arguments = [path, "--ranks", 64, "--steps", 20]
+    found = diagnosis(capsys, *arguments)
+    speed = {row["key"]: row["speedup"] for row in found["alternatives"] if "speedup" in row}
+    assert found["take"].startswith("bags ") and speed["buckets"] > 1.03 * speed[found["take"]]
+    faster = found["faster_with_other_samples"]
+    assert "buckets" in faster and faster == sorted(faster, key=lambda key: -speed[key])
+    assert main(["doctor", *map(str, arguments)]) == 0
+    shown = " ".join(capsys.readouterr().out.split()).partition("Faster, but a step then has other samples: ")[2]
+    assert f"lockstep buckets {speed['buckets']:.2f} times" in shown[:80]
+    assert diagnosis(capsys, "--data", "low", "--steps", 3)["faster_with_other_samples"] == []
+
+
 def test_one_batch_alone_has_no_error_bar(tmp_path, capsys):
     path = tmp_path / "batch.json"
     path.write_text("[[[60000], [3000, 2000]]]")

@@ -254,6 +254,7 @@ def _as_dict(
         "verdict": verdict.sentence(),
         "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
         "now": verdict.now.alternative.key,
+        "faster_with_other_samples": [of.alternative.key for of in verdict.faster],
         "speedup": [verdict.low, verdict.speedup, verdict.high],
         "levers": [{"of": lever.name, "speedup": [lever.low, lever.high]} for lever in moved],
         "source": source.description,
@@ -314,7 +315,7 @@ def _write_report(
            for name, value in part.items()},
     }  # fmt: skip
     write_page(
-        args.report, verdict=verdict.sentence(),
+        args.report, verdict=" ".join(filter(None, (verdict.sentence(), verdict.aside()))),
         rows=[_cells(result, of) for result, of in zip(results, figures, strict=True)], results=results,
         figures=figures, lengths=source.pool, setting=setting,
         limit_gib=memory.gib(setting.max_tokens) if setting.max_tokens else None, efficiency_by_count=by_count,
@@ -333,6 +334,8 @@ def _print(
     parts: list[Any] = [verdict.sentence()]
     if verdict.is_worth_it:
         parts.append(f"What to change: {verdict.taken.alternative.change}.")
+    if (aside := verdict.aside()) is not None:
+        parts.append(aside)
     if source.samples.bad_rows:
         parts.append(f"{source.samples.bad_rows:,} rows were left out; the first: {source.samples.first_bad}.")
     parts += [

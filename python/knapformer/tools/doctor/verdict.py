@@ -33,7 +33,8 @@ class Verdict:
     """now, taken: what was compared; equal where nothing is better. speedup: how many times as fast; 1 for none.
 
     low, high: where speedup lies, by the draw of data (twice its standard error) and by what is uncertain of the
-    cluster. problem: why nothing can be taken.
+    cluster. problem: why nothing can be taken. faster: than taken, by alternatives that are not advised because they
+    change which samples a step has; the fastest first.
     """
 
     now: Result
@@ -42,6 +43,7 @@ class Verdict:
     low: float = 1.0
     high: float = 1.0
     problem: str | None = None
+    faster: tuple[Result, ...] = ()
 
     @property
     def is_worth_it(self) -> bool:
@@ -63,9 +65,25 @@ class Verdict:
             f"({self.low:.2f} to {self.high:.2f}), {1 - 1 / self.speedup:.0%} fewer GPU-hours."
         )
 
+    def aside(self) -> str | None:
+        """What is faster, and not advised."""
+        if not self.faster:
+            return None
+        named = ", ".join(f"{r.alternative.name} {gain(r, self.now)[0]:.2f} times" for r in self.faster)
+        return f"Faster, but a step then has other samples: {named}. Below is what each does to the training."
+
 
 def decide(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
     """The one with the least change among those that are as fast as the fastest, but for what is not worth a change."""
+    verdict = _of_same_samples(results, now, draw)
+    if verdict.problem is not None or now.problem is not None:
+        return verdict
+    others = [r for r in results if r.problem is None and _rank(r) is None]
+    faster = [r for r in others if r.efficiency > verdict.taken.efficiency * (1 + WORTH)]
+    return replace(verdict, faster=tuple(sorted(faster, key=lambda r: -r.efficiency)))
+
+
+def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
     advised = [r for r in results if r.problem is None and _rank(r) is not None]
     if not advised:
         shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
