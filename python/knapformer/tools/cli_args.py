@@ -199,7 +199,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def run_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of RunSettings, but for num_ranks. Raises ArgumentError, OSError."""
-    from knapformer.models.registry import load_config
+    from knapformer.adapters.named import load_config
 
     given = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
     model = {"model": load_config(args.model), "model_name": args.model, "checkpointing": args.recomputes}

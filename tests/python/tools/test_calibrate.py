@@ -207,13 +207,12 @@ def test_wrong_input_is_one_line_and_status_2(
 
 @pytest.mark.usefixtures("flop_clock")
 def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from knapformer.models import NAMED_CONFIGS
+    from knapformer.adapters.named import load_config
     from knapformer.tools.measure.blocks import BlockTimes
 
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    config = dataclasses.asdict(NAMED_CONFIGS["flux-tiny"])
     model = tmp_path / "model.json"
-    model.write_text(json.dumps({"kind": "flux", **config, "num_double_blocks": 1, "num_single_blocks": 3}))
+    model.write_text(json.dumps(load_config("flux-tiny").replace(num_layers=1, num_single_layers=3).to_dict()))
     threads = torch.get_num_threads()
     lengths = [64, 128, 256, 512]
     files = ["--json", str(out), "--picture", str(picture)]

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from knapformer import StateError
 from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
 from knapformer.models.parallel import DTYPES
-from knapformer.models.registry import config_to_dict
 from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.measure.blocks import BlockTimes, kinds_of, time_blocks, time_works
+from knapformer.tools.measure.blocks import BlockTimes, passes, time_blocks, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
-from knapformer.tools.measure.own_block import load_own_block, passes_of
+from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
+from knapformer.tools.measure.timing import Work
 
 # Bytes of a rank's rows: from what latency decides to what the rate does.
 _EXCHANGE_ROUNDS = 20
@@ -44,12 +44,16 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
     joined = dist.is_initialized()
     first = not joined or dist.get_rank() == 0
     num_rounds = settings.num_rounds + settings.num_warmup_rounds
-    num_kinds = 1 if settings.block is not None else len(kinds_of(settings.model))
+    num_kinds = 1 if settings.block is not None else len(settings.model.block_counts)
     with Progress(num_rounds * num_kinds * len(settings.lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (settings.num_rounds, settings.num_warmup_rounds, progress.advance)
         if settings.block is not None:
-            own = passes_of(*load_own_block(settings.block, device, DTYPES[dtype]), settings.checkpointing)
+            block, inputs = load_own_block(settings.block, device, DTYPES[dtype])
+
+            def own(seq_lens: list[int]) -> Work:
+                return passes(block, inputs(seq_lens), settings.checkpointing)
+
             times = time_works([(settings.block, 1, own)], settings.lengths, device, *rounds)
         else:
             times = time_blocks(
@@ -64,7 +68,7 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
             exchanges = _time_exchanges(device)
     if first:
         write_report(settings, _calibration(settings, times, exchanges, device), times, {
-            "model": config_to_dict(settings.model) if settings.block is None else {"block": settings.block},
+            "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
             "dtype": dtype,
             "num_ranks": settings.num_ranks,
             "measured_blocks": [

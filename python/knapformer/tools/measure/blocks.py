@@ -1,12 +1,11 @@
 """A model's blocks of each kind, alone and ready to run, and their times over a range of lengths. Needs torch.
 
-One block of a kind stands for all: they are alike. A model of one block is built for each, so that a model whose
-blocks together would fill many devices fits one.
+One block of a kind stands for all: they are alike. A model of as few blocks as may be is built for each, so that a
+model whose blocks together would fill many devices fits one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from knapformer import ArgumentError
+from knapformer.adapters.named import build_model
 from knapformer.models.config import BaseConfig
-from knapformer.models.model import PackedModel
-from knapformer.models.parallel import init_weights, set_checkpointing
-from knapformer.models.registry import build_model
+from knapformer.models.model import Draw, PackedModel
+from knapformer.models.parallel import init_weights
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
@@ -38,47 +39,52 @@ def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
 class BlockKind:
     name: str
     count: int  # how many of them the model has
-    model: PackedModel  # with one block, of this kind
+    model: PackedModel  # whose first block is one of them
 
-    def work(self, step: PackedStep, text_lens: Sequence[int]) -> Work:
+    @property
+    def block(self) -> nn.Module:
+        return next(block for blocks in self.model.block_lists() for block in blocks)
+
+    def work(self, step: PackedStep, text_lens: Sequence[int], checkpointing: bool) -> Work:
         """A forward (and recompute) and backward pass of the block over the chunks of `step`, ready to run.
 
         text_lens: as in PackedModel.block_inputs.
         """
         weight = next(self.model.parameters())
+        draw = Draw(torch.Generator().manual_seed(0), weight.device, weight.dtype)
 
-        def rows(count: int) -> Tensor:
-            shape = (count, self.model.config.d_model)
-            return torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True)
+        def leaf(value: Any) -> Any:
+            is_numbers = isinstance(value, Tensor) and value.is_floating_point()
+            return value.detach().requires_grad_() if is_numbers else value
 
-        (block,) = (block for blocks in self.model.block_lists() for block in blocks)
-        streams, rest = self.model.block_inputs(step, text_lens, rows)
-        gradients = [torch.ones_like(stream) for stream in streams]
-        self.model.zero_grad(set_to_none=True)
-
-        def run() -> None:
-            outputs = block(*streams, *rest)
-            torch.autograd.backward(outputs if isinstance(outputs, tuple) else (outputs,), gradients)
-
-        return run
+        inputs = map(leaf, self.model.block_inputs(step, text_lens, draw))
+        return passes(self.block, tuple(inputs), checkpointing)
 
 
-def kinds_of(config: BaseConfig) -> list[tuple[str, int, Any]]:
-    """Name and number of a model's blocks of each kind, and the configuration with one of them alone."""
-    fields = config.block_counts.values()
-    kinds = [
-        (name, getattr(config, field), dataclasses.replace(config, **{other: int(other == field) for other in fields}))  # type: ignore[type-var]
-        for name, field in config.block_counts.items()
-    ]
-    return [kind for kind in kinds if kind[1] > 0]
+def passes(block: nn.Module, inputs: tuple[Any, ...], checkpointing: bool) -> Work:
+    """A forward (and recompute) and backward pass, ready to run. The block returns a tensor, or a tuple of them."""
+    block.zero_grad(set_to_none=True)
+
+    def run() -> None:
+        if checkpointing:
+            outputs = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            outputs = block(*inputs)
+        found = [outputs] if isinstance(outputs, Tensor) else outputs if isinstance(outputs, (tuple, list)) else []
+        tensors = [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.requires_grad]
+        if not tensors:
+            got = type(outputs).__name__
+            raise ArgumentError(f"block: got an output of {got}, expected tensors that need gradients")
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+    return run
 
 
-def build_kinds(config: BaseConfig, dtype: torch.dtype, device: torch.device, checkpointing: bool) -> list[BlockKind]:
+def build_kinds(config: BaseConfig, dtype: torch.dtype, device: torch.device) -> list[BlockKind]:
     kinds = []
-    for name, count, alone in kinds_of(config):
-        model = build_model(alone, dtype, device)
+    for name, count in config.block_counts.items():
+        model = build_model(config.alone(name), dtype, device)
         init_weights(model)
-        set_checkpointing(model, checkpointing)
         kinds.append(BlockKind(name, count, model))
     return kinds
 
@@ -115,11 +121,11 @@ def time_blocks(
     on_done: Callable[[], None] = lambda: None,
 ) -> BlockTimes:
     """on_done is called after each of kinds x lengths x rounds measurements."""
-    kinds = build_kinds(config, dtype, device, checkpointing)
+    kinds = build_kinds(config, dtype, device)
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=config.mask)
-        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens])
+        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens], checkpointing)
 
     works = [(kind.name, kind.count, partial(work, kind)) for kind in kinds]
     return time_works(works, lengths, device, num_rounds, num_warmup_rounds, on_done)

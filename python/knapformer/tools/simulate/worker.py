@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
+from knapformer.adapters.named import build_model, materialize, random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
-from knapformer.models.registry import build_model, random_batch
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
@@ -113,7 +113,7 @@ def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: to
     set_checkpointing(model, settings.checkpointing, keep_exchanges=settings.keep_exchanges)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     shard_model(model, mesh, dtype if dtype != kept else None)
-    model.to_empty(device=device)
+    materialize(model, device)
     init_weights(model, settings.seed)
     return model
 
