@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, attention_pairs
+from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, WorkloadModel, attention_pairs
 from knapformer.json_file import read_json
 
 _FORMAT = "knapformer.calibration"
@@ -32,7 +32,9 @@ class ExchangeCost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of one device: t = k (24 l d^2 + gamma 4 a d), with a the pairs that the mask leaves, for all passes of a block.
+    """Of one device: t = k (24 l d^2 + r gamma 4 a d) for all passes of a block, with a the pairs that the mask leaves.
+
+    r: passes over attention for one over the per-token layers: 1, but where a base is frozen (mode "lora").
 
     May be given as `gamma` wherever one is expected: float(calibration) is its gamma.
     """
@@ -50,14 +52,27 @@ class Calibration:
     warnings: tuple[str, ...] = ()
     device: str | None = None  # that it was measured on
     longest: int | None = None  # tokens of the longest length that was measured
+    mode: str = "training"  # or "lora": what was measured trains adapters on a frozen base
+    # With "lora": what a backward pass over the per-token layers costs, in forward passes, of which the cost model says
+    # 1. The rate, which is that of the cost model's passes, has the difference in it.
+    token_backward: float | None = None
 
     def __float__(self) -> float:
         return self.gamma
 
     @property
     def flops_per_s(self) -> float:
-        """Sustained over whole blocks: the passes of a training step over k."""
-        return TrainedModel(recomputes=self.recomputes).token_passes / self.seconds_per_flop
+        """Sustained over whole blocks: the passes of a step over k."""
+        return self._trained.token_passes / self.seconds_per_flop
+
+    @property
+    def _trained(self) -> TrainedModel:
+        return TrainedModel(recomputes=self.recomputes, mode=self.mode)
+
+    def block_s(self, seq_len: int) -> float:
+        """Seconds of all passes of a block over a sequence."""
+        gamma = self.gamma * self._trained.attention_passes / self._trained.token_passes
+        return self.seconds_per_flop * WorkloadModel(gamma).work(seq_len, self.d_model, self.mask)
 
     def cluster_fields(self) -> dict[str, float]:
         """What was measured of the fields of a Cluster."""
@@ -107,6 +122,10 @@ class Calibration:
         are_texts = isinstance(warnings, (list, tuple)) and all(isinstance(text, str) for text in warnings)
         _expect(are_texts, "warnings", warnings, "a list of texts")
         device, longest = given.get("device"), given.get("longest")
+        mode, backward = given.get("mode", "training"), given.get("token_backward")
+        _expect(mode in ("training", "lora"), "mode", mode, "'training' or 'lora'")
+        if backward is not None:
+            _check_number("token_backward", backward)
         _expect(device is None or isinstance(device, str), "device", device, "a text or null")
         _expect(
             longest is None or (type(longest) is int and longest >= 1), "longest", longest, "an integer >= 1 or null"

@@ -112,6 +112,8 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
         cluster, model = read_cluster(args.cluster)
     if calibration is not None:
         cluster = calibration.cluster(of=cluster)
+        if calibration.mode == "lora":
+            model = model.replace(mode="lora")
     options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
     given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:

@@ -74,7 +74,7 @@ def test_the_kinds_of_blocks_are_all_of_the_model(name: str) -> None:
     its inputs are made of reaches every parameter."""
     config = load_config(name)
     counted: Counter[tuple[int, ...]] = Counter()
-    kinds = build_kinds(config, torch.float32, CPU)
+    kinds = build_kinds(config, CPU, torch.float32)
     for kind in kinds:
         counted += Counter({shape: kind.count * n for shape, n in shapes([kind.block]).items()})
         kind.work(PackedStep([17, 1, 101], config.d_model), [3, 0, 8], checkpointing=True)()

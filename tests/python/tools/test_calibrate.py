@@ -153,6 +153,8 @@ def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytes
         ({"d_model": 1.5}, "d_model: got 1.5"),
         ({"recomputes": 1}, "recomputes: got 1"),
         ({"mask": "x"}, "mask: got 'x'"),
+        ({"mode": "inference"}, "mode: got 'inference'"),
+        ({"token_backward": 0}, "token_backward: got 0"),
         ({"warnings": "none"}, "warnings: got 'none'"),
         ({"node": {}}, "node: expected an object with"),
         ({"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0}}, "bytes_per_s: got"),
@@ -308,14 +310,105 @@ def test_commands_say_where_a_calibration_is_far_from_home(tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("flop_clock")
-def test_wan_is_calibrated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "width", "kinds"),
+    [
+        ("wan-tiny", 48, [("block", 2)]),
+        ("flux2-demo", 256, [("double", 1), ("single", 2)]),
+        ("qwen-image-demo", 256, [("block", 3)]),
+        ("sd3-demo", 256, [("block", 3)]),
+    ],
+)
+def test_models_of_diffusers_are_calibrated(
+    name: str, width: int, kinds: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """By the clock that counts FLOPs attention costs as much as the rest, which is 24 l d^2 or nearly so."""
     out, threads = tmp_path / "out.json", torch.get_num_threads()
-    assert main(["calibrate", "--model", "wan-tiny", "--repeats", "1", "--lengths", "64,4096", "--json", str(out)]) == 0
+    lengths = "64,4096" if width == 48 else "64,1024"
+    assert (
+        main(
+            ["calibrate", "--model", name, "--repeats", "1", "--warmup", "1", "--lengths", lengths, "--json", str(out)]
+        )
+        == 0
+    )
     torch.set_num_threads(threads)
-    (measured,) = json.loads(out.read_text())["measured_blocks"]
-    assert (measured["kind"], measured["count"], measured["lengths"]) == ("block", 2, [64, 4096])
+    details = json.loads(out.read_text())
+    assert [(of["kind"], of["count"]) for of in details["measured_blocks"]] == kinds
     calibration = Calibration.load(out)
-    assert calibration.d_model == 48 and calibration.gamma == pytest.approx(1, abs=0.1)
+    assert calibration.d_model == width and calibration.gamma == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.usefixtures("flop_clock")
+@pytest.mark.parametrize("own", [False, True])
+def test_adapters_on_a_frozen_base_are_calibrated(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock that counts FLOPs. A block of width d has products of 24 l d^2, and adapters of rank 16 beside them,
+    32 * 16 l d: 16 d inputs and outputs of all layers. Forward, and backward to the inputs; of adapters to both of
+    their matrices, too. Attention takes a forward pass and two backward, 12 l^2 d."""
+    pytest.importorskip("peft")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    out, model, d = tmp_path / "out.json", tmp_path / "model.json", 192
+    model.write_text(json.dumps({"kind": "transformer", "d_model": d, "num_heads": 4, "num_kv_heads": 4}))
+    what = ["--block", "test_calibrate:wide_block", "--d-model", str(d)] if own else ["--model", str(model)]
+    threads = torch.get_num_threads()
+    command = ["calibrate", *what, "--mode", "lora", "--no-checkpoint", "--lengths", "32,64,...,1024", "--repeats", "1"]
+    assert main([*command, "--json", str(out)]) == 0
+    torch.set_num_threads(threads)
+    calibration = Calibration.load(out)
+    adapters = 4 * 16 / d  # of rank 16: 3 * 32 l r d more than 2 * 24 l d^2
+    assert (calibration.mode, calibration.recomputes) == ("lora", False)
+    assert calibration.seconds_per_flop == pytest.approx((2 + adapters) / 1e9, rel=1e-6)
+    assert calibration.gamma == pytest.approx(2 / (2 + adapters), rel=1e-6)  # of FLOPs that cost as much
+    assert calibration.flops_per_s == pytest.approx(
+        2 / calibration.seconds_per_flop
+    )  # of two passes that the model has
+    assert calibration.token_backward == pytest.approx(1 + adapters, rel=1e-6)
+    assert calibration.block_s(500) == pytest.approx(
+        (500 * (48 * d**2 + 96 * 16 * d) + 12 * 500**2 * d) / 1e9, rel=1e-6
+    )
+    assert f"costs {1 + adapters:.2f} forward passes" in " ".join(capsys.readouterr().out.split())
+
+    # What plans and predicts with it: a step of LoRA, which takes what was measured.
+    plan = [
+        "plan",
+        "--mix",
+        "joint",
+        "--topology",
+        "g1n32",
+        "--d-model",
+        str(d),
+        "--no-checkpoint",
+        "--predictions",
+        "-",
+    ]
+    assert main([*plan, "--calibration", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"]["mode"] == "lora"
+    lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
+    slowest = max(sum(map(calibration.block_s, lens)) for lens in lengths)
+    none = result["points"][0]
+    assert none["token_s"] + none["attention_s"] == pytest.approx(57 * slowest)
+    assert main([*plan, "--calibration", str(out), "--mode", "training"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["mode"] == "training"
+
+
+def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
+    """The plain transformer's, of width 192."""
+    from knapformer.adapters.named import build_model
+    from knapformer.models import PackedStep, TransformerConfig
+    from knapformer.models.model import Draw
+
+    model = build_model(TransformerConfig(num_blocks=1, d_model=192, num_heads=4, num_kv_heads=4), dtype, device)
+
+    def inputs(seq_lens: list[int]) -> tuple[Any, ...]:
+        x, *rest = model.block_inputs(
+            PackedStep(seq_lens, 192), [0] * len(seq_lens), Draw(torch.Generator(), device, dtype)
+        )
+        return x.requires_grad_(), *rest
+
+    (block,) = model.blocks
+    return block, inputs
 
 
 def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:

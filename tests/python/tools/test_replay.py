@@ -190,6 +190,20 @@ def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, (kind.name, name)
 
 
+def test_adapters_on_a_frozen_base_are_replayed() -> None:
+    """Of the per-token layers a forward pass and one backward, and the adapters' own; of attention as ever."""
+    pytest.importorskip("peft")
+    plan = kf.plan(LENGTHS, "g1n8", WIDTH, 1.0)
+    replayer = Replayer(CONFIG, CPU, torch.float32, False, "lora")
+    for rank, share in enumerate(shares_of(plan, 8, 8, text_of(plan))):
+        token_flops, attention_flops = counted_flops(replayer, share)
+        of_tokens = 2 * 24 * WIDTH**2 + 96 * 16 * WIDTH
+        assert token_flops == of_tokens * plan.tokens_after[rank]
+        assert attention_flops == pytest.approx(
+            3 * (plan.workload_after[rank] - 24 * WIDTH**2 * plan.tokens_after[rank])
+        )
+
+
 @pytest.mark.usefixtures("flop_clock")
 def test_seconds_add_up_over_pieces_and_ranks_without_work_take_none() -> None:
     replayer = Replayer(CONFIG, CPU, torch.float32, True)
@@ -359,6 +373,7 @@ def test_wrong_input_is_one_line_and_status_2(
         ([*good, "--calibration", "nowhere.json"], "nowhere.json: No such file"),
         ([*good, "--model", "flux-huge"], "model: got 'flux-huge'"),
         ([*good, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
+        ([*good, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
         ([*good, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*good, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
         ([*good, "--shard-ranks", "0"], "--shard-ranks: got '0'"),

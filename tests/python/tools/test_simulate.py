@@ -259,9 +259,9 @@ def test_lengths_to_measure_span_the_mix() -> None:
 
 
 SIMULATE = [
-    "simulate", "--ranks", "2", "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1",
-    "--peak-tflops", "0.1",
+    "simulate", "--ranks", "2", "--model", "transformer-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0",
+    "--max-text-tokens", "20", "--steps", "3", "--warmup", "1", "--topology", "g2n1",
+    "--topology", "g1n2", "--topology", "g2/1n1", "--peak-tflops", "0.1",
 ]  # fmt: skip
 
 
@@ -289,7 +289,17 @@ def check_results(path: Path, gamma: float | None) -> None:
 
 def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     done = start(
-        [sys.executable, "-m", "knapformer", *SIMULATE, "--keep-exchanges", "--json", str(tmp_path / "out.json")]
+        [
+            sys.executable,
+            "-m",
+            "knapformer",
+            *SIMULATE,
+            "--model",
+            "flux-tiny",
+            "--keep-exchanges",
+            "--json",
+            str(tmp_path / "out.json"),
+        ]
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -319,7 +329,8 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
 def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = [
-        *SIMULATE[:5], "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20", "--steps", "2", "--warmup", "0",
+        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+        "--steps", "2", "--warmup", "0",
         "--gamma", "0.5", "--dtype", "fp64", "--micro-batches", "3", "--topology", "g2/1n1", "--equal-lengths",
         "--cluster", "cpu", "--json", str(out),
     ]  # fmt: skip
@@ -338,6 +349,25 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
 
 
+def test_adapters_on_a_frozen_base_are_simulated(tmp_path: Path) -> None:
+    """As a calibration of them says: base and embedders are frozen, gradients are of the adapters alone."""
+    pytest.importorskip("peft")
+    calibration = Calibration(0.8, 1e-12, 64, True, 0.01, 0.2, 0.03, mode="lora")
+    (tmp_path / "lora.json").write_text(json.dumps(calibration.to_dict()))
+    out = tmp_path / "out.json"
+    arguments = [
+        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+        "--steps", "1", "--warmup", "1", "--topology", "g2/1n1", "--dtype", "fp64", "--calibration",
+        str(tmp_path / "lora.json"), "--json", str(out),
+    ]  # fmt: skip
+    done = start([sys.executable, "-m", "knapformer", *arguments])
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    none, nested = results["variants"]
+    assert results["settings"]["mode"] == "lora" and none["predicted_s"] > 0
+    assert nested["loss_difference"] < 1e-12 and nested["gradient_difference"] < 1e-11
+
+
 def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     out, samples = tmp_path / "out.json", tmp_path / "samples.csv"
@@ -345,7 +375,7 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
     command = [
         sys.executable, "-m", "knapformer", "simulate", "--lengths", str(samples), "--batch-size", "2", "--ranks", "2",
-        "--model", "flux-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
+        "--model", "transformer-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
         "--json", str(out), "--report", str(tmp_path / "out.html"),
     ]  # fmt: skip
     done = start(command)
@@ -395,16 +425,7 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     ]
     calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03, node=ExchangeCost(2, 1e-5, 3e9))
     (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))
-    arguments = [
-        *SIMULATE,
-        "--calibration",
-        str(tmp_path / "calibration.json"),
-        "--model",
-        "transformer-tiny",
-        "--dtype",
-        "bf16",
-        "--no-checkpoint",
-    ]
+    arguments = [*SIMULATE, "--calibration", str(tmp_path / "calibration.json"), "--dtype", "bf16", "--no-checkpoint"]
     done = start([*torchrun, "-m", "knapformer", *arguments, "--json", str(tmp_path / "out.json")])
     assert done.returncode == 0, done.stderr
     check_results(tmp_path / "out.json", 0.8)

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         plot_path=args.picture,
         block=args.block,
         block_d_model=args.d_model,
+        mode=args.mode or "training",
         **given,
     )
     if num_ranks > 1:

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from knapformer import StateError
 from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
+from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
-from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings
+from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, token_backward
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.measure.blocks import BlockTimes, passes, time_blocks, time_works
+from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
 from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
-from knapformer.tools.measure.timing import Work
 
 # Bytes of a rank's rows: from what latency decides to what the rate does.
 _EXCHANGE_ROUNDS = 20
@@ -43,22 +43,13 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
     dtype = settings.dtype or default_dtype(device)
     joined = dist.is_initialized()
     first = not joined or dist.get_rank() == 0
-    num_rounds = settings.num_rounds + settings.num_warmup_rounds
-    num_kinds = 1 if settings.block is not None else len(settings.model.block_counts)
-    with Progress(num_rounds * num_kinds * len(settings.lengths), enabled=first) as progress:
+    # Adapters on a frozen base are measured beside the same blocks whose parameters all train.
+    works = [_works(settings, device, DTYPES[dtype], mode) for mode in dict.fromkeys((settings.mode, "training"))]
+    num_works = sum(map(len, works)) * len(settings.lengths)
+    with Progress((settings.num_rounds + settings.num_warmup_rounds) * num_works, enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (settings.num_rounds, settings.num_warmup_rounds, progress.advance)
-        if settings.block is not None:
-            block, inputs = load_own_block(settings.block, device, DTYPES[dtype])
-
-            def own(seq_lens: list[int]) -> Work:
-                return passes(block, inputs(seq_lens), settings.checkpointing)
-
-            times = time_works([(settings.block, 1, own)], settings.lengths, device, *rounds)
-        else:
-            times = time_blocks(
-                settings.model, settings.lengths, device, DTYPES[dtype], settings.checkpointing, *rounds
-            )  # fmt: skip
+        times = time_works([work for of_mode in works for work in of_mode], settings.lengths, device, *rounds)
         exchanges: dict[str, _ExchangeTimes] = {}
         if joined:
             seconds = torch.tensor(times.seconds, dtype=torch.float64)
@@ -66,18 +57,34 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
             times = dataclasses.replace(times, seconds=(seconds / dist.get_world_size()).tolist())
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
-    if first:
-        write_report(settings, _calibration(settings, times, exchanges, device), times, {
-            "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
-            "dtype": dtype,
-            "num_ranks": settings.num_ranks,
-            "measured_blocks": [
-                {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
-                for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
-            ],
-            "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
-            "environment": environment(device),
-        })  # fmt: skip
+    if not first:
+        return
+    num_kinds = len(works[0])
+    calibration = _calibration(settings, times.kinds_from(0, num_kinds), exchanges, device)
+    if settings.mode == "lora":
+        all_train = _calibration(settings, times.kinds_from(num_kinds, num_kinds), {}, device, "training")
+        calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
+    times = times.kinds_from(0, num_kinds)
+    write_report(settings, calibration, times, {
+        "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
+        "dtype": dtype,
+        "num_ranks": settings.num_ranks,
+        "measured_blocks": [
+            {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
+            for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
+        ],
+        "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
+        "environment": environment(device),
+    })  # fmt: skip
+
+
+def _works(settings: CalibrationSettings, device: torch.device, dtype: torch.dtype, mode: str) -> list[KindOfWork]:
+    if settings.block is None:
+        return block_works(settings.model, device, dtype, settings.checkpointing, mode)
+    block, inputs = load_own_block(settings.block, device, dtype)
+    if mode == "lora":
+        train_adapters(block, [block])
+    return [(settings.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), settings.checkpointing))]
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,13 @@ def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
 
 
 def _calibration(
-    settings: CalibrationSettings, times: BlockTimes, exchanges: Mapping[str, _ExchangeTimes], device: torch.device
+    settings: CalibrationSettings,
+    times: BlockTimes,
+    exchanges: Mapping[str, _ExchangeTimes],
+    device: torch.device,
+    mode: str | None = None,
 ) -> Calibration:
+    """mode: None stands for the settings'."""
     on = environment(device)
     calibration = calibration_of(
         settings.lengths,
@@ -107,6 +119,7 @@ def _calibration(
         times.spreads(),
         settings.d_model,
         recomputes=settings.checkpointing,
+        mode=mode or settings.mode,
         mask=settings.mask,
         device=str(on["accelerator"] or on["processor"]),
     )

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from knapformer import ArgumentError
 from knapformer.adapters.named import build_model
 from knapformer.models.config import BaseConfig
+from knapformer.models.lora import train_adapters
 from knapformer.models.model import Draw, PackedModel
 from knapformer.models.parallel import init_weights
 from knapformer.models.step import PackedStep
@@ -80,12 +81,17 @@ def passes(block: nn.Module, inputs: tuple[Any, ...], checkpointing: bool) -> Wo
     return run
 
 
-def build_kinds(config: BaseConfig, dtype: torch.dtype, device: torch.device) -> list[BlockKind]:
+def build_kinds(
+    config: BaseConfig, device: torch.device, dtype: torch.dtype, mode: str = "training"
+) -> list[BlockKind]:
+    """mode: "training", or "lora", adapters on a frozen base."""
     kinds = []
     for name, count in config.block_counts.items():
-        model = build_model(config.alone(name), dtype, device)
-        init_weights(model)
-        kinds.append(BlockKind(name, count, model))
+        kind = BlockKind(name, count, build_model(config.alone(name), dtype, device))
+        if mode == "lora":
+            train_adapters(kind.model, [kind.block])
+        init_weights(kind.model)
+        kinds.append(kind)
     return kinds
 
 
@@ -105,41 +111,43 @@ class BlockTimes:
             for column in zip(*self.seconds, strict=True)
         ]
 
+    def kinds_from(self, first: int, count: int) -> BlockTimes:
+        """Of so many kinds alone."""
+        of = slice(first, first + count)
+        return BlockTimes(self.kinds[of], self.lengths, self.seconds[of])
+
     def spreads(self) -> list[float]:
         """For each length the relative spread of its rounds, of the kind where that is largest."""
         return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]
 
 
-def time_blocks(
-    config: BaseConfig,
-    lengths: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    num_rounds: int,
-    num_warmup_rounds: int = 1,
-    on_done: Callable[[], None] = lambda: None,
-) -> BlockTimes:
-    """on_done is called after each of kinds x lengths x rounds measurements."""
-    kinds = build_kinds(config, dtype, device)
+KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
+
+
+def block_works(
+    config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+) -> list[KindOfWork]:
+    """Of each kind of block, as time_works takes it."""
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=config.mask)
         return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens], checkpointing)
 
-    works = [(kind.name, kind.count, partial(work, kind)) for kind in kinds]
-    return time_works(works, lengths, device, num_rounds, num_warmup_rounds, on_done)
+    return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
 
 
 def time_works(
-    kinds: Sequence[tuple[str, int, Callable[[list[int]], Work]]],
+    kinds: Sequence[KindOfWork],
     lengths: Sequence[int],
     device: torch.device,
     num_rounds: int,
     num_warmup_rounds: int = 1,
     on_done: Callable[[], None] = lambda: None,
 ) -> BlockTimes:
-    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences."""
+    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences.
+
+    on_done is called after each of kinds x lengths x rounds measurements.
+    """
     counts = [max(1, _TOKENS_PER_RUN[device.type] // length) for length in lengths]
     packed = [[n] * count for n, count in zip(lengths, counts, strict=True)]
     prepare = [partial(work, seq_lens) for _, _, work in kinds for seq_lens in packed]

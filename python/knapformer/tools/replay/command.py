@@ -82,8 +82,9 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.tools.replay.results import Variant
     from knapformer.tools.replay.shares import shares_of
 
-    replayer = Replayer(config, device, DTYPES[dtype], args.recomputes)
-    model = model.replace(num_parameters=replayer.num_parameters)
+    mode = cli_args.mode_of(args, model.mode)
+    replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
+    model = model.replace(num_parameters=replayer.num_parameters, mode=mode)
     shares = [
         share
         for way in ways

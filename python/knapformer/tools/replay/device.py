@@ -60,9 +60,11 @@ class _Piece:
 class Replayer:
     """A model's blocks, one of each kind, on a device."""
 
-    def __init__(self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> None:
+    def __init__(
+        self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+    ) -> None:
         self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
-        self._kinds = build_kinds(config, dtype, device)
+        self._kinds = build_kinds(config, device, dtype, mode)
         self._attend = PackedAttention(config.mask)
 
     @property

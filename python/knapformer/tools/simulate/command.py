@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> None:
         keep_exchanges=args.keep_exchanges,
         peak_tflops=args.peak_tflops,
         report_path=args.report,
+        mode=cli_args.mode_of(args, model.mode),
         **cli_args.run_settings(args),
     )
     cost_args.warn_if_far(args, settings.model.d_model, cli_args.longest_of(settings.draw(0).seq_lens_of_step()))

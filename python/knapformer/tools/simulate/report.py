@@ -43,7 +43,7 @@ def write_report(
         return {**of, "predicted_s": _predicted_s(settings, variant, model)} if settings.predicts else of
 
     model = trained_model(settings.model, dtype, settings.checkpointing).replace(
-        num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
+        mode=settings.mode, num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
     )
     of_variants = [figures_of(variant) for variant in variants]
     fitted = ("seconds_per_flop", "gamma", "relative_rms_error")

@@ -138,7 +138,11 @@ class SimulationSettings(RunSettings):
     def trained(self) -> TrainedModel:
         model = self.model
         return TrainedModel(
-            num_blocks=model.depth, num_parameters=0.0, recomputes=self.checkpointing, num_heads=model.num_heads
+            num_blocks=model.depth,
+            num_parameters=0.0,
+            recomputes=self.checkpointing,
+            num_heads=model.num_heads,
+            mode=self.mode,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from knapformer import Plan, SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.adapters.named import build_model, materialize, random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
+from knapformer.models.lora import train_adapters
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
 from knapformer.tools.measure.device import default_dtype, joined_group
@@ -52,9 +53,10 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         if gamma is None:
             progress.describe("fitting gamma to this machine")
             seq_lens = [n for lens in settings.draw(0).seq_lens_of_step() for n in lens]
-            fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing)
+            fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing, settings.mode)
             if plausible(fit.gamma):
-                gamma = fit.gamma
+                passes = settings.trained()
+                gamma = fit.gamma * passes.token_passes / passes.attention_passes
             else:
                 gamma = DEFAULT_GAMMA
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
@@ -110,6 +112,8 @@ def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: to
     # Parameters are kept in float32 where bfloat16 is computed in.
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = build_model(settings.model, kept, "meta")
+    if settings.mode == "lora":
+        train_adapters(model, (block for blocks in model.block_lists() for block in blocks))
     set_checkpointing(model, settings.checkpointing, keep_exchanges=settings.keep_exchanges)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     shard_model(model, mesh, dtype if dtype != kept else None)
@@ -193,7 +197,8 @@ def _timed_step(
 
 def _gradient_norm(model: PackedModel) -> float:
     """Over the shards of all ranks."""
-    shards = [cast(DTensor, parameter.grad).to_local() for parameter in model.parameters()]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    shards = [cast(DTensor, parameter.grad).to_local() for parameter in trained]
     squares = torch.stack([shard.double().square().sum() for shard in shards]).sum()
     dist.all_reduce(squares)
     return math.sqrt(squares.item())
