@@ -31,6 +31,16 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True)
+class FixedCost:
+    """What a micro-batch takes beside its blocks, whatever its load: embeddings, loss, the host, what FSDP does not
+    hide."""
+
+    num_ranks: int  # that sharded the model
+    seconds: float
+    relative_rms_error: float = 0.0  # of whole steps, predicted with it
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Of one device: t = k (24 l d^2 + r gamma 4 a d) for all passes of a block, with a the pairs that the mask leaves.
 
@@ -49,6 +59,7 @@ class Calibration:
     mask: str = "full"  # that attention had
     node: ExchangeCost | None = None  # between ranks of one node
     network: ExchangeCost | None = None  # between nodes
+    fixed: FixedCost | None = None  # of whole steps
     warnings: tuple[str, ...] = ()
     device: str | None = None  # that it was measured on
     longest: int | None = None  # tokens of the longest length that was measured
@@ -80,6 +91,8 @@ class Calibration:
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
+        if self.fixed is not None:
+            fields["fixed_s"] = self.fixed.seconds
         return fields
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
@@ -132,7 +145,8 @@ class Calibration:
         )
         given["warnings"] = tuple(given["warnings"])
         for name in ("node", "network"):
-            given[name] = _exchange_of(name, given.get(name))
+            given[name] = _cost_of(ExchangeCost, name, given.get(name))
+        given["fixed"] = _cost_of(FixedCost, "fixed", given.get("fixed"))
         return Calibration(**given)
 
     @staticmethod
@@ -157,16 +171,16 @@ def _expect(good: bool, name: str, value: Any, expected: str) -> None:
         raise ArgumentError(f"calibration: {name}: got {value!r}, expected {expected}")
 
 
-def _exchange_of(name: str, fields: Any) -> ExchangeCost | None:
+def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
+    """Its numbers are at least 0, and a rate above."""
     if fields is None:
         return None
-    expected = {field.name for field in dataclasses.fields(ExchangeCost)}
+    expected = {field.name for field in dataclasses.fields(cost)}
     if not isinstance(fields, dict) or set(fields) != expected:
         raise ArgumentError(f"calibration: {name}: expected an object with {', '.join(sorted(expected))}")
-    _check_number(f"{name}: bytes_per_s", fields["bytes_per_s"])
-    for field in ("latency_s", "relative_rms_error", "num_ranks"):
-        _check_number(f"{name}: {field}", fields[field], 0)
-    return ExchangeCost(**fields)
+    for field, value in fields.items():
+        _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
+    return cost(**fields)
 
 
 def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
@@ -185,3 +199,14 @@ def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks
         raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
     squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
     return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))
+
+
+def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
+    """What whole steps took beyond their predictions, by least squares of relative errors; at least 0."""
+    # (p + f) / m is to be 1: minimises sum (f / m - (1 - p / m))^2.
+    inverse = [1 / m for m in measured_s]
+    missing = [1 - p / m for p, m in zip(predicted_s, measured_s, strict=True)]
+    fixed_s = math.fsum(u * v for u, v in zip(inverse, missing, strict=True)) / math.fsum(u * u for u in inverse)
+    fixed_s = max(0.0, fixed_s)
+    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in zip(inverse, missing, strict=True))
+    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(inverse)))

@@ -121,6 +121,14 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
 
 
+def without_foreign_fixed(args: argparse.Namespace, cluster: Cluster) -> Cluster:
+    """Of what `costs` gave. A named cluster's fixed time was fitted to somebody else's steps, and which part of it
+    comes with every micro-batch is not known: it counts where a calibration, or the user's own cluster, states it."""
+    named = (args.cluster or Cluster.names()[0]) in Cluster.names()
+    measured = args.calibration is not None and Calibration.load(args.calibration).fixed is not None
+    return cluster.replace(fixed_s=0.0) if named and not measured else cluster
+
+
 def assumed(
     args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel, of: str | None = None
 ) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from knapformer import StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload
-from knapformer.calibration import Calibration, ExchangeCost
+from knapformer.calibration import Calibration, ExchangeCost, FixedCost
 from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
@@ -56,6 +56,16 @@ def token_backward(calibration: Calibration, all_train: Calibration) -> float:
     """Of a calibration of mode "lora", in forward passes. all_train: of the same blocks, whose parameters all train."""
     passes = TrainedModel(recomputes=all_train.recomputes).token_passes  # of which two are the backward pass
     return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
+
+
+def step_warnings(cost: FixedCost) -> list[str]:
+    """As `fit_warnings`, of whole steps."""
+    if cost.relative_rms_error <= MAX_ERROR:
+        return []
+    return [
+        f"poor fit: whole steps are off by {cost.relative_rms_error:.0%} (RMS) from blocks and a fixed time, expected "
+        f"at most {MAX_ERROR:.0%}"
+    ]
 
 
 def calibration_of(

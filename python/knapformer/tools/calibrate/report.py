@@ -86,6 +86,11 @@ def sentences(calibration: Calibration) -> list[str]:
                 f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
                 f"{cost.relative_rms_error:.1%} (RMS)."
             )
+    if (fixed := calibration.fixed) is not None:
+        found.append(
+            f"A micro-batch takes {fixed.seconds * 1e3:.3g} ms beside its blocks, on {fixed.num_ranks} ranks that "
+            f"shard the model; with it whole steps are predicted to {fixed.relative_rms_error:.1%} (RMS)."
+        )
     return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]
 
 

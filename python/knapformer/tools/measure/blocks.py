@@ -36,6 +36,11 @@ def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
     return num_tokens if config.text_limit is None else min(num_tokens, config.text_limit)
 
 
+def packed_lengths(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each length the sequences of a run."""
+    return [[n] * max(1, _TOKENS_PER_RUN[device.type] // n) for n in lengths]
+
+
 @dataclass(frozen=True)
 class BlockKind:
     name: str
@@ -148,8 +153,8 @@ def time_works(
 
     on_done is called after each of kinds x lengths x rounds measurements.
     """
-    counts = [max(1, _TOKENS_PER_RUN[device.type] // length) for length in lengths]
-    packed = [[n] * count for n, count in zip(lengths, counts, strict=True)]
+    packed = packed_lengths(lengths, device)
+    counts = [len(seq_lens) for seq_lens in packed]
     prepare = [partial(work, seq_lens) for _, _, work in kinds for seq_lens in packed]
     rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
     per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]

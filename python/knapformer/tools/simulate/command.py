@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         num_repeats=args.repeats,
         solver=args.solver,
         gamma=gamma,
-        cluster=cluster,
+        cluster=cost_args.without_foreign_fixed(args, cluster),
         shard_ranks=model.shard_ranks,
         predicts=args.calibration is not None or args.cluster is not None,
         seed=args.seed,

@@ -16,19 +16,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.adapters.named import build_model, materialize, random_batch
+from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
-from knapformer.models.lora import train_adapters
 from knapformer.models.model import PackedModel
-from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
+from knapformer.models.parallel import DTYPES
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
+from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
@@ -61,7 +60,10 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 gamma = DEFAULT_GAMMA
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
-        model = _sharded_model(settings, device, dtype)
+        model = sharded_model(
+            settings.model, device, dtype, settings.checkpointing, settings.mode,
+            keep_exchanges=settings.keep_exchanges, seed=settings.seed,
+        )  # fmt: skip
         variants = Variants(settings, gamma)
         balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
         balancers |= {
@@ -105,21 +107,6 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
 def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
     """Plans as settings.plan does. Collective over the world."""
     return SequenceBalancer(topology, mask=settings.model.mask, **settings.planning(gamma))
-
-
-def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: torch.dtype) -> PackedModel:
-    """Never whole on a rank: built without memory, sharded, then filled."""
-    # Parameters are kept in float32 where bfloat16 is computed in.
-    kept = torch.float32 if dtype == torch.bfloat16 else dtype
-    model = build_model(settings.model, kept, "meta")
-    if settings.mode == "lora":
-        train_adapters(model, (block for blocks in model.block_lists() for block in blocks))
-    set_checkpointing(model, settings.checkpointing, keep_exchanges=settings.keep_exchanges)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    shard_model(model, mesh, dtype if dtype != kept else None)
-    materialize(model, device)
-    init_weights(model, settings.seed)
-    return model
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
