@@ -161,7 +161,7 @@ def _batches(
             gamma=arguments.gamma,
             cluster=CPU_CLUSTER if device.type == "cpu" else None,
             model=TrainedModel(num_blocks=options.num_blocks, num_parameters=0),
-            num_heads=options.model.num_heads,
+            num_heads=options.num_heads,
         )
         sampler.load_state_dict(sampler.state_dict(num_steps=first_step))
     else:

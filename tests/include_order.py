@@ -26,7 +26,7 @@ from typing import NamedTuple
 # order is that of the layers: from the core to what users call.
 _CORE = "core/util core/model core/plan core/cost"
 _TORCH = f"{_CORE} core/planners torch/comm torch/exchange"
-_FLOOR = "python python/models python/tools/shared python/tools/measure"
+_FLOOR = "python python/models python/adapters python/tools/shared python/tools/measure"
 MAY_INCLUDE = {
     "core/util": "",
     "core/model": "core/util",
@@ -42,8 +42,8 @@ MAY_INCLUDE = {
     "python": "",
     "python/models": "python",
     "python/adapters": "python python/models",
-    "python/tools/shared": "python python/models",
-    "python/tools/measure": "python python/models python/tools/shared",
+    "python/tools/shared": "python python/models python/adapters",
+    "python/tools/measure": "python python/models python/adapters python/tools/shared",
     "python/tools/report": _FLOOR,
     "python/tools/doctor": f"{_FLOOR} python/tools/report",
     "python/tools/calibrate": _FLOOR,

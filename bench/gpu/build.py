@@ -25,7 +25,9 @@ def problems(builds: bool) -> list[str]:
     elif (version := _torch_version()) < MIN_TORCH:
         found.append(f"torch {_text(version)}, expected {_text(MIN_TORCH)} or newer")
     found += [
-        f"Python's {name}: pip install {name}" for name in ("rich", "numpy") if importlib.util.find_spec(name) is None
+        f"Python's {name}: pip install {name}"
+        for name in ("rich", "numpy", "diffusers")
+        if importlib.util.find_spec(name) is None
     ]
     return [*found, *_build_problems()] if builds else found
 

@@ -51,20 +51,23 @@ def check_rank(args: argparse.Namespace) -> list[Check]:
 def _check_model(
     args: argparse.Namespace, name: str, dtype_name: str, topologies: tuple[str | None, ...], device: Any
 ) -> list[Check]:
+    import torch
     import torch.distributed as dist
+    from knapformer.adapters.named import build_model, load_config, random_batch
     from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing
-    from knapformer.models.registry import build_model, load_config, random_batch
 
     from knapformer import Sample, SequenceBalancer
 
     rank, num_ranks, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
     config = load_config(name)
-    samples = [Sample(*size) for size in sizes_of(args).samples[rank::num_ranks]]
+    samples = [config.possible(Sample(*size)) for size in sizes_of(args).samples[rank::num_ranks]]
     batch, target = random_batch(config, samples, rank, device, dtype)
-    model = build_model(config)
+    model, reference = build_model(config, dtype), build_model(config, torch.float64)
     init_weights(model)
-    model = model.to(dtype)
-    expected = _outcome(copy.deepcopy(model).double(), _on_cpu_in_double(batch), target.cpu().double(), None)
+    with torch.no_grad():
+        for of_reference, parameter in zip(reference.parameters(), model.parameters(), strict=True):
+            of_reference.copy_(parameter)
+    expected = _outcome(reference, _on_cpu_in_double(batch), target.cpu().double(), None)
     model = model.to(device)
     runs: list[tuple[str | None, bool, bool]] = list(itertools.product(topologies, (False, True), (False,)))
     if num_ranks == 1 and dtype_name == "bf16" and name in sizes_of(args).compiled:
@@ -113,16 +116,15 @@ def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, A
 
 
 def _on_cpu_in_double(batch: Any) -> Any:
-    """Numbers in float64, positions and lengths as they are."""
+    """Numbers in float64, what else a batch has as it is."""
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    moved = {}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor):
-            value = value.cpu().double() if value.is_floating_point() else value.cpu()
-        moved[field.name] = value
-    return type(batch)(**moved)
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
+
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return type(batch)(**tree_map_only(torch.Tensor, moved, fields))
 
 
 def _differences(computed: tuple[Any, Any], expected: tuple[Any, Any]) -> list[float]:

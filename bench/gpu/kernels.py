@@ -37,8 +37,8 @@ def calibration_path(folder: Path, model: str, kernel: str) -> Path:
 
 def calibrate_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
+    from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
-    from knapformer.models.registry import load_config
     from knapformer.tools import cli
     from knapformer.tools.measure.device import default_dtype
 

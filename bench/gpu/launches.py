@@ -56,9 +56,9 @@ def count_launches(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
+    from knapformer.adapters.named import build_model, load_config, random_batch
     from knapformer.losses import token_mean
     from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing
-    from knapformer.models.registry import build_model, load_config, random_batch
     from knapformer.tools.measure.device import default_dtype
 
     from knapformer import Sample, SequenceBalancer
@@ -73,7 +73,7 @@ def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
         init_weights(model)
         set_checkpointing(model)
         balancer = SequenceBalancer(nested_topology(num_ranks), mask=config.mask)
-        batch, target = random_batch(config, samples, rank, device, dtype)
+        batch, target = random_batch(config, [config.possible(size) for size in samples], rank, device, dtype)
         for step in range(3):  # the first compiles kernels and tries them
             try:
                 with _error_on_sync(device, enabled=step > 0):

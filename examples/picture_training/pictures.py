@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from knapformer.models import FluxBatch
-from knapformer.models.patches import grid_positions
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -90,11 +88,6 @@ def words_of(caption: str) -> Tensor:
     """(words, WORD_CHANNELS), one-hot."""
     codes = [zlib.crc32(word.encode()) % WORD_CHANNELS for word in re.findall(r"[^\W\d_]+", caption.lower())]
     return torch.nn.functional.one_hot(torch.tensor(codes, dtype=torch.int64), WORD_CHANNELS).float()
-
-
-def pooled_words(words: Tensor) -> Tensor:
-    """(WORD_CHANNELS,): all words at once, zeros of none."""
-    return words.sum(0)
 
 
 def grid_of_size(resolution: int, aspect: float) -> tuple[int, int]:
@@ -192,37 +185,42 @@ def draw_sample(data: PictureData, number: int) -> TrainingSample:
     )
 
 
+def arguments(tokens: Tensor, time: Tensor, grid: tuple[int, int], words: Tensor) -> dict[str, Tensor]:
+    """Of FluxTransformer2DModel.forward, for one sample; all on one device. tokens: with the noise of `time`."""
+    rows, columns = (torch.arange(size, device=tokens.device, dtype=torch.float32) for size in grid)
+    return {
+        "hidden_states": tokens.unsqueeze(0),
+        "encoder_hidden_states": words.unsqueeze(0),
+        "pooled_projections": words.sum(0, keepdim=True),  # all words at once, zeros of none
+        "timestep": time.reshape(1),
+        "img_ids": torch.cartesian_prod(rows.new_zeros(1), rows, columns),  # frame, row, column
+        "txt_ids": rows.new_zeros(len(words), 3),
+    }
+
+
 @dataclass(frozen=True)
 class PictureBatch:
-    """The samples of one rank in one micro-batch, packed, and what the model shall answer. May hold none."""
+    """The samples of one rank in one micro-batch, and what the model shall answer. May hold none."""
 
-    inputs: FluxBatch
-    target: Tensor  # (image tokens, TOKEN_CHANNELS): the velocity from the picture to the noise
+    samples: list[dict[str, Tensor]]  # the arguments of each
+    lens: list[int]  # image tokens of each
+    target: Tensor  # (image tokens of all, TOKEN_CHANNELS): the velocity from the picture to the noise
 
     @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sample, words and patches: what the balancer plans."""
-        return self.inputs.seq_lens
+        return [n + sample["encoder_hidden_states"].shape[1] for n, sample in zip(self.lens, self.samples, strict=True)]
 
 
 def pack(samples: Sequence[TrainingSample], dtype: torch.dtype = torch.float32) -> PictureBatch:
-    lens = [len(sample.tokens) for sample in samples]
-    nothing = torch.empty(0, TOKEN_CHANNELS)
-    picture = torch.cat([nothing, *(sample.tokens for sample in samples)])
-    noise = torch.cat([nothing, *(sample.noise for sample in samples)])
-    time = torch.tensor([sample.time for sample in samples])
-    time_of_token = time.repeat_interleave(torch.tensor(lens, dtype=torch.int64)).unsqueeze(1)
-    no_ids, no_words = torch.empty(0, 3, dtype=torch.int64), torch.empty(0, WORD_CHANNELS)
-    inputs = FluxBatch(
-        image=torch.lerp(picture, noise, time_of_token).to(dtype),
-        image_ids=torch.cat([no_ids, *(grid_positions((1, *sample.grid)) for sample in samples)]),
-        image_lens=lens,
-        text=torch.cat([no_words, *(sample.words for sample in samples)]).to(dtype),
-        text_lens=[len(sample.words) for sample in samples],
-        pooled=torch.stack([pooled_words(sample.words) for sample in samples]).to(dtype) if samples else no_words,
-        timestep=time.to(dtype),
-    )
-    return PictureBatch(inputs, (noise - picture).to(dtype))
+    inputs = [
+        arguments(
+            torch.lerp(s.tokens, s.noise, s.time).to(dtype), s.time.to(dtype), s.grid, s.words.to(dtype)
+        )
+        for s in samples
+    ]  # fmt: skip
+    target = torch.cat([torch.empty(0, TOKEN_CHANNELS), *(s.noise - s.tokens for s in samples)])
+    return PictureBatch(inputs, [len(s.tokens) for s in samples], target.to(dtype))
 
 
 class PictureSamples(Dataset[TrainingSample]):

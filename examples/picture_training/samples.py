@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from knapformer.models.patches import grid_positions
-from knapformer.models.sampling import SampleRequest, sample
 from PIL import Image
+from torch import Tensor, nn
 
-from picture_training.pictures import (
-    PATCH,
-    TOKEN_CHANNELS,
-    PictureData,
-    grid_of_size,
-    pooled_words,
-    to_pixels,
-    words_of,
-)
+from picture_training.pictures import PATCH, TOKEN_CHANNELS, PictureData, arguments, grid_of_size, to_pixels, words_of
 from picture_training.training import TrainingRun
 
 _SHAPES = ((1.0, 1.0), (1.0, 4 / 3), (0.75, 16 / 9), (1.0, 3 / 4), (0.5, 1.0))  # (share of the resolution, aspect)
 _GUIDANCE_SCALE = 3.0
+_NUM_STEPS = 30
 
 
 def save_samples(run: TrainingRun, data: PictureData, path: Path, num: int = 10) -> None:
@@ -31,7 +25,8 @@ def save_samples(run: TrainingRun, data: PictureData, path: Path, num: int = 10)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     grids = [grid_of_size(round(share * max(data.resolutions)), aspect) for share, aspect in _SHAPES]
     requests = [_request(run, data, grids[i % len(grids)], i) for i in range(rank, num, num_ranks)]
-    made = sample(run.ema, requests, run.balancer, num_steps=30)
+    even = torch.linspace(1, 0, _NUM_STEPS + 1)
+    made = _follow(run.ema, requests, data.time_shift * even / (1 + (data.time_shift - 1) * even))
     mine = [
         ((to_pixels(tokens.cpu(), grids[i % len(grids)]).clamp(-1, 1) + 1) * 127.5).byte()
         for i, tokens in zip(range(rank, num, num_ranks), made, strict=True)
@@ -42,19 +37,41 @@ def save_samples(run: TrainingRun, data: PictureData, path: Path, num: int = 10)
         _sheet([everyones[i % num_ranks][i // num_ranks] for i in range(num)]).save(path)
 
 
-def _request(run: TrainingRun, data: PictureData, grid: tuple[int, int], number: int) -> SampleRequest:
+@dataclass(frozen=True)
+class _Request:
+    noise: Tensor  # (tokens, TOKEN_CHANNELS)
+    grid: tuple[int, int]
+    words: Tensor  # (words, WORD_CHANNELS)
+
+
+def _request(run: TrainingRun, data: PictureData, grid: tuple[int, int], number: int) -> _Request:
     generator = torch.Generator().manual_seed(data.seed * 1_000_003 + number)
-    caption = data.pictures[number % len(data.pictures)].caption
-    words = words_of(caption).to(run.device, run.options.dtype)
     noise = torch.randn(grid[0] * grid[1], TOKEN_CHANNELS, generator=generator)
-    return SampleRequest(
-        noise=noise.to(run.device, run.options.dtype),
-        image_ids=grid_positions((1, *grid)).to(run.device),
-        text=words,
-        pooled=pooled_words(words),
-        guidance_scale=_GUIDANCE_SCALE,
-        shift=data.time_shift,
-    )
+    words = words_of(data.pictures[number % len(data.pictures)].caption)
+    return _Request(noise.to(run.device, run.options.dtype), grid, words.to(run.device, run.options.dtype))
+
+
+@torch.no_grad()
+def _follow(model: nn.Module, requests: Sequence[_Request], times: Tensor) -> list[Tensor]:
+    """Euler's steps along the flow, from noise at 1 to pictures at 0; classifier-free guidance. Collective.
+
+    A request is two samples of one packed call, with its words and without: a balancer has them computed wherever
+    there is room, and both velocities come home.
+    """
+    pictures = [request.noise for request in requests]
+    for now, after in itertools.pairwise(times):
+        calls = [
+            arguments(x, now.to(x), request.grid, words)
+            for x, request in zip(pictures, requests, strict=True)
+            for words in (request.words, request.words[:0])
+        ]
+        velocities = [velocity[0] for velocity in model(calls)]
+        with_words, without = velocities[::2], velocities[1::2]
+        pictures = [
+            x + (after - now).to(x) * (b + _GUIDANCE_SCALE * (a - b))
+            for x, a, b in zip(pictures, with_words, without, strict=True)
+        ]
+    return pictures
 
 
 def _sheet(pictures: Sequence[torch.Tensor], columns: int = 5, margin: int = PATCH) -> Image.Image:

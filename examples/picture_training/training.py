@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
 from knapformer.losses import global_mean, sample_mean
-from knapformer.models import FluxBatch, FluxConfig, FluxTransformer, shard_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -20,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+import knapformer
 from knapformer import SequenceBalancer
 from picture_training.pictures import TOKEN_CHANNELS, WORD_CHANNELS, PictureBatch
 
@@ -43,43 +44,43 @@ class TrainingOptions:
         return torch.float64 if self.precision == "fp64" else torch.float32
 
     @property
-    def model(self) -> FluxConfig:
-        return FluxConfig(
-            num_double_blocks=self.num_blocks // 2,
-            num_single_blocks=self.num_blocks - self.num_blocks // 2,
-            d_model=self.d_model,
-            num_heads=self.d_model // 32,
-            rope_axes=(8, 12, 12),
-            rope_theta=100.0,  # for tens of rows and columns, not thousands
-            in_channels=TOKEN_CHANNELS,
-            out_channels=TOKEN_CHANNELS,
-            text_channels=WORD_CHANNELS,
-            pooled_channels=WORD_CHANNELS,
-            time_channels=64,
-            guidance=False,
-        )
+    def num_heads(self) -> int:
+        return self.d_model // 32
 
 
-def build_model(options: TrainingOptions, device: torch.device) -> FluxTransformer:
+def build_model(options: TrainingOptions, device: torch.device, balancer: SequenceBalancer | None) -> nn.Module:
     """Sharded over all ranks; the same weights on any number of them."""
     torch.manual_seed(options.seed)
-    model = FluxTransformer(options.model)
+    model = FluxTransformer2DModel(
+        in_channels=TOKEN_CHANNELS, num_layers=options.num_blocks // 2,
+        num_single_layers=options.num_blocks - options.num_blocks // 2, attention_head_dim=32,
+        num_attention_heads=options.num_heads, joint_attention_dim=WORD_CHANNELS, pooled_projection_dim=WORD_CHANNELS,
+        axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    model.pos_embed.theta = 100.0  # for tens of rows and columns, not thousands
     # Every block starts as the identity and the velocity as zero, as DiTs are trained.
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ("norm" in name or name == "proj_out"):
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
     model.to(device, options.dtype)
+    knapformer.balance(model, balancer)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    return shard_model(model, mesh, torch.bfloat16 if options.precision == "bf16" else None)
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def on_device(batch: PictureBatch, device: torch.device) -> PictureBatch:
-    def moved(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
 
-    fields = {field.name: moved(getattr(batch.inputs, field.name)) for field in dataclasses.fields(FluxBatch)}
-    return PictureBatch(FluxBatch(**fields), moved(batch.target))
+    samples = [{name: moved(value) for name, value in sample.items()} for sample in batch.samples]
+    return PictureBatch(samples, batch.lens, moved(batch.target))
 
 
 class TrainingRun(Stateful):
@@ -90,8 +91,8 @@ class TrainingRun(Stateful):
         self.balancer = balancer
         self.device = device
         self.num_steps_done = 0
-        self.model = build_model(options, device)
-        self.ema = build_model(options, device).requires_grad_(False).eval()
+        self.model = build_model(options, device, balancer)
+        self.ema = build_model(options, device, balancer).requires_grad_(False).eval()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.learning_rate, (0.9, 0.95), weight_decay=0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / options.warmup_steps)
@@ -109,9 +110,10 @@ class TrainingRun(Stateful):
     def accumulate(self, batch: PictureBatch) -> None:
         """Forward and backward of a micro-batch. A balancer, where there is one, holds its plan."""
         batch = on_device(batch, self.device)
-        velocity = self.model(batch.inputs, self.balancer, planned=self.balancer is not None)
+        predictions = self.model(batch.samples, planned=self.balancer is not None)
+        velocity = torch.cat([batch.target[:0], *(prediction[0] for prediction in predictions)])
         per_token = (velocity.to(batch.target.dtype) - batch.target).square().mean(1)
-        loss = sample_mean(per_token, batch.inputs.image_lens, total=self.options.batch_size)
+        loss = sample_mean(per_token, batch.lens, total=self.options.batch_size) + predictions.zero
         loss.backward()
         self._loss = self._loss + loss.detach()
 

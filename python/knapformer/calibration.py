@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, attention_pairs
+from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, WorkloadModel, attention_pairs
 from knapformer.json_file import read_json
 
 _FORMAT = "knapformer.calibration"
@@ -31,8 +31,20 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True)
+class FixedCost:
+    """What a micro-batch takes beside its blocks, whatever its load: embeddings, loss, the host, what FSDP does not
+    hide."""
+
+    num_ranks: int  # that sharded the model
+    seconds: float
+    relative_rms_error: float = 0.0  # of whole steps, predicted with it
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """Of one device: t = k (24 l d^2 + gamma 4 a d), with a the pairs that the mask leaves, for all passes of a block.
+    """Of one device: t = k (24 l d^2 + r gamma 4 a d) for all passes of a block, with a the pairs that the mask leaves.
+
+    r: passes over attention for one over the per-token layers: 1, but where a base is frozen (mode "lora").
 
     May be given as `gamma` wherever one is expected: float(calibration) is its gamma.
     """
@@ -47,17 +59,31 @@ class Calibration:
     mask: str = "full"  # that attention had
     node: ExchangeCost | None = None  # between ranks of one node
     network: ExchangeCost | None = None  # between nodes
+    fixed: FixedCost | None = None  # of whole steps
     warnings: tuple[str, ...] = ()
     device: str | None = None  # that it was measured on
     longest: int | None = None  # tokens of the longest length that was measured
+    mode: str = "training"  # or "lora": what was measured trains adapters on a frozen base
+    # With "lora": what a backward pass over the per-token layers costs, in forward passes, of which the cost model says
+    # 1. The rate, which is that of the cost model's passes, has the difference in it.
+    token_backward: float | None = None
 
     def __float__(self) -> float:
         return self.gamma
 
     @property
     def flops_per_s(self) -> float:
-        """Sustained over whole blocks: the passes of a training step over k."""
-        return TrainedModel(recomputes=self.recomputes).token_passes / self.seconds_per_flop
+        """Sustained over whole blocks: the passes of a step over k."""
+        return self._trained.token_passes / self.seconds_per_flop
+
+    @property
+    def _trained(self) -> TrainedModel:
+        return TrainedModel(recomputes=self.recomputes, mode=self.mode)
+
+    def block_s(self, seq_len: int) -> float:
+        """Seconds of all passes of a block over a sequence."""
+        gamma = self.gamma * self._trained.attention_passes / self._trained.token_passes
+        return self.seconds_per_flop * WorkloadModel(gamma).work(seq_len, self.d_model, self.mask)
 
     def cluster_fields(self) -> dict[str, float]:
         """What was measured of the fields of a Cluster."""
@@ -65,6 +91,8 @@ class Calibration:
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
                 fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
+        if self.fixed is not None:
+            fields["fixed_s"] = self.fixed.seconds
         return fields
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
@@ -107,13 +135,18 @@ class Calibration:
         are_texts = isinstance(warnings, (list, tuple)) and all(isinstance(text, str) for text in warnings)
         _expect(are_texts, "warnings", warnings, "a list of texts")
         device, longest = given.get("device"), given.get("longest")
+        mode, backward = given.get("mode", "training"), given.get("token_backward")
+        _expect(mode in ("training", "lora"), "mode", mode, "'training' or 'lora'")
+        if backward is not None:
+            _check_number("token_backward", backward)
         _expect(device is None or isinstance(device, str), "device", device, "a text or null")
         _expect(
             longest is None or (type(longest) is int and longest >= 1), "longest", longest, "an integer >= 1 or null"
         )
         given["warnings"] = tuple(given["warnings"])
         for name in ("node", "network"):
-            given[name] = _exchange_of(name, given.get(name))
+            given[name] = _cost_of(ExchangeCost, name, given.get(name))
+        given["fixed"] = _cost_of(FixedCost, "fixed", given.get("fixed"))
         return Calibration(**given)
 
     @staticmethod
@@ -138,16 +171,16 @@ def _expect(good: bool, name: str, value: Any, expected: str) -> None:
         raise ArgumentError(f"calibration: {name}: got {value!r}, expected {expected}")
 
 
-def _exchange_of(name: str, fields: Any) -> ExchangeCost | None:
+def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
+    """Its numbers are at least 0, and a rate above."""
     if fields is None:
         return None
-    expected = {field.name for field in dataclasses.fields(ExchangeCost)}
+    expected = {field.name for field in dataclasses.fields(cost)}
     if not isinstance(fields, dict) or set(fields) != expected:
         raise ArgumentError(f"calibration: {name}: expected an object with {', '.join(sorted(expected))}")
-    _check_number(f"{name}: bytes_per_s", fields["bytes_per_s"])
-    for field in ("latency_s", "relative_rms_error", "num_ranks"):
-        _check_number(f"{name}: {field}", fields[field], 0)
-    return ExchangeCost(**fields)
+    for field, value in fields.items():
+        _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
+    return cost(**fields)
 
 
 def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
@@ -166,3 +199,14 @@ def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks
         raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
     squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
     return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))
+
+
+def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
+    """What whole steps took beyond their predictions, by least squares of relative errors; at least 0."""
+    # (p + f) / m is to be 1: minimises sum (f / m - (1 - p / m))^2.
+    inverse = [1 / m for m in measured_s]
+    missing = [1 - p / m for p, m in zip(predicted_s, measured_s, strict=True)]
+    fixed_s = math.fsum(u * v for u, v in zip(inverse, missing, strict=True)) / math.fsum(u * u for u in inverse)
+    fixed_s = max(0.0, fixed_s)
+    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in zip(inverse, missing, strict=True))
+    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(inverse)))

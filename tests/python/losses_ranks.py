@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from knapformer.adapters.named import load_config
 from knapformer.losses import count_over_ranks, global_mean, sample_mean, token_mean
-from knapformer.models import NAMED_CONFIGS, Transformer, TransformerBatch, TransformerConfig, init_weights, shard_model
+from knapformer.models import Transformer, TransformerBatch, init_weights, shard_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import knapformer
 from knapformer import BalancedBatchSampler, SequenceBalancer
 
-CONFIG = NAMED_CONFIGS["transformer-tiny"]
-assert isinstance(CONFIG, TransformerConfig)
+CONFIG = load_config("transformer-tiny")
 
 Step = tuple[tuple[int, ...], ...]  # lengths of the samples of each rank
 Outcome = list[tuple[float, dict[str, Tensor]]]  # of each step: global mean of the loss, gradients

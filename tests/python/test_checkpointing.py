@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER, Step, batch_of
+from knapformer.adapters.named import build_model, load_config
 from knapformer.compile import AttentionTables
+from knapformer.models import init_weights, set_checkpointing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -52,9 +54,7 @@ def kept_bytes() -> Iterator[list[int]]:
 
 def train(name: str, mode: str, rank: int) -> tuple[list[Tensor], int, int]:
     """Gradients of all steps, added up; the all-to-alls of all steps; bytes that the first forward pass kept."""
-    from knapformer.models import NAMED_CONFIGS, build_model, init_weights, set_checkpointing
-
-    model = build_model(NAMED_CONFIGS[name], torch.float64)
+    model = build_model(load_config(name), torch.float64)
     init_weights(model)
     set_checkpointing(model, mode != "none", keep_exchanges=mode == "exchanges")
     balancer = SequenceBalancer(CASES[name], cluster=CLUSTER)
@@ -129,15 +129,13 @@ def train_in_all_modes(rank: int, world_size: int) -> dict[str, dict[str, tuple[
 
 
 def test_recomputation_repeats_no_exchange() -> None:
-    from knapformer.models import NAMED_CONFIGS
-
     of_ranks = run_ranks(train_in_all_modes, 2, timeout_s=300)
     for figures in of_ranks:
         for name in CASES:
             count = {mode: figures[name][mode][0] for mode in MODES}
             assert count["exchanges"] == count["none"] < count["blocks"]
             assert figures[name]["exchanges"][1] > 0 == figures[name]["blocks"][1] == figures[name]["none"][1]
-        config = NAMED_CONFIGS["transformer-tiny"]
+        config = load_config("transformer-tiny")
         count = {mode: figures["transformer-tiny"][mode][0] for mode in MODES}
         attentions = 2 * config.num_blocks * len(STEPS)  # there and back
         assert count["none"] == 2 * (attentions + 2 * len(STEPS))

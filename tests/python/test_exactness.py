@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from distributed.ranks import run_ranks
 from exactness_ranks import CLUSTER, GAMMA, Case, Outcome, Step, run_alone, run_cases
-from knapformer.models import NAMED_CONFIGS
+from knapformer.adapters.named import load_config
 from numpy.linalg import norm
 
 from knapformer import plan
@@ -117,7 +117,7 @@ def test_nested_plans_share_at_several_degrees_with_uneven_chunks(world: int) ->
         for step in steps:
             lens = [[text + image for text, image in samples] for samples in step]
             for model in MODELS:
-                made = plan(lens, topology, NAMED_CONFIGS[model].d_model, GAMMA, "balanced", cluster=CLUSTER)
+                made = plan(lens, topology, load_config(model).d_model, GAMMA, "balanced", cluster=CLUSTER)
                 degrees |= set(made.degree_of_sequence)
                 chunks: dict[int, list[int]] = {}
                 for sequence, _, _, tokens in made.chunks:

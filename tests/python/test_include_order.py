@@ -18,7 +18,7 @@ IN_ORDER = {
     PACKAGE + "__init__.py": "from knapformer._core import Plan\nfrom knapformer.calibration import Calibration\n",
     PACKAGE + "__main__.py": "from knapformer.tools.cli import main\n",
     PACKAGE + "calibration.py": "from knapformer import _core\n",
-    PACKAGE + "models/flux.py": "from knapformer import Plan\n",
+    PACKAGE + "models/step.py": "from knapformer import Plan\n",
     PACKAGE + "tools/cli.py": "from knapformer.tools import plan\n",
     PACKAGE + "tools/cli_args.py": "import knapformer\n",
     PACKAGE + "tools/plan.py": "from knapformer.tools.cli_args import counts\nfrom .report import page\n",
@@ -77,8 +77,8 @@ def test_passes_what_is_in_order_and_counts_its_arrows(tmp_path: Path) -> None:
         ),
         pytest.param(
             PACKAGE + "losses.py",
-            "import torch\n\nimport knapformer.models.flux\n",
-            "losses.py:3: python may not include python/models/flux (only: nothing)",
+            "import torch\n\nimport knapformer.models.step\n",
+            "losses.py:3: python may not include python/models/step (only: nothing)",
             id="a package",
         ),
         pytest.param(
@@ -88,9 +88,9 @@ def test_passes_what_is_in_order_and_counts_its_arrows(tmp_path: Path) -> None:
             id="inside a function",
         ),
         pytest.param(
-            PACKAGE + "models/wan.py",
+            PACKAGE + "models/step.py",
             "from ..tools import plan\n",
-            "models/wan.py:1: python/models may not include python/tools/plan",
+            "models/step.py:1: python/models may not include python/tools/plan",
             id="a relative import",
         ),
     ],

@@ -7,6 +7,7 @@ The mechanism (balance.py) knows no model by name; an adapter knows nothing of r
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer import StateError
-from knapformer.adapters.backend import BackendStep
+from knapformer import Sample, StateError
+from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw
+from knapformer.models.packing import Segments
+from knapformer.models.step import PackedStep
 
 # module, its tensors and Packed -> its tensors. The module's own modules, called on packed rows.
 PackedForward = Callable[..., Any]
@@ -41,14 +45,14 @@ class Home:
 class Packed:
     """The last argument of every packed call of a module. Not a tensor, so that FSDP leaves its precision alone."""
 
-    of_token: Tensor  # (tokens,) int64: a token's row of modulation
+    of_token: Segments  # of each token its row of modulation
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Packed):
     """Of the chunks on this rank, computed once a step; what packed blocks get. Adapters add to it."""
 
-    step: BackendStep
+    step: PackedStep
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective of the balancer, or a kernel that takes lengths
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,7 +60,7 @@ class Chunks(Packed):
 
         attn: the module whose attention this is; its processor names the backend.
         """
-        return self.step.attention_by(attn, q, k, v).flatten(1)
+        return self.step.attention(q, k, v, attend_by(attn)).flatten(1)
 
 
 class Adapter(ABC):
@@ -74,6 +78,17 @@ class Adapter(ABC):
     # Classes of attention processors that the packed blocks compute the same as.
     processors: ClassVar[tuple[str, ...]]
 
+    # What a model that is simulated, calibrated or replayed takes beside: sizes by name, as they differ from the
+    # defaults of the class; of each list in `blocks` what its kind is called, and the field that counts it; and of how
+    # many blocks the first one is like those that a large model has.
+    named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
+    block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
+    fewest_blocks: ClassVar[int] = 1
+    # Whether the text is attended to across, and no part of the sequence; whether samples, and predictions, are images
+    # or videos (1, channels, ...) in place of tokens.
+    text_beside: ClassVar[bool] = False
+    of_grids: ClassVar[bool] = False
+
     def __init__(self, max_text_tokens: int) -> None:
         self.max_text_tokens = max_text_tokens
 
@@ -85,9 +100,7 @@ class Adapter(ABC):
     def embed(self, model: Any, samples: Samples) -> Home: ...
 
     @abstractmethod
-    def chunks(
-        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> Chunks:
+    def chunks(self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]) -> Chunks:
         """features, of_chunk: those of Home, where the chunks are."""
 
     @abstractmethod
@@ -97,6 +110,11 @@ class Adapter(ABC):
     @abstractmethod
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         """(tokens, width) at home -> a prediction of each sample, and the tensor that they are parts of."""
+
+    @staticmethod
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        """Of this size, as `embed` takes it; of_grids: of grid_of(size.visual_tokens)."""
+        raise NotImplementedError
 
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""
@@ -127,9 +145,19 @@ def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
 
 
-def rotation_of(rows: Tensor) -> Tensor:
-    """The inverse, as `rotate` takes it: (tokens, 1, pairs) complex."""
-    return torch.view_as_complex(rows.contiguous()).unsqueeze(1)
+def rotation_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse, as `rotate` takes it for heads of `dtype`: (tokens, 1, pairs) complex."""
+    wide = torch.promote_types(rows.dtype, dtype)  # what is rotated in float64 is not rounded to float32
+    return torch.view_as_complex(rows.to(wide).contiguous()).unsqueeze(1)
+
+
+def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:
+    """Rows and columns near a square, of about as many tokens: of one or two more or less where no such grid has as
+    many; of no less with at_least. Of what it returns it makes the same."""
+    side = math.isqrt(num_tokens)
+    quotients = ((rows, num_tokens / rows) for rows in range(side, side // 2, -1))
+    grids = [(rows, math.ceil(q) if at_least else round(q)) for rows, q in quotients] or [(0, 0)]
+    return min(grids, key=lambda grid: abs(math.prod(grid) - num_tokens))
 
 
 def clip_half(x: Tensor) -> Tensor:

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from knapformer.models.packing import Lengths, lengths_list
-from knapformer.models.step import PackedStep
-
-Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]
+from knapformer.models.step import Attend
 
 
-class BackendStep(PackedStep):
-    """A step whose attention is that of diffusers' backends, where one is set; else that of every PackedStep."""
-
-    def attention_by(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """attn: the attention module. The rest as `attention`."""
-        backend = _backend_of(attn)
-        if backend is None:
-            return self.attention(q, k, v)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
-            return _dispatched(backend, q, k, v, seq_lens)
-
-        if self._balancer is None:
-            return attend(q, k, v, self._seq_lens)
-        return self._balancer.attention(q, k, v, attend)
+def attend_by(attn: nn.Module) -> Attend | None:
+    """What computes the attention of this module; None: what every PackedStep computes it with."""
+    backend = _backend_of(attn)
+    return None if backend is None else functools.partial(_dispatched, backend)
 
 
 def _backend_of(attn: nn.Module) -> Any:

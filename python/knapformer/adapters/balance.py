@@ -18,9 +18,9 @@ from torch import nn
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Adapter, Packed, PackedForward, original_of
-from knapformer.adapters.backend import BackendStep
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
+from knapformer.models.step import PackedStep
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
@@ -94,6 +94,11 @@ def unbalance(transformer: Model) -> Model:
     for module, _ in _modules_of(model, adapter_class):
         _restore(module)
     return transformer
+
+
+def set_balancer(transformer: nn.Module, balancer: SequenceBalancer | None) -> None:
+    """Of a balanced model: another balancer from now on, or none."""
+    transformer.__dict__[_STATE].balancer = balancer
 
 
 def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:
@@ -176,7 +181,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
-    step = BackendStep(home.seq_lens, home.x.shape[1], balancer, planned=planned)
+    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, planned=planned)
     x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
     chunks = adapter.chunks(model, step, x, features, of_chunk)
     x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knapformer import Sample
 from knapformer.adapters.adapter import Home, clip_half, rotation_rows
 from knapformer.adapters.joint import (
     JointAdapter,
@@ -15,10 +16,12 @@ from knapformer.adapters.joint import (
     adaptive_rows,
     double_stream,
     joint_attention,
+    picture_ids,
     projected,
     rotated,
 )
 from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw
 from knapformer.models.packing import gated_add, modulate
 
 
@@ -50,6 +53,26 @@ class Flux(JointAdapter):
     optional = ("guidance",)
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     processors = ("FluxAttnProcessor",)
+    block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
+    named_configs = {  # noqa: RUF012
+        "flux": {"guidance_embeds": True},
+        # An eighth of the width, with as many heads and blocks: what replaying plans of FLUX takes on a CPU.
+        "flux-narrow": {
+            "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 64,
+            "pooled_projection_dim": 32, "guidance_embeds": True,
+        },
+        # Width and depth for one core per rank: wide enough that matrix products dominate, as they do at full size.
+        "flux-demo": {
+            "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
+            "axes_dims_rope": (8, 28, 28), "joint_attention_dim": 64, "pooled_projection_dim": 32,
+            "guidance_embeds": True,
+        },
+        "flux-tiny": {
+            "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16,
+            "in_channels": 8, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 24, "pooled_projection_dim": 12,
+            "guidance_embeds": True,
+        },
+    }  # fmt: skip
 
     def input_weight(self, model: Any) -> Tensor:
         weight: Tensor = model.x_embedder.weight
@@ -71,3 +94,15 @@ class Flux(JointAdapter):
         text = model.context_embedder(text)
         rotation = (rotation_rows(*model.pos_embed(text_ids)), rotation_rows(*model.pos_embed(image_ids)))
         return self.home(text, text_lens, image, image_lens, rotation, cond)
+
+    @staticmethod
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        return {
+            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
+            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
+            "pooled_projections": draw.normal(1, config.pooled_projection_dim),
+            "timestep": draw.uniform(1),
+            "guidance": draw.uniform(1) if config.guidance_embeds else None,
+            "img_ids": picture_ids(size.visual_tokens, draw.device),
+            "txt_ids": torch.zeros(size.text_tokens, 3, device=draw.device),
+        }

@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from knapformer import Sample
 from knapformer.adapters.adapter import Home, RunBlock, clip_half, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention, rotated
+from knapformer.adapters.joint import (
+    JointAdapter,
+    JointChunks,
+    Stream,
+    double_stream,
+    joint_attention,
+    picture_ids,
+    rotated,
+)
 from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw
 from knapformer.models.packing import gated_add, modulate
 
 
@@ -44,6 +55,14 @@ class Flux2(JointAdapter):
     optional = ("guidance",)
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
+    named_configs = {  # noqa: RUF012
+        "flux2": {},
+        "flux2-demo": {
+            "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
+            "in_channels": 64, "axes_dims_rope": (16, 16, 16, 16), "joint_attention_dim": 64,
+        },
+    }  # fmt: skip
 
     def input_weight(self, model: Any) -> Tensor:
         weight: Tensor = model.x_embedder.weight
@@ -78,6 +97,18 @@ class Flux2(JointAdapter):
         for block in model.single_transformer_blocks:
             x = run(block, x, rows, chunks)
         return x
+
+    @staticmethod
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        places = torch.arange(size.text_tokens, device=draw.device).float().unsqueeze(1)
+        return {
+            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
+            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
+            "timestep": draw.uniform(1),
+            "guidance": draw.uniform(1) if getattr(config, "guidance_embeds", True) else None,
+            "img_ids": F.pad(picture_ids(size.visual_tokens, draw.device), (0, 1)),
+            "txt_ids": F.pad(places, (3, 0)),
+        }
 
 
 def _rows(modulation: Any, cond: Tensor) -> Tensor:

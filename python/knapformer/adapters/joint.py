@@ -6,6 +6,7 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, split_predictions
-from knapformer.adapters.backend import BackendStep
 from knapformer.models.layers import rotate
-from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, segment_index, text_flags
+from knapformer.models.step import PackedStep
 
 Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # text, image -> the same
 
@@ -24,8 +25,8 @@ Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # text, image -> the
 @dataclass(frozen=True, eq=False)
 class JointChunks(Chunks):
     streams: TwoStreams  # where text and image tokens lie
-    of_text: Tensor  # of_token of the text tokens alone
-    of_image: Tensor
+    of_text: Segments  # of_token of the text tokens alone
+    of_image: Segments
     rotation: Tensor | None  # (chunk tokens, 1, pairs) complex
 
 
@@ -48,29 +49,31 @@ class JointAdapter(Adapter):
         cond: Tensor,
     ) -> Home:
         """text (text tokens, width), image (image tokens, width), of either rows to rotate by, cond (samples, ...)."""
-        streams = TwoStreams.of_lengths(text_lens, image_lens, image.device)
-        is_text = torch.zeros(streams.num_rows, dtype=torch.uint8, device=image.device)
-        is_text.index_fill_(0, streams.text_rows, 1)
-        features = [is_text] if rotation is None else [is_text, streams.join(*rotation)]
+        # On the CPU, where the host reads which of its chunks' tokens are text without waiting for a device.
+        is_text = text_flags(text_lens, image_lens)
+        streams = TwoStreams.of_flags(is_text, image.device)
         return Home(
             x=streams.join(text, image),
             seq_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
-            features=features,
+            features=[is_text] if rotation is None else [is_text, streams.join(*rotation)],
             sequence_features=[cond],
             rest=(streams, image_lens, cond),
         )
 
     def chunks(
-        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
     ) -> JointChunks:
-        streams, of_token = TwoStreams.of_flags(features[0]), step.chunk_of_token(x)
+        is_text = features[0]
+        of_chunks = torch.zeros(len(step.chunk_lens), dtype=torch.int64)
+        text_lens = of_chunks.index_add_(0, segment_index(step.chunk_lens), is_text.long()).tolist()
+        image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
         return JointChunks(
             step=step,
-            of_token=of_token,
-            rotation=rotation_of(features[1]) if len(features) > 1 else None,
-            streams=streams,
-            of_text=of_token.index_select(0, streams.text_rows),
-            of_image=of_token.index_select(0, streams.image_rows),
+            of_token=step.segments(x),
+            rotation=rotation_of(features[1], x.dtype) if len(features) > 1 else None,
+            streams=TwoStreams.of_flags(is_text, x.device),
+            of_text=Segments.of_lengths(text_lens, x.device),
+            of_image=Segments.of_lengths(image_lens, x.device),
         )
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
@@ -88,7 +91,7 @@ class JointAdapter(Adapter):
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         streams, image_lens, cond = home.rest
         _, image = streams.split(x)
-        out = self.last(model, image, cond, Packed(segment_index(image_lens, image.device)))
+        out = self.last(model, image, cond, Packed(Segments.of_lengths(image_lens, image.device)))
         return split_predictions(out, image_lens), out
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
@@ -168,10 +171,17 @@ def double_stream(attend: Attend, text: Stream, image: Stream, chunks: JointChun
     return _written(text, attended_text, chunks.of_text), _written(image, attended_image, chunks.of_image)
 
 
-def _written(stream: Stream, attended: Tensor, of_token: Tensor) -> Tensor:
+def _written(stream: Stream, attended: Tensor, of_token: Segments) -> Tensor:
     if len(stream.rows) == 2:
         return stream.x
     _, _, gate, shift_ff, scale_ff, gate_ff = stream.rows
     x = gated_add(stream.x, attended, gate, of_token)
     hidden = stream.feed_forward(modulate(stream.norm_feed_forward(x), shift_ff, scale_ff, of_token))
     return gated_add(x, hidden, gate_ff, of_token)
+
+
+def picture_ids(num_tokens: int, device: torch.device) -> Tensor:
+    """(tokens, 3) of a picture as near to a square as any number of tokens allows: frame, row, column."""
+    place = torch.arange(num_tokens, device=device)
+    width = max(1, math.isqrt(num_tokens))
+    return torch.stack([torch.zeros_like(place), place // width, place % width], 1).float()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError, StateError
+from knapformer import ArgumentError, Sample, StateError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,13 @@ class QwenImage(JointAdapter):
     optional = ("encoder_hidden_states_mask", "txt_seq_lens")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
+    named_configs = {  # noqa: RUF012
+        "qwen-image": {},
+        "qwen-image-demo": {
+            "num_layers": 3, "num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (8, 28, 28),
+            "joint_attention_dim": 64,
+        },
+    }  # fmt: skip
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -83,6 +91,18 @@ class QwenImage(JointAdapter):
                 raise ArgumentError(f"samples[{i}]['encoder_hidden_states_mask']: got {got}, expected (1, {length})")
         whole = (torch.ones(length, dtype=torch.bool, device=device) for length in text_lens)
         return torch.cat([w if mask is None else mask.flatten().bool() for mask, w in zip(masks, whole, strict=True)])
+
+    @staticmethod
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        # A picture of whole rows, and what is left of the tokens as another, one row high.
+        width = max(1, math.isqrt(size.visual_tokens))
+        rows, rest = divmod(size.visual_tokens, width)
+        return {
+            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
+            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
+            "timestep": draw.uniform(1),
+            "img_shapes": [[(1, rows, width), *([(1, 1, rest)] if rest else [])]],
+        }
 
 
 def _rotation(pos_embed: Any, shapes: list[Any], text_len: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -29,16 +29,23 @@ def names() -> list[str]:
     return sorted(_ADAPTERS)
 
 
+def adapter_named(class_name: str) -> type[Adapter]:
+    """Raises ArgumentError."""
+    found = _ADAPTERS.get(class_name)
+    if found is None:
+        raise ArgumentError(f"got a model of class {class_name}, expected one of {', '.join(names())}")
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _ADAPTERS[class_name] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
 def adapter_of(module: Any) -> type[Adapter] | None:
     """By the name of the module's class or of one that it derives from: FSDP puts a class of its own in front."""
     for base in type(module).__mro__:
         for key in (base.__name__, f"{base.__module__}.{base.__name__}"):
-            found = _ADAPTERS.get(key)
-            if isinstance(found, str):
-                name, _, attribute = found.partition(":")
-                found = _ADAPTERS[key] = getattr(importlib.import_module(name), attribute)
-            if found is not None:
-                return found
+            if key in _ADAPTERS:
+                return adapter_named(key)
     return None
 
 

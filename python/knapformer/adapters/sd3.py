@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import StateError
-from knapformer.adapters.adapter import Home, clip_half
+from knapformer import Sample, StateError
+from knapformer.adapters.adapter import Home, clip_half, grid_of
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, adaptive_rows, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
@@ -33,6 +34,19 @@ class StableDiffusion3(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+    of_grids = True
+    fewest_blocks = 2  # the last one writes no text
+    named_configs = {  # noqa: RUF012
+        "sd3": {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192},
+        "sd3.5-large": {
+            "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        "sd3-demo": {
+            "num_layers": 3, "num_attention_heads": 4, "caption_projection_dim": 256, "joint_attention_dim": 64,
+            "pooled_projection_dim": 32, "pos_embed_max_size": 192,
+        },
+    }  # fmt: skip
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -68,3 +82,13 @@ class StableDiffusion3(JointAdapter):
             for patches, grid in zip(predictions, home.grids, strict=True)
         ]
         return [p.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3) for p in pictures], out
+
+    @staticmethod
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        rows, columns = grid_of(size.visual_tokens)
+        return {
+            "hidden_states": draw.normal(1, config.in_channels, rows * config.patch_size, columns * config.patch_size),
+            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
+            "pooled_projections": draw.normal(1, config.pooled_projection_dim),
+            "timestep": 1000 * draw.uniform(1),
+        }

@@ -15,14 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows, split_predictions
-from knapformer.adapters.backend import BackendStep
+from knapformer import ArgumentError, Sample
+from knapformer.adapters.adapter import (
+    Adapter,
+    Chunks,
+    Home,
+    RunBlock,
+    grid_of,
+    rotation_of,
+    rotation_rows,
+    split_predictions,
+)
 from knapformer.adapters.samples import Samples
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.layers import rotate
-from knapformer.models.packing import gated_add, lengths_list, modulate, positions, segment_index
+from knapformer.models.model import Draw
+from knapformer.models.packing import Segments, gated_add, lengths_list, modulate, positions, segment_index
+from knapformer.models.step import PackedStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +95,23 @@ class Wan(Adapter):
     blocks = {"blocks": block}  # noqa: RUF012
     attentions = ("attn1", "attn2")
     processors = ("WanAttnProcessor",)
+    text_beside = True
+    of_grids = True
+    named_configs = {  # noqa: RUF012
+        "wan": {},  # the text-to-video model of 14 B parameters
+        "wan-1.3b": {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
+        "wan2.2-5b": {
+            "num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48,
+        },
+        "wan-demo": {
+            "num_layers": 3, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "text_dim": 64,
+            "freq_dim": 32,
+        },
+        "wan-tiny": {
+            "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12, "ffn_dim": 144, "in_channels": 2,
+            "out_channels": 2, "text_dim": 10, "freq_dim": 16,
+        },
+    }  # fmt: skip
 
     def input_weight(self, model: Any) -> Tensor:
         weight: Tensor = model.patch_embedding.weight
@@ -112,20 +139,19 @@ class Wan(Adapter):
             raise ArgumentError(
                 "samples: got 'encoder_hidden_states_image', expected none of a model without image branch"
             )
-        times = torch.cat([x.new_zeros(0, dtype=torch.float32), *self._times(samples, lens, x.device)])
+        times = torch.cat([torch.zeros(0), *self._times(samples, lens)])
         return Home(x, lens, [rotation, times], of_sequences, rest=times, grids=grids)
 
     def chunks(
-        self, model: Any, step: BackendStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
     ) -> WanChunks:
-        # One wait for the device a step, as for the lengths.
-        times, of_token = torch.unique_consecutive(features[1], return_inverse=True)
+        times, of_token = _runs(features[1], x.device)
         context_lens = [lengths_list(lens) for lens in of_chunk[1::2]]
         crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in context_lens]
         return WanChunks(
             step=step,
             of_token=of_token,
-            rotation=rotation_of(features[0]),
+            rotation=rotation_of(features[0], x.dtype),
             to_context=(crosses[0], crosses[1] if len(crosses) > 1 else None),
             times=times,
         )
@@ -141,7 +167,7 @@ class Wan(Adapter):
         return x
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        times, of_token = torch.unique_consecutive(home.rest, return_inverse=True)
+        times, of_token = _runs(home.rest, x.device)
         cond = _time_embedding(model.condition_embedder, times, x.dtype)
         shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
         normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)
@@ -154,11 +180,24 @@ class Wan(Adapter):
         return [video.flatten(6, 7).flatten(4, 5).flatten(2, 3) for video in videos], out
 
     @staticmethod
-    def _times(samples: Samples, lens: list[int], device: torch.device) -> list[Tensor]:
-        """Of each sample a time step for each token, in float32."""
+    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
+        if config.image_dim is not None:
+            raise ArgumentError("model: got one with an image branch (image_dim), expected one without")
+        rows, columns = grid_of(size.visual_tokens)
+        of_frames, of_rows, of_columns = config.patch_size
+        return {
+            "hidden_states": draw.normal(1, config.in_channels, of_frames, rows * of_rows, columns * of_columns),
+            "timestep": 1000 * draw.uniform(1).cpu(),
+            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.text_dim),
+        }
+
+    @staticmethod
+    def _times(samples: Samples, lens: list[int]) -> list[Tensor]:
+        """Of each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted: one
+        that comes from a device is waited for."""
         times = []
         for i, (value, length) in enumerate(zip(samples.values("timestep"), lens, strict=True)):
-            time = torch.as_tensor(value, device=device).flatten().float()
+            time = torch.as_tensor(value).cpu().flatten().float()
             if time.numel() not in (1, length):
                 raise ArgumentError(f"samples[{i}]['timestep']: got {time.numel()} numbers, expected 1 or {length}")
             times.append(time.expand(length))
@@ -184,6 +223,12 @@ class Wan(Adapter):
 _CLIP_TOKENS = 257  # of a picture
 
 
+def _runs(times: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
+    """The time step of each run of tokens that have the same, and which tokens those are; on the device."""
+    of_runs, counts = torch.unique_consecutive(times, return_counts=True)
+    return to_device(of_runs, device), Segments.of_lengths(counts, device)
+
+
 def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
     projected = embedder.timesteps_proj(times).to(next(embedder.time_embedder.parameters()).dtype)
     cond: Tensor = embedder.time_embedder(projected).to(dtype)
@@ -196,8 +241,8 @@ def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int) -> l
         raise ArgumentError(f"samples: got {max(lens)} tokens in {name!r}, expected at most {room} (max_text_tokens)")
     rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
     rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
-    counts = to_device(torch.tensor(lens, dtype=torch.int64), tokens.device)
-    return [rows.reshape(len(lens), room * tokens.shape[1]), counts]
+    # The lengths stay on the CPU, which reads them.
+    return [rows.reshape(len(lens), room * tokens.shape[1]), torch.tensor(lens, dtype=torch.int64)]
 
 
 def _context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:

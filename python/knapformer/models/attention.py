@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from knapformer import ArgumentError
 from knapformer.device_copies import to_device
-from knapformer.models.config import MASKS
 from knapformer.models.packing import Lengths, lengths_list
+
+MASKS = ("full", "causal")  # that are computed here, as knapformer.attention_pairs reads them
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:

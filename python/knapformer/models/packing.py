@@ -24,19 +24,6 @@ def lengths_list(lens: Lengths) -> list[int]:
     return cast("list[int]", lens.tolist()) if isinstance(lens, Tensor) else list(lens)
 
 
-def check_num_lengths(name: str, lens: Sequence[int], expected: int, like: str) -> None:
-    """Raises ValueError where a batch's second list of lengths is not as long as its first, `like`."""
-    if len(lens) != expected:
-        raise ValueError(f"{name}: got {len(lens)} lengths, expected {expected}, as in {like}")
-
-
-def check_num_rows(**rows: tuple[Tensor | None, int]) -> None:
-    """Of a batch's tensors with the rows that its lengths ask for: raises ValueError where one has other rows."""
-    for name, (tensor, expected) in rows.items():
-        if tensor is not None and tensor.shape[0] != expected:
-            raise ValueError(f"{name}: got {tensor.shape[0]} rows, expected {expected}, as the lengths say")
-
-
 def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
     """(tokens,) int64: the sequence that each token belongs to. Computed on the host, one copy to `device`."""
     index = torch.repeat_interleave(torch.as_tensor(lengths_list(lens), dtype=torch.int64))
@@ -70,22 +57,13 @@ class Segments:
     @staticmethod
     def of_lengths(lens: Lengths, device: torch.device | None = None) -> Segments:
         """Computed on the host, one copy to `device`."""
-        lengths = lengths_list(lens)
-        on_host = Segments.of_index(segment_index(lengths), len(lengths))
-        parts = (on_host.index, on_host._places, on_host._first_rows, on_host._first_pieces)
-        moved = to_device(torch.cat(parts), device)
-        return Segments(*moved.split([len(part) for part in parts]))
-
-    @staticmethod
-    def of_index(index: Tensor, num_sequences: int) -> Segments:
-        """Of the sequence of each row, ascending. On the device of `index`, whose values no host waits for."""
-        num_rows = index.numel()
-        sequences = torch.arange(num_sequences, device=index.device)
-        starts = torch.searchsorted(index, sequences)
-        cuts = torch.arange(0, num_rows, _PIECE_ROWS, device=index.device)
-        first_rows = torch.cat([cuts, starts]).sort().values
-        places = torch.arange(max(num_rows, len(first_rows)), device=index.device)
-        return Segments(index, places, first_rows, torch.searchsorted(first_rows, starts))
+        lengths = torch.as_tensor(lengths_list(lens), dtype=torch.int64)
+        index = segment_index(lens)
+        starts = lengths.cumsum(0) - lengths
+        first_rows = torch.cat([torch.arange(0, index.numel(), _PIECE_ROWS), starts]).sort().values
+        places = torch.arange(max(index.numel(), len(first_rows)))
+        parts = (index, places, first_rows, torch.searchsorted(first_rows, starts))
+        return Segments(*to_device(torch.cat(parts), device).split([len(part) for part in parts]))
 
     def sum(self, rows: Tensor) -> Tensor:
         """(rows, d) -> (sequences, d), added up in float32 or better."""
@@ -118,11 +96,6 @@ class TwoStreams:
 
     text_rows: Tensor  # int64, ascending
     image_rows: Tensor  # int64, ascending
-
-    @staticmethod
-    def of_lengths(text_lens: Sequence[int], image_lens: Sequence[int], device: torch.device) -> TwoStreams:
-        """Of samples laid out [text; image], one after another."""
-        return TwoStreams.of_flags(text_flags(text_lens, image_lens), device)
 
     @staticmethod
     def of_flags(is_text: Tensor, device: torch.device | None = None) -> TwoStreams:
@@ -210,19 +183,14 @@ class _GatedAdd(torch.autograd.Function):
         return grad, grad * gate.index_select(0, segments.index), segments.sum(grad * update), None
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments | Tensor) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, segments: Segments) -> Tensor:
     """x * (1 + scale) + shift, with a row of shift and scale per sequence.
 
-    x (tokens, d); shift, scale (sequences, d). segments: of the tokens; or their segment_index, from which each layer
-    finds again how sums are cut.
+    x (tokens, d); shift, scale (sequences, d).
     """
-    return cast(Tensor, _Modulate.apply(x, shift, scale, _segments(segments, scale)))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Modulate.apply(x, shift, scale, segments))  # type: ignore[no-untyped-call]
 
 
-def gated_add(x: Tensor, update: Tensor, gate: Tensor, segments: Segments | Tensor) -> Tensor:
+def gated_add(x: Tensor, update: Tensor, gate: Tensor, segments: Segments) -> Tensor:
     """x + gate * update, with a row of gate per sequence. Shapes as in modulate."""
-    return cast(Tensor, _GatedAdd.apply(x, update, gate, _segments(segments, gate)))  # type: ignore[no-untyped-call]
-
-
-def _segments(given: Segments | Tensor, rows: Tensor) -> Segments:
-    return given if isinstance(given, Segments) else Segments.of_index(given, len(rows))
+    return cast(Tensor, _GatedAdd.apply(x, update, gate, segments))  # type: ignore[no-untyped-call]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import math
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from knapformer.models.layers import Block
 from knapformer.models.model import PackedModel
@@ -21,13 +24,21 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32,
 def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
     """Every block is computed again in the backward pass instead of keeping its activations.
 
+    model: one of knapformer.models, or of diffusers and balanced.
     keep_exchanges: but for what the balancer's exchanges brought, so that none is repeated
     (`knapformer.checkpointing.keep_exchanges`).
     """
+    contexts: Any = noop_context_fn
+    if keep_exchanges:
+        from knapformer.checkpointing import keep_exchanges as contexts
+    # No block draws random numbers, so there is no generator state to restore.
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     for module in model.modules():
         if isinstance(module, Block):
-            module.checkpointed = enabled
-            module.keeps_exchanges = keep_exchanges
+            module.checkpoint = run if enabled else None
+        elif hasattr(module, "enable_gradient_checkpointing"):  # of diffusers
+            of: Any = module
+            of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()
 
 
 def shard_model(model: _Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _Model:
@@ -54,11 +65,15 @@ def init_weights(model: nn.Module, seed: int = 0) -> None:
     rank; its values then depend on the number of ranks.
     """
     for index, parameter in enumerate(model.parameters()):
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = _local(parameter)
         rank = parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0
         generator = torch.Generator(local.device).manual_seed((seed * 1_000_003 + index) * 65_537 + rank)
-        local.normal_(generator=generator).mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.02)
+        scale = math.prod(parameter.shape[1:]) ** -0.5 if parameter.dim() > 1 else 0.02
+        local.normal_(generator=generator).mul_(scale)
     for module in model.modules():
-        if isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and module.weight is not None:
-            weight = module.weight
-            (weight.to_local() if isinstance(weight, DTensor) else weight).add_(1.0)
+        if "Norm" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), Tensor):
+            _local(weight).add_(1.0)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -8,7 +8,7 @@ Without a balancer the chunks are the rank's own sequences and nothing moves. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedAttention
-from knapformer.models.packing import Segments, lengths_list, segment_index
+from knapformer.models.packing import Lengths, Segments, lengths_list
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
+
+Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]  # q, k, v and the lengths of their sequences -> as q
 
 
 class PackedStep:
@@ -95,16 +97,13 @@ class PackedStep:
         """Of the chunk tokens, on the device of x: the chunk that each belongs to."""
         return Segments.of_lengths(self.chunk_lens, x.device)
 
-    def chunk_of_token(self, x: Tensor) -> Tensor:
-        """(chunk tokens,) int64, on the device of x: the chunk that each token belongs to."""
-        return segment_index(self.chunk_lens, x.device)
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
-        a divisor -> (chunk tokens, heads, head_dim)."""
+        a divisor -> (chunk tokens, heads, head_dim). attend: in place of PackedAttention."""
+        attend = attend or self._attend
         if self._balancer is None:
-            return self._attend(q, k, v, self._seq_lens)
-        return self._balancer.attention(q, k, v, self._attend)
+            return attend(q, k, v, self._seq_lens)
+        return self._balancer.attention(q, k, v, attend)
 
     def leave(self, x: Tensor) -> Tensor:
         """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from knapformer import Sample
-from knapformer.models.config import BaseConfig
-from knapformer.models.layers import Block, FeedForward, rotate, rotations
-from knapformer.models.model import BlockInputs, Draw, PackedModel, Rows
+from knapformer.models.attention import MASKS
+from knapformer.models.config import BaseConfig, checked_field, expect
+from knapformer.models.layers import Block, rotate, rotations
+from knapformer.models.model import Draw, PackedModel
 from knapformer.models.packing import positions
 from knapformer.models.step import PackedStep
 
@@ -27,8 +28,6 @@ class TransformerConfig(BaseConfig):
     key/value heads as query heads): the workload model, exactly.
     """
 
-    kind: ClassVar[str] = "transformer"
-
     num_blocks: int = 12
     d_model: int = 768
     num_heads: int = 12
@@ -40,13 +39,38 @@ class TransformerConfig(BaseConfig):
     mask: str = "full"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect(self.head_dim % 2 == 0, "num_heads", "an even d_model / num_heads, for the rotation of pairs")
-        self._expect(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"a divisor of {self.num_heads} heads")
+        for field in dataclasses.fields(self):
+            checked_field(field.name, getattr(self, field.name), field.default)
+        expect(self.mask in MASKS, "mask", self.mask, f"one of {', '.join(MASKS)}")
+        expect(self.d_model % self.num_heads == 0, "num_heads", self.num_heads, f"a divisor of d_model {self.d_model}")
+        even = "an even d_model / num_heads, for the rotation of pairs"
+        expect(self.head_dim % 2 == 0, "num_heads", self.num_heads, even)
+        expect(
+            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads,
+            f"a divisor of {self.num_heads} heads",
+        )  # fmt: skip
 
     @property
     def mlp_width(self) -> int:
         return int(self.d_model * self.mlp_ratio)
+
+    @property
+    def block_counts(self) -> dict[str, int]:
+        return {"block": self.num_blocks}
+
+    def build(self) -> Transformer:
+        return Transformer(self)
+
+    def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[TransformerBatch, Tensor]:
+        seq_lens = [sample.num_tokens for sample in samples]
+        batch = TransformerBatch(draw.normal(sum(seq_lens), self.in_channels), seq_lens)
+        return batch, draw.normal(sum(seq_lens), self.out_channels)
+
+    def alone(self, kind: str) -> TransformerConfig:
+        return dataclasses.replace(self, num_blocks=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "transformer", **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +101,8 @@ class TransformerBlock(Block):
         self.norm1 = nn.LayerNorm(config.d_model)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.d_model)
-        self.ff = FeedForward(config.d_model, config.mlp_width)
+        linear_in, linear_out = nn.Linear(config.d_model, config.mlp_width), nn.Linear(config.mlp_width, config.d_model)
+        self.ff = nn.Sequential(linear_in, nn.GELU("tanh"), linear_out)
 
     def compute(self, x: Tensor, step: PackedStep, rotation: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), step, rotation)
@@ -88,17 +113,9 @@ class TransformerBlock(Block):
 class Transformer(PackedModel):
     """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence."""
 
-    config_class = TransformerConfig
-    named_configs: ClassVar[dict[str, BaseConfig]] = {
-        "transformer": TransformerConfig(),
-        "transformer-demo": TransformerConfig(num_blocks=3, d_model=256, num_heads=4, num_kv_heads=4),
-        "transformer-tiny": TransformerConfig(
-            num_blocks=2, d_model=32, num_heads=4, num_kv_heads=2, in_channels=8, out_channels=6
-        ),
-    }
-
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.in_proj = nn.Linear(config.in_channels, config.d_model)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_blocks))
         self.norm_out = nn.LayerNorm(config.d_model)
@@ -112,25 +129,16 @@ class Transformer(PackedModel):
     ) -> Tensor:
         x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
         step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.mask, planned)
-        x, (position_ids,), _ = step.enter(x, [positions(batch.seq_lens, x.device).unsqueeze(1)], [])
-        rotation = self._rotation(position_ids, x)
+        x, (place,), _ = step.enter(x, [positions(batch.seq_lens, x.device)], [])
+        rotation = self._rotation(place, x)
         for block in self.blocks:
             x = block(x, step, rotation)
         out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
         return out
 
-    def _rotation(self, position_ids: Tensor, x: Tensor) -> Tensor:
-        return rotations(position_ids, (self.config.head_dim,), self.config.rope_theta, x.dtype)
+    def _rotation(self, place: Tensor, x: Tensor) -> Tensor:
+        return rotations(place, self.config.head_dim, self.config.rope_theta, x.dtype)
 
-    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], rows: Rows) -> BlockInputs:
-        x = rows(sum(step.chunk_lens))
-        place = positions(step.chunk_lens, x.device).unsqueeze(1)
-        return (x,), (step, self._rotation(place, x))
-
-    @staticmethod
-    def random_batch(
-        config: TransformerConfig, samples: Sequence[Sample], draw: Draw
-    ) -> tuple[TransformerBatch, Tensor]:
-        seq_lens = [sample.num_tokens for sample in samples]
-        batch = TransformerBatch(draw.normal(sum(seq_lens), config.in_channels), seq_lens)
-        return batch, draw.normal(sum(seq_lens), config.out_channels)
+    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
+        x = draw.normal(sum(step.chunk_lens), self.config.d_model)
+        return x, step, self._rotation(positions(step.chunk_lens, x.device), x)

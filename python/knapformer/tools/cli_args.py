@@ -185,7 +185,8 @@ def longest_of(lengths: Lengths) -> int:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """--dtype, --device, --no-checkpoint and --threads: how blocks are run. `run_settings` reads them."""
+    """--dtype, --device, --no-checkpoint, --mode and --threads: how blocks are run. `run_settings` reads them, but for
+    --mode, None where it is not given: a calibration may say it."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument(
@@ -194,16 +195,27 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="keep activations instead of recomputing blocks",
     )
+    parser.add_argument(
+        "--mode", choices=("training", "lora"),
+        help="what trains: all parameters (default), or adapters of PEFT on a frozen base",
+    )  # fmt: skip
     add_count(parser, "--threads", 1, "per rank on the CPU", high=1024)
 
 
 def run_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of RunSettings, but for num_ranks. Raises ArgumentError, OSError."""
-    from knapformer.models.registry import load_config
+    from knapformer.adapters.named import load_config
 
     given = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
     model = {"model": load_config(args.model), "model_name": args.model, "checkpointing": args.recomputes}
     return {**given, **model, "json_path": args.json}
+
+
+def mode_of(args: argparse.Namespace, mode: str) -> str:
+    """Of the trained model, as blocks are run in it. Raises ArgumentError."""
+    if mode == "lora" and args.peak_tflops is not None:
+        raise ArgumentError("--peak-tflops: got one with mode lora, expected none: HFU is of training all parameters")
+    return "lora" if mode == "lora" else "training"
 
 
 def add_results(parser: argparse.ArgumentParser, device: str) -> None:

@@ -112,11 +112,21 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
         cluster, model = read_cluster(args.cluster)
     if calibration is not None:
         cluster = calibration.cluster(of=cluster)
+        if calibration.mode == "lora":
+            model = model.replace(mode="lora")
     options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
     given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
+
+
+def without_foreign_fixed(args: argparse.Namespace, cluster: Cluster) -> Cluster:
+    """Of what `costs` gave. A named cluster's fixed time was fitted to somebody else's steps, and which part of it
+    comes with every micro-batch is not known: it counts where a calibration, or the user's own cluster, states it."""
+    named = (args.cluster or Cluster.names()[0]) in Cluster.names()
+    measured = args.calibration is not None and Calibration.load(args.calibration).fixed is not None
+    return cluster.replace(fixed_s=0.0) if named and not measured else cluster
 
 
 def assumed(

@@ -36,6 +36,7 @@ class RunSettings:
     dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
     device: str = "auto"
     checkpointing: bool = True
+    mode: str = "training"  # or "lora": adapters on a frozen base
     threads: int = 1  # per rank, on the CPU
     json_path: str | None = None
 

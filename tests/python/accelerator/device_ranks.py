@@ -6,6 +6,7 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +16,13 @@ import simulated_device as sim
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from knapformer.adapters.named import build_model, load_config
 from knapformer.losses import sample_mean, token_mean
-from knapformer.models import NAMED_CONFIGS, build_model, init_weights, set_checkpointing
+from knapformer.models import init_weights, set_checkpointing
 from knapformer.models.model import Draw
 from torch import Tensor
 
-from knapformer import BalancedLoader, SequenceBalancer
+from knapformer import BalancedLoader, Sample, SequenceBalancer
 
 
 def lens_of(rank: int) -> list[int]:
@@ -151,29 +153,29 @@ def _reads_all(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
     return result
 
 
-class Sample(NamedTuple):
-    text_tokens: int
-    visual_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.text_tokens + self.visual_tokens
-
-
 SAMPLES = [
     [Sample(5, 60), Sample(3, 16)], [Sample(7, 100)], [], [Sample(0, 9), Sample(4, 21), Sample(2, 2)],
 ]  # fmt: skip
 
 
 def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, Any]:
-    config = NAMED_CONFIGS[name]
-    model = build_model(config)
+    config = load_config(name)
+    model = build_model(config, dtype)
     init_weights(model)
     set_checkpointing(model)
-    draw = Draw(torch.Generator().manual_seed(rank), torch.device("cpu"), dtype)
-    batch, target = type(model).random_batch(config, SAMPLES[rank], draw)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
-    return model.to(dtype).to(device), type(batch)(**moved), target.to(device), config
+    if device != "cpu" and hasattr(embedding := getattr(model, "transformer", None), "patch_embedding"):
+        embedding.patch_embedding.forward = functools.partial(_product_over_patches, embedding.patch_embedding)
+    draw = Draw(torch.Generator().manual_seed(rank), torch.device(device), dtype)
+    batch, target = config.random_batch([config.possible(size) for size in SAMPLES[rank]], draw)
+    return model.to(device), batch, target, config
+
+
+def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
+    """What a convolution is whose steps are as long as its kernel: the simulated device has no other."""
+    for axis, size in enumerate(conv.kernel_size):
+        video = video.unflatten(2 + axis, (-1, size)).movedim(3 + axis, -1)
+    rows = video.movedim(1, -4).flatten(-4)  # (videos, *grid, numbers of a patch)
+    return F.linear(rows, conv.weight.flatten(1), conv.bias).movedim(-1, 1)
 
 
 def models_agree(rank: int, world: int, names: list[str], topology: str) -> dict[str, Any]:
@@ -194,8 +196,7 @@ def models_agree(rank: int, world: int, names: list[str], topology: str) -> dict
                 with sim.counted() as counted:
                     out = model(batch, balancer, planned=True)
                     per_token = (out - target).square().mean(1)
-                    lens = getattr(batch, "image_lens", batch.seq_lens)
-                    loss = token_mean(per_token, group=group) + sample_mean(per_token, lens, group=group)
+                    loss = token_mean(per_token, group=group) + sample_mean(per_token, [len(out)], group=group)
                     loss.backward()
                 assert plan.num_ranks == world
                 by_device[device, step] = (

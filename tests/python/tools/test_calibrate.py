@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
-from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, fit_warnings
+from knapformer.calibration import Calibration, ExchangeCost, FixedCost, fit_exchange, fit_fixed
+from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, fit_warnings, step_warnings
 from knapformer.tools.cli import main
 from printed import check_tables
 
@@ -90,16 +90,35 @@ def test_latency_and_rate_of_an_exchange_are_recovered() -> None:
         fit_exchange([1e6, 1e7], [0.1, 0.001], 2)
 
 
+def test_what_whole_steps_take_beside_their_blocks_is_recovered() -> None:
+    predicted = [0.1, 0.2, 0.4, 1.6]
+    exact = fit_fixed(predicted, [p + 0.05 for p in predicted], 4)
+    assert exact == FixedCost(4, pytest.approx(0.05), pytest.approx(0, abs=1e-9))
+    np = pytest.importorskip("numpy")
+    generator = random.Random(3)
+    times = [(p + 0.05) * generator.uniform(0.9, 1.1) for p in predicted]
+    (fixed_s,), (squares,), *_ = np.linalg.lstsq(
+        np.array([[1 / t] for t in times]), np.array([1 - p / t for p, t in zip(predicted, times, strict=True)])
+    )
+    got = fit_fixed(predicted, times, 4)
+    assert got.seconds == pytest.approx(fixed_s) and got.relative_rms_error == pytest.approx(math.sqrt(squares / 4))
+    # Where steps take less than their blocks, nothing is fixed, and the error says so.
+    less = fit_fixed([1.0, 2.0], [0.8, 1.6], 2)
+    assert less.seconds == 0 and less.relative_rms_error == pytest.approx(0.25)
+    assert step_warnings(exact) == [] and "whole steps are off by 25%" in step_warnings(less)[0]
+
+
 def written(path: Path, **changes: Any) -> Path:
-    node = ExchangeCost(2, 3e-5, 4e9, 0.01)
-    path.write_text(json.dumps({**dataclasses.replace(fitted(), node=node).to_dict(), "model": {}, **changes}))
+    measured = dataclasses.replace(fitted(), node=ExchangeCost(2, 3e-5, 4e9, 0.01), fixed=FixedCost(2, 0.03))
+    path.write_text(json.dumps({**measured.to_dict(), "model": {}, **changes}))
     return path
 
 
 def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path / "calibration.json")
     calibration = Calibration.load(path)
-    assert calibration == dataclasses.replace(fitted(), node=ExchangeCost(2, 3e-5, 4e9, 0.01))
+    assert calibration.node == ExchangeCost(2, 3e-5, 4e9, 0.01) and calibration.fixed == FixedCost(2, 0.03)
+    assert dataclasses.replace(calibration, node=None, fixed=None) == fitted()
     lengths = [[1000, 50], [300]]
     assert kf.plan(lengths, "g2n1", WIDTH, calibration) == kf.plan(lengths, "g2n1", WIDTH, calibration.gamma)
 
@@ -109,7 +128,11 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert got.workload.gamma == calibration.gamma
     assert (got.cluster.flops_per_s, got.cluster.node_bytes_per_s) == (calibration.flops_per_s, 4e9)
     assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["gamma"] == calibration.gamma
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["gamma"] == calibration.gamma and diagnosis["cluster"]["fixed_s"] == 0.03
+    unknown = written(tmp_path / "unknown.json", fixed=None)
+    assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(unknown)]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["fixed_s"] == 0, "that of somebody else's steps"
     predict = ["plan", "--mix", "joint", "--topology", "g8n4", "--predictions", "-"]
     assert main([*predict, "--calibration", str(path), "--ranks-per-node", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -117,6 +140,7 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert result["gamma"] == calibration.gamma and cluster["ranks_per_node"] == 4
     assert cluster["flops_per_s"] == calibration.flops_per_s
     assert (cluster["node_latency_s"], cluster["node_bytes_per_s"]) == (3e-5, 4e9)
+    assert cluster["fixed_s"] == 0.03
     assert cluster["network_bytes_per_s"] == 2.5e10  # not measured: the default stays
     pytest.importorskip("plotly")
     report = ["plan", "--data", "joint", "--topology", "g8n4", "--report", str(tmp_path / "out.html")]
@@ -153,6 +177,8 @@ def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytes
         ({"d_model": 1.5}, "d_model: got 1.5"),
         ({"recomputes": 1}, "recomputes: got 1"),
         ({"mask": "x"}, "mask: got 'x'"),
+        ({"mode": "inference"}, "mode: got 'inference'"),
+        ({"token_backward": 0}, "token_backward: got 0"),
         ({"warnings": "none"}, "warnings: got 'none'"),
         ({"node": {}}, "node: expected an object with"),
         ({"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0}}, "bytes_per_s: got"),
@@ -207,13 +233,12 @@ def test_wrong_input_is_one_line_and_status_2(
 
 @pytest.mark.usefixtures("flop_clock")
 def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from knapformer.models import NAMED_CONFIGS
+    from knapformer.adapters.named import load_config
     from knapformer.tools.measure.blocks import BlockTimes
 
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    config = dataclasses.asdict(NAMED_CONFIGS["flux-tiny"])
     model = tmp_path / "model.json"
-    model.write_text(json.dumps({"kind": "flux", **config, "num_double_blocks": 1, "num_single_blocks": 3}))
+    model.write_text(json.dumps(load_config("flux-tiny").replace(num_layers=1, num_single_layers=3).to_dict()))
     threads = torch.get_num_threads()
     lengths = [64, 128, 256, 512]
     files = ["--json", str(out), "--picture", str(picture)]
@@ -309,14 +334,107 @@ def test_commands_say_where_a_calibration_is_far_from_home(tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("flop_clock")
-def test_wan_is_calibrated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "width", "kinds"),
+    [
+        ("wan-tiny", 48, [("block", 2)]),
+        ("flux2-demo", 256, [("double", 1), ("single", 2)]),
+        ("qwen-image-demo", 256, [("block", 3)]),
+        ("sd3-demo", 256, [("block", 3)]),
+    ],
+)
+def test_models_of_diffusers_are_calibrated(
+    name: str, width: int, kinds: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """By the clock that counts FLOPs attention costs as much as the rest, which is 24 l d^2 or nearly so."""
     out, threads = tmp_path / "out.json", torch.get_num_threads()
-    assert main(["calibrate", "--model", "wan-tiny", "--repeats", "1", "--lengths", "64,4096", "--json", str(out)]) == 0
+    if width == 48:  # over the range of a file
+        lengths, expected = str(tmp_path / "samples.txt"), [64, 128, 256, 512, 1024, 2048, 4096]
+        Path(lengths).write_text("64\n100\n4096\n700\n")
+    else:
+        lengths, expected = "64,1024", [64, 1024]
+    command = ["calibrate", "--model", name, "--repeats", "1", "--warmup", "1", "--lengths", lengths]
+    assert main([*command, "--json", str(out)]) == 0
     torch.set_num_threads(threads)
-    (measured,) = json.loads(out.read_text())["measured_blocks"]
-    assert (measured["kind"], measured["count"], measured["lengths"]) == ("block", 2, [64, 4096])
+    details = json.loads(out.read_text())
+    assert [(of["kind"], of["count"], of["lengths"]) for of in details["measured_blocks"]] == [
+        (*kind, expected) for kind in kinds
+    ]
     calibration = Calibration.load(out)
-    assert calibration.d_model == 48 and calibration.gamma == pytest.approx(1, abs=0.1)
+    assert calibration.d_model == width and calibration.gamma == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.usefixtures("flop_clock")
+@pytest.mark.parametrize("own", [False, True])
+def test_adapters_on_a_frozen_base_are_calibrated(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock that counts FLOPs. A block of width d has products of 24 l d^2, and adapters of rank 16 beside them,
+    32 * 16 l d: 16 d inputs and outputs of all layers. Forward, and backward to the inputs; of adapters to both of
+    their matrices, too. Attention takes a forward pass and two backward, 12 l^2 d."""
+    pytest.importorskip("peft")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    out, model, d = tmp_path / "out.json", tmp_path / "model.json", 192
+    model.write_text(json.dumps({"kind": "transformer", "d_model": d, "num_heads": 4, "num_kv_heads": 4}))
+    what = ["--block", "test_calibrate:wide_block", "--d-model", str(d)] if own else ["--model", str(model)]
+    threads = torch.get_num_threads()
+    command = ["calibrate", *what, "--mode", "lora", "--no-checkpoint", "--lengths", "32,64,...,1024", "--repeats", "1"]
+    assert main([*command, "--json", str(out)]) == 0
+    torch.set_num_threads(threads)
+    calibration = Calibration.load(out)
+    adapters = 4 * 16 / d  # of rank 16: 3 * 32 l r d more than 2 * 24 l d^2
+    assert (calibration.mode, calibration.recomputes) == ("lora", False)
+    assert calibration.seconds_per_flop == pytest.approx((2 + adapters) / 1e9, rel=1e-6)
+    assert calibration.gamma == pytest.approx(2 / (2 + adapters), rel=1e-6)  # of FLOPs that cost as much
+    assert calibration.flops_per_s == pytest.approx(
+        2 / calibration.seconds_per_flop
+    )  # of two passes that the model has
+    assert calibration.token_backward == pytest.approx(1 + adapters, rel=1e-6)
+    assert calibration.block_s(500) == pytest.approx(
+        (500 * (48 * d**2 + 96 * 16 * d) + 12 * 500**2 * d) / 1e9, rel=1e-6
+    )
+    assert f"costs {1 + adapters:.2f} forward passes" in " ".join(capsys.readouterr().out.split())
+
+    # What plans and predicts with it: a step of LoRA, which takes what was measured.
+    plan = [
+        "plan",
+        "--mix",
+        "joint",
+        "--topology",
+        "g1n32",
+        "--d-model",
+        str(d),
+        "--no-checkpoint",
+        "--predictions",
+        "-",
+    ]
+    assert main([*plan, "--calibration", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"]["mode"] == "lora"
+    lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
+    slowest = max(sum(map(calibration.block_s, lens)) for lens in lengths)
+    none = result["points"][0]
+    assert none["token_s"] + none["attention_s"] == pytest.approx(57 * slowest)
+    assert main([*plan, "--calibration", str(out), "--mode", "training"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["mode"] == "training"
+
+
+def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
+    """The plain transformer's, of width 192."""
+    from knapformer.adapters.named import build_model
+    from knapformer.models import PackedStep, TransformerConfig
+    from knapformer.models.model import Draw
+
+    model = build_model(TransformerConfig(num_blocks=1, d_model=192, num_heads=4, num_kv_heads=4), dtype, device)
+
+    def inputs(seq_lens: list[int]) -> tuple[Any, ...]:
+        x, *rest = model.block_inputs(
+            PackedStep(seq_lens, 192), [0] * len(seq_lens), Draw(torch.Generator(), device, dtype)
+        )
+        return x.requires_grad_(), *rest
+
+    (block,) = model.blocks
+    return block, inputs
 
 
 def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
@@ -342,6 +460,22 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
         assert calibration.node is None and any(str(error) in warning for warning in calibration.warnings)
     else:
         assert calibration.node == expected and "All-to-all inside the node, 2 ranks" in done.stdout
+    # Whole steps: what they take beyond two blocks and FSDP.
+    steps = details["measured_steps"]
+    assert [sum(lens) for lens in steps["seq_lens"]] == [1024] * 4 and len(steps["seconds"][0]) == 3
+    model = kf.TrainedModel(num_blocks=2, num_parameters=float(steps["num_parameters"]), element_size=4, shard_ranks=2)
+    cluster = calibration.cluster(kf.Cluster("cpu")).replace(ranks_per_node=2)
+    predicted = []
+    for lens in steps["seq_lens"]:
+        fsdp_s = kf.predict_step(kf.plan([lens, lens], "g1n2", 32, calibration, cluster=cluster, model=model)).fsdp_s
+        work = sum(24 * n * 32**2 + calibration.gamma * 4 * n**2 * 32 for n in lens)
+        predicted.append(2 * calibration.seconds_per_flop * work + fsdp_s)
+    medians = [sorted(seconds)[1] for seconds in steps["seconds"]]
+    assert calibration.fixed is not None and calibration.fixed.num_ranks == 2
+    assert calibration.fixed.seconds == pytest.approx(fit_fixed(predicted, medians, 2).seconds) and (
+        calibration.fixed.relative_rms_error < 1e-6
+    ), "by a clock of FLOPs what is beside the blocks is the same in all of them"
+    assert "ms beside its blocks, on 2 ranks" in done.stdout
 
 
 def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -135,7 +134,8 @@ def test_correlation_and_spread() -> None:
 torch = pytest.importorskip("torch")
 pytest.importorskip("knapformer._torch")
 from flop_clock import flops_of  # noqa: E402
-from knapformer.models import NAMED_CONFIGS, TransformerConfig  # noqa: E402
+from knapformer.adapters.named import build_model, load_config  # noqa: E402
+from knapformer.models import TransformerConfig  # noqa: E402
 from knapformer.tools.replay.device import Replayer  # noqa: E402
 
 CONFIG = TransformerConfig(num_blocks=3, d_model=WIDTH, num_heads=8, num_kv_heads=8)
@@ -164,7 +164,7 @@ def test_what_is_run_is_the_planned_work(checkpointing: bool, forwards: int) -> 
 
 
 def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
-    config = dataclasses.replace(NAMED_CONFIGS["flux-tiny"], num_double_blocks=3, num_single_blocks=5)
+    config = load_config("flux-tiny").replace(num_layers=3, num_single_layers=5)
     replayer = Replayer(config, CPU, torch.float32, True)
     plan = kf.plan([[40, 8], [20]], "g2n1", config.d_model)
     (share, _) = shares_of(plan, 4, 4, [10, 0, 5])
@@ -174,24 +174,34 @@ def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
         ("token_s", 5),
         ("shared_attention_s", 8),
     ]
-    full = dataclasses.replace(config)
-    from knapformer.models import build_model
-
-    blocks = build_model(full, device="meta").block_lists()
+    blocks = build_model(config, device="meta").block_lists()
     assert replayer.num_parameters == sum(p.numel() for of in blocks for p in of.parameters())
 
 
-@pytest.mark.parametrize("name", ["flux-tiny", "transformer-tiny", "wan-tiny"])
+@pytest.mark.parametrize("name", ["flux-tiny", "transformer-tiny", "wan-tiny", "sd3-demo"])
 def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
-    config = NAMED_CONFIGS[name]
+    config = load_config(name)
     replayer = Replayer(config, CPU, torch.float32, True)
     plan = kf.plan([[30, 20]], "g1n1", config.d_model)
     for piece in replayer._pieces_of(shares_of(plan, 4, config.num_kv_heads, [10, 5], config.text_beside)):
         piece.prepare()()
     for kind in replayer._kinds:
-        for blocks in kind.model.block_lists():
-            for name, parameter in blocks.named_parameters():
-                assert parameter.grad is not None and parameter.grad.abs().max() > 0, (kind.name, name)
+        for name, parameter in kind.block.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, (kind.name, name)
+
+
+def test_adapters_on_a_frozen_base_are_replayed() -> None:
+    """Of the per-token layers a forward pass and one backward, and the adapters' own; of attention as ever."""
+    pytest.importorskip("peft")
+    plan = kf.plan(LENGTHS, "g1n8", WIDTH, 1.0)
+    replayer = Replayer(CONFIG, CPU, torch.float32, False, "lora")
+    for rank, share in enumerate(shares_of(plan, 8, 8, text_of(plan))):
+        token_flops, attention_flops = counted_flops(replayer, share)
+        of_tokens = 2 * 24 * WIDTH**2 + 96 * 16 * WIDTH
+        assert token_flops == of_tokens * plan.tokens_after[rank]
+        assert attention_flops == pytest.approx(
+            3 * (plan.workload_after[rank] - 24 * WIDTH**2 * plan.tokens_after[rank])
+        )
 
 
 @pytest.mark.usefixtures("flop_clock")
@@ -290,7 +300,7 @@ def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> Non
     assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5") == 0
     mix = kf.DataMix.parse("g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0", max_text_tokens=30)
     patches = [[sample.visual_tokens for sample in mix.draw(0, 0, rank)] for rank in range(4)]
-    plan = kf.plan(patches, "g2n2", NAMED_CONFIGS["wan-tiny"].d_model, 0.5, "greedy")
+    plan = kf.plan(patches, "g2n2", load_config("wan-tiny").d_model, 0.5, "greedy")
     none, two = json.loads(out.read_text())["variants"]
     assert two["work_per_rank"] == [plan.workload_after] and none["work_per_rank"] == [plan.workload_before]
     assert min(two["token_s"], two["attention_s"], two["exchange_s"]) > 0
@@ -363,6 +373,7 @@ def test_wrong_input_is_one_line_and_status_2(
         ([*good, "--calibration", "nowhere.json"], "nowhere.json: No such file"),
         ([*good, "--model", "flux-huge"], "model: got 'flux-huge'"),
         ([*good, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
+        ([*good, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
         ([*good, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*good, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
         ([*good, "--shard-ranks", "0"], "--shard-ranks: got '0'"),

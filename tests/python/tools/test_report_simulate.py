@@ -15,7 +15,7 @@ pytest.importorskip("knapformer._torch")
 
 def test_simulate_writes_what_it_measured(tmp_path):
     command = [
-        sys.executable, "-m", "knapformer", "simulate", "--ranks", "2", "--model", "flux-tiny", "--gamma", "0.5",
+        sys.executable, "-m", "knapformer", "simulate", "--ranks", "2", "--model", "transformer-tiny", "--gamma", "0.5",
         "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20", "--steps", "3", "--warmup", "1",
         "--topology", "g2n1", "--json", str(tmp_path / "out.json"), "--report", str(tmp_path / "out.html"),
     ]  # fmt: skip

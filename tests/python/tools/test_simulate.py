@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
-from knapformer.models import NAMED_CONFIGS
-from knapformer.models.registry import build_model, random_batch
 from knapformer.tools.measure.figures import hardware_flops_utilization
 from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.simulate.calibrate import lengths_to_measure
@@ -139,7 +138,7 @@ def test_equal_lengths_have_the_work() -> None:
 @pytest.mark.parametrize("model", ["flux-tiny", "wan-tiny"])
 def test_what_each_variant_computes(model: str) -> None:
     given = settings(
-        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=NAMED_CONFIGS[model], topologies=("g2n2",),
+        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=load_config(model), topologies=("g2n2",),
         micro_batches=3, equal_lengths=True, max_text_tokens=20,
     )  # fmt: skip
     assert variant_names(given) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
@@ -149,7 +148,7 @@ def test_what_each_variant_computes(model: str) -> None:
     assert data["g2n2"] is drawn
     mix, config = given.mix(), given.model
     for rank in range(4):  # the batches of the mix behind those of step 0
-        sizes = [[repr(s) for s in mix.draw(0, 3 + k, rank)] for k in range(3)]
+        sizes = [[repr(config.possible(s)) for s in mix.draw(0, 3 + k, rank)] for k in range(3)]
         assert [[repr(s.size) for s in of] for of in drawn.samples[rank]] == sizes
 
     def seeds(of: StepData) -> list[int]:
@@ -211,7 +210,7 @@ def settings(**changes: Any) -> SimulationSettings:
         "data": "g2b2i256f1s0",
         "topologies": ("g2n1",),
         "num_ranks": 2,
-        "model": NAMED_CONFIGS["flux-tiny"],
+        "model": load_config("flux-tiny"),
         "model_name": "flux-tiny",
     }
     return SimulationSettings(**{**fields, **changes})
@@ -243,10 +242,7 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
         ({"solver": "magic"}, "solver: got '?magic"),
         ({"scale": math.nan}, "scale: got nan"),
         ({"keep_exchanges": True, "checkpointing": False}, "keep_exchanges: got True"),
-        (
-            {"model": NAMED_CONFIGS["wan-tiny"], "max_text_tokens": 513},
-            "max_text_tokens: got 513, expected at most 512",
-        ),
+        ({"model": load_config("wan-tiny"), "max_text_tokens": 513}, "max_text_tokens: got 513, expected at most 512"),
     ],
 )
 def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
@@ -263,9 +259,9 @@ def test_lengths_to_measure_span_the_mix() -> None:
 
 
 SIMULATE = [
-    "simulate", "--ranks", "2", "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-    "--steps", "3", "--warmup", "1", "--topology", "g2n1", "--topology", "g1n2", "--topology", "g2/1n1",
-    "--peak-tflops", "0.1",
+    "simulate", "--ranks", "2", "--model", "transformer-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0",
+    "--max-text-tokens", "20", "--steps", "3", "--warmup", "1", "--topology", "g2n1",
+    "--topology", "g1n2", "--topology", "g2/1n1", "--peak-tflops", "0.1",
 ]  # fmt: skip
 
 
@@ -293,7 +289,17 @@ def check_results(path: Path, gamma: float | None) -> None:
 
 def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     done = start(
-        [sys.executable, "-m", "knapformer", *SIMULATE, "--keep-exchanges", "--json", str(tmp_path / "out.json")]
+        [
+            sys.executable,
+            "-m",
+            "knapformer",
+            *SIMULATE,
+            "--model",
+            "flux-tiny",
+            "--keep-exchanges",
+            "--json",
+            str(tmp_path / "out.json"),
+        ]
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -314,7 +320,8 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     none, shared = json.loads(out.read_text())["variants"]
     mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
-    patches = [[s.visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
+    possible = load_config("wan-tiny").possible
+    patches = [[possible(s).visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
     assert none["tokens_per_s"] == pytest.approx(sum(map(sum, patches)) / 2 / none["fbl_s"])
     assert shared["wir"] == pytest.approx(1, abs=0.05) and none["wir"] > 1.2
 
@@ -322,7 +329,8 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
 def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = [
-        *SIMULATE[:5], "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20", "--steps", "2", "--warmup", "0",
+        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+        "--steps", "2", "--warmup", "0",
         "--gamma", "0.5", "--dtype", "fp64", "--micro-batches", "3", "--topology", "g2/1n1", "--equal-lengths",
         "--cluster", "cpu", "--json", str(out),
     ]  # fmt: skip
@@ -341,6 +349,25 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
 
 
+def test_adapters_on_a_frozen_base_are_simulated(tmp_path: Path) -> None:
+    """As a calibration of them says: base and embedders are frozen, gradients are of the adapters alone."""
+    pytest.importorskip("peft")
+    calibration = Calibration(0.8, 1e-12, 64, True, 0.01, 0.2, 0.03, mode="lora")
+    (tmp_path / "lora.json").write_text(json.dumps(calibration.to_dict()))
+    out = tmp_path / "out.json"
+    arguments = [
+        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+        "--steps", "1", "--warmup", "1", "--topology", "g2/1n1", "--dtype", "fp64", "--calibration",
+        str(tmp_path / "lora.json"), "--json", str(out),
+    ]  # fmt: skip
+    done = start([sys.executable, "-m", "knapformer", *arguments])
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    none, nested = results["variants"]
+    assert results["settings"]["mode"] == "lora" and none["predicted_s"] > 0
+    assert nested["loss_difference"] < 1e-12 and nested["gradient_difference"] < 1e-11
+
+
 def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     out, samples = tmp_path / "out.json", tmp_path / "samples.csv"
@@ -348,7 +375,7 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
     command = [
         sys.executable, "-m", "knapformer", "simulate", "--lengths", str(samples), "--batch-size", "2", "--ranks", "2",
-        "--model", "flux-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
+        "--model", "transformer-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
         "--json", str(out), "--report", str(tmp_path / "out.html"),
     ]  # fmt: skip
     done = start(command)
@@ -373,8 +400,8 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
 def test_a_batch_is_joined_of_its_samples() -> None:
     """A model gets the same loss of samples drawn one by one and joined as of each alone."""
     for name in ("flux-tiny", "wan-tiny", "transformer-tiny"):
-        config = NAMED_CONFIGS[name]
-        cpu, sizes = torch.device("cpu"), [Sample(3, 12), Sample(0, 4), Sample(5, 30)]
+        config = load_config(name)
+        cpu, sizes = torch.device("cpu"), [Sample(3, 12), Sample(0, 4), Sample(5, 30)]  # possible for all
         torch.manual_seed(0)
         model = build_model(config, torch.float64)
         drawn = [
@@ -398,16 +425,7 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     ]
     calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03, node=ExchangeCost(2, 1e-5, 3e9))
     (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))
-    arguments = [
-        *SIMULATE,
-        "--calibration",
-        str(tmp_path / "calibration.json"),
-        "--model",
-        "transformer-tiny",
-        "--dtype",
-        "bf16",
-        "--no-checkpoint",
-    ]
+    arguments = [*SIMULATE, "--calibration", str(tmp_path / "calibration.json"), "--dtype", "bf16", "--no-checkpoint"]
     done = start([*torchrun, "-m", "knapformer", *arguments, "--json", str(tmp_path / "out.json")])
     assert done.returncode == 0, done.stderr
     check_results(tmp_path / "out.json", 0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from knapformer.tools.cli_args import (
@@ -31,9 +32,17 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--d-model", type=integer(1, 1 << 20), metavar="D", help="with --block: its width, in features")
     parser.add_argument(
-        "--lengths", metavar="N,N,...", help="tokens, such as 256,512,...,16384 (default: 7, by the model's width)"
+        "--lengths",
+        metavar="N,N,...|FILE",
+        help="tokens, such as 256,512,...,16384, or samples as other commands take them, over whose range 7 lengths "
+        "are measured (default: 7, by the model's width)",
     )
     add_ranks(parser, "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)")
+    parser.add_argument(
+        "--blocks-only", action="store_true",
+        help="measures no whole steps, as it does with 2 or more ranks where the model fits: what a step takes beside "
+        "its blocks is then the cluster's",
+    )  # fmt: skip
     add_count(parser, "--repeats", 10, "of each length")
     add_count(parser, "--warmup", 2, "before them")
     add_device(parser)
@@ -44,26 +53,30 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_torch()
-    from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths
+    from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths, lengths_over
+    from knapformer.tools.doctor.samples import read_samples
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     check_outputs({"--json": args.json, "--picture": args.picture})
     given = run_settings(args)
     if args.block is not None:
         given["model_name"] = args.block
-    lengths = (
-        default_lengths(args.d_model or given["model"].d_model)
-        if args.lengths is None
-        else counts(args.lengths, "--lengths", 1 << 24)
-    )
+    if args.lengths is None:
+        lengths = default_lengths(args.d_model or given["model"].d_model)
+    elif Path(args.lengths).exists():
+        lengths = lengths_over(read_samples(args.lengths, None).lengths)
+    else:
+        lengths = counts(args.lengths, "--lengths", 1 << 24)
     settings = CalibrationSettings(
         lengths=tuple(lengths),
         num_ranks=num_ranks,
         num_rounds=args.repeats,
         num_warmup_rounds=args.warmup,
         plot_path=args.picture,
+        measures_steps=not args.blocks_only and args.block is None,
         block=args.block,
         block_d_model=args.d_model,
+        mode=args.mode or "training",
         **given,
     )
     if num_ranks > 1:

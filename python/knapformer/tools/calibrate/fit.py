@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from knapformer import StateError, WorkloadFit, WorkloadModel, fit_workload
-from knapformer.calibration import Calibration, ExchangeCost
+from knapformer import StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload
+from knapformer.calibration import Calibration, ExchangeCost, FixedCost
 from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
@@ -52,6 +52,22 @@ def exchange_warnings(name: str, cost: ExchangeCost) -> list[str]:
     ]
 
 
+def token_backward(calibration: Calibration, all_train: Calibration) -> float:
+    """Of a calibration of mode "lora", in forward passes. all_train: of the same blocks, whose parameters all train."""
+    passes = TrainedModel(recomputes=all_train.recomputes).token_passes  # of which two are the backward pass
+    return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
+
+
+def step_warnings(cost: FixedCost) -> list[str]:
+    """As `fit_warnings`, of whole steps."""
+    if cost.relative_rms_error <= MAX_ERROR:
+        return []
+    return [
+        f"poor fit: whole steps are off by {cost.relative_rms_error:.0%} (RMS) from blocks and a fixed time, expected "
+        f"at most {MAX_ERROR:.0%}"
+    ]
+
+
 def calibration_of(
     lengths: Sequence[int],
     latencies_s: Sequence[float],
@@ -59,6 +75,7 @@ def calibration_of(
     d_model: int,
     *,
     recomputes: bool,
+    mode: str = "training",
     mask: str = "full",
     device: str | None = None,
 ) -> Calibration:
@@ -73,8 +90,9 @@ def calibration_of(
             "measure longer lengths, or on an idle machine"
         )
     noise = statistics.median(spreads)
+    passes = TrainedModel(recomputes=recomputes, mode=mode)
     return Calibration(
-        gamma=fit.gamma,
+        gamma=fit.gamma * passes.token_passes / passes.attention_passes,
         seconds_per_flop=fit.seconds_per_flop,
         d_model=d_model,
         recomputes=recomputes,
@@ -85,4 +103,5 @@ def calibration_of(
         warnings=tuple(fit_warnings(lengths, fit, noise, d_model, mask)),
         device=device,
         longest=max(lengths),
+        mode=mode,
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 
-from knapformer import WorkloadModel
 from knapformer.calibration import Calibration
+from knapformer.models.lora import RANK
 from knapformer.tools.calibrate.settings import CalibrationSettings
 from knapformer.tools.files import show, table_of, write_json
 from knapformer.tools.measure.figures import equal_ratios
@@ -34,18 +34,12 @@ def device_name(details: dict[str, Any]) -> str:
     return str(details["environment"]["accelerator"] or details["environment"]["processor"])
 
 
-def predicted_s(calibration: Calibration, length: int) -> float:
-    """Of one block's passes over a sequence."""
-    work = WorkloadModel(calibration.gamma).work(length, calibration.d_model, calibration.mask)
-    return calibration.seconds_per_flop * work
-
-
 def without_gamma(calibration: Calibration, times: BlockTimes) -> Calibration:
     """The best fit with attention's FLOPs counted like all others: gamma 1."""
-    model = WorkloadModel(1.0)
-    work = [model.work(length, calibration.d_model, calibration.mask) for length in times.lengths]
+    of_one = dataclasses.replace(calibration, gamma=1.0, seconds_per_flop=1.0)
+    work = [of_one.block_s(length) for length in times.lengths]
     k = sum(w * s for w, s in zip(work, times.per_block(), strict=True)) / sum(w * w for w in work)
-    return dataclasses.replace(calibration, gamma=1.0, seconds_per_flop=k)
+    return dataclasses.replace(of_one, seconds_per_flop=k)
 
 
 def _table(calibration: Calibration, times: BlockTimes) -> Group:
@@ -53,7 +47,7 @@ def _table(calibration: Calibration, times: BlockTimes) -> Group:
     rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
     table = []
     for length, kinds, block_s, spread in rows:
-        expected_s = predicted_s(calibration, length)
+        expected_s = calibration.block_s(length)
         table.append(
             {
                 "tokens": f"{length:,}",
@@ -80,6 +74,11 @@ def sentences(calibration: Calibration) -> list[str]:
         f"{calibration.flops_per_s / 1e12:.3g} TFLOP/s. The fit is off by {calibration.relative_rms_error:.1%} (RMS), "
         f"without gamma by {calibration.relative_rms_error_without_gamma:.1%}."
     ]
+    if calibration.token_backward is not None:
+        found.append(
+            f"With a frozen base and adapters of rank {RANK} a backward pass over the per-token layers costs "
+            f"{calibration.token_backward:.2f} forward passes (the cost model: 1), where all parameters train 2."
+        )
     for name, cost in (("inside the node", calibration.node), ("between nodes", calibration.network)):
         if cost is not None:
             found.append(
@@ -87,6 +86,11 @@ def sentences(calibration: Calibration) -> list[str]:
                 f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
                 f"{cost.relative_rms_error:.1%} (RMS)."
             )
+    if (fixed := calibration.fixed) is not None:
+        found.append(
+            f"A micro-batch takes {fixed.seconds * 1e3:.3g} ms beside its blocks, on {fixed.num_ranks} ranks that "
+            f"shard the model; with it whole steps are predicted to {fixed.relative_rms_error:.1%} (RMS)."
+        )
     return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]
 
 
@@ -102,8 +106,8 @@ def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> 
     half_spreads = [s * spread / 2 for s, spread in zip(measured_s, times.spreads(), strict=True)]
     for fit, colour in fits:
         name = f"predicted, gamma {fit.gamma:.3g}"
-        latency.plot(curve, [predicted_s(fit, n) for n in curve], color=colour, label=name)
-        off = [100 * (predicted_s(fit, n) / s - 1) for n, s in zip(times.lengths, measured_s, strict=True)]
+        latency.plot(curve, [fit.block_s(n) for n in curve], color=colour, label=name)
+        off = [100 * (fit.block_s(n) / s - 1) for n, s in zip(times.lengths, measured_s, strict=True)]
         error.plot(times.lengths, off, "o-", color=colour, label=name)
     latency.errorbar(
         times.lengths, measured_s, half_spreads, fmt="o", color="black", capsize=3, label="measured: median and spread"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from knapformer import ArgumentError
@@ -9,6 +10,7 @@ from knapformer.tools.launch import RunSettings
 from knapformer.tools.measure.figures import equal_ratios
 
 _NUM_LENGTHS = 7
+_NUM_STEP_LENGTHS = 5
 # Of attention's FLOPs to those of the matrix products, l / 6 d, at the shortest and the longest length.
 _ATTENTION_SHARES = (1 / 72, 8 / 9)
 
@@ -21,6 +23,14 @@ class CalibrationSettings(RunSettings):
     plot_path: str | None
     block: str | None = None  # module:function of the user's own, which is measured in the model's place
     block_d_model: int | None = None  # its width
+
+    measures_steps: bool = True  # where there are ranks, and the model fits
+
+    @property
+    def step_lengths(self) -> list[int]:
+        """Of whole steps: some of the lengths, from the shortest to the longest."""
+        every = sorted(set(self.lengths))
+        return every[:: max(1, -(-len(every) // _NUM_STEP_LENGTHS))]
 
     @property
     def d_model(self) -> int:
@@ -41,3 +51,8 @@ def default_lengths(d_model: int) -> list[int]:
     """In equal ratios, from where attention is a seventieth of the matrix products to where it is nearly as much."""
     low, high = (6 * d_model * share for share in _ATTENTION_SHARES)
     return equal_ratios(low, high, _NUM_LENGTHS)
+
+
+def lengths_over(samples: Sequence[int]) -> list[int]:
+    """In equal ratios, from the shortest sample to the longest."""
+    return sorted(set(equal_ratios(min(samples), max(samples), _NUM_LENGTHS)))

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from knapformer import StateError
-from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
+from knapformer import Cluster, StateError, plan, plan_home, predict_step
+from knapformer.calibration import Calibration, ExchangeCost, fit_exchange, fit_fixed
+from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
-from knapformer.models.registry import config_to_dict
-from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings
+from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, step_warnings, token_backward
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.measure.blocks import BlockTimes, kinds_of, time_blocks, time_works
+from knapformer.tools.cost_args import trained_model
+from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
-from knapformer.tools.measure.own_block import load_own_block, passes_of
+from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
+from knapformer.tools.measure.steps import StepTimes, fits, time_steps
 
 # Bytes of a rank's rows: from what latency decides to what the rate does.
 _EXCHANGE_ROUNDS = 20
@@ -43,37 +46,58 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
     dtype = settings.dtype or default_dtype(device)
     joined = dist.is_initialized()
     first = not joined or dist.get_rank() == 0
-    num_rounds = settings.num_rounds + settings.num_warmup_rounds
-    num_kinds = 1 if settings.block is not None else len(kinds_of(settings.model))
-    with Progress(num_rounds * num_kinds * len(settings.lengths), enabled=first) as progress:
+    # Adapters on a frozen base are measured beside the same blocks whose parameters all train.
+    works = [_works(settings, device, DTYPES[dtype], mode) for mode in dict.fromkeys((settings.mode, "training"))]
+    num_works = sum(map(len, works)) * len(settings.lengths)
+    with Progress((settings.num_rounds + settings.num_warmup_rounds) * num_works, enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (settings.num_rounds, settings.num_warmup_rounds, progress.advance)
-        if settings.block is not None:
-            own = passes_of(*load_own_block(settings.block, device, DTYPES[dtype]), settings.checkpointing)
-            times = time_works([(settings.block, 1, own)], settings.lengths, device, *rounds)
-        else:
-            times = time_blocks(
-                settings.model, settings.lengths, device, DTYPES[dtype], settings.checkpointing, *rounds
-            )  # fmt: skip
+        times = time_works([work for of_mode in works for work in of_mode], settings.lengths, device, *rounds)
         exchanges: dict[str, _ExchangeTimes] = {}
+        steps: StepTimes | None = None
         if joined:
             seconds = torch.tensor(times.seconds, dtype=torch.float64)
             dist.all_reduce(seconds)
             times = dataclasses.replace(times, seconds=(seconds / dist.get_world_size()).tolist())
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
-    if first:
-        write_report(settings, _calibration(settings, times, exchanges, device), times, {
-            "model": config_to_dict(settings.model) if settings.block is None else {"block": settings.block},
-            "dtype": dtype,
-            "num_ranks": settings.num_ranks,
-            "measured_blocks": [
-                {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
-                for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
-            ],
-            "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
-            "environment": environment(device),
-        })  # fmt: skip
+            if settings.measures_steps and fits(settings.model, device):
+                progress.describe("measuring whole steps")
+                steps = time_steps(
+                    settings.model, settings.step_lengths, device, DTYPES[dtype], settings.checkpointing, settings.mode,
+                    *rounds[:2],
+                )  # fmt: skip
+    if not first:
+        return
+    num_kinds = len(works[0])
+    calibration = _calibration(settings, times.kinds_from(0, num_kinds), exchanges, device)
+    if settings.mode == "lora":
+        all_train = _calibration(settings, times.kinds_from(num_kinds, num_kinds), {}, device, "training")
+        calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
+    if steps is not None:
+        calibration = _with_fixed(calibration, settings, steps, DTYPES[dtype])
+    times = times.kinds_from(0, num_kinds)
+    write_report(settings, calibration, times, {
+        "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
+        "dtype": dtype,
+        "num_ranks": settings.num_ranks,
+        "measured_blocks": [
+            {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
+            for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
+        ],
+        "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
+        "measured_steps": steps and dataclasses.asdict(steps),
+        "environment": environment(device),
+    })  # fmt: skip
+
+
+def _works(settings: CalibrationSettings, device: torch.device, dtype: torch.dtype, mode: str) -> list[KindOfWork]:
+    if settings.block is None:
+        return block_works(settings.model, device, dtype, settings.checkpointing, mode)
+    block, inputs = load_own_block(settings.block, device, dtype)
+    if mode == "lora":
+        train_adapters(block, [block])
+    return [(settings.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), settings.checkpointing))]
 
 
 @dataclass(frozen=True)
@@ -94,8 +118,13 @@ def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
 
 
 def _calibration(
-    settings: CalibrationSettings, times: BlockTimes, exchanges: Mapping[str, _ExchangeTimes], device: torch.device
+    settings: CalibrationSettings,
+    times: BlockTimes,
+    exchanges: Mapping[str, _ExchangeTimes],
+    device: torch.device,
+    mode: str | None = None,
 ) -> Calibration:
+    """mode: None stands for the settings'."""
     on = environment(device)
     calibration = calibration_of(
         settings.lengths,
@@ -103,6 +132,7 @@ def _calibration(
         times.spreads(),
         settings.d_model,
         recomputes=settings.checkpointing,
+        mode=mode or settings.mode,
         mask=settings.mask,
         device=str(on["accelerator"] or on["processor"]),
     )
@@ -118,3 +148,27 @@ def _calibration(
     return dataclasses.replace(
         calibration, node=costs.get("node"), network=costs.get("network"), warnings=tuple(warnings)
     )
+
+
+def _with_fixed(
+    calibration: Calibration, settings: CalibrationSettings, steps: StepTimes, dtype: torch.dtype
+) -> Calibration:
+    """What the steps took beyond what is predicted of blocks and FSDP."""
+    num_ranks = settings.num_ranks
+    cluster = calibration.cluster(Cluster("cpu")).replace(
+        fixed_s=0.0, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"])
+    )
+    model = trained_model(settings.model, dtype, settings.checkpointing).replace(
+        num_parameters=float(steps.num_parameters), shard_ranks=num_ranks, mode=settings.mode
+    )
+
+    def predicted_s(seq_lens: list[int]) -> float:
+        of = plan(
+            [seq_lens] * num_ranks, f"g1n{num_ranks}", settings.d_model, calibration, "greedy",
+            masks=settings.mask, cluster=cluster, model=model,
+        )  # fmt: skip
+        return predict_step(plan_home(of)).total_s
+
+    measured_s = [statistics.median(seconds) for seconds in steps.seconds]
+    fixed = fit_fixed([predicted_s(lens) for lens in steps.seq_lens], measured_s, num_ranks)
+    return dataclasses.replace(calibration, fixed=fixed, warnings=(*calibration.warnings, *step_warnings(fixed)))

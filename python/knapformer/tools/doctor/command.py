@@ -180,10 +180,7 @@ def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryM
     model = preset.trained_model().replace(
         **{name: getattr(cost["model"], name) for name in fields if getattr(args, name, None) is not None}
     )
-    cluster: Cluster = cost["cluster"]
-    if args.calibration is None and (args.cluster or Cluster.names()[0]) in Cluster.names():
-        # Fitted to somebody else's steps, and which part of it comes with every micro-batch is not known.
-        cluster = cluster.replace(fixed_s=0)
+    cluster = cost_args.without_foreign_fixed(args, cost["cluster"])
     d_model = args.d_model or preset.d_model
     memory = MemoryModel.of(model, d_model, num_ranks)
     if args.measured_memory is not None:

@@ -1,12 +1,11 @@
 """A model's blocks of each kind, alone and ready to run, and their times over a range of lengths. Needs torch.
 
-One block of a kind stands for all: they are alike. A model of one block is built for each, so that a model whose
-blocks together would fill many devices fits one.
+One block of a kind stands for all: they are alike. A model of as few blocks as may be is built for each, so that a
+model whose blocks together would fill many devices fits one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from knapformer import ArgumentError
+from knapformer.adapters.named import build_model
 from knapformer.models.config import BaseConfig
-from knapformer.models.model import PackedModel
-from knapformer.models.parallel import init_weights, set_checkpointing
-from knapformer.models.registry import build_model
+from knapformer.models.lora import train_adapters
+from knapformer.models.model import Draw, PackedModel
+from knapformer.models.parallel import init_weights
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
@@ -34,52 +36,67 @@ def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
     return num_tokens if config.text_limit is None else min(num_tokens, config.text_limit)
 
 
+def packed_lengths(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each length the sequences of a run."""
+    return [[n] * max(1, _TOKENS_PER_RUN[device.type] // n) for n in lengths]
+
+
 @dataclass(frozen=True)
 class BlockKind:
     name: str
     count: int  # how many of them the model has
-    model: PackedModel  # with one block, of this kind
+    model: PackedModel  # whose first block is one of them
 
-    def work(self, step: PackedStep, text_lens: Sequence[int]) -> Work:
+    @property
+    def block(self) -> nn.Module:
+        return next(block for blocks in self.model.block_lists() for block in blocks)
+
+    def work(self, step: PackedStep, text_lens: Sequence[int], checkpointing: bool) -> Work:
         """A forward (and recompute) and backward pass of the block over the chunks of `step`, ready to run.
 
         text_lens: as in PackedModel.block_inputs.
         """
         weight = next(self.model.parameters())
+        draw = Draw(torch.Generator().manual_seed(0), weight.device, weight.dtype)
 
-        def rows(count: int) -> Tensor:
-            shape = (count, self.model.config.d_model)
-            return torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True)
+        def leaf(value: Any) -> Any:
+            is_numbers = isinstance(value, Tensor) and value.is_floating_point()
+            return value.detach().requires_grad_() if is_numbers else value
 
-        (block,) = (block for blocks in self.model.block_lists() for block in blocks)
-        streams, rest = self.model.block_inputs(step, text_lens, rows)
-        gradients = [torch.ones_like(stream) for stream in streams]
-        self.model.zero_grad(set_to_none=True)
-
-        def run() -> None:
-            outputs = block(*streams, *rest)
-            torch.autograd.backward(outputs if isinstance(outputs, tuple) else (outputs,), gradients)
-
-        return run
+        inputs = map(leaf, self.model.block_inputs(step, text_lens, draw))
+        return passes(self.block, tuple(inputs), checkpointing)
 
 
-def kinds_of(config: BaseConfig) -> list[tuple[str, int, Any]]:
-    """Name and number of a model's blocks of each kind, and the configuration with one of them alone."""
-    fields = config.block_counts.values()
-    kinds = [
-        (name, getattr(config, field), dataclasses.replace(config, **{other: int(other == field) for other in fields}))  # type: ignore[type-var]
-        for name, field in config.block_counts.items()
-    ]
-    return [kind for kind in kinds if kind[1] > 0]
+def passes(block: nn.Module, inputs: tuple[Any, ...], checkpointing: bool) -> Work:
+    """A forward (and recompute) and backward pass, ready to run. The block returns a tensor, or a tuple of them."""
+    block.zero_grad(set_to_none=True)
+
+    def run() -> None:
+        if checkpointing:
+            outputs = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            outputs = block(*inputs)
+        found = [outputs] if isinstance(outputs, Tensor) else outputs if isinstance(outputs, (tuple, list)) else []
+        tensors = [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.requires_grad]
+        if not tensors:
+            got = type(outputs).__name__
+            raise ArgumentError(f"block: got an output of {got}, expected tensors that need gradients")
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+    return run
 
 
-def build_kinds(config: BaseConfig, dtype: torch.dtype, device: torch.device, checkpointing: bool) -> list[BlockKind]:
+def build_kinds(
+    config: BaseConfig, device: torch.device, dtype: torch.dtype, mode: str = "training"
+) -> list[BlockKind]:
+    """mode: "training", or "lora", adapters on a frozen base."""
     kinds = []
-    for name, count, alone in kinds_of(config):
-        model = build_model(alone, dtype, device)
-        init_weights(model)
-        set_checkpointing(model, checkpointing)
-        kinds.append(BlockKind(name, count, model))
+    for name, count in config.block_counts.items():
+        kind = BlockKind(name, count, build_model(config.alone(name), dtype, device))
+        if mode == "lora":
+            train_adapters(kind.model, [kind.block])
+        init_weights(kind.model)
+        kinds.append(kind)
     return kinds
 
 
@@ -99,43 +116,45 @@ class BlockTimes:
             for column in zip(*self.seconds, strict=True)
         ]
 
+    def kinds_from(self, first: int, count: int) -> BlockTimes:
+        """Of so many kinds alone."""
+        of = slice(first, first + count)
+        return BlockTimes(self.kinds[of], self.lengths, self.seconds[of])
+
     def spreads(self) -> list[float]:
         """For each length the relative spread of its rounds, of the kind where that is largest."""
         return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]
 
 
-def time_blocks(
-    config: BaseConfig,
-    lengths: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    num_rounds: int,
-    num_warmup_rounds: int = 1,
-    on_done: Callable[[], None] = lambda: None,
-) -> BlockTimes:
-    """on_done is called after each of kinds x lengths x rounds measurements."""
-    kinds = build_kinds(config, dtype, device, checkpointing)
+KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
+
+
+def block_works(
+    config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+) -> list[KindOfWork]:
+    """Of each kind of block, as time_works takes it."""
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=config.mask)
-        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens])
+        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens], checkpointing)
 
-    works = [(kind.name, kind.count, partial(work, kind)) for kind in kinds]
-    return time_works(works, lengths, device, num_rounds, num_warmup_rounds, on_done)
+    return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
 
 
 def time_works(
-    kinds: Sequence[tuple[str, int, Callable[[list[int]], Work]]],
+    kinds: Sequence[KindOfWork],
     lengths: Sequence[int],
     device: torch.device,
     num_rounds: int,
     num_warmup_rounds: int = 1,
     on_done: Callable[[], None] = lambda: None,
 ) -> BlockTimes:
-    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences."""
-    counts = [max(1, _TOKENS_PER_RUN[device.type] // length) for length in lengths]
-    packed = [[n] * count for n, count in zip(lengths, counts, strict=True)]
+    """kinds: name, how many blocks of it the model has, and what prepares its passes over packed sequences.
+
+    on_done is called after each of kinds x lengths x rounds measurements.
+    """
+    packed = packed_lengths(lengths, device)
+    counts = [len(seq_lens) for seq_lens in packed]
     prepare = [partial(work, seq_lens) for _, _, work in kinds for seq_lens in packed]
     rounds = measured_rounds(prepare, device, num_rounds, num_warmup_rounds, on_done)
     per_sequence = [[s / counts[i % len(counts)] for s in times] for i, times in enumerate(rounds)]

@@ -30,6 +30,14 @@ def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1)
     return torch.device("cpu")
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Of a rank: its accelerator's, or its share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def default_dtype(device: torch.device) -> str:
     """Of knapformer.models.parallel.DTYPES."""
     return "bf16" if device.type == "cuda" else "fp32"

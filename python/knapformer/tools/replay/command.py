@@ -58,8 +58,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     check_outputs({"--json": args.json, "--report": args.report})
+    from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
-    from knapformer.models.registry import config_to_dict, load_config
     from knapformer.tools.measure.device import default_dtype, use_device
     from knapformer.tools.measure.environment import environment
 
@@ -82,8 +82,9 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.tools.replay.results import Variant
     from knapformer.tools.replay.shares import shares_of
 
-    replayer = Replayer(config, device, DTYPES[dtype], args.recomputes)
-    model = model.replace(num_parameters=replayer.num_parameters)
+    mode = cli_args.mode_of(args, model.mode)
+    replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
+    model = model.replace(num_parameters=replayer.num_parameters, mode=mode)
     shares = [
         share
         for way in ways
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     result = {
         "format": _FORMAT,
         "version": 2,
-        "model": config_to_dict(config),
+        "model": config.to_dict(),
         "dtype": dtype,
         "num_ranks": variants[0].plans[0][0].num_ranks,
         "micro_batches": len(variants[0].plans[0]) if variants[-1].planned_whole else None,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from knapformer.models.attention import PackedAttention
 from knapformer.models.config import BaseConfig
-from knapformer.models.step import PackedStep
+from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 from knapformer.tools.replay.results import RankSeconds
@@ -43,7 +43,7 @@ class _PassThrough(torch.autograd.Function):
 class _TokenLayers(PackedStep):
     """A step whose blocks compute everything but attention."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         return cast(Tensor, _PassThrough.apply(q, k, v))  # type: ignore[no-untyped-call]
 
 
@@ -60,20 +60,17 @@ class _Piece:
 class Replayer:
     """A model's blocks, one of each kind, on a device."""
 
-    def __init__(self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> None:
+    def __init__(
+        self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+    ) -> None:
         self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
-        self._kinds = build_kinds(config, dtype, device, checkpointing)
+        self._kinds = build_kinds(config, device, dtype, mode)
         self._attend = PackedAttention(config.mask)
 
     @property
     def num_parameters(self) -> int:
         """Of all blocks of the model."""
-        return sum(
-            kind.count * parameter.numel()
-            for kind in self._kinds
-            for blocks in kind.model.block_lists()
-            for parameter in blocks.parameters()
-        )
+        return sum(kind.count * parameter.numel() for kind in self._kinds for parameter in kind.block.parameters())
 
     def num_measurements(self, shares: Sequence[RankShare]) -> int:
         """In a round."""
@@ -85,7 +82,8 @@ class Replayer:
             if share.chunk_lens:
                 step = _TokenLayers(share.chunk_lens, self._config.d_model)
                 for kind in self._kinds:
-                    pieces.append(_Piece(index, "token_s", kind.count, partial(kind.work, step, share.text_lens)))
+                    work = partial(kind.work, step, share.text_lens, self._checkpointing)
+                    pieces.append(_Piece(index, "token_s", kind.count, work))
             for attention in share.attention:
                 field = "whole_attention_s" if attention.degree == 1 else "shared_attention_s"
                 pieces.append(_Piece(index, field, self._config.depth, partial(self._attention_work, attention)))

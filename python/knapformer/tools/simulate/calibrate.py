@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from knapformer import WorkloadFit, fit_workload
 from knapformer.models.config import BaseConfig
-from knapformer.tools.measure.blocks import time_blocks
+from knapformer.tools.measure.blocks import block_works, time_works
 from knapformer.tools.measure.figures import equal_ratios
 
 _NUM_LENGTHS = 5
@@ -29,14 +29,19 @@ def lengths_to_measure(seq_lens: Sequence[int]) -> list[int]:
 
 
 def fit_blocks(
-    config: BaseConfig, seq_lens: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool
+    config: BaseConfig,
+    seq_lens: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    mode: str = "training",
 ) -> WorkloadFit:
     """Forward and backward of the model's blocks, at lengths between those of `seq_lens` (tokens).
 
     Collective over the world; returns the same on every rank. Raises StateError where the times contradict the model.
     """
     lengths = lengths_to_measure(seq_lens)
-    times = time_blocks(config, lengths, device, dtype, checkpointing, _NUM_ROUNDS)
+    times = time_works(block_works(config, device, dtype, checkpointing, mode), lengths, device, _NUM_ROUNDS)
     best = torch.tensor(times.per_block(min))
     dist.all_reduce(best)
     return fit_workload(lengths, (best / dist.get_world_size()).tolist(), config.d_model, config.mask)

@@ -77,13 +77,14 @@ def run(args: argparse.Namespace) -> None:
         num_repeats=args.repeats,
         solver=args.solver,
         gamma=gamma,
-        cluster=cluster,
+        cluster=cost_args.without_foreign_fixed(args, cluster),
         shard_ranks=model.shard_ranks,
         predicts=args.calibration is not None or args.cluster is not None,
         seed=args.seed,
         keep_exchanges=args.keep_exchanges,
         peak_tflops=args.peak_tflops,
         report_path=args.report,
+        mode=cli_args.mode_of(args, model.mode),
         **cli_args.run_settings(args),
     )
     cost_args.warn_if_far(args, settings.model.d_model, cli_args.longest_of(settings.draw(0).seq_lens_of_step()))

@@ -67,7 +67,7 @@ class StepData:
         equal = equal_lengths(math.fsum(map(work, lens)) / num_lists, count, work)
         text_tokens = [int(text_per_token * length) for length in equal]
         visual_tokens = equal if config.text_beside else [n - text for n, text in zip(equal, text_tokens, strict=True)]
-        alike = [Sample(*of) for of in zip(text_tokens, visual_tokens, strict=True)]
+        alike = [config.possible(Sample(*of)) for of in zip(text_tokens, visual_tokens, strict=True)]
         first_seed = self.samples[0][0][0].seed if self.samples[0][0] else 0
         return StepData(
             config,

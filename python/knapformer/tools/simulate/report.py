@@ -43,7 +43,7 @@ def write_report(
         return {**of, "predicted_s": _predicted_s(settings, variant, model)} if settings.predicts else of
 
     model = trained_model(settings.model, dtype, settings.checkpointing).replace(
-        num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
+        mode=settings.mode, num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
     )
     of_variants = [figures_of(variant) for variant in variants]
     fitted = ("seconds_per_flop", "gamma", "relative_rms_error")
@@ -98,8 +98,8 @@ def _variants(settings: SimulationSettings, gamma: float, measured: list[Measure
 
 
 def _predicted_s(settings: SimulationSettings, variant: Variant, model: TrainedModel) -> float:
-    """The mean step. What no calibration measures is left out."""
-    cluster = settings.cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
+    """The mean step."""
+    cluster = settings.cluster.replace(host_s_per_piece=0.0)  # ours copies no pieces one by one
 
     def step_s(plan: Plan) -> float:
         return predict_step(plan, cluster, model).total_s

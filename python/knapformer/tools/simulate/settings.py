@@ -10,7 +10,6 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Sample, StepPlan, Topology, TrainedModel, plan
 from knapformer._core import DEFAULT_GAMMA
-from knapformer.models.registry import config_to_dict
 from knapformer.tools.cli_args import batches_of_step
 from knapformer.tools.launch import RunSettings
 from knapformer.tools.simulate.data import SeededSample, StepData
@@ -109,7 +108,8 @@ class SimulationSettings(RunSettings):
         first_seed = (self.seed * 1_000_003 + step) * 65_537
         seeds = (seed % (1 << 63) for seed in itertools.count(first_seed))
         return StepData(
-            self.model, [[[SeededSample(size, next(seeds)) for size in of] for of in of_rank] for of_rank in sizes]
+            self.model,
+            [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
         )
 
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float, **others: Any) -> Plan:
@@ -138,7 +138,11 @@ class SimulationSettings(RunSettings):
     def trained(self) -> TrainedModel:
         model = self.model
         return TrainedModel(
-            num_blocks=model.depth, num_parameters=0.0, recomputes=self.checkpointing, num_heads=model.num_heads
+            num_blocks=model.depth,
+            num_parameters=0.0,
+            recomputes=self.checkpointing,
+            num_heads=model.num_heads,
+            mode=self.mode,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +153,6 @@ class SimulationSettings(RunSettings):
             "lengths": len(self.lengths),
             "ways": list(self.ways),
             "topologies": list(self.topologies),
-            "model": config_to_dict(self.model),
+            "model": self.model.to_dict(),
             "cluster": self.cluster.to_dict(),
         }

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
 from knapformer._core import DEFAULT_GAMMA
+from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.model import PackedModel
-from knapformer.models.parallel import DTYPES, init_weights, set_checkpointing, shard_model
-from knapformer.models.registry import build_model, random_batch
+from knapformer.models.parallel import DTYPES
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
+from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
@@ -52,14 +52,18 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         if gamma is None:
             progress.describe("fitting gamma to this machine")
             seq_lens = [n for lens in settings.draw(0).seq_lens_of_step() for n in lens]
-            fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing)
+            fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing, settings.mode)
             if plausible(fit.gamma):
-                gamma = fit.gamma
+                passes = settings.trained()
+                gamma = fit.gamma * passes.token_passes / passes.attention_passes
             else:
                 gamma = DEFAULT_GAMMA
                 progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
-        model = _sharded_model(settings, device, dtype)
+        model = sharded_model(
+            settings.model, device, dtype, settings.checkpointing, settings.mode,
+            keep_exchanges=settings.keep_exchanges, seed=settings.seed,
+        )  # fmt: skip
         variants = Variants(settings, gamma)
         balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
         balancers |= {
@@ -103,19 +107,6 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
 def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
     """Plans as settings.plan does. Collective over the world."""
     return SequenceBalancer(topology, mask=settings.model.mask, **settings.planning(gamma))
-
-
-def _sharded_model(settings: SimulationSettings, device: torch.device, dtype: torch.dtype) -> PackedModel:
-    """Never whole on a rank: built without memory, sharded, then filled."""
-    # Parameters are kept in float32 where bfloat16 is computed in.
-    kept = torch.float32 if dtype == torch.bfloat16 else dtype
-    model = build_model(settings.model, kept, "meta")
-    set_checkpointing(model, settings.checkpointing, keep_exchanges=settings.keep_exchanges)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    shard_model(model, mesh, dtype if dtype != kept else None)
-    model.to_empty(device=device)
-    init_weights(model, settings.seed)
-    return model
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
@@ -193,7 +184,8 @@ def _timed_step(
 
 def _gradient_norm(model: PackedModel) -> float:
     """Over the shards of all ranks."""
-    shards = [cast(DTensor, parameter.grad).to_local() for parameter in model.parameters()]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    shards = [cast(DTensor, parameter.grad).to_local() for parameter in trained]
     squares = torch.stack([shard.double().square().sum() for shard in shards]).sum()
     dist.all_reduce(squares)
     return math.sqrt(squares.item())

@@ -1,0 +1,135 @@
+"""The configuration of a model of diffusers that has an adapter: the arguments of its class, in diffusers' words."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from knapformer import ArgumentError, Sample
+from knapformer.adapters.adapter import Adapter, grid_of
+from knapformer.adapters.model import DiffusersModel, SampleBatch, random_batch
+from knapformer.adapters.registry import adapter_named
+from knapformer.models.config import BaseConfig, checked_field, expect
+from knapformer.models.model import Draw
+
+
+class DiffusersConfig(BaseConfig):
+    """Of a class of diffusers, by its name. Every field is an attribute, too: config.num_layers.
+
+    fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
+    has no adapter, or a field is wrong.
+    """
+
+    def __init__(self, class_name: str, **fields: Any) -> None:
+        defaults = _defaults_of(class_name)
+        for name in fields:
+            if name not in defaults:
+                raise ArgumentError(f"got unknown field {name!r}, expected some of {', '.join(sorted(defaults))}")
+        self.class_name = class_name
+        self.adapter: type[Adapter] = adapter_named(class_name)
+        counts = self.adapter.block_counts.values()
+        self.fields = {
+            name: checked_field(name, fields.get(name, default), default, low=0 if name in counts else 1)
+            for name, default in defaults.items()
+        }
+        expect(self.depth > 0, next(reversed(counts)), 0, "at least one block")
+        axes = self.fields.get("axes_dims_rope")
+        even = f"even numbers that add up to attention_head_dim, {self.head_dim}"
+        expect(axes is None or sum(axes) == self.head_dim, "axes_dims_rope", axes, even)
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DiffusersConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def replace(self, **fields: Any) -> DiffusersConfig:
+        return DiffusersConfig(self.class_name, **{**self.fields, **fields})
+
+    @property
+    def d_model(self) -> int:
+        return int(self.num_heads * self.attention_head_dim)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.num_attention_heads)
+
+    @property
+    def block_counts(self) -> dict[str, int]:
+        counts = {kind: self.fields[field] for kind, field in self.adapter.block_counts.items()}
+        return {kind: count for kind, count in counts.items() if count > 0}
+
+    @property
+    def text_beside(self) -> bool:
+        return self.adapter.text_beside
+
+    @property
+    def text_limit(self) -> int | None:
+        return _MAX_TEXT_TOKENS if self.text_beside else None
+
+    @property
+    def rows_of_token(self) -> int:
+        """Of a prediction: pixels of latents, or a row for each token."""
+        return math.prod(self._patch) if self.adapter.of_grids else 1
+
+    @property
+    def out_width(self) -> int:
+        """Numbers of such a row."""
+        channels = self.out_channels or self.in_channels
+        return int(channels if self.adapter.of_grids else channels * math.prod(self._patch))
+
+    @property
+    def _patch(self) -> tuple[int, ...]:
+        size = self.patch_size
+        return size if isinstance(size, tuple) else (size, size)
+
+    def alone(self, kind: str) -> DiffusersConfig:
+        counts = dict.fromkeys(self.adapter.block_counts.values(), 0)
+        return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.fewest_blocks})
+
+    def possible(self, sample: Sample, *, at_least: bool = False) -> Sample:
+        """at_least: of no fewer tokens."""
+        if not self.adapter.of_grids:
+            return sample
+        return Sample(sample.text_tokens, math.prod(grid_of(sample.visual_tokens, at_least=at_least)))
+
+    def build(self) -> DiffusersModel:
+        return DiffusersModel(self, _class_of(self.class_name)(**self.fields))
+
+    def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
+        return random_batch(self, samples, draw)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As diffusers writes it to config.json."""
+        return {"_class_name": self.class_name, **self.fields}
+
+
+_MAX_TEXT_TOKENS = 512  # the default of `balance`
+
+
+def _class_of(class_name: str) -> Any:
+    try:
+        diffusers = importlib.import_module("diffusers")
+    except ImportError:
+        raise ArgumentError(
+            f"{class_name} is a model of diffusers, which is not installed: pip install 'knapformer[models]', or take "
+            "transformer-demo, which needs none"
+        ) from None
+    return getattr(diffusers, class_name)
+
+
+@functools.cache
+def _defaults_of(class_name: str) -> dict[str, Any]:
+    arguments = inspect.signature(_class_of(class_name).__init__).parameters
+    return {name: argument.default for name, argument in arguments.items() if name != "self"}

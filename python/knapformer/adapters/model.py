@@ -1,0 +1,108 @@
+"""A balanced model of diffusers in the form in which models are simulated, calibrated and replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer import Sample
+from knapformer.adapters.adapter import Adapter, Home
+from knapformer.adapters.balance import balance, set_balancer
+from knapformer.adapters.samples import Samples
+from knapformer.models.model import Draw, PackedModel
+from knapformer.models.step import PackedStep
+
+if TYPE_CHECKING:
+    from knapformer.balancer import SequenceBalancer
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleBatch:
+    """Not a dict or list itself, so that FSDP leaves the precision of its tensors alone."""
+
+    samples: list[dict[str, Any]]  # the arguments of diffusers' forward
+    seq_lens: list[int]  # tokens of each, as they are planned
+
+
+class DiffusersModel(PackedModel):
+    """SampleBatch -> (tokens, channels), of images and videos (pixels, channels), of all samples."""
+
+    def __init__(self, config: Any, transformer: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = balance(transformer)
+
+    @property
+    def _adapter(self) -> Adapter:
+        return self.config.adapter(self.config.text_limit or 0)  # type: ignore[no-any-return]
+
+    def forward(self, batch: SampleBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
+        set_balancer(self.transformer, balancer)
+        predictions = self.transformer(batch.samples, planned=planned)
+        if not predictions:
+            none: Tensor = predictions.zero.expand(0, self.config.out_width)  # which carries the graph
+            return none
+        return torch.cat([rows_of(prediction) for prediction in predictions])
+
+    def block_lists(self) -> list[nn.ModuleList]:
+        return [getattr(self.transformer, name) for name in self.config.adapter.blocks]
+
+    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
+        """Those of random samples of these lengths, up to the first call of a block."""
+        text_beside = self.config.text_beside
+        sizes = [
+            Sample(text, length if text_beside else length - text)
+            for text, length in zip(text_lens, step.chunk_lens, strict=True)
+        ]
+        adapter = self._adapter
+        with torch.no_grad():
+            home = self._embedded(adapter, sizes, draw)
+            chunks = adapter.chunks(self.transformer, step, home.x, home.features, home.sequence_features)
+            try:
+                adapter.compute(self.transformer, home.x, home.sequence_features, chunks, _stop_at)
+            except _Reached as reached:
+                return reached.arguments
+        raise AssertionError("a model without blocks")
+
+    def _embedded(self, adapter: Adapter, sizes: Sequence[Sample], draw: Draw) -> Home:
+        """A model of grids takes no sample of any number of tokens: then the first rows of a larger one."""
+        possible = [self.config.possible(size, at_least=True) for size in sizes]
+        samples = [adapter.random_sample(self.config, size, draw) for size in possible]
+        like = adapter.input_weight(self.transformer)
+        home = adapter.embed(self.transformer, Samples(samples, adapter.required, adapter.optional, like))
+        lens = [self.config.planned_tokens(size) for size in sizes]
+        if home.seq_lens == lens:
+            return home
+        kept = [torch.arange(n) < length for n, length in zip(home.seq_lens, lens, strict=True)]
+        rows = torch.cat(kept).nonzero().squeeze(1)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, rows.to(tensor.device))
+
+        return dataclasses.replace(home, x=cut(home.x), seq_lens=lens, features=[cut(t) for t in home.features])
+
+
+class _Reached(Exception):
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+
+def _stop_at(block: nn.Module, *arguments: Any) -> Any:
+    raise _Reached(arguments)
+
+
+def rows_of(prediction: Tensor) -> Tensor:
+    """(1, tokens, channels), or (1, channels, sizes ...) -> (tokens or pixels, channels)."""
+    return prediction[0] if prediction.ndim == 3 else prediction[0].flatten(1).t()
+
+
+def random_batch(config: Any, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
+    """See BaseConfig. of_grids: of sizes that are `possible`."""
+    drawn = [config.adapter.random_sample(config, size, draw) for size in samples]
+    rows = sum(size.visual_tokens for size in samples) * config.rows_of_token
+    batch = SampleBatch(drawn, [config.planned_tokens(size) for size in samples])
+    return batch, draw.normal(rows, config.out_width)

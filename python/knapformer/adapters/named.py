@@ -1,0 +1,114 @@
+"""Models by name: sizes of diffusers' models and of the plain transformer, for commands, benchmarks and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer import ArgumentError, Sample
+from knapformer.adapters import registry
+from knapformer.adapters.config import DiffusersConfig
+from knapformer.json_file import read_json
+from knapformer.models.config import BaseConfig
+from knapformer.models.model import Draw, PackedModel
+from knapformer.models.transformer import TransformerConfig
+
+_PLAIN: dict[str, TransformerConfig] = {
+    "transformer": TransformerConfig(),
+    "transformer-demo": TransformerConfig(num_blocks=3, d_model=256, num_heads=4, num_kv_heads=4),
+    "transformer-tiny": TransformerConfig(
+        num_blocks=2, d_model=32, num_heads=4, num_kv_heads=2, in_channels=8, out_channels=6
+    ),
+}
+
+
+def config_names() -> list[str]:
+    """Needs no diffusers."""
+    return [*(name for of in registry.names() for name in registry.adapter_named(of).named_configs), *_PLAIN]
+
+
+def load_config(name_or_path: str) -> Any:
+    """A named configuration, or one from a JSON file (a name that ends in .json or holds a slash).
+
+    Raises ArgumentError for an unknown name, wrong content, or where diffusers is missing; OSError where the file
+    cannot be read.
+    """
+    if name_or_path in _PLAIN:
+        return _PLAIN[name_or_path]
+    for class_name in registry.names():
+        fields = registry.adapter_named(class_name).named_configs.get(name_or_path)
+        if fields is not None:
+            return _named(f"model: {name_or_path}", class_name, fields)
+    if not name_or_path.endswith(".json") and "/" not in name_or_path:
+        names = ", ".join(config_names())
+        raise ArgumentError(f"model: got {name_or_path!r}, expected one of {names}, or a path to a .json file")
+    return config_from_dict(read_json(name_or_path, "model"))
+
+
+def config_from_dict(given: object) -> Any:
+    """diffusers' config.json, or {"kind": "transformer", ...}: fields that differ from the defaults.
+
+    Raises ArgumentError, naming the field.
+    """
+    if not isinstance(given, dict):
+        raise ArgumentError(f"model: got {type(given).__name__}, expected a JSON object")
+    if isinstance(class_name := given.get("_class_name"), str):
+        return _named("model", class_name, {name: of for name, of in given.items() if not name.startswith("_")})
+    if given.get("kind") != "transformer":
+        expected = "'transformer', or a config.json of diffusers, with its '_class_name'"
+        raise ArgumentError(f"model: kind: got {given.get('kind')!r}, expected {expected}")
+    fields = {name: of for name, of in given.items() if name != "kind"}
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in fields:
+        if name not in known:
+            raise ArgumentError(f"model: got unknown field {name!r}, expected some of {', '.join(sorted(known))}")
+    try:
+        return TransformerConfig(**fields)
+    except ArgumentError as error:
+        raise ArgumentError(f"model: {error}") from None
+
+
+def _named(where: str, class_name: str, fields: dict[str, Any]) -> DiffusersConfig:
+    try:
+        return DiffusersConfig(class_name, **fields)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from None
+
+
+def build_model(
+    config: BaseConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PackedModel:
+    """With weights as torch draws them; on the device "meta" without any: see `materialize`.
+
+    Parameters have the dtype. Buffers keep theirs: they are tables of positions, whose precision models rely on.
+    """
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.detach().to(device, dtype), parameter.requires_grad)
+        register(module, name, parameter)
+
+    # As modules are made, so that no rank ever holds a large model whole, in float32, on its host.
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    try:
+        model = config.build()
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return model if torch.device(device).type == "meta" else model.to(device)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Memory, of any content, for what is on the device "meta", which may be sharded; buffers go there as they are."""
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def random_batch(
+    config: BaseConfig, samples: Sequence[Sample], seed: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """A batch of samples of these sizes, and its target. The same arguments give the same numbers."""
+    return config.random_batch(samples, Draw(torch.Generator().manual_seed(seed), device, dtype))

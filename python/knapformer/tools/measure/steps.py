@@ -1,0 +1,108 @@
+"""A model as it is trained, sharded over the ranks, and the times of whole steps. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from knapformer import Sample
+from knapformer.adapters.named import build_model, materialize, random_batch
+from knapformer.models.config import BaseConfig
+from knapformer.models.lora import train_adapters
+from knapformer.models.model import PackedModel
+from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
+from knapformer.tools.measure.blocks import packed_lengths, typical_text_tokens
+from knapformer.tools.measure.device import memory_bytes
+from knapformer.tools.measure.timing import Work, measured_rounds
+
+
+def sharded_model(
+    config: BaseConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    mode: str = "training",
+    *,
+    keep_exchanges: bool = False,
+    seed: int = 0,
+) -> PackedModel:
+    """Over all ranks of the world. Never whole on a rank: built without memory, sharded, then filled. Collective.
+
+    mode: "training", or "lora" with adapters on a frozen base.
+    """
+    # Parameters are kept in float32 where bfloat16 is computed in.
+    kept = torch.float32 if dtype == torch.bfloat16 else dtype
+    model = build_model(config, kept, "meta")
+    if mode == "lora":
+        train_adapters(model, (block for blocks in model.block_lists() for block in blocks))
+    set_checkpointing(model, checkpointing, keep_exchanges=keep_exchanges)
+    shard_model(model, init_device_mesh(device.type, (dist.get_world_size(),)), dtype if dtype != kept else None)
+    materialize(model, device)
+    init_weights(model, seed)
+    return model
+
+
+def fits(config: BaseConfig, device: torch.device) -> bool:
+    """Whether parameters and their gradients, sharded over the world, take at most half of each rank's memory.
+    Collective."""
+    num_parameters = sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
+    smallest = torch.tensor(memory_bytes(device))
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return 2 * 4 * num_parameters / dist.get_world_size() <= smallest.item() / 2
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of steps of one micro-batch in which every rank has the same lengths, so that none waits for another."""
+
+    num_parameters: int  # of the blocks
+    seq_lens: list[list[int]]  # of a rank in each step
+    seconds: list[list[float]]  # of each step, a round each: forward, recompute and backward of the slowest rank
+
+
+def time_steps(
+    config: BaseConfig,
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    mode: str,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    on_done: Callable[[], None] = lambda: None,
+) -> StepTimes:
+    """Steps over about these lengths, short ones packed as `time_blocks` packs them. Collective over the world.
+
+    on_done is called after each of lengths x rounds measurements.
+    """
+    model = sharded_model(config, device, dtype, checkpointing, mode)
+
+    def step(samples: Sequence[Sample]) -> Work:
+        batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
+        for parameter in model.parameters():
+            parameter.grad = None
+        dist.barrier()
+
+        def run() -> None:
+            (model(batch) - target).square().mean().backward()
+
+        return run
+
+    def sample(length: int) -> Sample:
+        text_tokens = typical_text_tokens(config, length)
+        return config.possible(Sample(text_tokens, length if config.text_beside else length - text_tokens))
+
+    drawn = [[sample(n) for n in packed] for packed in packed_lengths(lengths, device)]
+    rounds = measured_rounds([partial(step, of) for of in drawn], device, num_rounds, num_warmup_rounds, on_done)
+    seconds = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return StepTimes(
+        sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters()),
+        [[config.planned_tokens(size) for size in of] for of in drawn],
+        seconds.tolist(),
+    )
