@@ -22,7 +22,7 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 
 /// Checked before other ranks depend on them, so that the error names this rank's own mistake.
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
-                            Rank rank) {
+                            std::span<const double> work, Rank rank) {
   const auto count = static_cast<int64_t>(seq_lens.size());
   GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1), rank.value)};
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
@@ -30,6 +30,11 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
     throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
   }
   for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
+  if (!work.empty() && work.size() != seq_lens.size()) {
+    throw_argument("work", text(work.size(), " numbers"), text("one for each of the ", count, " sequences, or none"));
+  }
+  for (size_t s = 0; s < work.size(); ++s) check_range(text("work[", s, "]"), work[s], 1 / kMaxMagnitude);
+  own.work.assign(work.begin(), work.end());
   return own;
 }
 
@@ -272,10 +277,11 @@ const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
 
 SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens,
                                                             int64_t d_model, std::span<const Mask> masks,
+                                                            std::span<const double> work,
                                                             const std::optional<StepShape>& shape) {
   return collective([&] {
     RECORD_USER_SCOPE(text("knapformer::", call));
-    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, rank_);
+    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, work, rank_);
     lengths.observed = {feedback_.take()};
     const BalancerOptions options = learned_options();
     begin_step(call, shape);
@@ -285,14 +291,14 @@ SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view cal
 }
 
 const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
-                                           std::span<const Mask> masks) {
-  take_up(gather_and_plan("plan_routing", seq_lens, d_model, masks, {}));
+                                           std::span<const Mask> masks, std::span<const double> work) {
+  take_up(gather_and_plan("plan_routing", seq_lens, d_model, masks, work, {}));
   return plan();
 }
 
 const StepPlan& SequenceBalancer::plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
-                                            std::span<const Mask> masks) {
-  take_up(gather_and_plan("plan_step", seq_lens, d_model, masks, shape));
+                                            std::span<const Mask> masks, std::span<const double> work) {
+  take_up(gather_and_plan("plan_step", seq_lens, d_model, masks, work, shape));
   return *step_plan_;
 }
 
@@ -334,7 +340,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
                                                                                   const AheadOptions& options) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
-    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks, rank_);
+    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks, options.work, rank_);
     own.statuses = {status_of(options)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();

@@ -78,15 +78,17 @@ class SequenceBalancer {
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;
 
   /// Gathers all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width
-  /// of the blocks, in features. masks: of each sequence, where they differ from options.mask; or empty. The plan
+  /// of the blocks, in features. masks: of each sequence, where they differ from options.mask; or empty. work: of each
+  /// sequence, in place of the formula's (PlanInput::give_work); or empty, on all ranks that have sequences. The plan
   /// before is forgotten; exchanges that ran under it keep their backward. Where these lengths cannot keep
   /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
-  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
+  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {},
+                           std::span<const double> work = {});
 
   /// Gathers all ranks' lengths of an optimizer step, once, and plans its micro-batches together. The rest as in
   /// plan_routing, but that no plan is in force before follow_micro_batch.
   const StepPlan& plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
-                            std::span<const Mask> masks = {});
+                            std::span<const Mask> masks = {}, std::span<const double> work = {});
   /// Makes a micro-batch's plan of the last step the one in force: route takes this rank's sequences of it, in their
   /// order. Any number of times, in any order, the same on all ranks; nothing is exchanged.
   const Plan& follow_micro_batch(int64_t micro_batch);
@@ -101,6 +103,7 @@ class SequenceBalancer {
   class PlanningAhead;
   struct AheadOptions {
     std::vector<Mask> masks = {};                 // as in plan_routing
+    std::vector<double> work = {};                // likewise
     bool ended = false;                           // this rank's data has ended: see PlanningAhead::num_ended
     std::optional<std::string> failure = {};      // its data has failed, and why: finish_planning throws on all ranks
     std::optional<StepShape> step = {};           // plan an optimizer step, as plan_step does
@@ -226,7 +229,8 @@ class SequenceBalancer {
   static void make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
                           std::optional<ExchangeEngine> engine);
   Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
-                          std::span<const Mask> masks, const std::optional<StepShape>& shape);
+                          std::span<const Mask> masks, std::span<const double> work,
+                          const std::optional<StepShape>& shape);
   /// Waits for what was started. Collective where lengths did not fit.
   Planned await(PlanningAhead& ahead);
   Planned finish(PlanningAhead& ahead);

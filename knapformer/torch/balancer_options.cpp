@@ -9,7 +9,7 @@ namespace knapformer {
 namespace {
 
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 2;
+constexpr int32_t kProtocolVersion = 3;
 
 /// Of the shortest text that reads back as the same number.
 std::string exact_text(double value) {
@@ -50,6 +50,7 @@ PlanInput plan_input(const BalancerOptions& options, const Topology& topology, G
     int64_t& pairs = input.attention_pairs[s];
     if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
   }
+  if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
   return input;
 }
 
