@@ -212,6 +212,9 @@ calls after this one follow. Returns it. A plan may be taken up again, after oth
 All ranks call it, with what they started together. No collective, except where some rank has more sequences than any
 had before.)")
       .def_property_readonly(
+          "topology", [](const SequenceBalancer& self) { return self.topology().str(); },
+          "Its text. StateError where it is 'auto' and no lengths have been planned.")
+      .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.plan(); },
           "The one in force. StateError where there is none.")
       .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
