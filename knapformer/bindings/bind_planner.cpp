@@ -19,6 +19,8 @@ using GivenBatches =
     Given<"collections.abc.Iterable[collections.abc.Iterable[collections.abc.Iterable[typing.SupportsIndex]]]">;
 using GivenMicroBatches = Given<"int | str">;
 using GivenWork = Given<"collections.abc.Iterable[collections.abc.Iterable[typing.SupportsFloat]] | None">;
+using GivenBatchWork =
+    Given<"collections.abc.Iterable[collections.abc.Iterable[collections.abc.Iterable[typing.SupportsFloat]]] | None">;
 using GivenMasks = Given<"str | collections.abc.Iterable[collections.abc.Iterable[str]]">;
 
 /// How many (query, key/value) heads each rank of a group computes.
@@ -76,6 +78,20 @@ std::vector<double> work_from(const py::object& lists, const SequenceLengths& se
   if (num_lists != seq_lens.num_ranks())
     throw_argument("work", text(num_lists, " lists"), text("one for each of the ", seq_lens.num_ranks(), " ranks"));
   return work;
+}
+
+/// Of each batch, for each rank a list of numbers.
+void give_work(std::vector<PlanInput>& batches, const py::object& lists) {
+  size_t num_lists = 0;
+  for_each_item(lists, "work", "None, or a list like batches, of numbers", [&](py::handle of_batch) {
+    if (num_lists < batches.size()) {
+      PlanInput& input = batches[num_lists];
+      input.give_work(work_from(py::reinterpret_borrow<py::object>(of_batch), input.seq_lens));
+    }
+    ++num_lists;
+  });
+  if (num_lists != batches.size())
+    throw_argument("work", text(num_lists, " lists"), text("one for each of the ", batches.size(), " batches"));
 }
 
 PlanInput sequences_from(const GivenLengths& seq_lens_per_rank, const GivenInteger& d_model, const GivenMasks& masks,
@@ -188,7 +204,8 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
       "rank_topologies",
       [](const GivenBatches& batches, const GivenInteger& d_model, const GivenNumber& gamma,
          const GivenInteger& num_heads, const GivenText& mask, const GivenInteger& max_tokens_per_rank,
-         const GivenNumbers& rank_speed, const GivenCluster& cluster, const GivenModel& model) {
+         const GivenNumbers& rank_speed, const GivenCluster& cluster, const GivenModel& model,
+         const GivenBatchWork& work) {
         PlanInput common = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
         common.d_model = integer_from(d_model, "d_model");
         const py::str mask_name(text_from(mask, "mask"));
@@ -200,16 +217,17 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
                         input.seq_lens = SequenceLengths::from_lists(lengths_per_rank_from(batch, argument));
                         input.attention_pairs = pairs_from(mask_name, input.seq_lens);
                       });
+        if (!work.is_none()) give_work(inputs, work);
         const py::gil_scoped_release release;
         return rank_topologies(inputs, planners().front().name);
       },
       py::arg("batches"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma, py::arg("num_heads") = 0,
       py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
-      py::arg("cluster") = py::none(), py::arg("model") = py::none(),
+      py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::kw_only(), py::arg("work") = py::none(),
       R"(Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time
 first, with reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Within a
-thousandth of the time the one that exchanges less comes first. mask: of all sequences. The rest as in plan. Where
-max_tokens_per_rank cannot be kept a topology comes last, its predicted_time infinite.
+thousandth of the time the one that exchanges less comes first. mask: of all sequences. work: a list like `batches`,
+of numbers. The rest as in plan. Where max_tokens_per_rank cannot be kept a topology comes last, its predicted_time infinite.
 
 Raises ArgumentError.)");
   m.def("head_shares", &head_shares, py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("degree"),

@@ -7,10 +7,9 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 namespace {
 
 /// What plan_routing and start_planning take alike.
-std::tuple<std::vector<int64_t>, int64_t, std::vector<Mask>> step_from(const GivenLengths& seq_lens,
-                                                                       const GivenInteger& d_model,
-                                                                       const GivenMasks& masks) {
-  return {lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks)};
+std::tuple<std::vector<int64_t>, int64_t, std::vector<Mask>, std::vector<double>> step_from(
+    const GivenLengths& seq_lens, const GivenInteger& d_model, const GivenMasks& masks, const GivenWork& work) {
+  return {lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks), work_from(work)};
 }
 
 StepShape shape_from(const GivenInteger& micro_batches, const GivenText& sync) {
@@ -54,35 +53,38 @@ void bind_planning(BalancerClass& balancer) {
   balancer
       .def(
           "plan_routing",
-          [](SequenceBalancer& self, const GivenLengths& seq_lens, const GivenInteger& d_model,
-             const GivenMasks& masks) {
+          [](SequenceBalancer& self, const GivenLengths& seq_lens, const GivenInteger& d_model, const GivenMasks& masks,
+             const GivenWork& work) {
             return convert_then_call(
-                self, [&] { return step_from(seq_lens, d_model, masks); },
+                self, [&] { return step_from(seq_lens, d_model, masks, work); },
                 [&](const auto&... step) { return self.plan_routing(step...); });
           },
-          py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(),
+          py::arg("seq_lens"), py::arg("d_model"), py::arg("masks") = py::none(), py::kw_only(),
+          py::arg("work") = py::none(),
           R"(Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.
 
 seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (one on an accelerator
 costs a wait for it). May be empty. d_model: width of the blocks, in features; the same on all ranks. masks: of each
-of these sequences, as in knapformer.attention_pairs; None: the balancer's own. Returns the Plan, the same on all
-ranks. Where these lengths cannot keep max_tokens_per_rank: ArgumentError on all ranks, and no plan until the next
+of these sequences, as in knapformer.attention_pairs; None: the balancer's own. work: of each of these sequences, as in
+knapformer.plan, in place of what the formula says of its length; from every rank that has sequences, or from none.
+Then observe learns the speeds of ranks alone. Returns the Plan, the same on all ranks. Where these lengths cannot keep max_tokens_per_rank: ArgumentError on all ranks, and no plan until the next
 one.
 
 Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.)")
       .def(
           "start_planning",
           [](SequenceBalancer& self, const GivenLengths& seq_lens, const GivenInteger& d_model, bool ended,
-             std::optional<std::string> failure, const GivenMasks& masks) {
+             std::optional<std::string> failure, const GivenMasks& masks, const GivenWork& work) {
             return convert_then_call(
-                self, [&] { return step_from(seq_lens, d_model, masks); },
-                [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each) {
-                  return self.start_planning(lens, width,
-                                             {.masks = of_each, .ended = ended, .failure = std::move(failure)});
+                self, [&] { return step_from(seq_lens, d_model, masks, work); },
+                [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each,
+                    const std::vector<double>& given) {
+                  return self.start_planning(
+                      lens, width, {.masks = of_each, .work = given, .ended = ended, .failure = std::move(failure)});
                 });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("ended") = false,
-          py::arg("failure") = py::none(), py::arg("masks") = py::none(),
+          py::arg("failure") = py::none(), py::arg("masks") = py::none(), py::arg("work") = py::none(),
           R"(The first half of plan_routing, for a step to come: launches the gather of lengths and returns. What is
 left to do runs on a thread of its own. Hand what it returns to finish_planning, on all ranks or none.
 
@@ -93,18 +95,19 @@ Collective over the balancer's group, one collective.)")
       .def(
           "plan_step",
           [](SequenceBalancer& self, const GivenLengths& seq_lens, const GivenInteger& d_model,
-             const GivenInteger& micro_batches, const GivenText& sync, const GivenMasks& masks) {
+             const GivenInteger& micro_batches, const GivenText& sync, const GivenMasks& masks, const GivenWork& work) {
             return convert_then_call(
                 self,
                 [&] {
-                  return std::tuple_cat(step_from(seq_lens, d_model, masks),
+                  return std::tuple_cat(step_from(seq_lens, d_model, masks, work),
                                         std::tuple(shape_from(micro_batches, sync)));
                 },
                 [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each,
-                    const StepShape& shape) { return self.plan_step(lens, width, shape, of_each); });
+                    const std::vector<double>& given,
+                    const StepShape& shape) { return self.plan_step(lens, width, shape, of_each, given); });
           },
           py::arg("seq_lens"), py::arg("d_model"), py::kw_only(), py::arg("micro_batches"),
-          py::arg("sync") = "micro_batch", py::arg("masks") = py::none(),
+          py::arg("sync") = "micro_batch", py::arg("masks") = py::none(), py::arg("work") = py::none(),
           R"(Learns the lengths of all ranks' sequences of an optimizer step, and plans its micro-batches together.
 
 seq_lens: of all this rank's sequences of the step. micro_batches, sync: as in knapformer.plan, the same on all ranks.
@@ -143,16 +146,19 @@ differ raise ArgumentError there, before a token moves.)")
           "start_planning_step",
           [](SequenceBalancer& self, const std::shared_ptr<Samples>& samples, const GivenInteger& d_model,
              const GivenInteger& micro_batches, const GivenText& sync, const GivenInteger& max_bytes_in_flight,
-             bool ended, std::optional<std::string> failure, const GivenMasks& masks) {
+             bool ended, std::optional<std::string> failure, const GivenMasks& masks, const GivenWork& work) {
             return convert_then_call(
                 self,
                 [&] {
                   return std::tuple(integer_from(d_model, "d_model"), shape_from(micro_batches, sync),
-                                    integer_from(max_bytes_in_flight, "max_bytes_in_flight"), masks_from(masks));
+                                    integer_from(max_bytes_in_flight, "max_bytes_in_flight"), masks_from(masks),
+                                    work_from(work));
                 },
-                [&](int64_t width, const StepShape& shape, int64_t max_bytes, const std::vector<Mask>& of_each) {
+                [&](int64_t width, const StepShape& shape, int64_t max_bytes, const std::vector<Mask>& of_each,
+                    const std::vector<double>& given) {
                   return self.start_planning(samples->seq_lens(), width,
                                              {.masks = of_each,
+                                              .work = given,
                                               .ended = ended,
                                               .failure = std::move(failure),
                                               .step = shape,
@@ -162,7 +168,7 @@ differ raise ArgumentError there, before a token moves.)")
           },
           py::arg("samples"), py::arg("d_model"), py::kw_only(), py::arg("micro_batches"),
           py::arg("sync") = "micro_batch", py::arg("max_bytes_in_flight") = 0, py::arg("ended") = false,
-          py::arg("failure") = py::none(), py::arg("masks") = py::none(),
+          py::arg("failure") = py::none(), py::arg("masks") = py::none(), py::arg("work") = py::none(),
           R"(As start_planning, of an optimizer step whose samples move to the ranks that compute them. Hand what it
 returns to start_moving, finish_planning_step and finish_moving, in this order, with other steps' calls between them,
 on all ranks or none.
@@ -205,6 +211,9 @@ calls after this one follow. Returns it. A plan may be taken up again, after oth
 
 All ranks call it, with what they started together. No collective, except where some rank has more sequences than any
 had before.)")
+      .def_property_readonly(
+          "topology", [](const SequenceBalancer& self) { return self.topology().str(); },
+          "Its text. StateError where it is 'auto' and no lengths have been planned.")
       .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.plan(); },
           "The one in force. StateError where there is none.")

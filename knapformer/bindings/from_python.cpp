@@ -60,6 +60,10 @@ std::vector<int64_t> lengths_from(const py::object& seq_lens) {
   }
 }
 
+std::vector<double> work_from(const py::object& work) {
+  return work.is_none() ? std::vector<double>() : numbers_from(work, "work");
+}
+
 std::vector<Mask> masks_from(const py::object& names) {
   std::vector<Mask> masks;
   if (names.is_none()) return masks;

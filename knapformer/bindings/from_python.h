@@ -17,6 +17,7 @@ using GivenTensor = Given<"torch.Tensor">;
 using GivenTensors = Given<"collections.abc.Sequence[torch.Tensor] | None">;
 using GivenLengths = Given<"collections.abc.Iterable[typing.SupportsIndex] | torch.Tensor">;
 using GivenMasks = Given<"collections.abc.Iterable[str] | None">;
+using GivenWork = Given<"collections.abc.Iterable[typing.SupportsFloat | typing.SupportsIndex] | None">;
 
 at::Tensor tensor_from(pybind11::handle object, std::string_view argument);
 
@@ -28,6 +29,9 @@ std::vector<int64_t> lengths_from(const pybind11::object& seq_lens);
 
 /// A list of names, or None.
 std::vector<Mask> masks_from(const pybind11::object& names);
+
+/// A list of numbers, or None.
+std::vector<double> work_from(const pybind11::object& work);
 
 /// `convert` under the GIL; what it throws is handed to `report` first, whatever it is.
 template <class Convert, class Report>

@@ -10,6 +10,7 @@
 
 #include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/topology_choice.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/tensor_checks.h"
 
@@ -22,7 +23,7 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 
 /// Checked before other ranks depend on them, so that the error names this rank's own mistake.
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
-                            Rank rank) {
+                            std::span<const double> work, Rank rank) {
   const auto count = static_cast<int64_t>(seq_lens.size());
   GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1), rank.value)};
   if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
@@ -30,6 +31,11 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
     throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
   }
   for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
+  if (!work.empty() && work.size() != seq_lens.size()) {
+    throw_argument("work", text(work.size(), " numbers"), text("one for each of the ", count, " sequences, or none"));
+  }
+  for (size_t s = 0; s < work.size(); ++s) check_range(text("work[", s, "]"), work[s], 1 / kMaxMagnitude);
+  own.work.assign(work.begin(), work.end());
   return own;
 }
 
@@ -83,9 +89,10 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group)
     : options_(std::move(options)) {
+  const bool is_auto = topology == kAutoTopology;
   const auto parse = [&](int32_t num_ranks) {
-    topology_ = Topology::parse(topology, num_ranks);
-    Fingerprint fingerprint = fingerprint_of(options_, topology_);
+    topology_ = Topology::parse(is_auto ? text("g1n", num_ranks) : std::string(topology), num_ranks);
+    Fingerprint fingerprint = fingerprint_of(options_, topology_, topology);
     feedback_ = StepFeedback(options_.plan.workload.gamma, options_.plan.rank_speed, topology_.num_ranks());
     return fingerprint;
   };
@@ -102,8 +109,13 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     all_->fingerprints().agree(parse(group->getSize()));
     watchdog_->connect_lifeline();
     gatherer_ = std::make_shared<LengthGatherer>(all_);
-    bag_ = join_bag(group, prefix + "/bag", make_bag_group);
-    all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
+    BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
+    if (is_auto) {
+      undecided_ = std::move(making);
+      all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the lifelines of all ranks"));
+    } else {
+      join_bags(making);
+    }
     watchdog_->withdraw_lifeline_address();
   });
 }
@@ -118,26 +130,48 @@ void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception
 
 SequenceBalancer::~SequenceBalancer() = default;
 
-std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
-                                                      const MakeBagGroup& make_bag_group) {
+void SequenceBalancer::join_bags(const BagMaking& making) {
+  bag_ = join_bag(making);
+  all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
+}
+
+std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const BagMaking& making) const {
   const BagId id = topology_.bag_of(rank_);
   const Bag& bag = topology_.bag(id);
   if (bag.num_ranks == 1) return nullptr;
   std::vector<int64_t> ranks;
   for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
-  const ProcessGroupPtr bag_group = make_bag_group ? make_bag_group(ranks) : nullptr;
+  const ProcessGroupPtr bag_group = making.make_bag_group ? making.make_bag_group(ranks) : nullptr;
   if (!bag_group) {
     throw StateError(text("make_bag_group: got no group for bag ", id.value, ", expected one of its ranks ",
                           ranks.front(), " to ", ranks.back()));
   }
-  if (bag_group == group) return all_;
+  if (bag_group == making.group) return all_;
   const int32_t rank_in_bag = rank_.value - bag.first_rank.value;
   if (bag_group->getSize() != bag.num_ranks || bag_group->getRank() != rank_in_bag || !bag_group->getStore()) {
     throw_argument("make_bag_group",
                    text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
                    text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
   }
-  return CommGroup::make(comm_group_name(*bag_group), bag_group, store_prefix, watchdog_, bag.first_rank.value);
+  return CommGroup::make(comm_group_name(*bag_group), bag_group, making.store_prefix, watchdog_, bag.first_rank.value);
+}
+
+void SequenceBalancer::choose_topology(const GatheredLengths& lengths, int64_t d_model,
+                                       const BalancerOptions& options) {
+  if (!undecided_ || lengths.lengths.num_sequences() == 0) return;
+  try {
+    const PlanInput input = plan_input(options, topology_, lengths, d_model);
+    topology_ = Topology::parse(rank_topologies({&input, 1}, options.solver).front().topology, num_ranks());
+  } catch (const ArgumentError&) {
+    return;  // what is wrong with them is said where they are planned, on all ranks alike
+  }
+  join_bags(*std::exchange(undecided_, std::nullopt));
+  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+}
+
+const Topology& SequenceBalancer::topology() const {
+  if (undecided_) throw StateError("topology: is chosen from the first lengths, expected plan_routing before");
+  return topology_;
 }
 
 void SequenceBalancer::report(const std::exception& error) noexcept {
@@ -272,27 +306,29 @@ const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
 
 SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens,
                                                             int64_t d_model, std::span<const Mask> masks,
+                                                            std::span<const double> work,
                                                             const std::optional<StepShape>& shape) {
   return collective([&] {
     RECORD_USER_SCOPE(text("knapformer::", call));
-    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, rank_);
+    GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, work, rank_);
     lengths.observed = {feedback_.take()};
     const BalancerOptions options = learned_options();
     begin_step(call, shape);
     if (all_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
+    choose_topology(lengths, d_model, options);
     return plan_for(std::move(lengths), d_model, topology_, options, rank_, shape);
   });
 }
 
 const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
-                                           std::span<const Mask> masks) {
-  take_up(gather_and_plan("plan_routing", seq_lens, d_model, masks, {}));
+                                           std::span<const Mask> masks, std::span<const double> work) {
+  take_up(gather_and_plan("plan_routing", seq_lens, d_model, masks, work, {}));
   return plan();
 }
 
 const StepPlan& SequenceBalancer::plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
-                                            std::span<const Mask> masks) {
-  take_up(gather_and_plan("plan_step", seq_lens, d_model, masks, shape));
+                                            std::span<const Mask> masks, std::span<const double> work) {
+  take_up(gather_and_plan("plan_step", seq_lens, d_model, masks, work, shape));
   return *step_plan_;
 }
 
@@ -313,7 +349,7 @@ const Plan& SequenceBalancer::follow_micro_batch(int64_t micro_batch) {
 const Plan& SequenceBalancer::follow(const Plan& plan) {
   return take_up(collective([&] {
     RECORD_USER_SCOPE("knapformer::follow");
-    if (plan.num_ranks() != num_ranks() || plan.topology() != topology_) {
+    if (plan.num_ranks() != num_ranks() || plan.topology() != topology()) {
       throw_argument("plan", text("one of ", plan.topology().str(), " on ", plan.num_ranks(), " ranks"),
                      text("one of ", topology_.str(), " on ", num_ranks(), " ranks, as the balancer's"));
     }
@@ -334,7 +370,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
                                                                                   const AheadOptions& options) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::start_planning");
-    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks, rank_);
+    GatheredLengths own = own_lengths(seq_lens, d_model, options.masks, options.work, rank_);
     own.statuses = {status_of(options)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
@@ -358,6 +394,14 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
       all_->fingerprints().agree(fingerprint);
       ahead->gather_ = gatherer_->start(own, d_model);
     }
+    if (undecided_) {  // once: the groups of bags are made by the threads that call
+      GatheredLengths lengths = gatherer_->finish(*ahead->gather_);
+      choose_topology(lengths, d_model, ahead->options_);
+      Planned planned = plan_for(std::move(lengths), d_model, topology_, ahead->options_, rank_, options.step);
+      make_tables(planned, rank_, devices_, ahead->options_.engine);
+      ahead->planned_ = known(std::move(planned));
+      return ahead;
+    }
     // The thread has copies of what it needs, so that it may outlive this balancer.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
                  planning = ahead->options_, rank = rank_, shape = options.step,
@@ -375,6 +419,12 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
   });
 }
 
+std::shared_future<SequenceBalancer::Planned> SequenceBalancer::known(Planned planned) {
+  std::promise<Planned> promise;
+  promise.set_value(std::move(planned));
+  return promise.get_future().share();
+}
+
 SequenceBalancer::Planned SequenceBalancer::await(PlanningAhead& ahead) {
   const auto begin = Clock::now();
   if (watchdog_) {
@@ -387,9 +437,7 @@ SequenceBalancer::Planned SequenceBalancer::await(PlanningAhead& ahead) {
   if (!planned.step && !planned.step_plan && !planned.refused) {  // lengths did not fit, on all ranks alike
     planned =
         plan_for(gatherer_->finish(*ahead.gather_), ahead.d_model_, topology_, ahead.options_, rank_, ahead.shape_);
-    std::promise<Planned> again;
-    again.set_value(planned);
-    ahead.planned_ = again.get_future().share();
+    ahead.planned_ = known(planned);
   }
   ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
   return planned;

@@ -67,8 +67,9 @@ using MakeBagGroup = std::function<ProcessGroupPtr(const std::vector<int64_t>& r
 /// may run on autograd's own threads.
 class SequenceBalancer {
  public:
-  /// Collective over `group`; null stands for one rank alone. Throws ArgumentError where an argument is wrong, and on
-  /// all ranks where they differ.
+  /// Collective over `group`; null stands for one rank alone. topology: its text, or "auto" for the best one for the
+  /// first lengths that are planned, on all ranks alike; bags have their groups made then. Throws ArgumentError where
+  /// an argument is wrong, and on all ranks where they differ.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                    const MakeBagGroup& make_bag_group);
   /// Instead of making one over `group` (or null): tells the ranks that make theirs why this rank cannot.
@@ -78,15 +79,17 @@ class SequenceBalancer {
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;
 
   /// Gathers all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width
-  /// of the blocks, in features. masks: of each sequence, where they differ from options.mask; or empty. The plan
+  /// of the blocks, in features. masks: of each sequence, where they differ from options.mask; or empty. work: of each
+  /// sequence, in place of the formula's (PlanInput::give_work); or empty, on all ranks that have sequences. The plan
   /// before is forgotten; exchanges that ran under it keep their backward. Where these lengths cannot keep
   /// max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
-  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {});
+  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks = {},
+                           std::span<const double> work = {});
 
   /// Gathers all ranks' lengths of an optimizer step, once, and plans its micro-batches together. The rest as in
   /// plan_routing, but that no plan is in force before follow_micro_batch.
   const StepPlan& plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
-                            std::span<const Mask> masks = {});
+                            std::span<const Mask> masks = {}, std::span<const double> work = {});
   /// Makes a micro-batch's plan of the last step the one in force: route takes this rank's sequences of it, in their
   /// order. Any number of times, in any order, the same on all ranks; nothing is exchanged.
   const Plan& follow_micro_batch(int64_t micro_batch);
@@ -101,6 +104,7 @@ class SequenceBalancer {
   class PlanningAhead;
   struct AheadOptions {
     std::vector<Mask> masks = {};                 // as in plan_routing
+    std::vector<double> work = {};                // likewise
     bool ended = false;                           // this rank's data has ended: see PlanningAhead::num_ended
     std::optional<std::string> failure = {};      // its data has failed, and why: finish_planning throws on all ranks
     std::optional<StepShape> step = {};           // plan an optimizer step, as plan_step does
@@ -190,7 +194,8 @@ class SequenceBalancer {
   /// int32 CPU: tokens of this rank's sequences in it, and of the chunks that this rank holds.
   const at::Tensor& seq_lens() const;
   const at::Tensor& chunk_lens() const;
-  const Topology& topology() const { return topology_; }
+  /// Throws StateError where it is "auto", and no lengths have been planned.
+  const Topology& topology() const;
   const BalancerOptions& options() const { return options_; }
   int32_t rank() const { return rank_.value; }
   int32_t num_ranks() const { return topology_.num_ranks(); }
@@ -214,8 +219,17 @@ class SequenceBalancer {
     double waited_s = 0;
   };
 
-  std::shared_ptr<CommGroup> join_bag(const ProcessGroupPtr& group, const std::string& store_prefix,
-                                      const MakeBagGroup& make_bag_group);
+  /// How the bag of this rank gets its group, where it has several ranks.
+  struct BagMaking {
+    ProcessGroupPtr group;
+    std::string store_prefix;
+    MakeBagGroup make_bag_group;
+  };
+  /// The groups of all bags. Collective over the group.
+  void join_bags(const BagMaking& making);
+  std::shared_ptr<CommGroup> join_bag(const BagMaking& making) const;
+  /// Where the topology is "auto", and these lengths are the first. Collective then.
+  void choose_topology(const GatheredLengths& lengths, int64_t d_model, const BalancerOptions& options);
   /// The options with what was learned from steps in them.
   BalancerOptions learned_options() const;
   void begin_step(std::string_view call, const std::optional<StepShape>& shape = {});
@@ -226,7 +240,9 @@ class SequenceBalancer {
   static void make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
                           std::optional<ExchangeEngine> engine);
   Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
-                          std::span<const Mask> masks, const std::optional<StepShape>& shape);
+                          std::span<const Mask> masks, std::span<const double> work,
+                          const std::optional<StepShape>& shape);
+  static std::shared_future<Planned> known(Planned planned);
   /// Waits for what was started. Collective where lengths did not fit.
   Planned await(PlanningAhead& ahead);
   Planned finish(PlanningAhead& ahead);
@@ -250,7 +266,8 @@ class SequenceBalancer {
   decltype(auto) collective(Body body);
 
   BalancerOptions options_;
-  Topology topology_;
+  Topology topology_;                   // bags of one where it is yet to be chosen
+  std::optional<BagMaking> undecided_;  // where it is
   Rank rank_;
   std::shared_ptr<Watchdog> watchdog_;  // null for one rank alone, as the next two
   std::shared_ptr<CommGroup> all_;

@@ -9,7 +9,7 @@ namespace knapformer {
 namespace {
 
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 2;
+constexpr int32_t kProtocolVersion = 3;
 
 /// Of the shortest text that reads back as the same number.
 std::string exact_text(double value) {
@@ -50,17 +50,18 @@ PlanInput plan_input(const BalancerOptions& options, const Topology& topology, G
     int64_t& pairs = input.attention_pairs[s];
     if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
   }
+  if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
   return input;
 }
 
-Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology) {
+Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology, std::string_view named) {
   const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology.num_ranks()));
   // Making a plan checks its input.
   static_cast<void>(make_plan(plan_input(options, topology, {.lengths = SequenceLengths::from_lists(none)}, 1),
                               options.solver, options.effort));
   Fingerprint fingerprint("SequenceBalancer");
   fingerprint.add("version", std::to_string(kProtocolVersion));
-  fingerprint.add("topology", topology.str());
+  fingerprint.add("topology", named == kAutoTopology ? std::string(named) : topology.str());
   PlanInput::for_each_setting(options.plan,
                               [&](const char* name, const auto& value) { add_setting(fingerprint, name, value); });
   fingerprint.add("solver", options.solver);

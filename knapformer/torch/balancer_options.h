@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/plan.h"
@@ -38,9 +39,12 @@ struct StepShape {
 PlanInput plan_input(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
                      int64_t d_model);
 
-/// Of a balancer with these options: ranks of different ones would plan differently. Throws ArgumentError where an
-/// option is wrong.
-Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology);
+/// In place of a topology: the best one for the first lengths, as rank_topologies has it.
+inline constexpr std::string_view kAutoTopology = "auto";
+
+/// Of a balancer with these options: ranks of different ones would plan differently. named: the topology, or
+/// kAutoTopology, for which `topology` then stands. Throws ArgumentError where an option is wrong.
+Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology, std::string_view named);
 
 void add_shape(Fingerprint& fingerprint, const StepShape& shape);
 

@@ -36,8 +36,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
         seq_lens, x = balancer.reverse_route(x)
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
-        1 of its ranks), repeated over the ranks of `group`. `knapformer.rank_topologies` finds the best for a sample of
-        lengths. None: nested bags over the ranks of each node, as torchrun's LOCAL_WORLD_SIZE counts them.
+        1 of its ranks), repeated over the ranks of `group`. None: nested bags over the ranks of each node, as
+        torchrun's LOCAL_WORLD_SIZE counts them. "auto": the first of `knapformer.rank_topologies` for the first lengths
+        that the balancer plans, for good: `topology` then has its text. `rank_topologies` itself takes a larger sample.
     gamma: cost of attention's FLOPs over that of the matrix products: a number, or a `knapformer.Calibration`.
     group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
         alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call

@@ -37,7 +37,7 @@ class BalancedLoader(Generic[Batch]):
     d_model: width of the blocks, in features.
     seq_lens: tokens of each sequence of a batch, as the balancer plans them. None: `batch.seq_lens`, or
         `batch["seq_lens"]`.
-    masks: of each of these sequences, as in plan_routing. None: the balancer's own.
+    masks, work: of each of these sequences, as in plan_routing. None: the balancer's own, and the formula's.
     end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, a
         batch without sequences, so that every batch of every rank is used once. "shortest": it lasts until one has.
 
@@ -91,6 +91,7 @@ class BalancedLoader(Generic[Batch]):
         max_bytes_in_flight: int = 0,
         seq_lens: Callable[[Batch], Sequence[int] | Tensor] | None = None,
         masks: Callable[[Batch], Sequence[str]] | None = None,
+        work: Callable[[Batch], Sequence[float]] | None = None,
         empty: Callable[[], Batch] | None = None,
         end: Literal["longest", "shortest"] = "longest",
         record: Recorder | None = None,
@@ -120,6 +121,7 @@ class BalancedLoader(Generic[Batch]):
         self._seq_lens = seq_lens or (_seq_lens_of if micro_batches is None else self._rows_of)
         self._record = record
         self._masks = masks
+        self._work = work
         self._empty = empty
         self._end = end
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -227,14 +229,14 @@ class BalancedLoader(Generic[Batch]):
         return pickle.dumps(self._loader.state_dict()) if self._stateful else None  # type: ignore[attr-defined]
 
     def _start(self, source: _Source[Batch]) -> PlanningAhead:
-        seq_lens, masks = source.fetch()
+        seq_lens, of_each = source.fetch()
         failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
         return self._balancer.start_planning(
-            seq_lens, self._d_model, ended=source.position.ended, failure=failure, masks=masks
+            seq_lens, self._d_model, ended=source.position.ended, failure=failure, **of_each
         )
 
     def _start_step(self, source: _Source[Any]) -> PlanningAhead:
-        samples, masks = source.fetch_step()
+        samples, of_each = source.fetch_step()
         failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
         return self._balancer.start_planning_step(
             samples,
@@ -244,7 +246,7 @@ class BalancedLoader(Generic[Batch]):
             max_bytes_in_flight=self._max_bytes_in_flight,
             ended=source.position.ended,
             failure=failure,
-            masks=masks,
+            **of_each,
         )
 
     def _has_ended(self, ahead: PlanningAhead) -> bool:
@@ -260,6 +262,11 @@ class BalancedLoader(Generic[Batch]):
         if self._record is not None:
             self._record(lens)
         return lens
+
+    def _of_each(self, batches: Sequence[Any]) -> dict[str, list[Any]]:
+        """What is said of each of their sequences besides its length."""
+        said = {"masks": self._masks, "work": self._work}
+        return {name: [item for batch in batches for item in of(batch)] for name, of in said.items() if of is not None}
 
     def _rows_of(self, samples: Any) -> list[int]:
         return [len(sample[self._fields[0][0]]) for sample in samples]
@@ -301,31 +308,32 @@ class _Source(Generic[Batch]):
             self.position = _Position(self._num_batches, True, of._snapshot())
         return batches
 
-    def fetch(self) -> tuple[Sequence[int] | Tensor, Sequence[str] | None]:
-        """The next batch's lengths and masks. An error is kept, for it is raised when the other ranks know of it."""
+    def fetch(self) -> tuple[Sequence[int] | Tensor, dict[str, list[Any]]]:
+        """The next batch's lengths, and what else is said of its sequences. An error is kept, for it is raised when the
+        other ranks know of it."""
         of = self._loader
         try:
             for batch in self._draw(1):
                 self.batch = batch
-                return of._lens_of(batch), of._masks(batch) if of._masks else None
+                return of._lens_of(batch), of._of_each([batch])
             if of._empty is not None:
                 self.batch = of._empty()
         except Exception as error:
             self.error = error
-        return [], None
+        return [], {}
 
-    def fetch_step(self) -> tuple[Samples, Sequence[str] | None]:
-        """The next step's samples and their masks. An error is kept, as above, and then nothing more is drawn."""
+    def fetch_step(self) -> tuple[Samples, dict[str, list[Any]]]:
+        """The next step's samples, and what else is said of them. An error is kept, as above, and then nothing more is
+        drawn."""
         of = self._loader
         try:
             batches: list[Any] = [] if self.error else self._draw(of._micro_batches or 1)
             samples = [_tensors_of(sample, of._names) for batch in batches for sample in batch]
             seq_lens = [int(length) for batch in batches for length in of._lens_of(batch)]
-            masks = [mask for batch in batches for mask in of._masks(batch)] if of._masks else None
-            return Samples(of._fields, samples, seq_lens), masks
+            return Samples(of._fields, samples, seq_lens), of._of_each(batches)
         except Exception as error:
             self.error = error
-        return Samples(of._fields, [], []), None
+        return Samples(of._fields, [], []), {}
 
 
 def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:

@@ -202,6 +202,18 @@ def test_auto_chooses_from_lengths_and_heads():
     with pytest.raises(kf.ArgumentError, match=r"^batches: got"):
         kf.rank_topologies([], 3072)
 
+    # With work that is even, whatever the lengths, nothing is gained by sharing; with the formula's nothing changes.
+    batches = [lengths, [[5], [6], [7], [8]]]
+    even_work = [[[1e12 / len(of_rank)] * len(of_rank) for of_rank in batch] for batch in batches]
+    assert kf.rank_topologies(batches, 3072, work=even_work)[0].topology == "g1n4" != ranking[0].topology
+    formula = kf.WorkloadModel()
+    own = [[[formula.work(n, 3072) for n in of_rank] for of_rank in batch] for batch in batches]
+    assert [str(o) for o in kf.rank_topologies(batches, 3072, work=own)] == [str(o) for o in ranking]
+    with pytest.raises(kf.ArgumentError, match=r"^work: got 1 lists, expected one for each of the 2 batches"):
+        kf.rank_topologies(batches, 3072, work=own[:1])
+    with pytest.raises(kf.ArgumentError, match=r"^work: got 3 lists, expected one for each of the 4 ranks"):
+        kf.rank_topologies(batches, 3072, work=[own[0][:3], own[1]])
+
 
 def test_planning_needs_no_torch():
     code = """

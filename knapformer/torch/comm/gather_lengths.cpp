@@ -4,13 +4,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e35;  // "KNAPLEN5": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e36;  // "KNAPLEN6": changes with the layout
 
 enum HeaderField : size_t {
   kMagic,
@@ -20,12 +21,25 @@ enum HeaderField : size_t {
   kObservedSeconds,
   kCount,
   kPairs,
+  kWork,
   kBytes,
   kHeaderSize
 };
 
 /// Numbers after the header.
-int64_t num_payload(const int64_t* header) { return header[kCount] + header[kPairs] + header[kBytes]; }
+int64_t num_payload(const int64_t* header) { return header[kCount] + header[kPairs] + header[kWork] + header[kBytes]; }
+
+/// Some ranks with sequences gave their work, and others none.
+[[noreturn]] void throw_some_work(std::span<const int64_t> gathered, size_t num_ranks) {
+  const size_t stride = gathered.size() / num_ranks;
+  std::optional<size_t> with, without;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const int64_t* sent = gathered.data() + rank * stride;
+    if (sent[kCount] > 0) (sent[kWork] > 0 ? with : without) = rank;
+  }
+  throw ArgumentError(text("work: got none on rank ", without.value_or(0),
+                           ", expected that of each sequence, as on rank ", with.value_or(0), ", or none on any rank"));
+}
 
 }  // namespace
 
@@ -40,7 +54,7 @@ LengthGatherer::Pending LengthGatherer::start(GatheredLengths own, int64_t d_mod
 }
 
 void LengthGatherer::launch(Pending& pending) {
-  const auto& [lengths, pairs, sample_bytes, statuses, observed] = pending.said;
+  const auto& [lengths, pairs, work, sample_bytes, statuses, observed] = pending.said;
   const int64_t size = static_cast<int64_t>(kHeaderSize) + capacity_;
   const at::TensorOptions options = at::TensorOptions().dtype(at::kLong);
   const at::Tensor host = at::empty({size}, options.pinned_memory(!device_.is_cpu()));
@@ -54,10 +68,12 @@ void LengthGatherer::launch(Pending& pending) {
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kCount] = lengths.num_sequences();
   out[kPairs] = static_cast<int64_t>(pairs.size());
+  out[kWork] = static_cast<int64_t>(work.size());
   out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());
   if (num_payload(out) <= capacity_) {  // else all ranks see the counts, and gather once more
     int64_t* next = std::copy(lengths.lens().begin(), lengths.lens().end(), out + kHeaderSize);
     next = std::copy(pairs.begin(), pairs.end(), next);
+    for (const double of_sequence : work) *next++ = std::bit_cast<int64_t>(of_sequence);
     for (const SampleBytes& bytes : sample_bytes) {
       *next++ = bytes.fixed;
       *next++ = bytes.per_token;
@@ -98,11 +114,13 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     for (int64_t i = 0; i < counts[rank]; ++i) {
       result.attention_pairs.push_back(sent[kPairs] > 0 ? own_pairs[i] : kDefaultPairs);
     }
-    const int64_t* own_bytes = own_pairs + sent[kPairs];
+    const int64_t *own_work = own_pairs + sent[kPairs], *own_bytes = own_work + sent[kWork];
+    std::transform(own_work, own_bytes, std::back_inserter(result.work), std::bit_cast<double, int64_t>);
     for (int64_t i = 0; i < sent[kBytes]; i += 2) result.sample_bytes.push_back({own_bytes[i], own_bytes[i + 1]});
   }
   if (!fit) return std::nullopt;
   if (!any_pairs) result.attention_pairs.clear();
+  if (!result.work.empty() && result.work.size() != lens.size()) throw_some_work(gathered, num_ranks);
   result.lengths = SequenceLengths(std::move(lens), counts);
   return result;
 }

@@ -2,7 +2,7 @@
 //
 // One all-gather of a buffer of fixed capacity in the steady state,
 //
-//   | header: width, status, a measured step, counts | lengths ... | pairs ... | bytes ... | unused | int64
+//   | header: width, status, a measured step, counts | lengths ... | pairs ... | work ... | bytes ... | unused | int64
 //
 // on CPU tensors where the group has a CPU backend, so that an accelerator never waits for the host. Where some rank
 // has more sequences than fit, all ranks see that in the counts, grow the capacity alike, and gather once more.
@@ -44,6 +44,7 @@ struct GatheredLengths {
   /// Of each sequence the (query, key) pairs that its mask leaves; kDefaultPairs where its rank said none. Empty where
   /// no rank did.
   std::vector<int64_t> attention_pairs = {};
+  std::vector<double> work = {};               // of each sequence, as given (PlanInput::give_work); empty: none is
   std::vector<SampleBytes> sample_bytes = {};  // of each sequence; empty where no samples move
   std::vector<DataStatus> statuses = {};       // one a rank
   std::vector<ObservedStep> observed = {};     // one a rank
@@ -66,7 +67,7 @@ class LengthGatherer {
   /// blocks, on which ranks must agree.
   Pending start(GatheredLengths own, int64_t d_model);
   /// Waits; on any thread, as it starts nothing. Returns nothing where some rank's lengths did not fit. Throws on every
-  /// rank alike where ranks disagree, and on this one where `stop` asks for it.
+  /// rank alike where ranks disagree (on the width, and whether work is given), and on this one where `stop` asks for it.
   std::optional<GatheredLengths> wait(const Pending& pending, const std::stop_token& stop = {}) const;
   /// Waits, and gathers once more where lengths did not fit: collective then.
   GatheredLengths finish(Pending pending);

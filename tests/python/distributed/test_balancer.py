@@ -16,7 +16,7 @@ from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import ArgumentError, SequenceBalancer, StateError, plan
+from knapformer import ArgumentError, SequenceBalancer, StateError, WorkloadModel, plan
 
 
 def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
@@ -284,6 +284,34 @@ def check_masks(rank: int, world_size: int) -> None:
     assert balancer.finish_planning(ahead) == plan(lens, topology, 8, masks=some)
 
 
+def check_given_work(rank: int, world_size: int) -> None:
+    """As knapformer.plan has it, also under nested bags, of whole steps, and where a plan is followed; and tokens and
+    gradients are those of any plan."""
+    lens, topology = LENS[world_size], f"g{world_size}/1n1"
+    work = [[1e6 * (7 * r + 3 * i + 1) for i in range(len(of_rank))] for r, of_rank in enumerate(lens)]
+    balancer = SequenceBalancer(topology)
+    given = plan(lens, topology, 8, work=work)
+    assert balancer.plan_routing(own(lens, rank), 8, work=own(work, rank)) == given != plan(lens, topology, 8)
+    x = torch.randn(sum(own(lens, rank)), 8, dtype=torch.float64, requires_grad=True)
+    _, moved, _ = balancer.route(x, [])
+    _, back = balancer.reverse_route(2 * moved)
+    assert torch.equal(back, 2 * x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+    ahead = balancer.start_planning(own(lens, rank), 8, work=own(work, rank))
+    assert balancer.finish_planning(ahead) == given
+    steps = balancer.plan_step(own(lens, rank), 8, micro_batches=2, work=own(work, rank))
+    assert steps == plan(lens, topology, 8, micro_batches=2, work=work)
+    balancer.follow(given)
+    assert balancer.plan == given
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8)
+    # Work of the formula's own values changes nothing.
+    formula = WorkloadModel(0.41)
+    same = [formula.work(n, 8) for n in own(lens, rank)]
+    of_formula = balancer.plan_routing(own(lens, rank), 8, work=same)
+    assert of_formula.chunks == plan(lens, topology, 8).chunks
+
+
 CHECKS: list[Check] = [
     check_gradients_by_finite_differences,
     check_equal_to_no_balancer,
@@ -295,6 +323,7 @@ CHECKS: list[Check] = [
     check_a_refused_plan_is_not_the_end,
     check_op_is_well_formed,
     check_masks,
+    check_given_work,
 ]
 NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
 

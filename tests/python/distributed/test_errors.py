@@ -174,6 +174,22 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "masks: got 2 masks, expected one",
         ArgumentError,
     ),
+    "work": (lambda b, r: b.plan_routing([5, 6], 8, work=[1.0]), "work: got 1 numbers, expected one", ArgumentError),
+    "work_negative": (
+        lambda b, r: b.plan_routing([5, 6], 8, work=[1.0, -2]),
+        "work[1]: got -2, expected a number from",
+        ArgumentError,
+    ),
+    "work_text": (
+        lambda b, r: b.plan_routing([5], 8, work=["a"]),
+        "work[0]: got 'a', expected a number",
+        ArgumentError,
+    ),
+    "work_of_some": (
+        lambda b, r: b.plan_routing([5], 8, work=[1.0]),
+        "work: got none on rank 0, expected that of each sequence, as on rank 1",
+        ArgumentError,
+    ),
     "masks_number": (lambda b, r: b.plan_routing([5], 8, 5), "masks: got 5, expected a list", ArgumentError),
     "masks_text": (lambda b, r: b.plan_routing([5], 8, "full"), "masks: got 'full', expected a list", ArgumentError),
     "masks_none": (lambda b, r: b.plan_routing([5], 8, [None]), "masks[0]: got None, expected", ArgumentError),

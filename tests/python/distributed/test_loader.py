@@ -102,6 +102,21 @@ def check_masks(rank: int, world_size: int) -> None:
         assert of_loader == knapformer.plan(lens, TOPOLOGY, D_MODEL, masks=names)
 
 
+def check_work(rank: int, world_size: int) -> None:
+    """Of each batch's sequences, what the function says of it."""
+    balancer = SequenceBalancer(TOPOLOGY)
+
+    def work_of(lens: list[int]) -> list[float]:
+        return [1e6 * (length % 5 + 1) for length in lens]
+
+    loader = BalancedLoader(
+        make_batches(rank, 4), balancer, D_MODEL, work=lambda batch: work_of(batch.seq_lens), empty=empty
+    )
+    for batch, of_loader in loader:
+        lens = lens_of_all(batch.seq_lens, world_size)
+        assert of_loader == knapformer.plan(lens, TOPOLOGY, D_MODEL, work=list(map(work_of, lens)))
+
+
 def check_planning_overlaps(rank: int, world_size: int) -> None:
     """The next step's plan is made inside this step, with no help of this thread; and its gather is the first of the
     step's collectives, so that it waits for none of them."""
@@ -264,6 +279,7 @@ def check_state_through_distributed_checkpoint(rank: int, world_size: int, folde
 CHECKS = [
     check_uneven_numbers_of_batches,
     check_masks,
+    check_work,
     check_planning_overlaps,
     check_other_plans_between,
     check_resume_of_every_kind,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer
+from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer, plan
 
 D_MODEL = 8
 CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -74,8 +74,8 @@ def checked_pieces(samples: list[Sample], chunks: list[tuple[int, int, int]]) ->
 
 
 def lists_of(loader: BalancedLoader[Any]) -> Iterator[list[Piece]]:
-    for samples, plan in loader:
-        assert plan == loader._balancer.plan
+    for samples, in_force in loader:
+        assert in_force == loader._balancer.plan
         yield checked_pieces(samples, loader.chunks)
 
 
@@ -111,6 +111,23 @@ def check_every_sample_once(rank: int, world_size: int) -> None:
             assert all(length == length_of(number) for number, length in covered.items())
             if topology == "g4n1":
                 assert any(begin > 0 for _, begin, _ in pieces), "nothing was shared"
+
+
+def check_given_work(rank: int, world_size: int) -> None:
+    """Steps are those of knapformer.plan with the work of each sample, also where a rank has none."""
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+    own = batches_of(rank, [5, 3, 0, 6][rank])
+
+    def work_of(batch: list[Sample]) -> list[float]:
+        return [1e6 * (1 + number % 7) for number in numbers_of([batch])]
+
+    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=3, work=work_of, **FIELDS)
+    steps = {id(loader.step_plan): loader.step_plan for _ in loader}
+    assert len(steps) == 2
+    for number, step in enumerate(steps.values()):
+        drawn = [sample for batch in own[3 * number : 3 * number + 3] for sample in batch]
+        lens = on_all([len(sample["x"]) for sample in drawn])
+        assert step == plan(lens, "g2n2", D_MODEL, micro_batches=3, work=on_all(work_of(drawn)), cluster=CLUSTER)
 
 
 def check_resume(rank: int, world_size: int) -> None:
@@ -188,7 +205,14 @@ def check_refused_lengths(rank: int, world_size: int) -> None:
     list(lists_of(BalancedLoader(own[:2], balancer, D_MODEL, micro_batches=2, **FIELDS)))
 
 
-CHECKS = [check_every_sample_once, check_resume, check_overlap, check_bytes_in_flight, check_refused_lengths]
+CHECKS = [
+    check_every_sample_once,
+    check_given_work,
+    check_resume,
+    check_overlap,
+    check_bytes_in_flight,
+    check_refused_lengths,
+]
 
 
 def run_checks(rank: int, world_size: int) -> None:

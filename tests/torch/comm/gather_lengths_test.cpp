@@ -72,6 +72,44 @@ TEST(GatherLengths, GrowsItsBufferOnAllRanksTogether) {
   });
 }
 
+TEST(GatherLengths, TellsGivenWorkBitForBit) {
+  testing::InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    Member self(world, rank);
+    const std::vector<std::vector<int64_t>> lens = {{5, 6}, {}, {7}};
+    const std::vector<std::vector<double>> work = {{0.1, 1e30}, {}, {1e-30}};
+    const auto r = static_cast<size_t>(rank);
+    const GatheredLengths all = self.gather(lens[r], {.lengths = {}, .attention_pairs = {}, .work = work[r]});
+    EXPECT_EQ(all.work, (std::vector{0.1, 1e30, 1e-30}));
+    EXPECT_TRUE(self.gather(lens[r]).work.empty());
+    // Beside the others' masks, and beyond the first capacity.
+    std::vector<int64_t> many(100, 3), pairs(100, 9);
+    std::vector<double> of_many(100);
+    std::iota(of_many.begin(), of_many.end(), 0.5 + 1000 * rank);
+    const GatheredLengths long_ones = self.gather(
+        many, {.lengths = {}, .attention_pairs = rank == 1 ? pairs : std::vector<int64_t>(), .work = of_many});
+    ASSERT_EQ(long_ones.work.size(), 300);
+    EXPECT_EQ(long_ones.work[101], 1001.5);
+    EXPECT_EQ(long_ones.work[299], 2099.5);
+  });
+}
+
+TEST(GatherLengths, WorkOfSomeRanksAloneIsAnErrorOnAll) {
+  testing::InProcessWorld world(3);
+  world.run_all([&](int32_t rank) {
+    Member self(world, rank);
+    const std::vector<int64_t> lens(rank == 1 ? 0 : 2, 5);
+    const std::vector<double> work(rank == 2 ? 2 : 0, 1.0);
+    try {
+      self.gather(lens, {.lengths = {}, .attention_pairs = {}, .work = work});
+      ADD_FAILURE() << "no error on rank " << rank;
+    } catch (const ArgumentError& error) {
+      EXPECT_STREQ(error.what(),
+                   "work: got none on rank 0, expected that of each sequence, as on rank 2, or none on any rank");
+    }
+  });
+}
+
 TEST(GatherLengths, TellsTheBytesOfSamples) {
   testing::InProcessWorld world(3);
   world.run_all([&](int32_t rank) {
