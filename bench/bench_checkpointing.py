@@ -44,12 +44,12 @@ def main() -> None:
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from knapformer.models import TransformerBatch, TransformerConfig, build_model, init_weights, set_checkpointing
+    from knapformer.models import Transformer, TransformerBatch, TransformerConfig, init_weights, set_checkpointing
 
     from knapformer import SequenceBalancer
 
     config = TransformerConfig(**MODEL)
-    model = build_model(config)
+    model = Transformer(config)
     init_weights(model)
     balancer = SequenceBalancer("g2n1")
     lens = LENS[dist.get_rank()]

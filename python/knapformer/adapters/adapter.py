@@ -23,6 +23,8 @@ from knapformer.models.model import Draw
 from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
 
+MAX_TEXT_TOKENS = 512  # the default: as published models are trained
+
 # module, its tensors and Packed -> its tensors. The module's own modules, called on packed rows.
 PackedForward = Callable[..., Any]
 # run(block, *arguments): calls a block as the model does, with its checkpointing.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import Adapter, Packed, PackedForward, original_of
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, original_of
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
 from knapformer.models.step import PackedStep
@@ -48,7 +48,11 @@ class _Balanced:
 
 
 def balance(
-    transformer: Model, balancer: SequenceBalancer | None = None, *, max_text_tokens: int = 512, batches: bool = False
+    transformer: Model,
+    balancer: SequenceBalancer | None = None,
+    *,
+    max_text_tokens: int = MAX_TEXT_TOKENS,
+    batches: bool = False,
 ) -> Model:
     """Lets a transformer of diffusers or torchtitan take a list of samples of any sizes in one call, without padding.
 
@@ -96,9 +100,10 @@ def unbalance(transformer: Model) -> Model:
     return transformer
 
 
-def set_balancer(transformer: nn.Module, balancer: SequenceBalancer | None) -> None:
-    """Of a balanced model: another balancer from now on, or none."""
-    transformer.__dict__[_STATE].balancer = balancer
+def balanced(transformer: nn.Module) -> _Balanced:
+    """Of a balanced model its adapter, and its balancer, in whose place another may be put."""
+    state: _Balanced = transformer.__dict__[_STATE]
+    return state
 
 
 def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from knapformer import ArgumentError, Sample
-from knapformer.adapters.adapter import Adapter, grid_of
-from knapformer.adapters.model import DiffusersModel, SampleBatch, random_batch
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, grid_of
+from knapformer.adapters.model import DiffusersModel, SampleBatch
 from knapformer.adapters.registry import adapter_named
 from knapformer.models.config import BaseConfig, checked_field, expect
 from knapformer.models.model import Draw
@@ -76,7 +76,7 @@ class DiffusersConfig(BaseConfig):
 
     @property
     def text_limit(self) -> int | None:
-        return _MAX_TEXT_TOKENS if self.text_beside else None
+        return MAX_TEXT_TOKENS if self.text_beside else None
 
     @property
     def rows_of_token(self) -> int:
@@ -108,14 +108,15 @@ class DiffusersConfig(BaseConfig):
         return DiffusersModel(self, _class_of(self.class_name)(**self.fields))
 
     def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
-        return random_batch(self, samples, draw)
+        """of_grids: of sizes that are `possible`."""
+        drawn = [self.adapter.random_sample(self, size, draw) for size in samples]
+        num_rows = sum(size.visual_tokens for size in samples) * self.rows_of_token
+        batch = SampleBatch(drawn, [self.planned_tokens(size) for size in samples])
+        return batch, draw.normal(num_rows, self.out_width)
 
     def to_dict(self) -> dict[str, Any]:
         """As diffusers writes it to config.json."""
         return {"_class_name": self.class_name, **self.fields}
-
-
-_MAX_TEXT_TOKENS = 512  # the default of `balance`
 
 
 def _class_of(class_name: str) -> Any:

@@ -101,8 +101,8 @@ class Flux(JointAdapter):
             "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
             "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
             "pooled_projections": draw.normal(1, config.pooled_projection_dim),
-            "timestep": draw.uniform(1),
-            "guidance": draw.uniform(1) if config.guidance_embeds else None,
+            "timestep": draw.time(),
+            "guidance": draw.time() if config.guidance_embeds else None,
             "img_ids": picture_ids(size.visual_tokens, draw.device),
             "txt_ids": torch.zeros(size.text_tokens, 3, device=draw.device),
         }

@@ -104,8 +104,8 @@ class Flux2(JointAdapter):
         return {
             "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
             "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
-            "timestep": draw.uniform(1),
-            "guidance": draw.uniform(1) if getattr(config, "guidance_embeds", True) else None,
+            "timestep": draw.time(),
+            "guidance": draw.time() if getattr(config, "guidance_embeds", True) else None,
             "img_ids": F.pad(picture_ids(size.visual_tokens, draw.device), (0, 1)),
             "txt_ids": F.pad(places, (3, 0)),
         }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from knapformer import Sample
 from knapformer.adapters.adapter import Adapter, Home
-from knapformer.adapters.balance import balance, set_balancer
+from knapformer.adapters.balance import balance, balanced
 from knapformer.adapters.samples import Samples
 from knapformer.models.model import Draw, PackedModel
 from knapformer.models.step import PackedStep
@@ -36,12 +36,8 @@ class DiffusersModel(PackedModel):
         self.config = config
         self.transformer = balance(transformer)
 
-    @property
-    def _adapter(self) -> Adapter:
-        return self.config.adapter(self.config.text_limit or 0)  # type: ignore[no-any-return]
-
     def forward(self, batch: SampleBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
-        set_balancer(self.transformer, balancer)
+        balanced(self.transformer).balancer = balancer
         predictions = self.transformer(batch.samples, planned=planned)
         if not predictions:
             none: Tensor = predictions.zero.expand(0, self.config.out_width)  # which carries the graph
@@ -58,7 +54,7 @@ class DiffusersModel(PackedModel):
             Sample(text, length if text_beside else length - text)
             for text, length in zip(text_lens, step.chunk_lens, strict=True)
         ]
-        adapter = self._adapter
+        adapter = balanced(self.transformer).adapter
         with torch.no_grad():
             home = self._embedded(adapter, sizes, draw)
             chunks = adapter.chunks(self.transformer, step, home.x, home.features, home.sequence_features)
@@ -98,11 +94,3 @@ def _stop_at(block: nn.Module, *arguments: Any) -> Any:
 def rows_of(prediction: Tensor) -> Tensor:
     """(1, tokens, channels), or (1, channels, sizes ...) -> (tokens or pixels, channels)."""
     return prediction[0] if prediction.ndim == 3 else prediction[0].flatten(1).t()
-
-
-def random_batch(config: Any, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
-    """See BaseConfig. of_grids: of sizes that are `possible`."""
-    drawn = [config.adapter.random_sample(config, size, draw) for size in samples]
-    rows = sum(size.visual_tokens for size in samples) * config.rows_of_token
-    batch = SampleBatch(drawn, [config.planned_tokens(size) for size in samples])
-    return batch, draw.normal(rows, config.out_width)

@@ -100,7 +100,7 @@ class QwenImage(JointAdapter):
         return {
             "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
             "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
-            "timestep": draw.uniform(1),
+            "timestep": draw.time(),
             "img_shapes": [[(1, rows, width), *([(1, 1, rest)] if rest else [])]],
         }
 

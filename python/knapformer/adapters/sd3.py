@@ -90,5 +90,5 @@ class StableDiffusion3(JointAdapter):
             "hidden_states": draw.normal(1, config.in_channels, rows * config.patch_size, columns * config.patch_size),
             "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
             "pooled_projections": draw.normal(1, config.pooled_projection_dim),
-            "timestep": 1000 * draw.uniform(1),
+            "timestep": 1000 * draw.time(),
         }

@@ -187,7 +187,7 @@ class Wan(Adapter):
         of_frames, of_rows, of_columns = config.patch_size
         return {
             "hidden_states": draw.normal(1, config.in_channels, of_frames, rows * of_rows, columns * of_columns),
-            "timestep": 1000 * draw.uniform(1).cpu(),
+            "timestep": 1000 * draw.time().cpu(),
             "encoder_hidden_states": draw.normal(1, size.text_tokens, config.text_dim),
         }
 

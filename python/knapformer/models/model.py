@@ -26,9 +26,10 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float32).to(self.device, self.dtype)
 
-    def uniform(self, *shape: int) -> Tensor:
-        """From 0 to 1, in float32: 1000 t in bfloat16 has steps of 4."""
-        return torch.rand(*shape, generator=self.generator, dtype=torch.float32).to(self.device)
+    def time(self) -> Tensor:
+        """(1,) float32, a power of two up to 1: FLUX embeds 1000 t in its dtype, which bfloat16 would else round by up
+        to 2."""
+        return torch.exp2(-torch.randint(8, (1,), generator=self.generator)).to(self.device, torch.float32)
 
 
 class PackedModel(nn.Module):
