@@ -140,11 +140,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=sorted(TOPOLOGIES), default=2)
     parser.add_argument("--steps", type=int, default=100_000, help="default 100,000")
-    parser.add_argument("--seconds", type=float, default=1e9, help="ends after so many")
+    parser.add_argument("--seconds", type=float, default=1e6, help="ends after so many")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     runs: list[list[Any]] = run_ranks(
-        soak, args.ranks, args.steps, args.seed, args.seconds, 1000, timeout_s=args.seconds + 1e6
+        soak, args.ranks, args.steps, args.seed, args.seconds, 1000, timeout_s=args.seconds + 600
     )
     grew = False
     for rank, held in enumerate(runs):
