@@ -74,3 +74,12 @@ def test_dir_names_everything_public() -> None:
     assert set(knapformer.__all__) <= set(dir(knapformer))
     for name in knapformer.__all__:
         assert getattr(knapformer, name).__doc__, name
+
+
+def test_what_the_readme_says_below_its_title_is_true() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    words = re.findall(r"`([^`]+)`", (ROOT / "README.md").read_text().splitlines()[2])
+    license_name, python = (re.search(rf'^{key} = "(.*)"', project, re.M) for key in ("license", "requires-python"))
+    assert license_name and python
+    assert {license_name[1], f"Python {python[1]}"} <= set(words)
+    assert "CXX_STANDARD 20" in (ROOT / "CMakeLists.txt").read_text() and "C++20" in words
