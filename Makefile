@@ -2,13 +2,14 @@
 #
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test       every test, C++ and Python
-#   make sanitize   the core's tests under the address and undefined-behaviour sanitizers
+#   make sanitize   the core's tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=ON: all C++ tests
+#   make sanitize-threads  those of the torch layer, whose ranks are threads, under the thread sanitizer
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
 #   make same-plans plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
-#   make soak       SOAK_STEPS (100000) steps on 2 ranks, and what they hold as it goes
+#   make soak       SOAK_STEPS (100000) steps on SOAK_RANKS (2) ranks, and what they hold as it goes
 #   make lint       formatters, linters and the order of includes
 #   make tidy       clang-tidy over the core, by the checks of .clang-tidy
 #   make format     lets the formatters have their way
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -93,13 +94,21 @@ test-python: $(VENV)/.installed
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
 	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
 
-# The core under the address and undefined-behaviour sanitizers.
+# Torch itself is not instrumented: tests/sanitizers lists what is reported wrongly for that.
+SANITIZE_TORCH ?= OFF
 sanitize: $(VENV)/.dependencies
 	$(NEED) gtest
-	$(CONFIGURE) -B build/sanitize -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
+	$(CONFIGURE) -B build/sanitize -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=$(SANITIZE_TORCH) \
 	    -DKNAPFORMER_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
-	$(CMAKE) --build build/sanitize -j $(JOBS)
+	$(CMAKE) --build build/sanitize -j $(JOBS) --target core_tests $(if $(filter ON,$(SANITIZE_TORCH)),torch_tests)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
+
+sanitize-threads: $(VENV)/.dependencies
+	$(NEED) gtest
+	$(CONFIGURE) -B build/sanitize-threads -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=ON \
+	    -DKNAPFORMER_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(CMAKE) --build build/sanitize-threads -j $(JOBS) --target torch_tests
+	$(BIN)/ctest --test-dir build/sanitize-threads --output-on-failure -R torch_tests
 
 headers: $(VENV)/.dependencies
 	$(NEED) gtest
@@ -140,8 +149,10 @@ exactness: $(VENV)/.installed
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
 
 SOAK_STEPS ?= 100000
+SOAK_RANKS ?= 2
 soak: $(VENV)/.installed
-	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/soak.py --steps $(SOAK_STEPS)
+	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/soak.py \
+	    --steps $(SOAK_STEPS) --ranks $(SOAK_RANKS)
 
 # Formatters and linters; warnings are errors.
 CXX_FILES := $(shell find knapformer tests bench examples -name '*.cpp' -o -name '*.h')

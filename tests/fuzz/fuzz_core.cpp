@@ -54,7 +54,9 @@ void topology(std::string_view text) {
 void data_mix(std::string_view text) {
   const DataMix mix = DataMix::parse(std::string(text));
   expect(DataMix::parse(mix.str()).str() == mix.str());
-  if (mix.num_ranks() <= 1 << 10) mix.draw_lengths(1, 2, mix.num_ranks());
+  int64_t num_samples = 0;
+  for (const DataCode& code : mix.codes()) num_samples += int64_t{code.num_ranks} * code.batch_size;
+  if (num_samples <= 1 << 16 || num_samples > 1 << 24) mix.draw_lengths(1, 2, mix.num_ranks());
 }
 
 void mask(std::string_view text) {

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def _configure_a_wheel(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """As scikit-build-core does in an environment without torch."""
+    """As scikit-build-core does in an environment without torch. A later option takes the place of an earlier one."""
+    _, _, table = (ROOT / "pyproject.toml").read_text().partition("[tool.scikit-build.cmake.define]\n")
+    defined = [f"-D{name}={value}" for name, value in re.findall(r'^(\w+) = "(.*)"', table.partition("\n[")[0], re.M)]
     cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
     if cmake is None:
         pytest.skip("no cmake")
@@ -27,7 +29,7 @@ def _configure_a_wheel(folder: Path, *options: str) -> subprocess.CompletedProce
         venv.create(environment)
     python = environment / "bin/python"
     return subprocess.run(
-        [cmake, "-S", ROOT, "-B", folder / "build", "-DSKBUILD=2", f"-DPython_EXECUTABLE={python}", *options],
+        [cmake, "-S", ROOT, "-B", folder / "build", "-DSKBUILD=2", f"-DPython_EXECUTABLE={python}", *defined, *options],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(environment)},
@@ -46,6 +48,7 @@ def test_a_wheel_that_only_plans_must_be_asked_for(tmp_path: Path) -> None:
         assert line in without.stderr
     asked_for = _configure_a_wheel(tmp_path, "-DKNAPFORMER_TORCH=OFF")
     assert "this build sees no torch" not in asked_for.stderr
+    assert "this build sees no torch" in _configure_a_wheel(tmp_path).stderr  # though the build folder has a planner's
 
 
 def test_no_installer_downloads_torch_for_a_build_that_cannot_see_it() -> None:
@@ -74,3 +77,12 @@ def test_dir_names_everything_public() -> None:
     assert set(knapformer.__all__) <= set(dir(knapformer))
     for name in knapformer.__all__:
         assert getattr(knapformer, name).__doc__, name
+
+
+def test_what_the_readme_says_below_its_title_is_true() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    words = re.findall(r"`([^`]+)`", (ROOT / "README.md").read_text().splitlines()[2])
+    license_name, python = (re.search(rf'^{key} = "(.*)"', project, re.M) for key in ("license", "requires-python"))
+    assert license_name and python
+    assert {license_name[1], f"Python {python[1]}"} <= set(words)
+    assert "CXX_STANDARD 20" in (ROOT / "CMakeLists.txt").read_text() and "C++20" in words

@@ -17,8 +17,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 using Link = double Traffic::*;
 
 std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
-  const int32_t num_bags = topology.num_bags_per_replica();
-  return topology.bags().subspan(static_cast<size_t>(replica * num_bags), static_cast<size_t>(num_bags));
+  const auto num_bags = static_cast<size_t>(topology.num_bags_per_replica());
+  return topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags);
 }
 
 /// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.

@@ -276,7 +276,7 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
     const int32_t begin = replica * num_ranks, end = begin + num_ranks;
     StepTerms slowest;  // of one block
     Rank slowest_group(begin);
-    for (int32_t first = begin, last = begin; first < end; first = last) {
+    for (int32_t first = begin, last; first < end; first = last) {
       for (last = first + 1; last < end && out.ranks[last].group == out.ranks[first].group;) ++last;
       const std::span<RankTime> group = std::span(out.ranks).subspan(first, last - first);
       StepTerms block;

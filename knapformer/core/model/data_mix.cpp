@@ -17,6 +17,7 @@ constexpr int32_t kMaxRanks = 1 << 20;
 constexpr int32_t kMaxBatch = 1 << 20;
 constexpr int32_t kMaxResolution = 1 << 16;
 constexpr int32_t kMaxFrames = 1 << 16;
+constexpr int64_t kMaxSamples = int64_t{1} << 24;  // of all ranks together
 
 struct NamedMix {
   std::string_view name;
@@ -141,6 +142,11 @@ std::vector<Sample> DataMix::draw(uint64_t seed, int64_t step, Rank rank) const 
 
 std::vector<std::vector<int64_t>> DataMix::draw_lengths(uint64_t seed, int64_t step, int32_t num_ranks) const {
   check_divides(num_ranks);
+  int64_t num_samples = 0;
+  for (const DataCode& code : codes_) num_samples += int64_t{code.num_ranks} * code.batch_size;
+  num_samples *= num_ranks / num_ranks_;
+  if (num_samples > kMaxSamples)
+    throw_argument("data", text(num_samples, " samples on ", num_ranks, " ranks"), text("at most ", kMaxSamples));
   std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks));
   for (int32_t r = 0; r < num_ranks; ++r) {
     for (const Sample& sample : draw(seed, step, Rank(r))) lens[r].push_back(sample.num_tokens());

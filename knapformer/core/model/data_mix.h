@@ -58,7 +58,7 @@ class DataMix {
   void check_divides(int64_t num_ranks) const;
 
   std::vector<Sample> draw(uint64_t seed, int64_t step, Rank rank) const;
-  /// Token counts of every rank's samples.
+  /// Token counts of every rank's samples, 2^24 at most. Throws ArgumentError.
   std::vector<std::vector<int64_t>> draw_lengths(uint64_t seed, int64_t step, int32_t num_ranks) const;
 
  private:

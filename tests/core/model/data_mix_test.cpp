@@ -75,6 +75,16 @@ TEST(DataMix, CodesRepeatOverTheWorld) {
   EXPECT_THROW(mix.draw_lengths(0, 0, 0), ArgumentError);
 }
 
+TEST(DataMix, RefusesMoreSamplesThanFit) {
+  for (const char* codes : {"g1048576b1048576i256f1s0", "g1b1048576i256f1s0,g16b1048576i256f1s0"}) {
+    const DataMix mix = DataMix::parse(codes);
+    EXPECT_THROW(mix.draw_lengths(0, 0, mix.num_ranks()), ArgumentError);
+  }
+  const DataMix mix = DataMix::parse("g1b4096i256f1s0");
+  EXPECT_EQ(mix.draw_lengths(0, 0, 2).size(), 2U);
+  EXPECT_THROW(mix.draw_lengths(0, 0, 4097), ArgumentError);
+}
+
 TEST(DataMix, ScaleDividesResolutions) {
   EXPECT_EQ(DataMix::parse("g1b1i2048f1s0", 8).codes()[0].visual_tokens(), 256);
   EXPECT_EQ(DataMix::parse("g1b1i256f1s0", 1000).codes()[0].visual_tokens(), 1);

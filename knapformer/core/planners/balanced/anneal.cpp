@@ -38,7 +38,10 @@ class Search {
     // Cooling by a constant factor every so many moves; the factor by repeated square roots would need libm, so it is
     // linear in pieces: the temperature halves over equal numbers of moves.
     int32_t halvings = 0;
-    for (double t = options_.first_temperature; t > options_.last_temperature; t /= 2) ++halvings;
+    for (double t = temperature; t > options_.last_temperature;) {
+      t /= 2;
+      ++halvings;
+    }
     const int64_t moves_per_halving = options_.num_moves / std::max(halvings, 1) + 1;
     constexpr int64_t kMovesPerCheck = 65536;  // tens of milliseconds
     for (int64_t move = 0; move < options_.num_moves; ++move) {

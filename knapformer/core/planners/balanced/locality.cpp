@@ -21,8 +21,10 @@ class Locality {
 
   void run() {
     const Topology& topology = input_.topology;
-    for (int32_t r = 0; r < topology.num_ranks(); ++r)
-      traits_.push_back({static_cast<double>(r / topology.num_ranks_per_replica()), input_.speed_of(Rank(r))});
+    for (int32_t r = 0; r < topology.num_ranks(); ++r) {
+      const int32_t replica = r / topology.num_ranks_per_replica();
+      traits_.push_back({static_cast<double>(replica), input_.speed_of(Rank(r))});
+    }
     // Where no sequence is shared by a degree, what swapping its blocks could do, swapping smaller ones can.
     std::set<int32_t, std::greater<>> degrees;
     for (const Placement& place : placements_) degrees.insert(place.degree);
@@ -112,7 +114,7 @@ class Locality {
       const int32_t block = block_of[item_of[s]];
       place.first_rank = Rank(place.first_rank.value + blocks.first_rank[block] - blocks.first_rank[item_of[s]]);
       place.bag = input_.topology.bag_of(place.first_rank);
-      is_shared[block] |= place.degree == degree;
+      if (place.degree == degree) is_shared[block] = 1;
     }
     // From now on the sequences of this degree stay where they are, and smaller blocks swap below them.
     for (int32_t b = 0; b < blocks.count(); ++b) {
