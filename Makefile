@@ -2,7 +2,7 @@
 #
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test       every test, C++ and Python
-#   make sanitize   the core's tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=ON: all C++ tests
+#   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
 #   make sanitize-threads  those of the torch layer, whose ranks are threads, under the thread sanitizer
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
@@ -95,7 +95,7 @@ test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
 
 # Torch itself is not instrumented: tests/sanitizers lists what is reported wrongly for that.
-SANITIZE_TORCH ?= OFF
+SANITIZE_TORCH ?= ON
 sanitize: $(VENV)/.dependencies
 	$(NEED) gtest
 	$(CONFIGURE) -B build/sanitize -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=$(SANITIZE_TORCH) \

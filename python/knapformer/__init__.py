@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     balance: Any  # of knapformer.adapters, which stands above this file
     unbalance: Any
 
-__version__ = "0.1.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
+__version__ = "1.0.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
 __all__ = [
     "ArgumentError",

@@ -4,7 +4,7 @@
 
 --python: the interpreters that wheels are for. dist/planner gets a wheel for each, without torch, as pybind11 modules
 fit one minor version of Python. --torch: site-packages with a torch in them, for the Python that runs this file.
-dist/torch gets a wheel for each, named after the minor version (knapformer-0.1.0+torch2.13-...) and requiring it, as
+dist/torch gets a wheel for each, named after the minor version (knapformer-1.0.0+torch2.13-...) and requiring it, as
 torch's C++ interface changes with each. Wheels are built from the unpacked sdist, with build tools from the index, and
 where `unshare` may be used without a network.
 

@@ -89,7 +89,11 @@ void MicroBatchPacking::fill(PackedBins& bins) const {
       return fullness_s(queue.bin);
     };
     // Shared items lie in bins already: bring the minimum up to date until it stays.
-    for (double now = now_s(); now > queue.fullness.min(); now = now_s()) queue.fullness.set_min(now);
+    double now = now_s();
+    while (now > queue.fullness.min()) {
+      queue.fullness.set_min(now);
+      now = now_s();
+    }
     queue.min_s = queue.fullness.min();
     queue.free_tokens = bins.free_tokens(queue.bin);
   };
@@ -117,6 +121,7 @@ void MicroBatchPacking::fill(PackedBins& bins) const {
       min_s = then_s;
       best_fits = fits;
     }
+    KNAPFORMER_ASSERT(best != nullptr);
     bins.put(static_cast<int32_t>(i), best->bin);
     find_next(*best);
   }

@@ -39,7 +39,8 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
   const int32_t num_ranks = topology.num_ranks_per_replica();
   int64_t max_replica = 0;  // tokens
   for (int32_t replica = 0; replica < topology.num_replicas(); ++replica) {
-    const auto tokens = plan.tokens_after().subspan(static_cast<size_t>(replica * num_ranks), num_ranks);
+    const auto tokens =
+        plan.tokens_after().subspan(static_cast<size_t>(replica) * static_cast<size_t>(num_ranks), num_ranks);
     max_replica = std::max(max_replica, std::accumulate(tokens.begin(), tokens.end(), int64_t{0}));
   }
   const int64_t longest = std::ranges::max(plan.seq_lens().lens());
