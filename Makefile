@@ -14,6 +14,7 @@
 #   make tidy       clang-tidy over the core, by the checks of .clang-tidy
 #   make format     lets the formatters have their way
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
+#   make nvrtc      the packing kernel, compiled for GPUs by NVRTC from the package index; needs no GPU
 #   make gpu        on a machine with a GPU: right, and how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
 #   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help nvrtc demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -109,6 +110,19 @@ sanitize-threads: $(VENV)/.dependencies
 	    -DKNAPFORMER_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(CMAKE) --build build/sanitize-threads -j $(JOBS) --target torch_tests
 	$(BIN)/ctest --test-dir build/sanitize-threads --output-on-failure -R torch_tests
+
+# 90 MB, unpacked beside the build: a machine without a GPU needs it for nothing else.
+NVRTC ?= nvidia-cuda-nvrtc-cu12==12.9.86
+build/nvrtc/.installed: | $(VENV)/.dependencies
+	$(BIN)/python -m pip install --quiet --no-deps --target build/nvrtc $(NVRTC)
+	touch $@
+
+nvrtc: build/nvrtc/.installed
+	$(NEED) gtest
+	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
+	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
+	KNAPFORMER_NVRTC=$$(ls $(CURDIR)/build/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.1?) $(BUILD)/tests/torch/torch_tests \
+	    --gtest_filter='CudaKernel.*'
 
 headers: $(VENV)/.dependencies
 	$(NEED) gtest

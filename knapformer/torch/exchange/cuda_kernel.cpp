@@ -1,5 +1,6 @@
 #include "knapformer/torch/exchange/cuda_kernel.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -9,6 +10,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 
 #include "knapformer/core/util/error.h"
@@ -17,6 +19,14 @@
 namespace knapformer {
 
 extern const char kPackingKernelSource[];  // the text of packing_kernel.h
+
+std::string path_beside_torch(std::string_view name) {
+  Dl_info of_c10{};
+  if (dladdr(reinterpret_cast<const void*>(&c10::GetCPUAllocator), &of_c10) == 0 || of_c10.dli_fname == nullptr) {
+    return std::string(name);
+  }
+  return (std::filesystem::path(of_c10.dli_fname).parent_path() / name).string();
+}
 
 namespace {
 
@@ -70,10 +80,12 @@ struct Nvrtc {
 
  private:
   Nvrtc() {
-    // libcaffe2_nvrtc is torch's, and knows where torch's wheels have NVRTC.
-    Library library(
-        "NVRTC", "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
-        {std::getenv("KNAPFORMER_NVRTC"), "libcaffe2_nvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"});
+    // libcaffe2_nvrtc is torch's, and knows where torch's wheels have NVRTC. By its name alone it is found where the
+    // module that asks has torch's folder in its search path.
+    const std::string of_torch = path_beside_torch("libcaffe2_nvrtc.so");
+    Library library("NVRTC", "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
+                    {std::getenv("KNAPFORMER_NVRTC"), of_torch.c_str(), "libcaffe2_nvrtc.so", "libnvrtc.so.13",
+                     "libnvrtc.so.12", "libnvrtc.so"});
     library.find("nvrtcCreateProgram", create);
     library.find("nvrtcDestroyProgram", destroy);
     library.find("nvrtcCompileProgram", compile);

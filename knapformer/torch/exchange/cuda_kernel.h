@@ -7,9 +7,13 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace knapformer {
+
+/// The path of a library in the folder of libc10, where torch's own are.
+std::string path_beside_torch(std::string_view name);
 
 /// What NVRTC makes of packing_kernel.h.
 struct CompiledKernel {

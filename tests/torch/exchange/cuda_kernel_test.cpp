@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <string_view>
 
 #include "knapformer/torch/exchange/packing_op.h"
@@ -33,6 +34,10 @@ TEST(CudaKernel, IsPtxOfTheNewestKnownArchitectureForANewerGpu) {
   if (kernel.error.starts_with("NVRTC: no library")) GTEST_SKIP() << kernel.error;
   EXPECT_EQ(kernel.error, "");
   EXPECT_NE(std::string_view(kernel.image.data(), kernel.image.size()).find(".target sm_"), std::string_view::npos);
+}
+
+TEST(CudaKernel, LooksForNvrtcBesideTorch) {
+  EXPECT_TRUE(std::filesystem::exists(path_beside_torch("libtorch_cpu.so"))) << path_beside_torch("libtorch_cpu.so");
 }
 
 TEST(CudaKernel, IsTheEngineOfNoOtherDevice) {
