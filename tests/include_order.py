@@ -60,6 +60,8 @@ ROOM_OF_FILE = {
     "python/tools/files": "python/tools/shared",
     "python/tools/launch": "python/tools/shared",
     "python/tools/plots": "python/tools/shared",
+    "python/tools/presets": "python/tools/shared",
+    "python/tools/samples": "python/tools/shared",
     "python/__main__": "python/tools",
 }
 # Libraries that a layer must not know, by the beginning of the header's name.

@@ -67,7 +67,8 @@ class LengthGatherer {
   /// blocks, on which ranks must agree.
   Pending start(GatheredLengths own, int64_t d_model);
   /// Waits; on any thread, as it starts nothing. Returns nothing where some rank's lengths did not fit. Throws on every
-  /// rank alike where ranks disagree (on the width, and whether work is given), and on this one where `stop` asks for it.
+  /// rank alike where ranks disagree (on the width, and whether work is given), and on this one where `stop` asks for
+  /// it.
   std::optional<GatheredLengths> wait(const Pending& pending, const std::stop_token& stop = {}) const;
   /// Waits, and gathers once more where lengths did not fit: collective then.
   GatheredLengths finish(Pending pending);

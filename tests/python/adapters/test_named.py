@@ -22,8 +22,8 @@ from knapformer.adapters.named import (
     random_batch,
 )
 from knapformer.models import BaseConfig, PackedStep, TransformerConfig, init_weights
-from knapformer.tools.doctor.presets import PRESETS
 from knapformer.tools.measure.blocks import build_kinds
+from knapformer.tools.presets import PRESETS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -9,9 +9,9 @@ import pytest
 from knapformer.tools.cli import main
 from knapformer.tools.doctor.alternatives import Draw, Setting, alternatives, gain, simulate, static_sharing
 from knapformer.tools.doctor.memory import GIB, MemoryModel
-from knapformer.tools.doctor.presets import PRESETS
-from knapformer.tools.doctor.samples import read_samples
 from knapformer.tools.doctor.topologies import ranked, sharing
+from knapformer.tools.presets import PRESETS
+from knapformer.tools.samples import read_samples
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel

@@ -17,12 +17,12 @@ from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor import topologies
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
-from knapformer.tools.doctor.presets import PRESETS, preset_named
-from knapformer.tools.doctor.samples import FORMATS, Samples, read_samples
 from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
+from knapformer.tools.presets import PRESETS, preset_named
+from knapformer.tools.samples import FORMATS, Samples, read_samples
 
 _FORMAT = "knapformer.diagnosis"
 _REPORTED_COUNTS = (1, 2, 4, 8)

@@ -21,7 +21,7 @@ from knapformer import ArgumentError
 from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
-from knapformer.tools.doctor.presets import Preset
+from knapformer.tools.presets import Preset
 
 # By what they hold, the names that columns have in the field's data sets and tools.
 _NAMES = {
