@@ -19,7 +19,7 @@ namespace knapformer {
 namespace {
 
 /// Within this of the lower bound nothing is left to search for.
-constexpr double kGoodEnough = 1.0005;
+constexpr double kGoodEnough = 1.0002;
 /// At low effort, of the greedy plan of single ranks.
 constexpr double kGoodEnoughAtLowEffort = 1.001;
 /// Further above the bound, another construction is worth its time.
