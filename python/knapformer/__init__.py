@@ -37,12 +37,10 @@ from knapformer.calibration import Calibration
 from knapformer.lengths_log import record
 
 if TYPE_CHECKING:
+    from knapformer.adapters import balance, unbalance
     from knapformer.balancer import SequenceBalancer
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler
-
-    balance: Any  # of knapformer.adapters, which stands above this file
-    unbalance: Any
 
 __version__ = "1.0.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
 
@@ -90,7 +88,7 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

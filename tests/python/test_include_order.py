@@ -15,7 +15,8 @@ IN_ORDER = {
     CPP + "core/plan/plan.h": '#include "knapformer/core/util/error.h"\n',
     CPP + "core/plan/plan.cpp": '#include "knapformer/core/plan/plan.h"\n\n#include "knapformer/core/util/error.h"\n',
     CPP + "torch/comm/group.cpp": '#include <torch/library.h>\n#include "knapformer/core/plan/plan.h"\n',
-    PACKAGE + "__init__.py": "from knapformer._core import Plan\nfrom knapformer.calibration import Calibration\n",
+    PACKAGE + "__init__.py": "from knapformer._core import Plan\nfrom knapformer.calibration import Calibration\n"
+    "if TYPE_CHECKING:\n    from knapformer.models.step import step\n",
     PACKAGE + "__main__.py": "from knapformer.tools.cli import main\n",
     PACKAGE + "calibration.py": "from knapformer import _core\n",
     PACKAGE + "models/step.py": "from knapformer import Plan\n",

@@ -74,7 +74,7 @@ def test_the_version_says_what_was_built(
 def test_dir_names_everything_public() -> None:
     import knapformer
 
-    assert set(knapformer.__all__) <= set(dir(knapformer))
+    assert dir(knapformer) == sorted([*knapformer.__all__, "__version__"])
     for name in knapformer.__all__:
         assert getattr(knapformer, name).__doc__, name
 
