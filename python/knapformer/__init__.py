@@ -37,7 +37,7 @@ from knapformer.calibration import Calibration
 from knapformer.lengths_log import record
 
 if TYPE_CHECKING:
-    from knapformer.adapters import balance, unbalance
+    from knapformer.adapters.balance import balance, unbalance
     from knapformer.balancer import SequenceBalancer
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler

@@ -22,12 +22,14 @@ _MAX_LENGTH_RATIO = 2.0
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s."""
+    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s. In a step it takes wait_s more: for a rank
+    that comes later, and for what travels at the same time, such as FSDP's gathers."""
 
     num_ranks: int
     latency_s: float
     bytes_per_s: float
     relative_rms_error: float = 0.0
+    wait_s: float = 0.0  # of whole steps
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Calibration:
         fields = {"flops_per_s": self.flops_per_s}
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
-                fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
+                fields |= {f"{name}_latency_s": cost.latency_s + cost.wait_s, f"{name}_bytes_per_s": cost.bytes_per_s}
         if self.fixed is not None:
             fields["fixed_s"] = self.fixed.seconds
         return fields

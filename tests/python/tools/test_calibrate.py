@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 from knapformer.calibration import Calibration, ExchangeCost, FixedCost, fit_exchange, fit_fixed
-from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, fit_warnings, step_warnings
+from knapformer.tools.calibrate.fit import (
+    MeasuredSteps,
+    calibration_of,
+    exchange_warnings,
+    fit_warnings,
+    step_warnings,
+    with_steps,
+)
 from knapformer.tools.cli import main
+from knapformer.tools.measure.steps import equal_plan
 from printed import check_tables
 
 import knapformer as kf
@@ -105,7 +113,35 @@ def test_what_whole_steps_take_beside_their_blocks_is_recovered() -> None:
     # Where steps take less than their blocks, nothing is fixed, and the error says so.
     less = fit_fixed([1.0, 2.0], [0.8, 1.6], 2)
     assert less.seconds == 0 and less.relative_rms_error == pytest.approx(0.25)
-    assert step_warnings(exact) == [] and "whole steps are off by 25%" in step_warnings(less)[0]
+    assert step_warnings("whole steps", exact.relative_rms_error) == []
+    assert "whole steps are off by 25%" in step_warnings("whole steps", less.relative_rms_error)[0]
+
+
+def test_what_exchanges_wait_for_in_steps_is_recovered() -> None:
+    """Steps that take what a slower cluster's do, to a calibration of the faster one."""
+    measured = dataclasses.replace(fitted(), seconds_per_flop=1e-9, node=ExchangeCost(4, 3e-5, 4e9))
+    cluster = measured.cluster(kf.Cluster("cpu")).replace(ranks_per_node=4, fixed_s=0.7)
+    slower = cluster.replace(node_latency_s=3e-5 + 2e-4, fixed_s=0.05)
+    model = kf.TrainedModel(num_blocks=3, num_parameters=3 * 24 * WIDTH**2, element_size=4, shard_ranks=4, num_heads=4)
+    lengths = [[32] * 8, [256], [1024]]
+    apart, shared = (
+        [equal_plan(lens, 4, of, WIDTH, gamma=measured, cluster=cluster, model=model) for lens in lengths]
+        for of in (1, 4)
+    )
+    assert all(plan.chunk_lens[0] == lens for plan, lens in zip(apart, lengths, strict=True))
+    assert [sum(plan.chunk_lens[0]) for plan in shared] == [256, 256, 1024]
+    apart_s, shared_s = ([kf.predict_step(of, slower).total_s for of in plans] for plans in (apart, shared))
+    got = with_steps(measured, MeasuredSteps(apart, apart_s, shared, shared_s), cluster)
+    assert got.node == ExchangeCost(4, 3e-5, 4e9, wait_s=pytest.approx(2e-4)) and got.warnings == ()
+    assert got.fixed == FixedCost(4, pytest.approx(0.05), pytest.approx(0, abs=1e-6))
+    assert got.cluster(cluster).node_latency_s == pytest.approx(2.3e-4)
+    # Where sharing costs less than predicted nothing waits, and a warning says that it does not fit.
+    fast = with_steps(measured, MeasuredSteps(apart, apart_s, shared, [0.5 * s for s in shared_s]), cluster)
+    assert fast.node == measured.node and "steps with shared sequences are off by" in fast.warnings[0]
+    alone = with_steps(measured, MeasuredSteps(apart, apart_s), cluster)
+    assert (
+        alone.node == measured.node and alone.fixed is not None and alone.fixed.seconds == pytest.approx(0.05, rel=0.1)
+    )
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -181,7 +217,10 @@ def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytes
         ({"token_backward": 0}, "token_backward: got 0"),
         ({"warnings": "none"}, "warnings: got 'none'"),
         ({"node": {}}, "node: expected an object with"),
-        ({"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0}}, "bytes_per_s: got"),
+        (
+            {"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0, "wait_s": 0}},
+            "bytes_per_s: got",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line(
@@ -459,10 +498,13 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
     except kf.StateError as error:  # a machine so busy that its times do not grow with the bytes
         assert calibration.node is None and any(str(error) in warning for warning in calibration.warnings)
     else:
-        assert calibration.node == expected and "All-to-all inside the node, 2 ranks" in done.stdout
+        assert calibration.node is not None and dataclasses.replace(calibration.node, wait_s=0.0) == expected
+        assert "All-to-all inside the node, 2 ranks" in done.stdout
     # Whole steps: what they take beyond two blocks and FSDP.
     steps = details["measured_steps"]
     assert [sum(lens) for lens in steps["seq_lens"]] == [1024] * 4 and len(steps["seconds"][0]) == 3
+    assert steps["shared_by"] == 2
+    assert steps["shared_seconds"] == steps["seconds"], "by a clock of FLOPs sharing costs nothing"
     model = kf.TrainedModel(num_blocks=2, num_parameters=float(steps["num_parameters"]), element_size=4, shard_ranks=2)
     cluster = calibration.cluster(kf.Cluster("cpu")).replace(ranks_per_node=2)
     predicted = []

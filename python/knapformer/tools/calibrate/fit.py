@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from knapformer import StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload
-from knapformer.calibration import Calibration, ExchangeCost, FixedCost
+from knapformer import Cluster, Plan, StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload, predict_step
+from knapformer.calibration import Calibration, ExchangeCost, fit_fixed
 from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
@@ -58,14 +60,63 @@ def token_backward(calibration: Calibration, all_train: Calibration) -> float:
     return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
 
 
-def step_warnings(cost: FixedCost) -> list[str]:
-    """As `fit_warnings`, of whole steps."""
-    if cost.relative_rms_error <= MAX_ERROR:
+def step_warnings(name: str, relative_rms_error: float) -> list[str]:
+    """As `fit_warnings`, of whole steps. name: of which."""
+    if relative_rms_error <= MAX_ERROR:
         return []
-    return [
-        f"poor fit: whole steps are off by {cost.relative_rms_error:.0%} (RMS) from blocks and a fixed time, expected "
-        f"at most {MAX_ERROR:.0%}"
-    ]
+    return [f"poor fit: {name} are off by {relative_rms_error:.0%} (RMS), expected at most {MAX_ERROR:.0%}"]
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Whole steps in which all ranks do the same.
+
+    apart: plans in which every rank computes what it has, with apart_s, what they took. shared: of the same lengths,
+    plans whose ranks share them, with shared_s; none where there was nobody to share with.
+    """
+
+    apart: Sequence[Plan]
+    apart_s: Sequence[float]
+    shared: Sequence[Plan] = ()
+    shared_s: Sequence[float] = ()
+
+
+def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster) -> Calibration:
+    """`calibration` with what whole steps took beyond what is predicted of its blocks and exchanges: a fixed time, and
+    a wait of each exchange inside the node. cluster: without either."""
+    num_ranks = steps.apart[0].num_ranks
+    cluster = cluster.replace(fixed_s=0.0)
+
+    def predicted_s(plans: Sequence[Plan], on: Cluster) -> list[float]:
+        return [predict_step(plan, on).total_s for plan in plans]
+
+    warnings, node = list(calibration.warnings), calibration.node
+    if steps.shared and node is not None:
+
+        def sharing_s(on: Cluster) -> list[float]:
+            """What it adds to a step."""
+            pairs = zip(predicted_s(steps.shared, on), predicted_s(steps.apart, on), strict=True)
+            return [shared_s - apart_s for shared_s, apart_s in pairs]
+
+        expected = [s + more for s, more in zip(steps.apart_s, sharing_s(cluster), strict=True)]
+        beyond_s = fit_fixed(expected, steps.shared_s, num_ranks).seconds
+        # Exchanges of a step: what a latency that is longer by a little adds to it.
+        little_s = 1e-6
+        later = sharing_s(cluster.replace(node_latency_s=cluster.node_latency_s + little_s))
+        num_exchanges = statistics.fmean(
+            (of_later - of_now) / little_s for of_later, of_now in zip(later, sharing_s(cluster), strict=True)
+        )
+        node = replace(node, wait_s=beyond_s / num_exchanges if num_exchanges > 0 else 0.0)
+        cluster = cluster.replace(node_latency_s=cluster.node_latency_s + node.wait_s)
+    fixed = fit_fixed(predicted_s(steps.apart, cluster), steps.apart_s, num_ranks)
+    warnings += step_warnings("whole steps", fixed.relative_rms_error)
+    if steps.shared:
+        errors = [
+            (of + fixed.seconds) / s - 1
+            for of, s in zip(predicted_s(steps.shared, cluster), steps.shared_s, strict=True)
+        ]
+        warnings += step_warnings("steps with shared sequences", math.sqrt(statistics.fmean(e * e for e in errors)))
+    return replace(calibration, fixed=fixed, node=node, warnings=tuple(warnings))
 
 
 def calibration_of(

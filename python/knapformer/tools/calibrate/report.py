@@ -85,6 +85,7 @@ def sentences(calibration: Calibration) -> list[str]:
                 f"All-to-all {name}, {cost.num_ranks} ranks: {cost.latency_s * 1e6:.3g} us and "
                 f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
                 f"{cost.relative_rms_error:.1%} (RMS)."
+                + (f" In a step each takes {cost.wait_s * 1e6:.3g} us more." if cost.wait_s > 0 else "")
             )
     if (fixed := calibration.fixed) is not None:
         found.append(

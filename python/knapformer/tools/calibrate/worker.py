@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from knapformer import Cluster, StateError, plan, plan_home, predict_step
-from knapformer.calibration import Calibration, ExchangeCost, fit_exchange, fit_fixed
+from knapformer import Cluster, Plan, StateError
+from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
 from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
-from knapformer.tools.calibrate.fit import calibration_of, exchange_warnings, step_warnings, token_backward
+from knapformer.tools.calibrate.fit import MeasuredSteps, calibration_of, exchange_warnings, token_backward, with_steps
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
 from knapformer.tools.cost_args import trained_model
@@ -25,7 +25,7 @@ from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
 from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
-from knapformer.tools.measure.steps import StepTimes, fits, time_steps
+from knapformer.tools.measure.steps import StepTimes, equal_plan, fits, time_steps
 
 # Bytes of a rank's rows: from what latency decides to what the rate does.
 _EXCHANGE_ROUNDS = 20
@@ -65,7 +65,7 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
                 progress.describe("measuring whole steps")
                 steps = time_steps(
                     settings.model, settings.step_lengths, device, DTYPES[dtype], settings.checkpointing, settings.mode,
-                    *rounds[:2],
+                    *rounds[:2], _sharing(settings),
                 )  # fmt: skip
     if not first:
         return
@@ -75,7 +75,7 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
         all_train = _calibration(settings, times.kinds_from(num_kinds, num_kinds), {}, device, "training")
         calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
     if steps is not None:
-        calibration = _with_fixed(calibration, settings, steps, DTYPES[dtype])
+        calibration = _with_steps(calibration, settings, steps, DTYPES[dtype])
     times = times.kinds_from(0, num_kinds)
     write_report(settings, calibration, times, {
         "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
@@ -89,6 +89,12 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
         "measured_steps": steps and dataclasses.asdict(steps),
         "environment": environment(device),
     })  # fmt: skip
+
+
+def _sharing(settings: CalibrationSettings) -> int:
+    """The ranks of a node that share sequences in whole steps: as many as there are heads for."""
+    num_local, num_heads = int(os.environ["LOCAL_WORLD_SIZE"]), settings.model.num_kv_heads or settings.model.num_heads
+    return max(of for of in range(1, num_local + 1) if num_local % of == 0 and of <= num_heads)
 
 
 def _works(settings: CalibrationSettings, device: torch.device, dtype: torch.dtype, mode: str) -> list[KindOfWork]:
@@ -150,25 +156,25 @@ def _calibration(
     )
 
 
-def _with_fixed(
+def _with_steps(
     calibration: Calibration, settings: CalibrationSettings, steps: StepTimes, dtype: torch.dtype
 ) -> Calibration:
-    """What the steps took beyond what is predicted of blocks and FSDP."""
-    num_ranks = settings.num_ranks
-    cluster = calibration.cluster(Cluster("cpu")).replace(
-        fixed_s=0.0, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"])
-    )
+    cluster = calibration.cluster(Cluster("cpu")).replace(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     model = trained_model(settings.model, dtype, settings.checkpointing).replace(
-        num_parameters=float(steps.num_parameters), shard_ranks=num_ranks, mode=settings.mode
+        num_parameters=float(steps.num_parameters), shard_ranks=settings.num_ranks, mode=settings.mode
     )
 
-    def predicted_s(seq_lens: list[int]) -> float:
-        of = plan(
-            [seq_lens] * num_ranks, f"g1n{num_ranks}", settings.d_model, calibration, "greedy",
-            masks=settings.mask, cluster=cluster, model=model,
-        )  # fmt: skip
-        return predict_step(plan_home(of)).total_s
+    def plans(shared_by: int) -> list[Plan]:
+        return [
+            equal_plan(
+                lens, settings.num_ranks, shared_by, settings.d_model, gamma=calibration, masks=settings.mask,
+                cluster=cluster, model=model,
+            )
+            for lens in steps.seq_lens
+        ]  # fmt: skip
 
-    measured_s = [statistics.median(seconds) for seconds in steps.seconds]
-    fixed = fit_fixed([predicted_s(lens) for lens in steps.seq_lens], measured_s, num_ranks)
-    return dataclasses.replace(calibration, fixed=fixed, warnings=(*calibration.warnings, *step_warnings(fixed)))
+    measured = MeasuredSteps(plans(1), list(map(statistics.median, steps.seconds)))
+    if steps.shared_by > 1:
+        shared_s = list(map(statistics.median, steps.shared_seconds))
+        measured = dataclasses.replace(measured, shared=plans(steps.shared_by), shared_s=shared_s)
+    return with_steps(calibration, measured, cluster)

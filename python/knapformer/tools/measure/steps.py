@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from knapformer import Sample
+from knapformer import Plan, Sample, SequenceBalancer, plan, plan_home_bags
 from knapformer.adapters.named import build_model, materialize, random_batch
 from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
@@ -58,11 +59,22 @@ def fits(config: BaseConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of steps of one micro-batch in which every rank has the same lengths, so that none waits for another."""
+    """Of steps of one micro-batch in which every rank has the same lengths, so that none waits for another.
+
+    Seconds are of each step, a round each: forward, recompute and backward of the slowest rank.
+    """
 
     num_parameters: int  # of the blocks
     seq_lens: list[list[int]]  # of a rank in each step
-    seconds: list[list[float]]  # of each step, a round each: forward, recompute and backward of the slowest rank
+    seconds: list[list[float]]  # where every rank computes its own
+    shared_by: int  # ranks
+    shared_seconds: list[list[float]]  # where so many share all that they have; none where it is 1
+
+
+def equal_plan(seq_lens: Sequence[int], num_ranks: int, shared_by: int, d_model: int, **given: Any) -> Plan:
+    """Of a step of StepTimes. given: arguments of `plan`."""
+    topology = f"g{shared_by}n{num_ranks // shared_by}"
+    return plan_home_bags(plan([list(seq_lens)] * num_ranks, topology, d_model, solver="greedy", **given))
 
 
 def time_steps(
@@ -74,22 +86,30 @@ def time_steps(
     mode: str,
     num_rounds: int,
     num_warmup_rounds: int = 1,
-    on_done: Callable[[], None] = lambda: None,
+    shared_by: int = 1,
 ) -> StepTimes:
     """Steps over about these lengths, short ones packed as `time_blocks` packs them. Collective over the world.
 
-    on_done is called after each of lengths x rounds measurements.
+    shared_by: steps in which so many consecutive ranks share every sequence are timed too, in turns; 1 for none.
     """
     model = sharded_model(config, device, dtype, checkpointing, mode)
+    num_ranks = dist.get_world_size()
+    balancer = None
+    if shared_by > 1:
+        balancer = SequenceBalancer(f"g{shared_by}n{num_ranks // shared_by}", mask=config.mask, solver="greedy")
 
-    def step(samples: Sequence[Sample]) -> Work:
+    def step(samples: Sequence[Sample], balancer: SequenceBalancer | None) -> Work:
         batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
+        lens = [config.planned_tokens(size) for size in samples]
+        shared = balancer and equal_plan(lens, num_ranks, shared_by, config.d_model, masks=config.mask)
         for parameter in model.parameters():
             parameter.grad = None
         dist.barrier()
 
         def run() -> None:
-            (model(batch) - target).square().mean().backward()
+            if balancer is not None and shared is not None:
+                balancer.follow(shared)
+            (model(batch, balancer, planned=balancer is not None) - target).square().mean().backward()
 
         return run
 
@@ -98,11 +118,16 @@ def time_steps(
         return config.possible(Sample(text_tokens, length if config.text_beside else length - text_tokens))
 
     drawn = [[sample(n) for n in packed] for packed in packed_lengths(lengths, device)]
-    rounds = measured_rounds([partial(step, of) for of in drawn], device, num_rounds, num_warmup_rounds, on_done)
+    ways = [None] if balancer is None else [None, balancer]
+    rounds = measured_rounds(
+        [partial(step, of, way) for of in drawn for way in ways], device, num_rounds, num_warmup_rounds
+    )
     seconds = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return StepTimes(
         sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters()),
         [[config.planned_tokens(size) for size in of] for of in drawn],
-        seconds.tolist(),
+        seconds[:: len(ways)].tolist(),
+        shared_by,
+        [] if balancer is None else seconds[1::2].tolist(),
     )
