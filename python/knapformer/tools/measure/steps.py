@@ -101,7 +101,9 @@ def time_steps(
     def step(samples: Sequence[Sample], balancer: SequenceBalancer | None) -> Work:
         batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
         lens = [config.planned_tokens(size) for size in samples]
-        shared = balancer and equal_plan(lens, num_ranks, shared_by, config.d_model, masks=config.mask)
+        shared = None
+        if balancer is not None:
+            shared = equal_plan(lens, num_ranks, shared_by, config.d_model, masks=config.mask)
         for parameter in model.parameters():
             parameter.grad = None
         dist.barrier()
