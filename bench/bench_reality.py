@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="of results, which are not measured again")
     parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which (default: all)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each trace (default 3)")
-    parser.add_argument("--repeats", type=int, default=1, help="of each step, the best counts (default 1)")
+    parser.add_argument("--repeats", type=int, default=2, help="of each step, the best counts (default 2)")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for trace in args.traces:
