@@ -402,7 +402,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
       ahead->planned_ = known(std::move(planned));
       return ahead;
     }
-    // The thread has copies of what it needs, so that it may outlive this balancer.
+    // The task has copies of what it needs, so that it may outlive this balancer.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
                  planning = ahead->options_, rank = rank_, shape = options.step,
                  devices = devices_](const std::stop_token& stop) -> Planned {
@@ -412,9 +412,9 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
       make_tables(planned, rank, devices, planning.engine);
       return planned;
     };
-    std::packaged_task<Planned(const std::stop_token&)> task(std::move(plan));
-    ahead->planned_ = task.get_future().share();
-    ahead->thread_ = std::jthread([task = std::move(task)](const std::stop_token& stop) mutable { task(stop); });
+    auto task = std::make_shared<std::packaged_task<Planned(const std::stop_token&)>>(std::move(plan));
+    ahead->planned_ = task->get_future().share();
+    ahead->task_ = TaskThread::start(planning_, [task](const std::stop_token& stop) { (*task)(stop); });
     return ahead;
   });
 }

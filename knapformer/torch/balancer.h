@@ -38,7 +38,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <variant>
 #include <vector>
 
@@ -53,6 +52,7 @@
 #include "knapformer/torch/feedback.h"
 #include "knapformer/torch/planned_step.h"
 #include "knapformer/torch/samples.h"
+#include "knapformer/torch/task_thread.h"
 
 namespace knapformer {
 
@@ -280,6 +280,7 @@ class SequenceBalancer {
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);
+  std::shared_ptr<TaskThread> planning_ = std::make_shared<TaskThread>();  // ahead
   StepFeedback feedback_;
   Traffic before_step_;
   double waited_for_planning_s_ = 0;
@@ -292,11 +293,11 @@ decltype(auto) SequenceBalancer::collective(Body body) {
   return watchdog_->guard(body);
 }
 
-/// Held by the caller, who may drop it unfinished if all ranks do. Its destructor waits for its thread, which ends soon
+/// Held by the caller, who may drop it unfinished if all ranks do. Its destructor waits for its task, which ends soon
 /// even where other ranks never come.
 class SequenceBalancer::PlanningAhead {
  public:
-  /// Whether finish_planning would find its thread done.
+  /// Whether finish_planning would find its task done.
   bool ready() const;
   /// Ranks whose data had ended. Throws StateError before start_moving or finish_planning.
   int32_t num_ended() const;
@@ -314,7 +315,7 @@ class SequenceBalancer::PlanningAhead {
   int64_t max_bytes_in_flight_ = 0;
   std::unique_ptr<SampleExchange> moving_;
   std::optional<ArgumentError> too_large_;  // a sample
-  std::jthread thread_;                     // the last member: it ends first
+  TaskThread::Task task_;                   // the last member: it ends first
 };
 
 }  // namespace knapformer
