@@ -10,8 +10,8 @@
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/model/data_mix.h"
-#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 
 namespace knapformer {
 namespace {

@@ -18,6 +18,8 @@ from typing import Any
 from knapformer.tools.measure.environment import host_environment
 
 NUM_RANKS = 2
+# What the process has imported that ranks are forked from: none of it touches a device.
+PRELOADED = ["torch.distributed", "knapformer.balancer"]
 _LOAD = os.getloadavg()  # before the benchmark adds to it
 
 
@@ -37,13 +39,13 @@ def on_ranks(
 ) -> Any:
     """`run_rank(args)` on local ranks of one thread each, in a group of `backend`, None: in none; what rank 0 returned.
 
-    They are forked from a process that has imported torch and has touched no device. Raises TimeoutError where they
+    They are forked from a process that has imported PRELOADED and has touched no device. Raises TimeoutError where they
     take longer than limit_s; what a rank raises, with its traceback.
     """
     import torch.multiprocessing as mp
 
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    multiprocessing.set_forkserver_preload(["torch.distributed", "knapformer.balancer"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(

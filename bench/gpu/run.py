@@ -103,13 +103,15 @@ def run_parts(args: argparse.Namespace) -> int:
 
 def look_at_device(args: argparse.Namespace) -> str | None:
     """Sets args.num_devices, args.device_name and args.peak_tflops; says what is wrong with what was asked for."""
-    from driver import on_ranks
+    from driver import PRELOADED, on_ranks
     from knapformer.tools.measure.figures import PEAK_TFLOPS
 
     if args.ranks < 1 or args.ranks & (args.ranks - 1):
         return f"RANKS: got {args.ranks}, expected a power of two"
     if args.part == "steps" and args.ranks == 1:
         return "RANKS: got 1, expected 2 or more for the steps"
+    if args.device == "cpu":  # where models may be imported before ranks are forked
+        PRELOADED.extend(["knapformer.adapters.named", "diffusers.models.transformers.transformer_flux"])
     args.environment, args.num_devices = on_ranks(describe_rank, args, 1, backend=None)
     if args.device == "cuda" and args.num_devices < args.ranks:
         seen = f"torch {args.environment['torch']} sees {args.num_devices}"

@@ -4,9 +4,9 @@
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/model/mask.h"
 #include "knapformer/core/plan/heads.h"
-#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -183,7 +183,7 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
 micro_batches: how many; 'auto': as few as keep max_tokens_per_rank, which holds in each. sync: where ranks wait for
 each other, in every 'micro_batch' (FSDP2, ZeRO-3) or once, at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
 The rest as without micro_batches. The step takes no longer than each rank's list cut in consecutive parts would, each
-planned by itself (knapformer/core/planners/micro_batches.h). Without max_tokens_per_rank, time alone counts: few
+planned by itself (knapformer/core/planners/whole_step/micro_batches.h). Without max_tokens_per_rank, time alone counts: few
 micro-batches may hold most tokens.
 
 Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");

@@ -7,8 +7,8 @@
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/plan/step_plan_json.h"
-#include "knapformer/core/planners/fill_ranks.h"
-#include "knapformer/core/planners/micro_batches.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;

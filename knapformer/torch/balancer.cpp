@@ -8,9 +8,9 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/tensor_checks.h"
 

@@ -1,7 +1,23 @@
 from __future__ import annotations
 
 import hypothesis
+import pytest
 
 # No limit on the time of an example: on a busy machine it would be the machine that is tested.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+# Files that take longest: where files run side by side, none of these is to be left when the others are done.
+LONGEST = (
+    "test_simulate.py",
+    "test_gpu_command.py",
+    "test_train_images.py",
+    "test_exactness.py",
+    "test_adapters_on_ranks.py",
+    "test_compile.py",
+    "test_calibrate.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))

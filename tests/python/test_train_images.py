@@ -1,10 +1,11 @@
-"""examples/train_images.py as its users start it: by torchrun, on two ranks, killed, and resumed."""
+"""examples/train_images.py on two ranks; as its users start it, by torchrun, where it is killed and resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -45,15 +46,31 @@ def log_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def compare(tmp_path_factory: pytest.TempPathFactory, folder: Path, *options: str) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("compared")
-    finish(start(out, "--data", str(folder), *SMALL, "--compare", "--no-samples", *options), timeout_s=180)
-    return log_of(out)
+# Each is compared with training without a balancer.
+WAYS = {"sampler": (), "float32": ("--precision", "fp32"), "balancer": ("--balancer", "g2/1n1")}
+
+
+def train_each_way(rank: int, world_size: int, folder: Path, out: Path) -> None:
+    import train_images
+
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
+    for name, options in WAYS.items():
+        sys.argv = ["train_images.py", "--out", str(out / name), "--data", str(folder), *SMALL, "--compare",
+                    "--no-samples", *options]  # fmt: skip
+        train_images.train(train_images.parse_arguments(), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[dict[str, Any]]:
-    return compare(tmp_path_factory, folder)
+def logs(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each way; all in one start of the ranks."""
+    out = tmp_path_factory.mktemp("compared")
+    run_ranks(train_each_way, 2, folder, out, timeout_s=240)
+    return {name: log_of(out / name) for name in WAYS}
+
+
+@pytest.fixture
+def compared(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return logs["sampler"]
 
 
 def check_same(log: list[dict[str, Any]], loss: float, gradient: float) -> None:
@@ -78,16 +95,14 @@ def test_the_sampler_changes_no_loss(compared: list[dict[str, Any]]) -> None:
     assert all(a <= b for a, b in zip(*works, strict=True)) and 1.1 * sum(works[0]) < sum(works[1])
 
 
-def test_nor_in_float32(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> None:
-    check_same(compare(tmp_path_factory, folder, "--precision", "fp32"), 1e-6, 1e-5)
+def test_nor_in_float32(logs: dict[str, list[dict[str, Any]]]) -> None:
+    check_same(logs["float32"], 1e-6, 1e-5)
 
 
-def test_nor_does_the_balancer_in_the_model(
-    compared: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, folder: Path
-) -> None:
-    log = compare(tmp_path_factory, folder, "--balancer", "g2/1n1")
-    check_same(log, 1e-11, 1e-9)
-    for entry, with_sampler in zip(log, compared, strict=True):  # the same samples, in the same steps
+def test_nor_does_the_balancer_in_the_model(logs: dict[str, list[dict[str, Any]]]) -> None:
+    check_same(logs["balancer"], 1e-11, 1e-9)
+    # The same samples, in the same steps.
+    for entry, with_sampler in zip(logs["balancer"], logs["sampler"], strict=True):
         assert entry["not balanced"]["loss"] == with_sampler["not balanced"]["loss"]
         assert max(entry["balanced"]["work"][0]) < 1.2 * min(entry["balanced"]["work"][0])
 

@@ -8,8 +8,8 @@
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/plan/plan_json.h"
 #include "knapformer/core/plan/step_plan_json.h"
-#include "knapformer/core/planners/micro_batches.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 namespace knapformer {
 namespace {
 
-/// Of the fastest: smaller differences decide nothing.
+/// Relative: options whose times differ by less count as equally fast.
 constexpr double kEqualTime = 1e-3;
 
 struct Candidate {

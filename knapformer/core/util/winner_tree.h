@@ -1,5 +1,5 @@
-// The minimum of many keys while one after another changes: for planners, which put each sequence where there is the
-// least so far.
+// The minimum of many keys, of which one after another changes: for planners, which put each sequence where the load is
+// lowest so far.
 #pragma once
 
 #include <bit>
@@ -11,8 +11,9 @@
 
 namespace knapformer {
 
-/// A tournament: a node above each pair holds the lesser, of equal keys the one of lower index. A change is played out
-/// along one path, whose opponents are known from the start: nothing is guessed, as a heap's way down is.
+/// A tournament: a node above each pair holds the lower key, of equal keys the one of lower index. A changed key is
+/// compared along the one path from its leaf to the root. That path is known beforehand; the way down a heap is not,
+/// and processors guess it wrong half the time.
 class WinnerTree {
  public:
   /// At least one key.

@@ -4,10 +4,9 @@
 
     results = run_ranks(check, world_size=2)               # of each rank, in rank order
 
-Ranks are forked once a call, from a process that has imported torch and nothing else: that takes milliseconds, where an
-interpreter with torch takes seconds to start. An
-exception on any rank fails the call with that rank's traceback; ranks that do not come back in time are killed, with
-the stacks of where they hang.
+Ranks are forked once a call, from a process that has imported torch, and diffusers where tests here use it: that takes
+milliseconds, where an interpreter needs seconds to import them. An exception on any rank fails the call with that
+rank's traceback; ranks that do not come back in time are killed, with the stacks of where they hang.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -27,6 +27,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 GROUP_TIMEOUT_S = 60
+_IMPORTED = ("torch", "torch.distributed", "torch.distributed.fsdp", "knapformer.balancer")
+# What takes a rank two to four seconds more to import. The tests that were collected have imported what they use.
+_IMPORTED_WHERE_USED = ("torch._dynamo", "diffusers.models.transformers.transformer_flux", "knapformer.adapters.named")
 
 
 def run_ranks(
@@ -43,7 +46,7 @@ def run_ranks(
     of it.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "knapformer.balancer"])
+    context.set_forkserver_preload([*_IMPORTED, *(name for name in _IMPORTED_WHERE_USED if name in sys.modules)])
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(world_size)]
         processes = [

@@ -329,7 +329,7 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
 def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = [
-        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
+        *SIMULATE[:3], "--model", "transformer-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
         "--steps", "2", "--warmup", "0",
         "--gamma", "0.5", "--dtype", "fp64", "--micro-batches", "3", "--topology", "g2/1n1", "--equal-lengths",
         "--cluster", "cpu", "--json", str(out),

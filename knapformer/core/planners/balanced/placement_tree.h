@@ -296,8 +296,8 @@ inline void PlacementTrees::update(int32_t v) {
   const double tokens_per_rank = tokens / n.degree;
   state.subtree_tokens = tokens;
   token_time = std::max(token_time, tokens * n.time_per_token);
-  // Beyond the capacity a plan is of no use: worse than any within it, and a little the worse the further beyond (if it
-  // were much, no search would climb from one such plan over a worse one to a good one).
+  // A plan beyond the capacity is of no use. It counts as worse than any within it, and as slightly worse the further
+  // it is beyond: were the slope steep, no search would climb from one such plan over a worse one to a good one.
   constexpr double kOverfullTime = 10;
   if (tokens > n.token_capacity) token_time += kOverfullTime + tokens / n.token_capacity;
   state.max_token_time = token_time;

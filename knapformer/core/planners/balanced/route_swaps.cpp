@@ -129,7 +129,7 @@ bool RouteSwaps::swap_blocks(std::span<Blocks> blocks) {
     list(*of_degree, a, in_a_);
     list(*of_degree, b, in_b_);
     if (!swap(of_degree->first_rank[b] - of_degree->first_rank[a])) continue;
-    // What smaller blocks are alike by, the larger sequences around them, went with them.
+    // The class of a smaller block depends on the larger sequences around it, which were swapped too.
     for (Blocks& smaller : blocks) {
       for (int32_t i = 0; smaller.degree < of_degree->degree && i < of_degree->degree; i += smaller.degree) {
         const int32_t from = smaller.of_rank[of_degree->first_rank[a] + i];

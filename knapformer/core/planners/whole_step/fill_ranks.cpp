@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
 
 #include <algorithm>
 #include <string>

@@ -12,7 +12,7 @@
 //    longest sequence that is left. Fewer and higher levels are easier to fill and need more memory.
 // 2. Fill: sequences by descending work, each into the bin with the most time left below its level. A sequence beyond
 //    every level is shared by the smallest group that brings it below, in the first micro-batch.
-// 3. Refine: bins trade sequences (bin_trades.h).
+// 3. Refine: bins swap sequences (bin_swaps.h).
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
-#include "knapformer/core/planners/bin_trades.h"
-#include "knapformer/core/planners/packed_bins.h"
+#include "knapformer/core/planners/whole_step/bin_swaps.h"
+#include "knapformer/core/planners/whole_step/packed_bins.h"
 
 namespace knapformer {
 
@@ -44,8 +44,8 @@ class MicroBatchPacking {
   std::vector<double> levels_s(const PackingShape& shape, int32_t num_micro_batches) const;
   /// Of a block, by micro-batch: the time of its slowest bin.
   std::vector<double> pack(std::vector<double> levels_s);
-  /// Lowers the times of the last pack, by trades in each replica.
-  std::vector<double> refine(const TradeLimits& limits);
+  /// Lowers the times of the last pack, by swaps in each replica.
+  std::vector<double> refine(const SwapLimits& limits);
 
   /// Of the last pack: by micro-batch, whether its times and tokens are those of whole sequences that keep the limit.
   /// The others need a planner that shares.

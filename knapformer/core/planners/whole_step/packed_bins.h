@@ -29,8 +29,9 @@ struct PackedBins {
     int32_t num_leaves = 1;
     int32_t shared_node = -1;  // where it must be shared: any node of the degree
   };
-  /// Bins that shared sequences connect. These are cut such that every bin has the group's mean of tokens, so a bin
-  /// that holds more whole ones exchanges less. A bin that shares nothing is a group by itself.
+  /// Bins that shared sequences connect. The shared sequences are cut so that every bin holds equally many tokens: a
+  /// bin with more tokens of whole sequences gets less of them, and exchanges less. A bin that shares nothing is a
+  /// group by itself.
   struct Group {
     int32_t first = 0, size = 1;    // bins
     double exchange_per_token = 0;  // in seconds, of a shared sequence's tokens

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/bin_trades.h"
+#include "knapformer/core/planners/whole_step/bin_swaps.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,16 +23,16 @@ struct Lot {
 /// The excess of a bin is its time above the level of its micro-batch. Where the fullest bin of a micro-batch
 /// can give nothing away any more, its time is the level from then on: so the other bins of the micro-batch may take
 /// more, and what the others take less.
-class BinTrades {
+class BinSwaps {
  public:
-  BinTrades(PackedBins& bins, std::span<const double> levels_s, uint64_t seed)
+  BinSwaps(PackedBins& bins, std::span<const double> levels_s, uint64_t seed)
       : packed_(bins), levels_s_(levels_s), random_(seed) {
     for (int32_t bin = 0; bin < packed_.num_bins(); ++bin) {
       if (levels_s_[packed_.micro_batch_of(bin)] > 0) bins_.push_back(bin);
     }
   }
 
-  void run(const TradeLimits& limits) {
+  void run(const SwapLimits& limits) {
     trials_left_ = limits.num_trials;
     double best_s = descend(limits.good_enough_s);
     std::vector<int32_t> best;
@@ -51,7 +51,7 @@ class BinTrades {
  private:
   static constexpr size_t kFewForPairs = 4096;
 
-  /// Trades until none helps. Returns the sum of the times.
+  /// Swaps until none helps. Returns the sum of the times.
   double descend(double good_enough_s) {
     level_s_.assign(levels_s_.begin(), levels_s_.end());
     is_settled_.assign(level_s_.size(), 0);
@@ -70,7 +70,7 @@ class BinTrades {
       if (best_bin_ < 0) {
         settle(packed_.micro_batch_of(bin));
       } else {
-        trade();
+        swap();
       }
     }
     return sum_s_ + (num_open_ > 0 ? num_open_ * max_excess_s() : 0.0);
@@ -146,7 +146,7 @@ class BinTrades {
     for (int32_t bin = group.first; bin < group.first + group.size; ++bin) find_from(bin, with_pairs);
   }
 
-  /// The trade with the lowest excess of the two bins' groups, if it is lower than the best. All other bins are tried,
+  /// The swap with the lowest excess of the two bins' groups, if it is lower than the best. All other bins are tried,
   /// or if they are many a sample, and of that only as many as it takes.
   void find_from(int32_t bin, bool with_pairs) {
     constexpr int32_t kSample = 32, kMostTried = 8 * kSample;
@@ -198,7 +198,7 @@ class BinTrades {
     }
   }
 
-  /// Of what the bins may trade, the best. `excess_of(tokens, attention)`: the higher excess after these net amounts
+  /// Of what the bins may swap, the best. `excess_of(tokens, attention)`: the higher excess after these net amounts
   /// went from here to there.
   template <class ExcessOf>
   void try_lots(int32_t bin, int32_t other, const ExcessOf& excess_of) {
@@ -226,12 +226,12 @@ class BinTrades {
     }
   }
 
-  void trade() {
+  void swap() {
     move(best_given_, best_from_, best_bin_);
     move(best_taken_, best_bin_, best_from_);
-    for (const int32_t traded : {best_from_, best_bin_}) {
-      const PackedBins::Group& group = packed_.groups[traded];
-      const double now_s = excess(traded);
+    for (const int32_t swapped : {best_from_, best_bin_}) {
+      const PackedBins::Group& group = packed_.groups[swapped];
+      const double now_s = excess(swapped);
       for (int32_t b = group.first; b < group.first + group.size; ++b) {
         excess_s_[b] = now_s;
         if (is_settled_[packed_.micro_batch_of(b)] == 0) set_excess(b, now_s);
@@ -271,8 +271,8 @@ class BinTrades {
 
 }  // namespace
 
-void trade_between_bins(PackedBins& bins, std::span<const double> levels_s, uint64_t seed, const TradeLimits& limits) {
-  BinTrades(bins, levels_s, seed).run(limits);
+void swap_between_bins(PackedBins& bins, std::span<const double> levels_s, uint64_t seed, const SwapLimits& limits) {
+  BinSwaps(bins, levels_s, seed).run(limits);
 }
 
 }  // namespace knapformer

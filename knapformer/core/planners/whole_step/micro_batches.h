@@ -9,13 +9,13 @@
 //
 // By construction the step is predicted to take no longer than the micro-batches as they are given
 // (micro_batches_as_given), planned by the same planner with the same effort; with more than 4,096 sequences, at low
-// effort. These are planned only as far as it is not proven that they take longer; and not at all where more than 4,096
-// sequences stay whole and the step is, route aside, within 0.04 % of the lower bound (0.1 % at low effort): they could
-// not be shorter by more.
+// effort. Planning these stops once it is proven that they take longer. They are not planned at all where more than
+// 4,096 sequences stay whole and the step is, route aside, within 0.04 % of the lower bound (0.1 % at low effort): they
+// could be shorter by no more than that.
 //
 // Without a limit of tokens time alone decides; among steps that take about equally long, the one with the lowest
-// levels, which hold the fewest tokens. Long steps in few micro-batches are the shortest, so what memory allows is for
-// max_tokens_per_rank to say.
+// levels, which hold the fewest tokens. Fewer and longer micro-batches are faster and need more memory: state what
+// memory allows as max_tokens_per_rank.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/micro_batch_packing.h"
+#include "knapformer/core/planners/whole_step/micro_batch_packing.h"
 
 #include <algorithm>
 #include <cmath>
@@ -151,8 +151,8 @@ std::vector<double> MicroBatchPacking::pack(std::vector<double> levels_s) {
   return times_s();
 }
 
-std::vector<double> MicroBatchPacking::refine(const TradeLimits& limits) {
-  for (PackedBins& bins : replicas_) trade_between_bins(bins, levels_s_, key_, limits);
+std::vector<double> MicroBatchPacking::refine(const SwapLimits& limits) {
+  for (PackedBins& bins : replicas_) swap_between_bins(bins, levels_s_, key_, limits);
   return times_s();
 }
 

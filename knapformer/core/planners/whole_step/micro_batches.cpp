@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/micro_batches.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,8 +11,8 @@
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
-#include "knapformer/core/planners/micro_batch_packing.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/micro_batch_packing.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -109,7 +109,7 @@ class StepSolver {
     return out;
   }
 
-  /// Trades that each packing tries.
+  /// Swaps that each packing tries.
   int64_t num_trials() const {
     constexpr int64_t kMin = 150'000, kMax = 40'000'000;
     const auto num_sequences = int64_t{input_.sequences.seq_lens.num_sequences()};

@@ -1,5 +1,5 @@
 // The planner of a step: its promises on random steps, the best of all on tiny ones, and what it reaches on the mixes.
-#include "knapformer/core/planners/micro_batches.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "knapformer/core/cost/accumulation.h"
-#include "knapformer/core/planners/fill_ranks.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
 

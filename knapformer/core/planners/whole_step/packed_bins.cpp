@@ -1,4 +1,4 @@
-#include "knapformer/core/planners/packed_bins.h"
+#include "knapformer/core/planners/whole_step/packed_bins.h"
 
 #include <algorithm>
 #include <limits>
