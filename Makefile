@@ -148,7 +148,7 @@ coverage: $(VENV)/.dependencies $(VENV)/.coverage
 	$(CMAKE) --install $(COVERAGE) --prefix $(COVERAGE)/package
 	OMP_NUM_THREADS=1 $(COVERAGE)/tests/torch/torch_tests --gtest_brief=1
 	KNAPFORMER_COVERAGE=$(COVERAGE) COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage/coverage.ini \
-	    PYTHONPATH=tests/coverage:$(COVERAGE)/package $(BIN)/python -m pytest -q $(COVERAGE_TESTS)
+	    PYTHONPATH=$(CURDIR)/tests/coverage:$(COVERAGE)/package $(BIN)/python -m pytest -q $(COVERAGE_TESTS)
 	cd $(COVERAGE) && export KNAPFORMER_COVERAGE=$(COVERAGE) && for command in combine "json -o python.json"; do \
 	    $(abspath $(BIN))/coverage $$command -q --rcfile=$(CURDIR)/tests/coverage/coverage.ini || exit 1; done
 	$(BIN)/gcovr -r . --object-directory $(COVERAGE) --filter knapformer/torch --json $(COVERAGE)/cpp.json
