@@ -4,6 +4,7 @@
 #   make test       every test, C++ and Python
 #   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
 #   make sanitize-threads  those of the torch layer, whose ranks are threads, under the thread sanitizer
+#   make coverage   lines of the torch layer and of Python that no test runs, and which of them only a GPU would
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help nvrtc demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help nvrtc demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -123,6 +124,35 @@ nvrtc: build/nvrtc/.installed
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
 	KNAPFORMER_NVRTC=$$(ls $(CURDIR)/build/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.1?) $(BUILD)/tests/torch/torch_tests \
 	    --gtest_filter='CudaKernel.*'
+
+$(VENV)/.coverage: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --group coverage
+	touch $@
+
+# The C++ tests of the torch layer, and the Python tests that drive it and the commands on devices; the whole suite takes
+# longer and adds little. Ends with status 1 where a line that only a GPU runs is in no table of docs/gpu.md.
+COVERAGE := $(abspath build/coverage)
+COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
+    $(addprefix tests/python/distributed/test_,balancer.py compile.py function_transforms.py groups.py loader.py sample_loader.py) \
+    $(addprefix tests/python/tools/test_,calibrate.py simulate.py replay.py report_timeline.py)
+coverage: $(VENV)/.dependencies $(VENV)/.coverage
+	$(NEED) gtest
+	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
+	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
+	$(CONFIGURE) -B $(COVERAGE) -DKNAPFORMER_TESTS=ON -DKNAPFORMER_COVERAGE=ON
+	$(CMAKE) --build $(COVERAGE) -j $(JOBS) --target $(MODULES) torch_tests
+	rm -rf $(COVERAGE)/package $(COVERAGE)/python
+	find $(COVERAGE) -name '*.gcda' -delete
+	mkdir -p $(COVERAGE)/package $(COVERAGE)/python
+	cp -r python/knapformer $(COVERAGE)/package
+	$(CMAKE) --install $(COVERAGE) --prefix $(COVERAGE)/package
+	OMP_NUM_THREADS=1 $(COVERAGE)/tests/torch/torch_tests --gtest_brief=1
+	KNAPFORMER_COVERAGE=$(COVERAGE) COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage/coverage.ini \
+	    PYTHONPATH=$(CURDIR)/tests/coverage:$(COVERAGE)/package $(BIN)/python -m pytest -q $(COVERAGE_TESTS)
+	cd $(COVERAGE) && export KNAPFORMER_COVERAGE=$(COVERAGE) && for command in combine "json -o python.json"; do \
+	    $(abspath $(BIN))/coverage $$command -q --rcfile=$(CURDIR)/tests/coverage/coverage.ini || exit 1; done
+	$(BIN)/gcovr -r . --object-directory $(COVERAGE) --filter knapformer/torch --json $(COVERAGE)/cpp.json
+	$(BIN)/python tests/coverage/device_lines.py --cpp $(COVERAGE)/cpp.json --python $(COVERAGE)/python.json
 
 headers: $(VENV)/.dependencies
 	$(NEED) gtest
@@ -220,7 +250,8 @@ bench: $(VENV)/.installed $(VENV)/.bench
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
-	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed)
+	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed) \
+	    $(if $(SECONDS),--seconds $(SECONDS))
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs

@@ -33,7 +33,7 @@ from driver import NUM_RANKS, bare_all_to_all, on_ranks, parser_of, published_mo
 
 NUM_SEQUENCES, MAX_TOKENS, HEADS, WIDTH = 300, 12, 2, 8
 # Microseconds of work for a call of attention, forward with gradients, that must not be passed.
-LIMIT_US = 100
+LIMIT_US = 60
 
 
 def main() -> None:

@@ -10,27 +10,36 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import itertools
 import traceback
 from typing import Any
 
 from driver import Check, at_most, on_ranks
-from settings import backend_of, correctness_ranks, limit_of, nested_topology, rank_device, sizes_of
+from settings import (
+    Agenda,
+    backend_of,
+    correctness_ranks,
+    merged_results,
+    nested_topology,
+    rank_device,
+    seconds_left,
+    sizes_of,
+)
 
 # Roundings of a few blocks, and products in TF32 (10 bits); what computes something else is off by a tenth or more.
 LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
-LIMIT_S = 130.0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    num_ranks, limit_s = correctness_ranks(args), limit_of(args, LIMIT_S)
-    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), limit_s)
-    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), limit_s)
-    checks: list[Check] = [*alone, *together]
-    return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), "checks": checks}
+    num_ranks = correctness_ranks(args)
+    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), seconds_left(args))
+    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), seconds_left(args))
+    both = merged_results(alone, together) | {"left_out": alone["left_out"] + together["left_out"]}
+    return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), **both}
 
 
-def check_rank(args: argparse.Namespace) -> list[Check]:
+def check_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -39,17 +48,23 @@ def check_rank(args: argparse.Namespace) -> list[Check]:
     # Alone also without a balancer; together in bags that share every sequence, and that share some.
     flat = f"g{num_ranks}n1"
     topologies = (None, flat) if num_ranks == 1 else (flat, nested_topology(num_ranks))
-    checks = []
+    checks, agenda = [], Agenda(args)
     for name, dtype in itertools.product(sizes_of(args).models, LIMITS):
-        checks += _check_model(args, name, dtype, topologies, device)
+        checks += _check_model(args, name, dtype, topologies, device, agenda)
     for dtype, topology in itertools.product(LIMITS, topologies[-1:]):
-        errors = compiled_errors(str(topology), sizes_of(args).compiler, dtype, device)
-        checks += _checks(f"compiled attention, {topology}, {dtype}", dtype, errors)
-    return checks
+        run_name = f"compiled attention, {topology}, {dtype}"
+        if agenda.begins(run_name):
+            checks += _checks(run_name, dtype, compiled_errors(str(topology), sizes_of(args).compiler, dtype, device))
+    return {"checks": checks, **agenda.result()}
 
 
 def _check_model(
-    args: argparse.Namespace, name: str, dtype_name: str, topologies: tuple[str | None, ...], device: Any
+    args: argparse.Namespace,
+    name: str,
+    dtype_name: str,
+    topologies: tuple[str | None, ...],
+    device: Any,
+    agenda: Agenda,
 ) -> list[Check]:
     import torch
     import torch.distributed as dist
@@ -59,35 +74,39 @@ def _check_model(
     from knapformer import Sample, SequenceBalancer
 
     rank, num_ranks, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
-    config = load_config(name)
-    samples = [config.possible(Sample(*size)) for size in sizes_of(args).samples[rank::num_ranks]]
-    batch, target = random_batch(config, samples, rank, device, dtype)
-    model, reference = build_model(config, dtype), build_model(config, torch.float64)
-    init_weights(model)
-    with torch.no_grad():
-        for of_reference, parameter in zip(reference.parameters(), model.parameters(), strict=True):
-            of_reference.copy_(parameter)
-    expected = _outcome(reference, _on_cpu_in_double(batch), target.cpu().double(), None)
-    model = model.to(device)
     runs: list[tuple[str | None, bool, bool]] = list(itertools.product(topologies, (False, True), (False,)))
     if num_ranks == 1 and dtype_name == "bf16" and name in sizes_of(args).compiled:
         runs.append((None, False, True))  # compiling takes most of the time: where kernels are fused, once a model
+    names = [
+        ", ".join([name, run[0] or "plain", dtype_name, *["checkpointed"] * run[1], *["compiled"] * run[2]])
+        for run in runs
+    ]
+
+    @functools.cache
+    def prepared() -> tuple[Any, Any, Any, Any]:
+        config = load_config(name)
+        samples = [config.possible(Sample(*size)) for size in sizes_of(args).samples[rank::num_ranks]]
+        batch, target = random_batch(config, samples, rank, device, dtype)
+        model, reference = build_model(config, dtype), build_model(config, torch.float64)
+        init_weights(model)
+        with torch.no_grad():
+            for of_reference, parameter in zip(reference.parameters(), model.parameters(), strict=True):
+                of_reference.copy_(parameter)
+        expected = _outcome(reference, _on_cpu_in_double(batch), target.cpu().double(), None)
+        return model.to(device), batch, target, expected
+
     checks = []
-    for topology, checkpointed, compiled in runs:
+    for run_name, (topology, checkpointed, compiled) in zip(names, runs, strict=True):
+        if not agenda.begins(run_name):
+            continue
+        model, batch, target, expected = prepared()
         set_checkpointing(model, checkpointed)
         computed = model
         if compiled:
             computed = copy.deepcopy(model)
             for blocks in computed.block_lists():  # blocks of a list are alike
                 blocks[0].compile(backend=sizes_of(args).compiler, dynamic=True)
-        balancer = None if topology is None else SequenceBalancer(topology, mask=config.mask)
-        name_of_run = [
-            name,
-            topology or "plain",
-            dtype_name,
-            *["checkpointed"] * checkpointed,
-            *["compiled"] * compiled,
-        ]
+        balancer = None if topology is None else SequenceBalancer(topology, mask=load_config(name).mask)
         try:
             differences = _differences(_outcome(computed, batch, target, balancer), expected)
         except Exception:
@@ -95,7 +114,7 @@ def _check_model(
                 raise  # the others wait for this one
             traceback.print_exc()
             differences = [_NO_NUMBER, _NO_NUMBER]
-        checks += _checks(", ".join(name_of_run), dtype_name, differences)
+        checks += _checks(run_name, dtype_name, differences)
     return checks
 
 

@@ -1,41 +1,47 @@
-"""`knapformer calibrate` of each model with each attention kernel that the device has."""
+"""`knapformer calibrate` of each model with each attention kernel that torch and diffusers have here.
+
+A kernel is there where it computes two sequences, forward and backward, on the device in the models' dtype. What is not
+there is named, with the reason that its own error gives. Nothing is downloaded: diffusers' kernels of the hub, which
+it would fetch, are not tried.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from driver import Check, at_most, on_ranks
-from settings import limit_of, rank_device, sizes_of
-
-LIMIT_S = 150.0
+from settings import Agenda, rank_device, seconds_left, sizes_of
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from knapformer.tools.calibrate.fit import MAX_ERROR
 
-    fits = on_ranks(calibrate_all, args, 1, backend=None, limit_s=limit_of(args, LIMIT_S))
+    found = on_ranks(calibrate_all, args, 1, backend=None, limit_s=seconds_left(args))
+    fits = found.pop("fits")
     checks: list[Check] = [
         # What could not be fitted (it has said why, such as a noisy machine) is off by all of it.
         {"name": f"{fit['model']}, {fit['kernel']}: error of the fit", **at_most(fit.get(_ERROR, 1.0), MAX_ERROR)}
         for fit in fits
     ]
-    return {"fits": [fit for fit in fits if _ERROR in fit], "checks": checks}
+    return {"fits": [fit for fit in fits if _ERROR in fit], "checks": checks, **found}
 
 
 _ERROR = "relative_rms_error"
 
 
 def calibration_path(folder: Path, model: str, kernel: str) -> Path:
-    return folder / f"calibration-{model}-{kernel}.json"
+    return folder / f"calibration-{model}-{kernel.replace(' ', '-')}.json"
 
 
-def calibrate_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
+    """The fits; of what is not there ("absent"), the reasons."""
     import torch
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
@@ -44,62 +50,126 @@ def calibrate_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     device = rank_device(args)
     dtype = DTYPES[default_dtype(device)]
-    fits = []
-    for model in sizes_of(args).calibrated:
-        for kernel in kernels_on(device, dtype, load_config(model).head_dim):
-            path = calibration_path(args.out, model, kernel)
+    fits, absent, agenda = [], [], Agenda(args)
+    kernels = kernels_of_packages()
+    reasons = {
+        (model, name): why_not(kernel, device, dtype, load_config(model).head_dim)
+        for model in sizes_of(args).calibrated
+        for name, kernel in kernels.items()
+    }
+    # The first kernel of each model before others of any: other parts want its calibration.
+    for name in kernels:
+        for model in sizes_of(args).calibrated:
+            if (reason := reasons[model, name]) is not None:
+                absent.append({"model": model, "kernel": name, "reason": reason})
+                continue
+            if not agenda.begins(f"{model}, {name}"):
+                continue
+            path = calibration_path(args.out, model, name)
             options = ["--model", model, "--device", args.device, "--json", str(path), *sizes_of(args).calibration]
             try:
-                with _only(kernel):
+                with kernels[name]():
                     fitted = cli.main(["calibrate", *options]) == 0
             except torch.OutOfMemoryError as error:
-                print(f"{model}, {kernel}: {error}")
+                print(f"{model}, {name}: {error}")
                 fitted = False
             content = json.loads(path.read_text()) if fitted else {}
             kept = ("gamma", "seconds_per_flop", _ERROR, "warnings")
-            of = {field: content[field] for field in kept if field in content}
-            fits.append({"model": model, "kernel": kernel, **of})
-    return fits
+            fits.append(
+                {"model": model, "kernel": name, **{field: content[field] for field in kept if field in content}}
+            )
+    if args.kept.get("absent"):
+        absent = []
+    return {"fits": fits, "absent": absent, **agenda.result()}
 
 
-_VARLEN = "varlen"  # torch's variable-length attention: all sequences in one launch
-_SDPA = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}  # of SDPBackend
+Kernel = Callable[[], contextlib.AbstractContextManager[object]]  # inside, attention of the models is by it alone
 
 
-def kernels_on(device: Any, dtype: Any, head_dim: int) -> list[str]:
-    """Those that run there, forward and backward; the first is what the models choose by themselves."""
+def kernels_of_packages() -> dict[str, Kernel]:
+    """By name, in the order of what models would choose by themselves: torch's variable-length attention, all sequences
+    in one launch; the same by other implementations that torch knows; torch's attention by sequence; and what else
+    diffusers' models may be set to."""
+    from torch.nn import attention
+
+    kernels: dict[str, Kernel] = {"varlen": _varlen}
+    known = attention.list_flash_attention_impls() if hasattr(attention, "list_flash_attention_impls") else []
+    kernels |= {f"varlen {name}": functools.partial(_varlen, name) for name in known}
+    by_sequence = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+    kernels |= {name: functools.partial(_by_sequence, backend) for name, backend in by_sequence.items()}
+    return kernels | {f"diffusers {name}": functools.partial(_by_diffusers, name) for name in diffusers_backends()}
+
+
+def diffusers_backends() -> list[str]:
+    """Without torch's own (native), those that it downloads (hub), and the quantised ones (sage), which have no
+    backward pass."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    words = ("native", "hub", "sage")
+    return [backend.value for backend in AttentionBackendName if not any(word in backend.value for word in words)]
+
+
+def why_not(kernel: Kernel, device: Any, dtype: Any, head_dim: int) -> str | None:
+    """Why it does not run there; None where it does, forward and backward."""
     import torch
-    from knapformer.models.attention import varlen_attention
 
-    def runs(kernel: str) -> bool:
-        q, k, v = torch.ones(3, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True).unbind(0)
-        try:
-            with _only(kernel):
-                varlen_attention(q, k, v, [40, 24]).sum().backward()
-        except RuntimeError:
-            return False
-        return True
+    q, k, v = torch.ones(3, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True).unbind(0)
+    try:
+        with kernel() as attend:
+            o = attend(q, k, v, [40, 24])  # type: ignore[operator]
+            o.sum().backward()
+            if o.shape != q.shape or not o.isfinite().all():
+                return f"gives {tuple(o.shape)}, or numbers that are not finite"
+    except Exception as error:  # of any package
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
 
-    return [*([_VARLEN] if has_varlen(device, dtype, head_dim) else []), *(name for name in _SDPA if runs(name))]
 
-
-def has_varlen(device: Any, dtype: Any, head_dim: int) -> bool:
-    from knapformer.models import attention
-
-    return attention._may_have_kernel(device) and attention._kernel_runs(
-        device, dtype, head_dim, grouped=False, causal=False
-    )
+Attend = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def _only(kernel: str) -> Iterator[None]:
-    """Attention of the models by this kernel alone, in all threads."""
+def _varlen(implementation: str | None = None) -> Iterator[Attend]:
+    from knapformer.models import attention
+    from torch.nn import attention as of_torch
+
+    def attend(q: Any, k: Any, v: Any, seq_lens: list[int]) -> Any:
+        if not attention._may_have_kernel(q.device):
+            raise RuntimeError("torch has no variable-length attention on a CPU")
+        return attention._Pairing(seq_lens, seq_lens).one_kernel(q, k, v, causal=False)
+
+    attention._kernel_runs.cache_clear()  # models try it anew
+    if implementation is not None:
+        of_torch.activate_flash_attention_impl(implementation)
+    try:
+        yield attend
+    finally:
+        attention._kernel_runs.cache_clear()
+        if implementation is not None:
+            of_torch.restore_flash_attention_impl()
+
+
+@contextlib.contextmanager
+def _by_sequence(backend: str) -> Iterator[Attend]:
+    """In all threads."""
     from knapformer.models import attention
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if kernel == _VARLEN:
-        yield
-        return
-    by_sequence = mock.patch.object(attention, "_may_have_kernel", lambda device: False)
-    with by_sequence, sdpa_kernel(getattr(SDPBackend, _SDPA[kernel])):
-        yield
+    alone = mock.patch.object(attention, "_may_have_kernel", lambda device: False)
+    with alone, sdpa_kernel(getattr(SDPBackend, backend)):
+        yield attention.varlen_attention
+
+
+@contextlib.contextmanager
+def _by_diffusers(backend: str) -> Iterator[Attend]:
+    from diffusers.models.attention_dispatch import attention_backend
+    from knapformer.adapters.backend import attend_by
+    from torch import nn
+
+    any_module = nn.Module()
+    any_module.processor = object()  # of diffusers: computes by the active backend
+    with attention_backend(backend):
+        attend = attend_by(any_module)
+        if attend is None:
+            raise RuntimeError("diffusers takes torch's own attention in its place")
+        yield attend

@@ -18,23 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from driver import Check, at_most, on_ranks
-from settings import backend_of, limit_of, nested_topology, rank_device, sizes_of
+from settings import Agenda, backend_of, nested_topology, rank_device, seconds_left, sizes_of
 
-LIMIT_S = 60.0
 BENCH = Path(__file__).parents[1]
+_COUNTING = "launches of calls"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     checks: list[Check] = []
-    counted = count_launches(args)
+    counted = count_launches(args) if _COUNTING not in args.kept["done"] else {}
     for name, row in counted.get("calls", {}).items():
         if row["limit"] is not None:
             checks.append(
                 {"name": f"{name}: launches of the kernel", **at_most(row["most_packing_launches"], row["limit"])}
             )
-    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), limit_of(args, LIMIT_S))
-    checks.append({"name": "steps in which the host waits for the device", **at_most(len(syncs["found"]), 0)})
-    return {"launches": counted, "syncs": syncs, "checks": checks}
+    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), seconds_left(args))
+    for name in syncs["done"]:
+        waits = [found for found in syncs["found"] if found.startswith(name)]
+        checks.append({"name": f"{name}: steps in which the host waits for the device", **at_most(len(waits), 0)})
+    done, left_out = [_COUNTING, *syncs.pop("done")], syncs.pop("left_out")
+    return {"launches": counted, "syncs": syncs, "checks": checks, "done": done, "left_out": left_out}
 
 
 def count_launches(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,9 +48,7 @@ def count_launches(args: argparse.Namespace) -> dict[str, Any]:
     path.unlink(missing_ok=True)
     device = {"cpu": "sim", "cuda": "cuda"}[args.device]
     command = [sys.executable, str(BENCH / "bench_launches.py"), "--device", device, "--json", str(path)]
-    subprocess.run(
-        command, timeout=limit_of(args, LIMIT_S), check=False
-    )  # status 1 where a limit is passed: the file tells
+    subprocess.run(command, timeout=seconds_left(args), check=False)  # status 1 where a limit is passed: the file tells
     if not path.exists():
         raise RuntimeError("bench_launches.py failed: its output is above")
     counted: dict[str, Any] = json.loads(path.read_text())
@@ -66,8 +67,10 @@ def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
     device, rank, num_ranks = rank_device(args), dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[default_dtype(device)]
     samples = [Sample(*size) for size in sizes_of(args).samples[rank::num_ranks]]
-    found = []
+    found, agenda = [], Agenda(args)
     for name in sizes_of(args).models:
+        if not agenda.begins(name):
+            continue
         config = load_config(name)
         model = build_model(config, dtype, device)
         init_weights(model)
@@ -85,7 +88,7 @@ def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
                 found.append(f"{name}, step {step}: {str(error).splitlines()[0]}")
                 break
             model.zero_grad(set_to_none=True)
-    return {"found": found, "num_ranks": num_ranks, "looked": device.type == "cuda"}
+    return {"found": found, "num_ranks": num_ranks, "looked": device.type == "cuda", **agenda.result()}
 
 
 @contextlib.contextmanager

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from driver import Check, at_least, on_ranks
-from settings import limit_of, rank_device, sizes_of
+from settings import Agenda, rank_device, seconds_left, sizes_of
 
 GOAL = 0.8  # of the copy's bandwidth
 HEADS, HEAD_DIM = 24, 128  # of FLUX
-LIMIT_S = 60.0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    measured = on_ranks(measure_rank, args, 2, limit_s=limit_of(args, LIMIT_S))
+    measured = on_ranks(measure_rank, args, 2, limit_s=seconds_left(args))
     copy = measured["copy_bytes_per_s"]
     checks: list[Check] = [
         {"name": f"{call}: bandwidth over the copy's", **at_least(rate / copy, GOAL)}
@@ -54,10 +53,20 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
             "post_attn": (x.nbytes, lambda: balancer.post_attn(o)),
         }
         # Each byte is read and written: S twice in packing, S / 2 twice in unpacking.
-        rates = {name: 3 * size / packing_seconds(call, device, repeats) for name, (size, call) in calls.items()}
+        agenda = Agenda(args)
+        rates = {
+            name: 3 * size / packing_seconds(call, device, repeats)
+            for name, (size, call) in calls.items()
+            if agenda.begins(name)
+        }
         target = torch.empty_like(q)
         copy_s = statistics.median(_seconds(lambda: target.copy_(q), device) for _ in range(repeats + 2))
-    return {"bytes_per_s": rates, "copy_bytes_per_s": 2 * q.nbytes / copy_s, "tensor_bytes": x.nbytes}
+    return {
+        "bytes_per_s": rates,
+        "copy_bytes_per_s": 2 * q.nbytes / copy_s,
+        "tensor_bytes": x.nbytes,
+        **agenda.result(),
+    }
 
 
 def packing_seconds(call: Callable[[], object], device: Any, repeats: int) -> float:

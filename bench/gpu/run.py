@@ -11,10 +11,12 @@ Builds the modules with the torch that is there, downloads nothing, and runs the
     replay        the published mixes: every rank's share measured on one device, beside the published table
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
-A part that has finished on this device is kept, as JSON in the output folder, and not run again without --again. What
-is kept goes to gpu.html, gpu.png and gpu.json there; --part page makes these alone, on any machine. --device cpu runs
-the same lines at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is lacking;
-goals that were missed are shown.
+The first five have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
+time, and says what it left out; --seconds gives each part as many to begin things in. What a part has done on this
+device is kept, as JSON in the output folder, and not done again without --again: run anew, it does what it left out.
+What is kept goes to gpu.html, gpu.png and gpu.json there; --part page makes these alone, on any machine. --device cpu
+runs the same lines at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is
+lacking; goals that were missed are shown.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="all", choices=("all", *PARTS, "page"))
     parser.add_argument("--again", action="store_true", help="parts that have finished too")
+    parser.add_argument("--seconds", type=float, help="in which a part begins something new (default: by part)")
     parser.add_argument("--ranks", type=int, default=1, help="an accelerator for each (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-results"), help="folder of the results")
@@ -91,6 +94,8 @@ def run_parts(args: argparse.Namespace) -> int:
     results = {part: kept for part in PARTS if (kept := kept_result(args.out, part)) is not None}
     error = f"failed: {', '.join(failed)}" if failed else ""
     for part, of in results.items():
+        for thing in of["left_out"]:
+            print(f"{'LEFT':7}{part:12}{thing}: no time was left; make gpu{_part_option(args)} does it")
         for check in of["checks"]:
             print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
     try:
@@ -133,16 +138,23 @@ def describe_rank(args: argparse.Namespace) -> Any:
 
 def finish(part: str, args: argparse.Namespace) -> bool:
     """Runs a part, unless its result is kept. Returns whether there is one then."""
+    from settings import merged_results, start_part
+
+    args.kept = {"done": []}
     kept = kept_result(args.out, part)
     if kept is not None and not args.again and (kept["device"], kept["ranks"]) == (args.device_name, args.ranks):
         print(f"{part}: kept from {kept['environment']['time']}, of commit {kept['environment']['commit']}", flush=True)
-        return True
+        if not kept["left_out"]:
+            return True
+        args.kept = kept
     print(f"{part} ...", flush=True)
     path, begin = args.out / f"{part}.json", time.monotonic()
-    path.unlink(missing_ok=True)
+    if args.again:
+        path.unlink(missing_ok=True)
     module, function = PARTS[part].split(".")
+    start_part(args, part)
     try:
-        result = getattr(importlib.import_module(module), function)(args)
+        result = merged_results(args.kept, getattr(importlib.import_module(module), function)(args))
     except Exception:  # the other parts are worth having
         traceback.print_exc()
         return False
@@ -151,6 +163,10 @@ def finish(part: str, args: argparse.Namespace) -> bool:
     path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
     print(f"{part}: {result['seconds']:.0f} s", flush=True)
     return True
+
+
+def _part_option(args: argparse.Namespace) -> str:
+    return "" if args.part == "all" else f" PART={args.part}"
 
 
 def kept_result(folder: Path, part: str) -> dict[str, Any] | None:

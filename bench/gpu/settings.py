@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from knapformer import DataMix
 
 MIXES = ("low", "mixed", "joint")
+
+# Seconds after which a part has failed: those of one GPU in 9 minutes.
+LIMITS_S = {"correctness": 130, "calibrate": 130, "packing": 30, "launches": 60, "replay": 190, "steps": 400}
+SHARE_TO_BEGIN = 0.8  # of them, in which a part begins something new
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,61 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return _SIZES[args.device]
 
 
-def limit_of(args: argparse.Namespace, limit_s: float) -> float:
-    """Seconds after which a part has failed. A CPU, which is there for tests, may be busy with others."""
-    return limit_s if args.device == "cuda" else 3600.0
+def start_part(args: argparse.Namespace, part: str) -> None:
+    """From now on the part's time counts. A CPU, which is there for tests, may be busy with others."""
+    limit_s = LIMITS_S[part] if args.device == "cuda" else 3600.0
+    begin_s = SHARE_TO_BEGIN * limit_s
+    if args.seconds is not None:
+        begin_s, limit_s = args.seconds, max(limit_s, args.seconds / SHARE_TO_BEGIN)
+    now = time.monotonic()  # one clock for all processes of a machine
+    args.begins_until, args.ends_at = now + begin_s, now + limit_s
+
+
+def seconds_left(args: argparse.Namespace) -> float:
+    """After which the part has failed."""
+    return max(1.0, float(args.ends_at) - time.monotonic())
+
+
+class Agenda:
+    """What a part does, one thing after another, while there is time; at least one thing. Of a part that is resumed,
+    what was done before is not done again. Each rank asks for the same things: rank 0's clock decides."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._begins_until, self._done = args.begins_until, frozenset(args.kept["done"])
+        self.done: list[str] = []
+        self.left_out: list[str] = []
+
+    def begins(self, thing: str) -> bool:
+        """Collective, where there is a group."""
+        import torch
+        import torch.distributed as dist
+
+        if thing in self._done:
+            return False
+        in_time = torch.tensor(not self.done or time.monotonic() < self._begins_until)
+        if dist.is_initialized():
+            dist.broadcast(in_time, 0)
+        (self.done if in_time else self.left_out).append(thing)
+        return bool(in_time)
+
+    def result(self) -> dict[str, list[str]]:
+        return {"done": self.done, "left_out": self.left_out}
+
+
+def merged_results(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Of a part that was done in several goes: their lists and dictionaries together, and the rest as in the last that
+    has it. What the last left out is what is left."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            before = merged.get(key)
+            if isinstance(value, list) and isinstance(before, list) and key != "left_out":
+                merged[key] = before + value
+            elif isinstance(value, dict) and isinstance(before, dict):
+                merged[key] = before | value
+            else:
+                merged[key] = value
+    return merged
 
 
 def correctness_ranks(args: argparse.Namespace) -> int:

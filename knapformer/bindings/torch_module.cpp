@@ -77,6 +77,12 @@ BalancerClass bind_balancer(py::module_& m) {
 counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
 device), None: what suits the tensors: the packing kernel on devices that have it.)")
       .def(
+          "expect_device", [](SequenceBalancer& self, const at::Device& device) { self.expect_device(device); },
+          py::arg("device"),
+          R"(Tensors on this device will come: what is planned ahead from now on (start_planning, BalancedLoader) packs its
+index tables for it, on the planning thread. Without, a balancer knows a device, with its index, from the first
+exchange there. Not collective.)")
+      .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),
           R"(Tells the other ranks that this one failed and will not come to the calls they wait in: they raise

@@ -40,13 +40,13 @@ bool Ulysses::travels(size_t level) const {
 
 int64_t Ulysses::num_query_heads(size_t level, HeadCounts heads) const {
   const AttentionLevel& l = tables.levels[level];
-  const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, l.degree);
-  return static_cast<int64_t>(partition.query.of(l.index_in_group).size());
+  return static_cast<int64_t>(head_partition(heads, l.degree)->query.of(l.index_in_group).size());
 }
 
 ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
                                        HeadCounts heads) const {
   ExchangeArguments arguments{.heads = heads, .group = group, .label = "attention("};
+  arguments.segments.reserve(tables.levels.size());
   size_t next_table = 0;
   for (size_t level = 0; level < tables.levels.size(); ++level) {
     if (!travels(level)) continue;

@@ -191,8 +191,13 @@ const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_len
 
 const PlannedStep::PackedTables& SequenceBalancer::tables_on(at::Device device) {
   await_agreement(step());
-  if (std::ranges::find(devices_, device, &TablesDevice::device) == devices_.end()) devices_.emplace_back(device);
+  expect_device(device);
   return step().tables_on(device, options_.engine);
+}
+
+void SequenceBalancer::expect_device(at::Device device) {
+  if (!all_) return;  // alone: nothing moves
+  if (std::ranges::find(devices_, device, &TablesDevice::device) == devices_.end()) devices_.emplace_back(device);
 }
 
 Ulysses SequenceBalancer::ulysses_on(at::Device device) {

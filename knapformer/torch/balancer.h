@@ -168,6 +168,10 @@ class SequenceBalancer {
   /// themselves. Valid until the next plan. Not collective.
   Ulysses ulysses_on(at::Device device);
 
+  /// Tensors on this device will come: what is planned ahead from now on packs its index tables for it. Without, a
+  /// balancer knows a device from the first exchange there. Not collective.
+  void expect_device(at::Device device);
+
   /// Tells the other ranks that this one failed outside of these methods (in a kernel, say) and will not come to the
   /// calls that they wait in: they raise the error too. Not collective.
   void report(const std::exception& error) noexcept;
@@ -276,7 +280,7 @@ class SequenceBalancer {
   std::shared_ptr<PlannedStep> step_;
   std::shared_ptr<const StepPlan> step_plan_;
   std::vector<std::shared_ptr<PlannedStep>> micro_batches_;  // of step_plan_; empty where each is made when followed
-  std::vector<TablesDevice> devices_;                        // for which tables were asked so far
+  std::vector<TablesDevice> devices_;                        // for which tables were asked so far, or will be
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from knapformer._core import ArgumentError, Plan, StateError, StepPlan
@@ -42,6 +43,8 @@ class BalancedLoader(Generic[Batch]):
         batch without sequences, so that every batch of every rank is used once. "shortest": it lasts until one has.
 
     record: a log of `knapformer.record`, to which the lengths of every batch that is drawn are written.
+    device: where the model's tensors will be ("cuda": the current one). The planning thread packs the index tables of
+        the first steps for it, too. None: known from the first exchange on.
 
     An exception out of `loader` on one rank ends the pass on all, after the batches before it: that rank raises it, the
     others StateError. After it the balancer is of no more use. A batch that the balancer's max_tokens_per_rank refuses
@@ -95,6 +98,7 @@ class BalancedLoader(Generic[Batch]):
         empty: Callable[[], Batch] | None = None,
         end: Literal["longest", "shortest"] = "longest",
         record: Recorder | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if end not in ("longest", "shortest"):
             raise ArgumentError(f"end: got {end!r}, expected 'longest' or 'shortest'")
@@ -111,6 +115,8 @@ class BalancedLoader(Generic[Batch]):
             raise ArgumentError(
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
+        if device is not None:
+            balancer.expect_device(_with_index(torch.device(device)))
         self._loader = loader
         self._balancer = balancer
         self._d_model = d_model
@@ -334,6 +340,13 @@ class _Source(Generic[Batch]):
         except Exception as error:
             self.error = error
         return Samples(of._fields, [], []), {}
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """As tensors on it say it: cuda is cuda:0 where that is the current one."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:

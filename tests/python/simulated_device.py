@@ -64,6 +64,7 @@ def _device_module() -> types.ModuleType:
         set_device=lambda index: torch.accelerator.set_device_index(index),
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: None,
+        get_device_name=lambda device: "simulated accelerator",
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         get_rng_state=lambda *device: torch.get_rng_state(),
         set_rng_state=lambda *state: None,

@@ -102,8 +102,74 @@ def test_arguments_that_do_not_fit(tmp_path: Path, arguments: tuple[str, ...], m
     assert message in done.stderr
 
 
+def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> None:
+    """Without time each part does one thing. Run anew it does the rest, and nothing twice."""
+    out = tmp_path / "cut"
+    cut = run_gpu(out, "--part", "packing", "--seconds", "0")
+    first = of("packing", out)
+    assert first["done"] == ["route"] and list(first["bytes_per_s"]) == ["route"]
+    assert first["left_out"] == ["reverse_route", "pre_attn", "post_attn"]
+    assert "LEFT   packing     pre_attn: no time was left; make gpu PART=packing does it" in cut.stdout
+    assert "packing: left out" in (out / "gpu.html").read_text()
+    run_gpu(out, "--part", "packing")
+    whole = of("packing", out)
+    assert whole["left_out"] == [] and whole["done"] == ["route", *first["left_out"]]
+    assert whole["bytes_per_s"]["route"] == first["bytes_per_s"]["route"]
+    assert [check["name"] for check in whole["checks"]] == [
+        f"{name}: bandwidth over the copy's" for name in whole["done"]
+    ]
+
+
+def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:
+    assert set(modules.LIMITS_S) == set(PARTS)
+    assert sum(limit for part, limit in modules.LIMITS_S.items() if part != "steps") == 9 * 60
+
+
+def test_kernels_that_are_not_there_are_named_with_their_reason(results: Path) -> None:
+    calibrated = of("calibrate", results)
+    absent = {(row["model"], row["kernel"]): row["reason"] for row in calibrated["absent"]}
+    assert absent["flux-tiny", "varlen"] == "torch has no variable-length attention on a CPU"
+    assert "flash-attn" in absent["wan-tiny", "diffusers flash_varlen"]
+    tried = {check["name"].rpartition(":")[0] for check in calibrated["checks"]}  # fitted or, on a busy machine, not
+    assert {"flux-tiny, flash", "wan-tiny, flash"} <= tried
+    assert not tried & {", ".join(of_absent) for of_absent in absent}
+    assert "calibrate: kernels that are not there" in (results / "gpu.html").read_text()
+
+
+def test_every_implementation_that_torch_knows_is_tried(modules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up ones: of the second the backward pass fails, the third gives numbers that are not finite."""
+    import torch
+    from knapformer.models import attention
+
+    kernels = importlib.import_module("kernels")
+    active: list[str] = []
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("no backward pass here\nfor long reasons")
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        o = q + k + v
+        if active == ["broken"]:
+            o.register_hook(fail)
+        return o / 0 if active == ["infinite"] else o
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_may_have_kernel", lambda device: True)
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: ["whole", "broken", "infinite"])
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
+    found = kernels.kernels_of_packages()
+    names = ["varlen", "varlen whole", "varlen broken", "varlen infinite"]
+    assert list(found)[:7] == [*names, "flash", "efficient", "cudnn"]
+    reasons = [kernels.why_not(found[name], torch.device("cpu"), torch.bfloat16, 8) for name in names]
+    assert reasons[:3] == [None, None, "no backward pass here"]
+    assert "not finite" in reasons[3]
+    assert active == []
+
+
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER.parent))  # of the driver
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("settings")
 

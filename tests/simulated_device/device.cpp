@@ -13,6 +13,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -85,6 +86,7 @@ class LateCopies {
 struct Event {
   int64_t waits_begun = 0;
   int64_t late_copies = 0;  // 0: it is on the default stream, behind none
+  std::chrono::steady_clock::time_point time = {};
 };
 
 /// 0: the default one.
@@ -120,7 +122,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {.waits_begun = Counters::instance().waits_begun,
-                                    .late_copies = stream.id() == 0 ? 0 : LateCopies::instance().num_launched()};
+                                    .late_copies = stream.id() == 0 ? 0 : LateCopies::instance().num_launched(),
+                                    .time = std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream&) const override {
     if (event != nullptr) LateCopies::instance().run(static_cast<Event*>(event)->late_copies);
@@ -129,6 +132,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return event == nullptr || Counters::instance().waits_ended >= static_cast<Event*>(event)->waits_begun;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeEvent(void*) const override { Counters::instance().add_sync("synchronizeEvent"); }
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+    const auto time_of = [](void* event) { return static_cast<Event*>(event)->time; };
+    return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
+  }
   void synchronizeStream(const c10::Stream&) const override { Counters::instance().add_sync("synchronizeStream"); }
   void synchronizeDevice(c10::DeviceIndex) const override { Counters::instance().add_sync("synchronizeDevice"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}

@@ -6,6 +6,9 @@
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <string_view>
 
 namespace knapformer {
 namespace {
@@ -29,16 +32,24 @@ int64_t derivatives_of(const at::Tensor& tensor) {
   return bits;
 }
 
-/// Of the tensors in a label: "route(x,ids)" -> "x", "ids".
-std::vector<std::string> names_in(const std::string& label) {
-  std::vector<std::string> names;
-  for (size_t comma = label.find('('); comma < label.size() - 1;) {
-    const size_t begin = comma + 1;
-    comma = std::min(label.find_first_of(",)", begin), label.size() - 1);
-    names.push_back(label.substr(begin, comma - begin));
+/// Of the tensors in a label, one after another: "route(x,ids)" -> "x", "ids", and then empty ones.
+class NamesIn {
+ public:
+  explicit NamesIn(std::string_view label) : label_(label), comma_(std::min(label.find('('), last())) {}
+
+  std::string_view next() {
+    if (comma_ >= last()) return {};
+    const size_t begin = comma_ + 1;
+    comma_ = std::min(label_.find_first_of(",)", begin), last());
+    return label_.substr(begin, comma_ - begin);
   }
-  return names;
-}
+
+ private:
+  size_t last() const { return label_.empty() ? 0 : label_.size() - 1; }
+
+  std::string_view label_;
+  size_t comma_;
+};
 
 }  // namespace
 
@@ -115,23 +126,22 @@ ExchangeArguments ExchangeArguments::of_slots(Derivative derivative, bool joined
                            .num_local_rows = num_local_rows,
                            .group = group,
                            .label = call_name(label) + call};
-  const std::vector<std::string> names = names_in(label);
+  NamesIn names(label);
   std::string kept_names;
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
     SegmentArguments kept{.table = segment.table, .roles = {}, .sharing = segment.sharing};
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
+      const std::string_view name = names.next();
       if ((derivatives_at(number) & derivative) == 0) continue;
       if (!joined || &segment == &segments.front()) result.tensors.push_back(input(number));
       kept.roles.push_back(role);
-      if (number < names.size()) {
-        kept_names.append(kept_names.empty() ? "" : ",").append(names[number]).append(suffix);
-      }
+      if (!name.empty()) kept_names.append(kept_names.empty() ? "" : ",").append(name).append(suffix);
     }
     if (!kept.roles.empty()) result.segments.push_back(std::move(kept));
   }
-  if (!names.empty()) result.label += "(" + kept_names + ")";
+  if (label.find('(') != std::string::npos) result.label.append("(").append(kept_names).append(")");
   return result;
 }
 
@@ -178,7 +188,7 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
   std::vector<std::vector<c10::SymInt>> shapes;
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
-    const HeadPartition partition = head_partition(heads, segment.sharing);
+    const std::shared_ptr<const HeadPartition> partition = head_partition(heads, segment.sharing.degree);
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
       const c10::SymInt num_rows = segment.table.recv.rows.sym_size(0);
@@ -188,7 +198,7 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
       }
       std::vector<c10::SymInt> shape = input_of(number).sym_sizes().vec();
       shape[0] = joined_end == HeadSharing::kRecv ? num_rows + num_local_rows : num_rows;
-      if (const HeadShares* shares = shares_of(partition, role)) {
+      if (const HeadShares* shares = shares_of(*partition, role)) {
         shape[1] = num_heads_at(HeadSharing::kRecv, *shares, segment.sharing);
       }
       shapes.push_back(std::move(shape));
@@ -198,28 +208,45 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
 }
 
 Fingerprint ExchangeArguments::fingerprint() const {
-  std::string call = call_name(label);
+  // Computed for every call: lines are written where they stay, and end as Fingerprint::add ends them.
+  Fingerprint fingerprint;
+  std::string& fields = fingerprint.fields;
+  fields.reserve(256);
   // All ranks are in one mode, those without rows as well.
-  if (differentiable.empty()) call += " without gradients";
-  Fingerprint fingerprint(call);
+  fields.append("call\t")
+      .append(label, 0, label.find('('))
+      .append(differentiable.empty() ? " without gradients\n" : "\n");
+  const auto append_number = [&](int64_t number) {
+    std::array<char, 20> digits;
+    fields.append(digits.data(), std::to_chars(digits.begin(), digits.end(), number).ptr);
+  };
   if (heads.num_heads > 0) {
-    fingerprint.add("heads",
-                    std::to_string(heads.num_heads) + " query, " + std::to_string(heads.num_kv_heads) + " key/value");
+    fields.append("heads\t");
+    append_number(heads.num_heads);
+    fields.append(" query, ");
+    append_number(heads.num_kv_heads);
+    fields.append(" key/value\n");
   }
-  const std::vector<std::string> names = names_in(label);
+  NamesIn names(label);
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
     for (const HeadRole role : segment.roles) {
       const at::Tensor& tensor = input_of(i);
-      std::string value = std::string(c10::toString(tensor.scalar_type())) + " (rows";
+      if (const std::string_view name = names.next(); !name.empty()) {
+        fields.append(name);
+      } else {
+        fields.append("tensor ");
+        append_number(static_cast<int64_t>(i));
+      }
+      fields.append("\t").append(c10::toString(tensor.scalar_type())).append(" (rows");
       for (int64_t dim = 1; dim < tensor.dim(); ++dim) {
         int64_t size = tensor.size(dim);
         // Of the whole model: ranks may have unequal shares.
         if (dim == 1 && role != HeadRole::kNone) size = role == HeadRole::kQuery ? heads.num_heads : heads.num_kv_heads;
-        value.append(", ").append(std::to_string(size));
+        fields.append(", ");
+        append_number(size);
       }
-      value.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
-      fingerprint.add(i < names.size() ? names[i] : text("tensor ", i), value);
+      fields.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true)).append("\n");
       fingerprint.gradients.push_back(
           static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i % differentiable.size()])));
       ++i;
@@ -228,9 +255,21 @@ Fingerprint ExchangeArguments::fingerprint() const {
   return fingerprint;
 }
 
-HeadPartition head_partition(HeadCounts heads, const HeadSharing& sharing) {
-  if (heads.num_heads == 0) return {};
-  return partition_heads(heads.num_heads, heads.num_kv_heads, sharing.degree);
+std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t degree) {
+  struct Known {
+    HeadCounts heads;
+    int32_t degree = 0;
+    std::shared_ptr<const HeadPartition> partition;
+  };
+  thread_local std::array<Known, 8> known;  // more than the degrees of a bag
+  thread_local size_t oldest = 0;
+  for (const Known& k : known) {
+    if (k.partition && k.heads == heads && k.degree == degree) return k.partition;
+  }
+  auto partition = std::make_shared<const HeadPartition>(
+      heads.num_heads == 0 ? HeadPartition{} : partition_heads(heads.num_heads, heads.num_kv_heads, degree));
+  known[oldest++ % known.size()] = {.heads = heads, .degree = degree, .partition = partition};
+  return partition;
 }
 
 const HeadShares* shares_of(const HeadPartition& partition, HeadRole role) {

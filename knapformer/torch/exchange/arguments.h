@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,8 @@ enum class HeadRole : int64_t { kNone, kQuery, kKeyValue };
 struct HeadCounts {
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
+
+  bool operator==(const HeadCounts&) const = default;
 };
 
 /// How the ranks of a segment share heads. Not read from the tables, whose values a traced graph does not know.
@@ -107,7 +110,8 @@ struct ExchangeArguments {
 };
 
 /// Of the heads over the ranks that share them; empty where no tensor has a role.
-HeadPartition head_partition(HeadCounts heads, const HeadSharing& sharing);
+/// Those of the last calls are kept: a step asks for the same ones again and again.
+std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t degree);
 /// Null: all columns meet every peer.
 const HeadShares* shares_of(const HeadPartition& partition, HeadRole role);
 /// Heads that a tensor with these shares has on this rank at one end.

@@ -9,7 +9,7 @@ namespace {
 /// Rows dense in themselves, so that a row is one run of bytes; what lies between rows does not matter (a view into a
 /// fused q, k, v projection travels without a copy).
 at::Tensor with_dense_rows(const at::Tensor& tensor) {
-  at::Tensor plain = tensor.resolve_conj().resolve_neg();
+  const at::Tensor plain = tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
   int64_t expected = 1;
   for (int64_t dim = plain.dim() - 1; dim > 0; --dim) {
     if (plain.size(dim) != 1 && plain.stride(dim) != expected) return plain.contiguous();
@@ -69,23 +69,22 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
     Segment& segment =
         segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
                                        .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
-                                       .heads = head_partition(arguments.heads, given.sharing),
+                                       .heads = head_partition(arguments.heads, given.sharing.degree),
                                        .slots = {}});
     check_tables(segment, given.sharing, segments_.front(), label);
     for (const HeadRole role : given.roles) {
-      const std::string name = text(label, ": tensor ", next);
-      const at::Tensor& tensor = tensors[splits ? next % tensors.size() : next];
-      ++next;
+      const size_t number = next++;
+      const at::Tensor& tensor = tensors[splits ? number % tensors.size() : number];
       if (!splits) {
-        add_slot(segment, tensor, role, given.sharing, name);
+        add_slot(segment, tensor, role, given.sharing, number);
         continue;
       }
       const int64_t end = first_row + segment.send.num_rows();
       const bool is_last = segments_.size() == arguments.segments.size();
       if (tensor.size(0) < end || (is_last && tensor.size(0) > end)) {
-        throw_argument(name, text(tensor.size(0), " rows"), std::to_string(end));
+        throw_argument(text(label, ": tensor ", number), text(tensor.size(0), " rows"), std::to_string(end));
       }
-      add_slot(segment, tensor.narrow(0, first_row, end - first_row), role, given.sharing, name);
+      add_slot(segment, tensor.narrow(0, first_row, end - first_row), role, given.sharing, number);
     }
     first_row += segment.send.num_rows();
   }
@@ -97,23 +96,24 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
 }
 
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
-                            const std::string& name) {
-  const HeadShares* shares = shares_of(segment.heads, role);
+                            size_t number) {
+  const HeadShares* shares = shares_of(*segment.heads, role);
+  const auto name = [&] { return text(label_, ": tensor ", number); };  // for messages
   if (tensor.layout() != at::kStrided || tensor.dim() < (shares == nullptr ? 1 : 2)) {
-    throw_argument(name, text(tensor.dim(), " dimensions in layout ", tensor.layout()),
+    throw_argument(name(), text(tensor.dim(), " dimensions in layout ", tensor.layout()),
                    text("a strided tensor of rows", shares == nullptr ? "" : " and heads"));
   }
   if (tensor.size(0) != segment.send.num_rows()) {
-    throw_argument(name, text(tensor.size(0), " rows"), std::to_string(segment.send.num_rows()));
+    throw_argument(name(), text(tensor.size(0), " rows"), std::to_string(segment.send.num_rows()));
   }
   if (shares != nullptr && tensor.size(1) != num_heads_at(HeadSharing::kSend, *shares, sharing)) {
-    throw_argument(name, text(tensor.size(1), " heads"),
+    throw_argument(name(), text(tensor.size(1), " heads"),
                    std::to_string(num_heads_at(HeadSharing::kSend, *shares, sharing)));
   }
   if (sharing.shared_end != HeadSharing::kNeither && shares == nullptr) {
-    throw_argument(name, "no role", "one where heads are shared");
+    throw_argument(name(), "no role", "one where heads are shared");
   }
-  if (tensor.device() != device_) throw_argument(name, tensor.device(), text(device_, ", as the first one is on"));
+  if (tensor.device() != device_) throw_argument(name(), tensor.device(), text(device_, ", as the first one is on"));
 
   Slot& slot = segment.slots.emplace_back(
       Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .shares = shares});
@@ -131,6 +131,9 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
 
 void ExchangeCall::lay_out_wire() {
   int64_t next_byte = 0;
+  for (auto* blocks : {&sent_blocks_, &received_blocks_}) {
+    blocks->reserve(segments_.size() * static_cast<size_t>(num_peers()));
+  }
   const auto add_peer = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer) {
     const int64_t first_byte = next_byte;
     for (size_t s = 0; s < segments_.size(); ++s) {

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -74,7 +75,7 @@ struct SegmentEnd : PackedEndView {
 struct Segment {
   SegmentEnd send;
   SegmentEnd recv;
-  HeadPartition heads;
+  std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
 
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
@@ -98,7 +99,7 @@ class ExchangeCall {
  public:
   /// Throws ArgumentError where the tensors do not fit the tables.
   explicit ExchangeCall(const ExchangeArguments& arguments);
-  ExchangeCall(const ExchangeCall&) = delete;  // slots point into their segment's heads
+  ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   void allocate_outputs();
@@ -134,8 +135,7 @@ class ExchangeCall {
   const std::vector<int64_t>& received_bytes() const { return received_bytes_; }
 
  private:
-  void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
-                const std::string& name);
+  void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing, size_t number);
   void lay_out_wire();
 
   std::vector<Segment> segments_;

@@ -1,9 +1,7 @@
 // The CPU engine: copies of rows, listed from the tables.
 
-#include <algorithm>
-#include <vector>
+#include <utility>
 
-#include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/duplicates.h"
 #include "knapformer/torch/exchange/engine.h"
 #include "knapformer/torch/exchange/row_copy.h"
@@ -11,29 +9,13 @@
 namespace knapformer {
 namespace {
 
-/// Where the rows and columns of a tensor that meet one peer lie.
+/// Where the rows of a tensor that meet one peer lie, and which of their columns.
 struct Place {
   std::byte* base = nullptr;
   int64_t stride = 0;  // bytes between rows
-  std::vector<ColumnRun> columns;
+  c10::SmallVector<ColumnRun, 4> columns;
   std::span<const RowRun> rows;
 };
-
-/// Of two lists of runs that are equally long in all, the runs that both have where they are cut wherever either is:
-/// visit(begin of the run in one, begin in the other, length).
-template <class Run, class Visit>
-void for_each_common_run(std::span<const Run> from, std::span<const Run> to, int64_t Run::*begin, int64_t Run::*length,
-                         Visit visit) {
-  size_t f = 0, t = 0;
-  int64_t f_done = 0, t_done = 0;
-  while (f < from.size() && t < to.size()) {
-    const int64_t common = std::min(from[f].*length - f_done, to[t].*length - t_done);
-    visit(from[f].*begin + f_done, to[t].*begin + t_done, common);
-    if ((f_done += common) == from[f].*length) ++f, f_done = 0;
-    if ((t_done += common) == to[t].*length) ++t, t_done = 0;
-  }
-  KNAPFORMER_ASSERT(f == from.size() && t == to.size());
-}
 
 class CpuEngine final : public Engine {
  public:
@@ -55,7 +37,7 @@ class CpuEngine final : public Engine {
       if (s.sums(slot)) {  // together with those of others, in unpack
         add_wire_copies(copies, slot, block, byte);
       } else {
-        add_own_copies(copies, place_of(slot, s.send, block.peer), place_of(slot, s.recv, block.peer));
+        add_own_copies(copies, place_of(slot, s.send, block.peer), place_of(slot, s.recv, block.peer), block.num_rows);
       }
     });
     copies.run();
@@ -103,35 +85,38 @@ class CpuEngine final : public Engine {
   void add_wire_copies(CopyList& copies, const Slot& slot, const WireBlock& block, int64_t first_byte) const {
     const bool sends = block.end->kind == HeadSharing::kSend;
     const Place place = place_of(slot, *block.end, block.peer);
-    std::byte* column_on_wire = static_cast<std::byte*>(call_.wire().mutable_data_ptr()) + first_byte;
+    std::byte* on_wire = static_cast<std::byte*>(call_.wire().mutable_data_ptr()) + first_byte;
     for (const ColumnRun& column : place.columns) {
-      std::byte* on_wire = column_on_wire;
-      for (const RowRun& run : place.rows) {
-        std::byte* in_tensor = place.base + run.first_row * place.stride + column.first_byte;
-        copies.add({.from = sends ? in_tensor : on_wire,
-                    .to = sends ? on_wire : in_tensor,
-                    .from_stride = sends ? place.stride : block.row_bytes,
-                    .to_stride = sends ? block.row_bytes : place.stride,
-                    .width = column.num_bytes,
-                    .num_rows = run.num_rows});
-        on_wire += run.num_rows * block.row_bytes;
+      std::byte* in_tensor = place.base + column.first_byte;
+      RowCopy copy{.from = in_tensor,
+                   .to = on_wire,
+                   .from_stride = place.stride,
+                   .to_stride = block.row_bytes,
+                   .width = column.num_bytes,
+                   .num_rows = block.num_rows,
+                   .from_runs = place.rows};
+      if (!sends) {
+        copy.from = on_wire;
+        copy.to = in_tensor;
+        std::swap(copy.from_stride, copy.to_stride);
+        std::swap(copy.from_runs, copy.to_runs);
       }
-      column_on_wire += column.num_bytes;
+      copies.add(copy);
+      on_wire += column.num_bytes;
     }
   }
 
   /// Both ends list the same rows in the same order, cut into runs differently; columns likewise.
-  static void add_own_copies(CopyList& copies, const Place& from, const Place& to) {
+  static void add_own_copies(CopyList& copies, const Place& from, const Place& to, int64_t num_rows) {
     const auto add_columns = [&](int64_t from_byte, int64_t to_byte, int64_t width) {
-      const auto add_rows = [&](int64_t from_row, int64_t to_row, int64_t num_rows) {
-        copies.add({.from = from.base + from_row * from.stride + from_byte,
-                    .to = to.base + to_row * to.stride + to_byte,
-                    .from_stride = from.stride,
-                    .to_stride = to.stride,
-                    .width = width,
-                    .num_rows = num_rows});
-      };
-      for_each_common_run(from.rows, to.rows, &RowRun::first_row, &RowRun::num_rows, add_rows);
+      copies.add({.from = from.base + from_byte,
+                  .to = to.base + to_byte,
+                  .from_stride = from.stride,
+                  .to_stride = to.stride,
+                  .width = width,
+                  .num_rows = num_rows,
+                  .from_runs = from.rows,
+                  .to_runs = to.rows});
     };
     for_each_common_run<ColumnRun>(from.columns, to.columns, &ColumnRun::first_byte, &ColumnRun::num_bytes,
                                    add_columns);

@@ -151,13 +151,14 @@ using torch::autograd::AutogradContext;
 
 /// Arguments that autograd keeps for the backward, and need not look into.
 struct KeptArguments : torch::CustomClassHolder {
-  explicit KeptArguments(const ExchangeArguments& kept) : arguments(kept), group(CommGroup::find_if_alive(kept.group)) {
-    arguments.tensors.clear();
-    arguments.local.clear();
-    for (const at::Tensor& rows : kept.local_rows()) {
+  explicit KeptArguments(ExchangeArguments kept)
+      : arguments(std::move(kept)), group(CommGroup::find_if_alive(arguments.group)) {
+    for (const at::Tensor& rows : arguments.local_rows()) {
       local_shapes.push_back(rows.sym_sizes().vec());
       local_options.push_back(rows.options());
     }
+    arguments.tensors.clear();
+    arguments.local.clear();
   }
   /// Gradients that the backward pass did not bring are zero. Of outputs without a gradient none is made.
   Tensors with_zeros(Tensors gradients) const {
@@ -188,8 +189,8 @@ struct KeptArguments : torch::CustomClassHolder {
   std::shared_ptr<CommGroup> group;  // for the backward, also where the balancer goes before it; null while tracing
 };
 
-KeptArguments& keep_arguments(AutogradContext& context, const ExchangeArguments& arguments) {
-  auto kept = c10::make_intrusive<KeptArguments>(arguments);
+KeptArguments& keep_arguments(AutogradContext& context, ExchangeArguments arguments) {
+  auto kept = c10::make_intrusive<KeptArguments>(std::move(arguments));
   context.saved_data["arguments"] = c10::IValue::make_capsule(kept);
   return *kept;
 }
@@ -200,8 +201,7 @@ const KeptArguments& kept_by(AutogradContext& context) {
 }
 
 /// Outputs of a forward, with all that its backward needs kept. local: rows of joined ones.
-Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeArguments& arguments,
-                     at::TensorList local) {
+Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArguments arguments, at::TensorList local) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const bool of_local = i < local.size() && local[i].requires_grad();
@@ -209,7 +209,7 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, const ExchangeAr
   }
   context.mark_non_differentiable(fixed);
   context.set_materialize_grads(false);  // with_zeros makes those that are needed
-  KeptArguments& kept = keep_arguments(context, arguments);
+  KeptArguments& kept = keep_arguments(context, std::move(arguments));
   for (const at::Tensor& output : outputs) {
     kept.output_shapes.push_back(output.sym_sizes().vec());
     kept.output_options.push_back(output.options());
@@ -240,9 +240,11 @@ void append_local_gradients(Tensors& results, const Tensors& gradients, const Ex
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
   /// tensors: of the arguments, then their local ones.
-  static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
+  static Tensors forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return kept_outputs(*context, call_exchange(arguments), arguments, arguments.local);
+    Tensors outputs = call_exchange(arguments);
+    const Tensors local = arguments.local;
+    return kept_outputs(*context, std::move(outputs), std::move(arguments), local);
   }
 
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
@@ -264,7 +266,7 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
 /// Gives what is in flight, and the rows that do not travel.
 class StartFunction : public torch::autograd::Function<StartFunction> {
  public:
-  static Tensors forward(AutogradContext* context, at::TensorList, const ExchangeArguments& arguments) {
+  static Tensors forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
     Tensors results = arguments.local_rows();
     Tensors fixed;
     for (size_t i = 0; i < results.size(); ++i) {
@@ -272,9 +274,9 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
     }
     context->mark_non_differentiable(fixed);
     context->set_materialize_grads(false);
-    keep_arguments(*context, arguments);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     results.insert(results.begin(), call_start(arguments));
+    keep_arguments(*context, std::move(arguments));
     return results;
   }
 
@@ -319,7 +321,7 @@ bool any_requires_grad(at::TensorList tensors) {
          std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
 }
 
-Tensors exchange_with_gradients(const ExchangeArguments& arguments) {
+Tensors exchange_with_gradients(ExchangeArguments arguments) {
   if (arguments.any(kGradient) || any_requires_grad(arguments.local)) {
     refuse_transforms(arguments);
     Tensors inputs = arguments.tensors;
@@ -331,7 +333,7 @@ Tensors exchange_with_gradients(const ExchangeArguments& arguments) {
 }
 
 /// What is in flight, then the rows that do not travel.
-Tensors start_with_gradients(const ExchangeArguments& arguments) {
+Tensors start_with_gradients(ExchangeArguments arguments) {
   if (arguments.any(kGradient)) {
     refuse_transforms(arguments);
     return StartFunction::apply(at::TensorList(arguments.tensors), arguments);
@@ -344,7 +346,7 @@ Tensors start_with_gradients(const ExchangeArguments& arguments) {
 
 Tensors exchange_autograd(ExchangeArguments arguments) {
   arguments.add_derivatives();
-  if (!arguments.any(kTangent)) return exchange_with_gradients(arguments);
+  if (!arguments.any(kTangent)) return exchange_with_gradients(std::move(arguments));
   ExchangeArguments tangents = arguments.take_tangents();
   Tensors outputs = exchange_with_gradients(arguments);
   tangents.decide_derivatives();  // behind the first exchange, as it may be collective itself
@@ -355,7 +357,7 @@ Tensors exchange_autograd(ExchangeArguments arguments) {
 at::Tensor start_autograd(ExchangeArguments arguments) {
   arguments.add_derivatives();
   if (arguments.any(kTangent)) throw StateError(text(arguments.label, ": got tangents, expected a whole exchange"));
-  return start_with_gradients(arguments)[0];
+  return start_with_gradients(std::move(arguments))[0];
 }
 
 /// torch.func.vmap. A batch of calls would be as many collectives, in an order that it does not promise.
@@ -395,12 +397,15 @@ TORCH_LIBRARY(knapformer, library) {
 
 Tensors exchange(ExchangeArguments arguments) {
   arguments.decide_derivatives();
-  return call_exchange(arguments);
+  // The dispatcher leads to torch.func's transforms, to forward-mode differentiation, and else to what is called here.
+  const bool plain = !arguments.any(kTangent) &&
+                     !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  return plain ? exchange_with_gradients(std::move(arguments)) : call_exchange(arguments);
 }
 
 StartedExchange start_exchange(ExchangeArguments arguments) {
   arguments.decide_derivatives();
-  const Tensors results = start_with_gradients(arguments);
+  const Tensors results = start_with_gradients(std::move(arguments));
   return {.started = results[0], .local = {results.begin() + 1, results.end()}};
 }
 

@@ -87,7 +87,8 @@ class RecyclingAllocator final : public c10::Allocator {
 at::Tensor empty_recycled(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const at::ScalarType dtype = options.dtype().toScalarType();
   const auto num_bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (!options.device().is_cpu() || num_bytes < kMinBytes) return at::empty(sizes, options);
+  if (!options.device().is_cpu()) return at::empty(sizes, options);
+  if (num_bytes < kMinBytes) return at::detail::empty_cpu(sizes, dtype, /*pin_memory=*/false, std::nullopt);
   return at::detail::empty_generic(sizes, &RecyclingAllocator::instance(), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    dtype, std::nullopt);
 }

@@ -1,29 +1,54 @@
 // Copies of rows between buffers of two strides, of which the CPU engine is made.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <span>
+
+#include "knapformer/core/plan/exchange_table.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 
+/// Of two lists of runs that are equally long in all, the runs that both have where they are cut wherever either is:
+/// visit(begin of the run in one, begin in the other, length).
+template <class Run, class Visit>
+void for_each_common_run(std::span<const Run> from, std::span<const Run> to, int64_t Run::*begin, int64_t Run::*length,
+                         Visit visit) {
+  size_t f = 0, t = 0;
+  int64_t f_done = 0, t_done = 0;
+  while (f < from.size() && t < to.size()) {
+    const int64_t common = std::min(from[f].*length - f_done, to[t].*length - t_done);
+    visit(from[f].*begin + f_done, to[t].*begin + t_done, common);
+    if ((f_done += common) == from[f].*length) ++f, f_done = 0;
+    if ((t_done += common) == to[t].*length) ++t, t_done = 0;
+  }
+  KNAPFORMER_ASSERT(f == from.size() && t == to.size());
+}
+
+/// The same columns of rows, in one order at either end.
 struct RowCopy {
-  const std::byte* from = nullptr;
+  const std::byte* from = nullptr;  // these columns of row 0
   std::byte* to = nullptr;
   int64_t from_stride = 0;  // bytes, as the following
   int64_t to_stride = 0;
   int64_t width = 0;
   int64_t num_rows = 0;
+  std::span<const RowRun> from_runs = {};  // none: rows one after another from row 0. They outlive the copy.
+  std::span<const RowRun> to_runs = {};
 };
 
 /// A list of copies that do not overlap, run on ATen's threads.
 class CopyList {
  public:
-  void add(const RowCopy& copy);
+  void add(RowCopy copy);
   void run() const;
 
  private:
-  std::vector<RowCopy> copies_;
+  c10::SmallVector<RowCopy, 8> copies_;  // of so many peers and tensors without memory from the heap
   int64_t num_bytes_ = 0;
 };
 

@@ -233,19 +233,20 @@ class CopiesOfTables(NamedTuple):
     syncs: list[str]
 
 
-def tables_of_a_loader(rank: int, world: int, micro_batches: int | None) -> dict[str, CopiesOfTables]:
-    """By device. Nothing else is copied there: the batches are made on it."""
+def tables_of_a_loader(rank: int, world: int, micro_batches: int | None, told: bool) -> dict[str, CopiesOfTables]:
+    """By device, of which the loader was told or not. Nothing else is copied there: the batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = {}
     for device in ("cpu", "sim:1"):
         balancer = SequenceBalancer(f"g{world}n1", group=group)
+        options: dict[str, Any] = {"device": device} if told else {}
         loader: Any
         if micro_batches is None:
-            loader = BalancedLoader(lens, balancer, 8, seq_lens=lambda own: own, empty=list)
+            loader = BalancedLoader(lens, balancer, 8, seq_lens=lambda own: own, empty=list, **options)
         else:
             samples = [[{"x": torch.zeros(n)} for n in of_batch] for of_batch in lens]
-            loader = BalancedLoader(samples, balancer, 8, per_token=["x"], micro_batches=micro_batches)
+            loader = BalancedLoader(samples, balancer, 8, per_token=["x"], micro_batches=micro_batches, **options)
         values = []
         with sim.counted() as counted:
             for _, plan in loader:

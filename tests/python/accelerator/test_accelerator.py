@@ -72,13 +72,16 @@ def test_a_loader_that_plans_ahead() -> None:
             assert torch.equal(on_device, on_cpu)
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("micro_batches", [None, 2])
-def test_the_planning_thread_packs_index_tables(micro_batches: int | None) -> None:
-    """Once the balancer knows the device. Where the training thread does not wait for their copy, numbers differ: on
-    the simulated device it runs when that is waited for."""
-    # Planning of that many steps has begun when the first step computes.
+def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told: bool) -> None:
+    """Once the balancer knows the device, from the loader or the first exchange. Where the training thread does not
+    wait for their copy, numbers differ: on the simulated device it runs when that is waited for."""
+    # Planning of that many steps has begun when the first step computes; none where the loader was told.
     steps_before, per_step = (2, 1) if micro_batches is None else (3, micro_batches)
-    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches):
+    if told:
+        steps_before = 0
+    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches, told):
         on_cpu, on_device = of_rank["cpu"], of_rank["sim:1"]
         assert len(on_device.values) == len(on_cpu.values) > 0
         assert all(torch.equal(a, b) for a, b in zip(on_device.values, on_cpu.values, strict=True))

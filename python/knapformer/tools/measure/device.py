@@ -40,7 +40,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def default_dtype(device: torch.device) -> str:
     """Of knapformer.models.parallel.DTYPES."""
-    return "bf16" if device.type == "cuda" else "fp32"
+    return "fp32" if device.type == "cpu" else "bf16"
 
 
 @contextlib.contextmanager

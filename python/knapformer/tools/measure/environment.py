@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     return {
         **host_environment(),
-        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "accelerator": None if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "threads_per_rank": torch.get_num_threads(),
     }
 

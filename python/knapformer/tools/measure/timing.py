@@ -12,11 +12,18 @@ import torch
 Work = Callable[[], object]
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for what an accelerator was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def seconds_of(work: Work, device: torch.device) -> float:
-    """From an idle device to one that has finished `work`; on CUDA between events, without the host's way there."""
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
+    """From an idle device to one that has finished `work`; on accelerators between events, without the host's way
+    there."""
+    if device.type != "cpu":
+        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        synchronize(device)
         begin.record()
         work()
         end.record()

@@ -28,6 +28,7 @@ from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import sharded_model
+from knapformer.tools.measure.timing import synchronize
 from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
@@ -170,8 +171,7 @@ def _timed_step(
         loss = token_mean(error.square().mean(-1), total=total)
         loss.backward()
         whole_loss = whole_loss + loss.detach()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     latency_s = time.perf_counter() - start
     gc.enable()
     outcome = _Outcome(global_mean(whole_loss).item(), _gradient_norm(model))
