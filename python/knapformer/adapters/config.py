@@ -41,7 +41,8 @@ class DiffusersConfig(BaseConfig):
         expect(self.depth > 0, next(reversed(counts)), 0, "at least one block")
         axes = self.fields.get("axes_dims_rope")
         even = f"even numbers that add up to attention_head_dim, {self.head_dim}"
-        expect(axes is None or sum(axes) == self.head_dim, "axes_dims_rope", axes, even)
+        fit = axes is None or (sum(axes) == self.head_dim and all(axis % 2 == 0 for axis in axes))
+        expect(fit, "axes_dims_rope", axes, even)
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
@@ -127,6 +128,10 @@ def _class_of(class_name: str) -> Any:
             f"{class_name} is a model of diffusers, which is not installed: pip install 'knapformer[models]', or take "
             "transformer-demo, which needs none"
         ) from None
+    if not hasattr(diffusers, class_name):
+        raise ArgumentError(
+            f"diffusers: got version {diffusers.__version__}, which has no {class_name}: take a newer one"
+        )
     return getattr(diffusers, class_name)
 
 

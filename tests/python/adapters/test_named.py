@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -189,6 +190,10 @@ FLUX = '{"_class_name": "FluxTransformer2DModel", '
         (FLUX + '"attention_head_dim": true}', "attention_head_dim: got True"),
         (FLUX + '"guidance_embeds": 1}', "guidance_embeds: got 1, expected true or false"),
         (FLUX + '"axes_dims_rope": [4, 6, 6]}', "axes_dims_rope: got (4, 6, 6), expected even numbers that add up to"),
+        (
+            FLUX + '"axes_dims_rope": [15, 57, 56]}',
+            "axes_dims_rope: got (15, 57, 56), expected even numbers that add up to",
+        ),
         (FLUX + '"axes_dims_rope": 4}', "axes_dims_rope: got 4, expected a list of integers"),
         (FLUX + '"num_layers": 0, "num_single_layers": 0}', "num_single_layers: got 0, expected at least one block"),
         ('{"_class_name": "Flux2Transformer2DModel", "mlp_ratio": NaN}', "mlp_ratio: got nan"),
@@ -230,6 +235,17 @@ def test_without_diffusers_one_line_says_what_to_install(monkeypatch: pytest.Mon
     with pytest.raises(ArgumentError, match=r"model: wan: .* not installed: pip install 'knapformer\[models\]'"):
         load_config("wan")
     assert "wan" in config_names() and isinstance(load_config("transformer-demo"), BaseConfig)
+
+
+def test_a_diffusers_without_the_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from knapformer.adapters import config
+
+    older = types.ModuleType("diffusers")
+    older.__version__ = "0.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "diffusers", older)
+    config._defaults_of.cache_clear()
+    with pytest.raises(ArgumentError, match=r"diffusers: got version 0\.1, which has no FluxTransformer2DModel"):
+        config_from_dict({"_class_name": "FluxTransformer2DModel"})
 
 
 def test_key_value_heads_are_those_of_the_queries_but_where_a_field_says_otherwise() -> None:
