@@ -10,7 +10,6 @@ from soak import STEPS_OF_ROUND, growth, soak
 
 from knapformer import SequenceBalancer
 
-
 _FIELDS = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
 
 
