@@ -196,7 +196,9 @@ def models_agree(rank: int, world: int, names: list[str], topology: str) -> dict
                 with sim.counted() as counted:
                     out = model(batch, balancer, planned=True)
                     per_token = (out - target).square().mean(1)
-                    loss = token_mean(per_token, group=group) + sample_mean(per_token, [len(out)][: len(out)], group=group)
+                    loss = token_mean(per_token, group=group) + sample_mean(
+                        per_token, [len(out)][: len(out)], group=group
+                    )
                     loss.backward()
                 assert plan.num_ranks == world
                 by_device[device, step] = (
