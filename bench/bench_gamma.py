@@ -2,9 +2,9 @@
 
     python bench/bench_gamma.py [--json build/bench/gamma.json]
 
-Times the plain transformer's block, forward, recomputation and backward in float32, over lengths from 64 to 2,048 tokens, with
-torch's fused attention of the CPU and with the unfused one, one sample at a time and four, and fits gamma as
-`knapformer calibrate` does. All are measured in turns.
+Times the plain transformer's block, forward, recomputation and backward in float32, over lengths from 64 to 2,048
+tokens, with torch's fused attention of the CPU and with the unfused one, one sample at a time and four, and fits gamma
+as `knapformer calibrate` does. All are measured in turns.
 """
 
 from __future__ import annotations
