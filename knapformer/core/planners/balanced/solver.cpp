@@ -11,6 +11,7 @@
 #include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/locality.h"
+#include "knapformer/core/planners/balanced/replica_figures.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
@@ -83,64 +84,6 @@ void load(PlacementTrees& trees, const std::vector<int32_t>& node_of_item) {
   trees.update_all();
 }
 
-/// What a replica of a plan is judged by.
-struct Figures {
-  double step_s = 0;          // predicted, the fixed time aside
-  double block_s = 0;         // of it, of one block
-  double max_over_mean = 1;   // work of a rank, over its speed
-  int64_t excess_tokens = 0;  // of the fullest rank, beyond what it may hold
-
-  bool keeps_limit() const { return excess_tokens == 0; }
-  /// Closer to the limit; or faster, by more than what sums in another order differ in.
-  bool is_better_than(const Figures& other) const {
-    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
-    return step_s < other.step_s * (1 - 1e-12);
-  }
-  /// Closer to the limit; or neither less even nor slower in its blocks.
-  bool is_no_worse_than(const Figures& other) const {
-    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
-    return block_s <= other.block_s && max_over_mean <= other.max_over_mean;
-  }
-};
-
-std::vector<Figures> figures_of(const Plan& plan) {
-  const PlanInput& input = plan.input();
-  const StepTime time = predict_step(plan);
-  const auto num_ranks = static_cast<size_t>(plan.topology().num_ranks_per_replica());
-  std::vector<Figures> figures(time.replicas.size());
-  std::vector<double> work(plan.workload_after().begin(), plan.workload_after().end());
-  for (size_t r = 0; r < work.size(); ++r) work[r] /= input.speed_of(Rank(r));
-  for (size_t i = 0; i < figures.size(); ++i) {
-    figures[i].step_s = time.replicas[i].step_s;
-    figures[i].block_s = time.replicas[i].block_s;
-    figures[i].max_over_mean = LoadBalance::of(std::span(work).subspan(i * num_ranks, num_ranks)).max_over_mean();
-    if (input.max_tokens_per_rank == 0) continue;
-    const int64_t max_tokens = std::ranges::max(plan.tokens_after().subspan(i * num_ranks, num_ranks));
-    figures[i].excess_tokens = std::max(int64_t{0}, max_tokens - input.max_tokens_per_rank);
-  }
-  return figures;
-}
-
-bool contains(std::span<const char> marks, bool mark) {
-  return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
-}
-
-/// The plan with some replicas, those marked, from another plan of the same input.
-Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
-  if (!contains(from_other, false)) return other;
-  if (!contains(from_other, true)) return plan;
-  std::vector<Placement> placements;
-  std::vector<int64_t> chunk_lens;
-  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
-    const SequenceId id(s);
-    const bool takes = from_other[plan.placement(id).bag.value / plan.topology().num_bags_per_replica()] != 0;
-    const Plan& source = takes ? other : plan;
-    placements.push_back(source.placement(id));
-    for (const Chunk& chunk : source.chunks(id)) chunk_lens.push_back(chunk.num_tokens);
-  }
-  return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
-}
-
 class BalancedSolver {
  public:
   /// `effort` as in Effort::moves.
@@ -161,7 +104,7 @@ class BalancedSolver {
       if (!is_greedy_[r]) solve(static_cast<int32_t>(r), Objective::kTime);
     }
     Plan plan = finish(placements_);
-    std::vector<Figures> figures = figures_of(plan);
+    std::vector<ReplicaFigures> figures = figures_of(plan);
     plan = with_other_construction(std::move(plan), figures);
     return with_flat_replicas(std::move(plan), std::move(figures));
   }
@@ -270,7 +213,7 @@ class BalancedSolver {
 
   /// The plan, with those replicas that stay far above their bound from another construction, where that is better.
   /// `best`: the plan's figures.
-  Plan with_other_construction(Plan plan, std::vector<Figures>& best) {
+  Plan with_other_construction(Plan plan, std::vector<ReplicaFigures>& best) {
     std::vector<char> is_far(best.size());
     for (size_t r = 0; r < best.size(); ++r) {
       is_far[r] = !is_greedy_[r] && best[r].block_s > bounds_s_[r] * kFar &&
@@ -281,8 +224,9 @@ class BalancedSolver {
   }
 
   /// The plan, with those of the marked replicas from the other that are better there. `best`: the plan's figures.
-  static Plan with_better(Plan plan, const Plan& other, std::span<const char> may_win, std::vector<Figures>& best) {
-    const std::vector<Figures> figures = figures_of(other);
+  static Plan with_better(Plan plan, const Plan& other, std::span<const char> may_win,
+                          std::vector<ReplicaFigures>& best) {
+    const std::vector<ReplicaFigures> figures = figures_of(other);
     std::vector<char> wins(best.size());
     for (size_t r = 0; r < best.size(); ++r) {
       wins[r] = may_win[r] && figures[r].is_better_than(best[r]);
@@ -391,7 +335,7 @@ class BalancedSolver {
   }
 
   /// The plan, with those replicas from plans of flat topologies that are better there. `best`: the plan's figures.
-  Plan with_flat_replicas(Plan plan, std::vector<Figures> best) const {
+  Plan with_flat_replicas(Plan plan, std::vector<ReplicaFigures> best) const {
     std::vector<char> may_win(best.size());
     const std::vector<Topology> flats = input_.topology.flat_topologies();
     // Then a flat plan is greedy's; a limit of tokens may have it search.
@@ -399,7 +343,7 @@ class BalancedSolver {
     std::vector<double> budgets_s;  // the longest block with which a flat plan could win
     const auto set_budgets = [&] {
       budgets_s.clear();
-      for (const Figures& figures : best) budgets_s.push_back(block_budget_s(input_, figures.step_s));
+      for (const ReplicaFigures& figures : best) budgets_s.push_back(block_budget_s(input_, figures.step_s));
     };
     set_budgets();
     for (const Topology& topology : flats) {
@@ -446,7 +390,7 @@ class BalancedSolver {
     }
     // Bags were compared; ranks may differ by the tokens that do not divide.
     const auto better_of = [&](Plan plan, const Plan& other) {
-      const std::vector<Figures> before = figures_of(plan), after = figures_of(other);
+      const std::vector<ReplicaFigures> before = figures_of(plan), after = figures_of(other);
       std::vector<char> takes(before.size());
       for (size_t r = 0; r < before.size(); ++r) {
         takes[r] = goal == FlatGoal::kEven ? after[r].is_no_worse_than(before[r]) : after[r].is_better_than(before[r]);
