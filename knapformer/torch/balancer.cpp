@@ -8,9 +8,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
-#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/tensor_checks.h"
 
@@ -20,24 +18,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-/// Checked before other ranks depend on them, so that the error names this rank's own mistake.
-GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
-                            std::span<const double> work, Rank rank) {
-  const auto count = static_cast<int64_t>(seq_lens.size());
-  GatheredLengths own{.lengths = SequenceLengths({seq_lens.begin(), seq_lens.end()}, std::span(&count, 1), rank.value)};
-  if (d_model < 1) throw_argument("d_model", d_model, "at least 1");
-  if (!masks.empty() && masks.size() != seq_lens.size()) {
-    throw_argument("masks", text(masks.size(), " masks"), text("one for each of the ", count, " sequences, or none"));
-  }
-  for (size_t s = 0; s < masks.size(); ++s) own.attention_pairs.push_back(masks[s].pairs(seq_lens[s]));
-  if (!work.empty() && work.size() != seq_lens.size()) {
-    throw_argument("work", text(work.size(), " numbers"), text("one for each of the ", count, " sequences, or none"));
-  }
-  for (size_t s = 0; s < work.size(); ++s) check_range(text("work[", s, "]"), work[s], 1 / kMaxMagnitude);
-  own.work.assign(work.begin(), work.end());
-  return own;
-}
 
 DataStatus status_of(const SequenceBalancer::AheadOptions& options) {
   if (options.failure) return DataStatus::kFailed;
@@ -156,17 +136,17 @@ std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const BagMaking& making) c
   return CommGroup::make(comm_group_name(*bag_group), bag_group, making.store_prefix, watchdog_, bag.first_rank.value);
 }
 
-void SequenceBalancer::choose_topology(const GatheredLengths& lengths, int64_t d_model,
-                                       const BalancerOptions& options) {
+void SequenceBalancer::choose_topology(const GatheredLengths& lengths, Planning& planning) {
   if (!undecided_ || lengths.lengths.num_sequences() == 0) return;
   try {
-    const PlanInput input = plan_input(options, topology_, lengths, d_model);
-    topology_ = Topology::parse(rank_topologies({&input, 1}, options.solver).front().topology, num_ranks());
+    const PlanInput input = plan_input(planning.options, topology_, lengths, planning.d_model);
+    topology_ = Topology::parse(rank_topologies({&input, 1}, options_.solver).front().topology, num_ranks());
   } catch (const ArgumentError&) {
     return;  // what is wrong with them is said where they are planned, on all ranks alike
   }
   join_bags(*std::exchange(undecided_, std::nullopt));
   if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+  planning.topology = topology_;
 }
 
 const Topology& SequenceBalancer::topology() const {
@@ -224,11 +204,11 @@ void SequenceBalancer::check_recomputation(std::string_view call) {
                         "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
 }
 
-BalancerOptions SequenceBalancer::learned_options() const {
-  BalancerOptions options = options_;
-  options.plan.workload.gamma = feedback_.observer().gamma();
-  options.plan.rank_speed = feedback_.observer().rank_speed();
-  return options;
+Planning SequenceBalancer::planning_of(int64_t d_model, const std::optional<StepShape>& shape) const {
+  Planning planning{.d_model = d_model, .topology = topology_, .options = options_, .rank = rank_, .shape = shape};
+  planning.options.plan.workload.gamma = feedback_.observer().gamma();
+  planning.options.plan.rank_speed = feedback_.observer().rank_speed();
+  return planning;
 }
 
 void SequenceBalancer::begin_step(std::string_view call, const std::optional<StepShape>& shape) {
@@ -240,50 +220,6 @@ void SequenceBalancer::begin_step(std::string_view call, const std::optional<Ste
   }
   if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
   before_step_ = traffic();
-}
-
-SequenceBalancer::Planned SequenceBalancer::plan_for(GatheredLengths gathered, int64_t d_model,
-                                                     const Topology& topology, const BalancerOptions& options,
-                                                     Rank rank, const std::optional<StepShape>& shape) {
-  const auto begin = Clock::now();
-  RECORD_USER_SCOPE("knapformer::make_plan");
-  Planned planned{.step = {},
-                  .step_plan = {},
-                  .micro_batches = {},
-                  .refused = {},
-                  .failed = {},
-                  .sample_bytes = std::move(gathered.sample_bytes),
-                  .statuses = std::move(gathered.statuses),
-                  .observed = std::move(gathered.observed)};
-  try {
-    PlanInput input = plan_input(options, topology, std::move(gathered), d_model);
-    if (shape) {
-      planned.step_plan = std::make_shared<StepPlan>(knapformer::plan_step(
-          {.sequences = std::move(input), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
-          options.solver, options.effort));
-    } else {
-      planned.step = PlannedStep::make(make_plan(std::move(input), options.solver, options.effort), rank);
-      planned.step->planning_s = seconds_since(begin);
-    }
-  } catch (const ArgumentError& error) {
-    planned.refused = error;
-  }
-  return planned;
-}
-
-void SequenceBalancer::make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
-                                   std::optional<ExchangeEngine> engine) {
-  RECORD_USER_SCOPE("knapformer::make_tables");
-  if (planned.step_plan) {
-    for (const Plan& plan : planned.step_plan->plans()) {
-      planned.micro_batches.push_back(PlannedStep::make(plan, rank));
-    }
-  }
-  const auto pack = [&](PlannedStep& step) {
-    for (const TablesDevice& device : devices) step.pack_ahead(device, engine);
-  };
-  if (planned.step) pack(*planned.step);
-  for (const std::shared_ptr<PlannedStep>& step : planned.micro_batches) pack(*step);
 }
 
 void SequenceBalancer::take_up(Planned planned) {
@@ -309,19 +245,18 @@ const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
   return step_->plan;
 }
 
-SequenceBalancer::Planned SequenceBalancer::gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens,
-                                                            int64_t d_model, std::span<const Mask> masks,
-                                                            std::span<const double> work,
-                                                            const std::optional<StepShape>& shape) {
+Planned SequenceBalancer::gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
+                                          std::span<const Mask> masks, std::span<const double> work,
+                                          const std::optional<StepShape>& shape) {
   return collective([&] {
     RECORD_USER_SCOPE(text("knapformer::", call));
     GatheredLengths lengths = own_lengths(seq_lens, d_model, masks, work, rank_);
     lengths.observed = {feedback_.take()};
-    const BalancerOptions options = learned_options();
+    Planning planning = planning_of(d_model, shape);
     begin_step(call, shape);
     if (all_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
-    choose_topology(lengths, d_model, options);
-    return plan_for(std::move(lengths), d_model, topology_, options, rank_, shape);
+    choose_topology(lengths, planning);
+    return planning.plan(std::move(lengths));
   });
 }
 
@@ -379,9 +314,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     own.statuses = {status_of(options)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
-    ahead->d_model_ = d_model;
-    ahead->shape_ = options.step;
-    ahead->options_ = learned_options();
+    ahead->planning_ = planning_of(d_model, options.step);
     Fingerprint fingerprint("start_planning");
     if (options.step) add_shape(fingerprint, *options.step);
     if (options.samples) {
@@ -401,36 +334,30 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     }
     if (undecided_) {  // once: the groups of bags are made by the threads that call
       GatheredLengths lengths = gatherer_->finish(*ahead->gather_);
-      choose_topology(lengths, d_model, ahead->options_);
-      Planned planned = plan_for(std::move(lengths), d_model, topology_, ahead->options_, rank_, options.step);
-      make_tables(planned, rank_, devices_, ahead->options_.engine);
-      ahead->planned_ = known(std::move(planned));
+      choose_topology(lengths, ahead->planning_);
+      ahead->planned_ = known(ahead->planning_.plan_with_tables(std::move(lengths), devices_));
       return ahead;
     }
     // The task has copies of what it needs, so that it may outlive this balancer.
-    auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), d_model, topology = topology_,
-                 planning = ahead->options_, rank = rank_, shape = options.step,
+    auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), planning = ahead->planning_,
                  devices = devices_](const std::stop_token& stop) -> Planned {
       std::optional<GatheredLengths> lengths = gather ? gatherer->wait(*gather, stop) : own;
-      if (!lengths) return {};
-      Planned planned = plan_for(*std::move(lengths), d_model, topology, planning, rank, shape);
-      make_tables(planned, rank, devices, planning.engine);
-      return planned;
+      return lengths ? planning.plan_with_tables(*std::move(lengths), devices) : Planned{};
     };
     auto task = std::make_shared<std::packaged_task<Planned(const std::stop_token&)>>(std::move(plan));
     ahead->planned_ = task->get_future().share();
-    ahead->task_ = TaskThread::start(planning_, [task](const std::stop_token& stop) { (*task)(stop); });
+    ahead->task_ = TaskThread::start(planning_thread_, [task](const std::stop_token& stop) { (*task)(stop); });
     return ahead;
   });
 }
 
-std::shared_future<SequenceBalancer::Planned> SequenceBalancer::known(Planned planned) {
+std::shared_future<Planned> SequenceBalancer::known(Planned planned) {
   std::promise<Planned> promise;
   promise.set_value(std::move(planned));
   return promise.get_future().share();
 }
 
-SequenceBalancer::Planned SequenceBalancer::await(PlanningAhead& ahead) {
+Planned SequenceBalancer::await(PlanningAhead& ahead) {
   const auto begin = Clock::now();
   if (watchdog_) {
     watchdog_->wait("finish_planning", [&](std::chrono::milliseconds patience) {
@@ -439,16 +366,15 @@ SequenceBalancer::Planned SequenceBalancer::await(PlanningAhead& ahead) {
   }
   Planned planned = ahead.planned_.get();
   waited_for_planning_s_ += seconds_since(begin);
-  if (!planned.step && !planned.step_plan && !planned.refused) {  // lengths did not fit, on all ranks alike
-    planned =
-        plan_for(gatherer_->finish(*ahead.gather_), ahead.d_model_, topology_, ahead.options_, rank_, ahead.shape_);
+  if (!planned.is_known()) {  // lengths did not fit, on all ranks alike
+    planned = ahead.planning_.plan(gatherer_->finish(*ahead.gather_));
     ahead.planned_ = known(planned);
   }
   ahead.num_ended_ = static_cast<int32_t>(std::ranges::count(planned.statuses, DataStatus::kEnded));
   return planned;
 }
 
-SequenceBalancer::Planned SequenceBalancer::finish(PlanningAhead& ahead) {
+Planned SequenceBalancer::finish(PlanningAhead& ahead) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     begin_step("finish_planning");
@@ -467,13 +393,13 @@ SequenceBalancer::Planned SequenceBalancer::finish(PlanningAhead& ahead) {
 }
 
 const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
-  KNAPFORMER_ASSERT(!ahead.shape_);
+  KNAPFORMER_ASSERT(!ahead.planning_.shape);
   take_up(finish(ahead));
   return plan();
 }
 
 const StepPlan& SequenceBalancer::finish_planning_step(PlanningAhead& ahead) {
-  KNAPFORMER_ASSERT(ahead.shape_);
+  KNAPFORMER_ASSERT(ahead.planning_.shape);
   take_up(finish(ahead));
   return *step_plan_;
 }

@@ -51,6 +51,7 @@
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
 #include "knapformer/torch/planned_step.h"
+#include "knapformer/torch/planning.h"
 #include "knapformer/torch/samples.h"
 #include "knapformer/torch/task_thread.h"
 
@@ -205,18 +206,6 @@ class SequenceBalancer {
   int32_t num_ranks() const { return topology_.num_ranks(); }
 
  private:
-  struct Planned {
-    // A step, a step plan or a refusal; none where lengths have to be gathered once more.
-    std::shared_ptr<PlannedStep> step;
-    std::shared_ptr<const StepPlan> step_plan;
-    std::vector<std::shared_ptr<PlannedStep>> micro_batches;  // of step_plan, where it was planned ahead
-    std::optional<ArgumentError> refused;                     // no plan can be made, on any rank
-    std::optional<StateError> failed;                         // a rank has no data to plan for
-
-    std::vector<SampleBytes> sample_bytes;
-    std::vector<DataStatus> statuses;  // of each rank
-    std::vector<ObservedStep> observed;
-  };
   /// Since the balancer was made.
   struct Traffic {
     int64_t bytes_sent = 0, num_collectives = 0;
@@ -233,16 +222,10 @@ class SequenceBalancer {
   void join_bags(const BagMaking& making);
   std::shared_ptr<CommGroup> join_bag(const BagMaking& making) const;
   /// Where the topology is "auto", and these lengths are the first. Collective then.
-  void choose_topology(const GatheredLengths& lengths, int64_t d_model, const BalancerOptions& options);
-  /// The options with what was learned from steps in them.
-  BalancerOptions learned_options() const;
+  void choose_topology(const GatheredLengths& lengths, Planning& planning);
+  /// By the options, with what was learned from steps in them.
+  Planning planning_of(int64_t d_model, const std::optional<StepShape>& shape) const;
   void begin_step(std::string_view call, const std::optional<StepShape>& shape = {});
-  /// The part of planning that needs no other rank. On any thread.
-  static Planned plan_for(GatheredLengths gathered, int64_t d_model, const Topology& topology,
-                          const BalancerOptions& options, Rank rank, const std::optional<StepShape>& shape);
-  /// Of what was planned: the tables of every micro-batch, packed for the devices that exchanges use. On any thread.
-  static void make_tables(Planned& planned, Rank rank, std::span<const TablesDevice> devices,
-                          std::optional<ExchangeEngine> engine);
   Planned gather_and_plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
                           std::span<const Mask> masks, std::span<const double> work,
                           const std::optional<StepShape>& shape);
@@ -284,7 +267,7 @@ class SequenceBalancer {
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);
-  std::shared_ptr<TaskThread> planning_ = std::make_shared<TaskThread>();  // ahead
+  std::shared_ptr<TaskThread> planning_thread_ = std::make_shared<TaskThread>();  // for what is planned ahead
   StepFeedback feedback_;
   Traffic before_step_;
   double waited_for_planning_s_ = 0;
@@ -308,9 +291,7 @@ class SequenceBalancer::PlanningAhead {
 
  private:
   friend class SequenceBalancer;
-  int64_t d_model_ = 0;
-  BalancerOptions options_;  // refined by what was known at the start
-  std::optional<StepShape> shape_;
+  Planning planning_;  // with what was known at the start
   bool heard_ = false;
   std::optional<LengthGatherer::Pending> gather_;  // none for one rank alone
   std::shared_future<Planned> planned_;
