@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knapformer._core import ArgumentError, Cluster, StateError, TrainedModel, WorkloadModel, attention_pairs
+from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel, attention_pairs
 from knapformer.json_file import read_json
 
 _FORMAT = "knapformer.calibration"
@@ -183,32 +181,3 @@ def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
     for field, value in fields.items():
         _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
     return cost(**fields)
-
-
-def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
-    """latency_s and bytes_per_s by least squares of relative errors: sizes span orders of magnitude.
-
-    num_bytes: sent by a rank in one all-to-all. Raises StateError where the times do not grow with the bytes.
-    """
-    # s = a + b n, each row divided by s: minimises sum (a / s + b n / s - 1)^2.
-    rows = [(1 / s, n / s) for n, s in zip(num_bytes, seconds, strict=True)]
-    uu, uv, vv = (math.fsum(terms) for terms in zip(*((u * u, u * v, v * v) for u, v in rows), strict=True))
-    ut, vt = (math.fsum(column) for column in zip(*rows, strict=True))
-    det = uu * vv - uv * uv
-    latency_s = max(0.0, (ut * vv - vt * uv) / det) if det > 0 else 0.0
-    seconds_per_byte = (vt - latency_s * uv) / vv
-    if not seconds_per_byte > 0:
-        raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
-    squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
-    return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))
-
-
-def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
-    """What whole steps took beyond their predictions, by least squares of relative errors; at least 0."""
-    # (p + f) / m is to be 1: minimises sum (f / m - (1 - p / m))^2.
-    inverse = [1 / m for m in measured_s]
-    missing = [1 - p / m for p, m in zip(predicted_s, measured_s, strict=True)]
-    fixed_s = math.fsum(u * v for u, v in zip(inverse, missing, strict=True)) / math.fsum(u * u for u in inverse)
-    fixed_s = max(0.0, fixed_s)
-    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in zip(inverse, missing, strict=True))
-    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(inverse)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from knapformer import Cluster, Plan, StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload, predict_step
-from knapformer.calibration import Calibration, ExchangeCost, fit_fixed
+from knapformer.calibration import Calibration, ExchangeCost, FixedCost
 from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
@@ -83,40 +83,64 @@ class MeasuredSteps:
 
 def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster) -> Calibration:
     """`calibration` with what whole steps took beyond what is predicted of its blocks and exchanges: a fixed time, and
-    a wait of each exchange inside the node. cluster: without either."""
+    a wait of each exchange inside the node. cluster: as calibrated so far; its own fixed time does not count."""
     num_ranks = steps.apart[0].num_ranks
     cluster = cluster.replace(fixed_s=0.0)
 
-    def predicted_s(plans: Sequence[Plan], on: Cluster) -> list[float]:
-        return [predict_step(plan, on).total_s for plan in plans]
+    def predicted_s(plans: Sequence[Plan]) -> list[float]:
+        return [predict_step(plan, cluster).total_s for plan in plans]
 
-    warnings, node = list(calibration.warnings), calibration.node
+    def sharing_s() -> list[float]:
+        """What sharing adds to a step, as predicted."""
+        pairs = zip(predicted_s(steps.shared), predicted_s(steps.apart), strict=True)
+        return [shared_s - apart_s for shared_s, apart_s in pairs]
+
+    node = calibration.node
     if steps.shared and node is not None:
-
-        def sharing_s(on: Cluster) -> list[float]:
-            """What it adds to a step."""
-            pairs = zip(predicted_s(steps.shared, on), predicted_s(steps.apart, on), strict=True)
-            return [shared_s - apart_s for shared_s, apart_s in pairs]
-
-        expected = [s + more for s, more in zip(steps.apart_s, sharing_s(cluster), strict=True)]
-        beyond_s = fit_fixed(expected, steps.shared_s, num_ranks).seconds
-        # Exchanges of a step: what a latency that is longer by a little adds to it.
-        little_s = 1e-6
-        later = sharing_s(cluster.replace(node_latency_s=cluster.node_latency_s + little_s))
-        num_exchanges = statistics.fmean(
-            (of_later - of_now) / little_s for of_later, of_now in zip(later, sharing_s(cluster), strict=True)
-        )
+        added_s, little_s, latency_s = sharing_s(), 1e-6, cluster.node_latency_s
+        expected_s = [apart_s + more_s for apart_s, more_s in zip(steps.apart_s, added_s, strict=True)]
+        beyond_s = fit_fixed(expected_s, steps.shared_s, num_ranks).seconds
+        cluster = cluster.replace(node_latency_s=latency_s + little_s)
+        # A latency that is longer by a little shows how many exchanges a step waits for.
+        num_exchanges = (statistics.fmean(sharing_s()) - statistics.fmean(added_s)) / little_s
         node = replace(node, wait_s=beyond_s / num_exchanges if num_exchanges > 0 else 0.0)
-        cluster = cluster.replace(node_latency_s=cluster.node_latency_s + node.wait_s)
-    fixed = fit_fixed(predicted_s(steps.apart, cluster), steps.apart_s, num_ranks)
-    warnings += step_warnings("whole steps", fixed.relative_rms_error)
+        cluster = cluster.replace(node_latency_s=latency_s + node.wait_s)
+    fixed = fit_fixed(predicted_s(steps.apart), steps.apart_s, num_ranks)
+    warnings = step_warnings("whole steps", fixed.relative_rms_error)
     if steps.shared:
-        errors = [
-            (of + fixed.seconds) / s - 1
-            for of, s in zip(predicted_s(steps.shared, cluster), steps.shared_s, strict=True)
-        ]
-        warnings += step_warnings("steps with shared sequences", math.sqrt(statistics.fmean(e * e for e in errors)))
-    return replace(calibration, fixed=fixed, node=node, warnings=tuple(warnings))
+        pairs = zip(predicted_s(steps.shared), steps.shared_s, strict=True)
+        squares = [((of_step + fixed.seconds) / s - 1) ** 2 for of_step, s in pairs]
+        warnings += step_warnings("steps with shared sequences", math.sqrt(statistics.fmean(squares)))
+    return replace(calibration, fixed=fixed, node=node, warnings=(*calibration.warnings, *warnings))
+
+
+def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:
+    """latency_s and bytes_per_s by least squares of relative errors: sizes span orders of magnitude.
+
+    num_bytes: sent by a rank in one all-to-all. Raises StateError where the times do not grow with the bytes.
+    """
+    # s = a + b n, each row divided by s: minimises sum (a / s + b n / s - 1)^2.
+    rows = [(1 / s, n / s) for n, s in zip(num_bytes, seconds, strict=True)]
+    uu, uv, vv = (math.fsum(terms) for terms in zip(*((u * u, u * v, v * v) for u, v in rows), strict=True))
+    ut, vt = (math.fsum(column) for column in zip(*rows, strict=True))
+    det = uu * vv - uv * uv
+    latency_s = max(0.0, (ut * vv - vt * uv) / det) if det > 0 else 0.0
+    seconds_per_byte = (vt - latency_s * uv) / vv
+    if not seconds_per_byte > 0:
+        raise StateError("all-to-all: its times do not grow with the bytes; measure on an idle machine")
+    squares = math.fsum((latency_s * u + seconds_per_byte * v - 1) ** 2 for u, v in rows)
+    return ExchangeCost(num_ranks, latency_s, 1 / seconds_per_byte, math.sqrt(squares / len(rows)))
+
+
+def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
+    """What whole steps took beyond their predictions, by least squares of relative errors; at least 0."""
+    # (p + f) / m is to be 1: minimises sum (f / m - (1 - p / m))^2.
+    inverse = [1 / m for m in measured_s]
+    missing = [1 - p / m for p, m in zip(predicted_s, measured_s, strict=True)]
+    fixed_s = math.fsum(u * v for u, v in zip(inverse, missing, strict=True)) / math.fsum(u * u for u in inverse)
+    fixed_s = max(0.0, fixed_s)
+    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in zip(inverse, missing, strict=True))
+    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(inverse)))
 
 
 def calibration_of(

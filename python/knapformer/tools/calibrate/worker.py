@@ -12,10 +12,17 @@ import torch
 import torch.distributed as dist
 
 from knapformer import Cluster, Plan, StateError
-from knapformer.calibration import Calibration, ExchangeCost, fit_exchange
+from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
-from knapformer.tools.calibrate.fit import MeasuredSteps, calibration_of, exchange_warnings, token_backward, with_steps
+from knapformer.tools.calibrate.fit import (
+    MeasuredSteps,
+    calibration_of,
+    exchange_warnings,
+    fit_exchange,
+    token_backward,
+    with_steps,
+)
 from knapformer.tools.calibrate.report import write_report
 from knapformer.tools.calibrate.settings import CalibrationSettings
 from knapformer.tools.cost_args import trained_model

@@ -88,7 +88,7 @@ def time_steps(
     num_warmup_rounds: int = 1,
     shared_by: int = 1,
 ) -> StepTimes:
-    """Steps over about these lengths, short ones packed as `time_blocks` packs them. Collective over the world.
+    """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world.
 
     shared_by: steps in which so many consecutive ranks share every sequence are timed too, in turns; 1 for none.
     """
