@@ -1,0 +1,249 @@
+"""What a simulation computes and prints: its settings, its variants, and its figures against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from knapformer.adapters.named import load_config
+from knapformer.tools.measure.figures import hardware_flops_utilization
+from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
+from knapformer.tools.simulate.calibrate import lengths_to_measure
+from knapformer.tools.simulate.data import StepData, equal_lengths
+from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
+from knapformer.tools.simulate.settings import SimulationSettings
+from knapformer.tools.simulate.variants import EQUAL_LENGTHS, Variants, variant_names
+from knapformer.tools.simulate.worker import balancer_of
+
+from knapformer import ArgumentError, Cluster, WorkloadModel, plan, plan_home
+
+LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
+
+
+def variants() -> tuple[Variant, Variant]:
+    plans = [plan(lengths, "g2n1", 16, gamma=1.0) for lengths in LENGTHS]
+    measured = Measured([4.0, 2.0], [0.5, 0.25], [3.0, 1.0]), Measured([2.0, 1.0], [0.5, 0.3], [3.0, 1.0])
+    home = Variant(NO_BALANCER, None, measured[0], [[plan_home(of)] for of in plans])
+    return home, Variant("g2n1", "g2n1", measured[1], [[of] for of in plans])
+
+
+def work(*seq_lens: int) -> float:
+    return sum(24 * n * 16**2 + 4 * n**2 * 16 for n in seq_lens)
+
+
+def test_figures_by_hand() -> None:
+    baseline, balanced = variants()
+    highest_before = work(100, 20) + max(work(40), work(40, 60))
+    # Two ranks share every sequence evenly.
+    highest_after = (work(100, 20, 20) + work(40, 40, 60)) / 2
+    got = figures(balanced, baseline, [1e12, 3e12], depth=5, peak_tflops=10.0, checkpointing=True)
+    assert got["fbl_s"] == 1.5 and got["fbl_median_s"] == 1.5 and got["fbl_per_step_s"] == [2.0, 1.0]
+    assert got["speed_up"] == 2.0 and got["speed_up_median"] == 2.0
+    assert got["promised_speed_up"] == pytest.approx(highest_before / highest_after)
+    assert got["share_of_promise"] == pytest.approx(2.0 / (highest_before / highest_after))
+    assert got["tokens_per_s"] == pytest.approx((140 + 140) / 2 / 1.5)
+    assert got["hfu"] == pytest.approx(4 * 2e12 * 5 / (1.5 * 2 * 10e12))
+    assert got["tokens_moved"] == pytest.approx(0.5) and got["max_tokens_per_rank"] == 70
+    assert got["wir"] == pytest.approx(1.0)
+    assert got["loss_difference"] == pytest.approx(0.2) and got["gradient_difference"] == 0
+    got = figures(baseline, baseline, [1e12, 3e12], depth=5, peak_tflops=None, checkpointing=True)
+    assert (got["speed_up"], got["promised_speed_up"], got["tokens_moved"], got["hfu"]) == (1, 1, 0, None)
+    assert got["wir"] == pytest.approx((work(100, 20) / work(20) + work(40, 60) / work(40)) / 2)
+    assert got["max_tokens_per_rank"] == 120 and got["loss_difference"] == 0
+
+
+def test_ranks_wait_in_every_micro_batch() -> None:
+    """A step of the two: each micro-batch counts with its slowest rank."""
+    baseline, balanced = (
+        dataclasses.replace(of, plans=[[plans[0] for plans in of.plans]], measured=Measured([s], [1.0], [1.0]))
+        for of, s in zip(variants(), (6.0, 4.0), strict=True)
+    )
+    got = figures(balanced, baseline, [4e12], depth=5, peak_tflops=None, checkpointing=True)
+    highest_before = work(100, 20) + work(40, 60)
+    assert got["promised_speed_up"] == pytest.approx(2 * highest_before / (work(100, 20, 20) + work(40, 40, 60)))
+    assert got["tokens_per_s"] == pytest.approx((140 + 140) / 4.0) and got["speed_up"] == 1.5
+
+
+def test_an_infinite_ratio_is_null() -> None:
+    plans = [[plan_home(plan([[5], []], "g2n1", 16))]]
+    alone = Variant(NO_BALANCER, None, Measured([1.0], [1.0], [1.0]), plans)
+    assert math.isinf(alone.wir()) and figures(alone, alone, [1.0], 1, None, True)["wir"] is None
+
+
+def test_hfu_of_the_published_table() -> None:
+    """Low mix without a balancer: FBL 3.13 s and 24.72 % on 32 ranks of 989 TFLOP/s.
+
+    Each has 32 samples of 256 visual and on average 196 text tokens.
+    """
+    d = 3072
+    forward = 32 * 32 * (24 * 452 * d**2 + 4 * 452**2 * d)
+    assert hardware_flops_utilization(forward, 57, 3.13, 32, 989.0, True) == pytest.approx(0.2472, rel=0.03)
+    assert hardware_flops_utilization(forward, 57, 3.13, 32, 989.0, False) == pytest.approx(0.2472 * 3 / 4, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "promised", "words"),
+    [
+        (1.9, 2.0, "1.90 times as fast, 95% of what its plans promise"),
+        (0.9, 2.0, "gained nothing"),
+        (0.98, 1.0, "even already, there was nothing to gain"),
+    ],
+)
+def test_the_sentence_says_what_was_gained(speed_up: float, promised: float, words: str) -> None:
+    same = {"loss_per_step": [1.0], "loss_difference": 1e-7, "gradient_difference": 2e-7}
+    baseline = {"name": NO_BALANCER, "topology": None, "fbl_s": 2.0, "speed_up": 1.0, "promised_speed_up": 1.0,
+                "share_of_promise": 1.0, **same}  # fmt: skip
+    other = {"name": "g4n1", "topology": "g4n1", "fbl_s": 4.0, "speed_up": 0.5, "promised_speed_up": 1.5,
+             "share_of_promise": 0.3, **same}  # fmt: skip
+    balanced = {
+        "name": "g2n1",
+        "topology": "g2n1",
+        "fbl_s": 2.0 / speed_up,
+        "speed_up": speed_up,
+        "promised_speed_up": promised,
+        "share_of_promise": speed_up / promised,
+        **same,
+    }
+    gained, loss = sentences([baseline, other, balanced]).splitlines()
+    assert words in gained and "g2n1" in gained and "1.0e-07, of the gradient's norm 2.0e-07" in loss
+    planned = {**balanced, "name": PLANNED_STEP, "topology": "g1n4"}
+    equal = {**balanced, "name": EQUAL_LENGTHS, "fbl_s": 1.0 / speed_up}
+    text = sentences([baseline, other, planned, equal])
+    assert f"{words}" in text and "whole step planned" in text and "2.000 of it" in text
+
+
+def test_equal_lengths_have_the_work() -> None:
+    def cost(length: int) -> float:
+        return 3 * length + length**2
+
+    for count, total in ((1, 700.0), (3, 5000.0), (7, 30.0), (5, 100_000.0)):
+        lengths = equal_lengths(total, count, cost)
+        assert len(lengths) == count and max(lengths) - min(lengths) <= 1
+        candidates = [[n] * (count - more) + [n + 1] * more for n in range(1, 400) for more in range(count)]
+        best = min(abs(sum(map(cost, of)) - total) for of in candidates)
+        assert abs(sum(map(cost, lengths)) - total) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("model", ["flux-tiny", "wan-tiny"])
+def test_what_each_variant_computes(model: str) -> None:
+    given = settings(
+        data="g1b2i64f1s0,g1b3i128f1s0", num_ranks=4, model=load_config(model), topologies=("g2n2",),
+        micro_batches=3, equal_lengths=True, max_text_tokens=20,
+    )  # fmt: skip
+    assert variant_names(given) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
+    variants = Variants(given, 0.5)
+    data = {name: way.data for name, way in variants.ways(1).items()}
+    drawn, planned, equal = data[NO_BALANCER], data[PLANNED_STEP], data[EQUAL_LENGTHS]
+    assert data["g2n2"] is drawn
+    mix, config = given.mix(), given.model
+    for rank in range(4):  # the batches of the mix behind those of step 0
+        sizes = [[repr(config.possible(s)) for s in mix.draw(0, 3 + k, rank)] for k in range(3)]
+        assert [[repr(s.size) for s in of] for of in drawn.samples[rank]] == sizes
+
+    def seeds(of: StepData) -> list[int]:
+        return sorted(s.seed for ranks in of.samples for samples in ranks for s in samples)
+
+    assert seeds(planned) == seeds(drawn) and len(set(seeds(drawn))) == len(seeds(drawn)) == 30
+    assert all(samples for ranks in planned.samples for samples in ranks)
+    fullest = max(sum(lens) for k in range(3) for lens in drawn.seq_lens(k))
+    assert drawn.max_tokens() == fullest >= planned.max_tokens()
+
+    workload = WorkloadModel(0.5)
+
+    def works(of: StepData) -> list[float]:
+        return [sum(workload.work(n, config.d_model) for n in lens) for k in range(3) for lens in of.seq_lens(k)]
+
+    assert len(set(works(equal))) == 1 and sum(works(equal)) == pytest.approx(sum(works(drawn)), rel=0.005)
+    # As the plans say that stand for them.
+    plans = variants.plans(1)
+    assert [plan.seq_lens for plan in plans[PLANNED_STEP]] == [planned.seq_lens(k) for k in range(3)]
+    assert all(plan.tokens_moved == 0 for plan in plans[PLANNED_STEP] + plans[NO_BALANCER])
+
+
+def test_what_others_compute() -> None:
+    """Buckets: all ranks as many tokens in a micro-batch, a length of the data. A budget: no rank beyond the longest
+    sample or the mean batch. Static groups: everything that was drawn, evenly on the group's ranks."""
+    lengths = tuple([40] * 6 + [100, 400])
+    given = settings(
+        lengths=lengths, data="x", batch_size=3, num_ranks=4, micro_batches=2, topologies=(), num_steps=20,
+        ways=("buckets", "time_budget", "static_2"),
+    )  # fmt: skip
+    names = ["lockstep buckets", "time budget", "sequence parallel 2"]
+    assert variant_names(given) == [NO_BALANCER, *names, PLANNED_STEP]
+    variants, workload, seen = Variants(given, 0.5), WorkloadModel(0.5), []
+
+    def work(lens: list[int]) -> float:
+        return sum(workload.work(n, given.model.d_model) for n in lens)
+
+    budget = max(work([400]), 3 * work(list(lengths)) / 8)
+    for step in range(22):
+        ways, plans = variants.ways(step), variants.plans(step)
+        drawn = ways[NO_BALANCER].data
+        for k in range(2):
+            buckets, budgets = (ways[name].data.seq_lens(k) for name in names[:2])
+            (length,) = {n for lens in buckets for n in lens}
+            assert [len(lens) for lens in buckets] == [3] * 4 and length in lengths
+            seen.append(length)
+            assert all(lens and work(lens) <= budget * (1 + 1e-9) for lens in budgets)
+            shared = plans["sequence parallel 2"][k]
+            assert shared.seq_lens == drawn.seq_lens(k) and set(shared.degree_of_sequence) == {2}
+            tokens = [sum(map(sum, drawn.seq_lens(k)[bag : bag + 2])) for bag in (0, 2)]
+            assert [sum(shared.tokens_after[bag : bag + 2]) for bag in (0, 2)] == tokens
+        assert ways["sequence parallel 2"].data is drawn and ways["lockstep buckets"].own_share == pytest.approx(1)
+    # In proportion to the samples, up to what 44 draws can tell (systematic draws: 8 times as many are made).
+    assert seen.count(40) > 22 and {100, 400} <= set(seen)
+
+
+def settings(**changes: Any) -> SimulationSettings:
+    fields: dict[str, Any] = {
+        "data": "g2b2i256f1s0",
+        "topologies": ("g2n1",),
+        "num_ranks": 2,
+        "model": load_config("flux-tiny"),
+        "model_name": "flux-tiny",
+    }
+    return SimulationSettings(**{**fields, **changes})
+
+
+def test_ranks_plan_with_the_cluster_that_is_given() -> None:
+    """A world of one: the process itself."""
+    given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), cluster=Cluster("cpu", ranks_per_node=2))
+    balancer = balancer_of(given, "g1n1", 0.49)
+    made = balancer.plan_routing([8, 4], given.model.d_model)
+    assert made == given.plan([[8, 4]], "g1n1", 0.49) and made.cluster == given.cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "high"}, "data: got 'high'"),
+        ({"num_ranks": 3}, "ranks: got 3"),
+        ({"topologies": ()}, "topology: got none"),
+        ({"ways": ("static_4",)}, "way: got 'static_4', expected each once of buckets, time_budget, static_2 on 2"),
+        ({"ways": ("buckets", "buckets")}, "way: got 'buckets'"),
+        ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
+        ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
+        ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
+        (
+            {"topologies": ("g2/1n1",), "solver": "greedy"},
+            "solver: got 'greedy' for topology g2/1n1, expected flat bags",
+        ),
+        ({"solver": "magic"}, "solver: got '?magic"),
+        ({"scale": math.nan}, "scale: got nan"),
+        ({"keep_exchanges": True, "checkpointing": False}, "keep_exchanges: got True"),
+        ({"model": load_config("wan-tiny"), "max_text_tokens": 513}, "max_text_tokens: got 513, expected at most 512"),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        settings(**changes)
+
+
+def test_lengths_to_measure_span_the_mix() -> None:
+    lengths = lengths_to_measure([700, 80, 5000, 300])
+    assert lengths[0] == 80 and lengths[-1] == 5000 and lengths == sorted(set(lengths)) and len(lengths) == 5
+    for seq_lens in ([300], [300, 310], [1], [100_000, 90_000]):
+        lengths = lengths_to_measure(seq_lens)
+        assert lengths == sorted(set(lengths)) and lengths[-1] >= 16 * lengths[0] and lengths[-1] >= max(seq_lens)
