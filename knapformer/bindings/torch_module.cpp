@@ -53,7 +53,7 @@ BalancerClass bind_balancer(py::module_& m) {
                        const GivenEffort& effort, const GivenText& mask, const GivenCluster& cluster,
                        const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
                        const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
-                       const GivenGroup& group, const MakeBagGroup& make_bag_group) {
+                       bool peer_memory, const GivenGroup& group, const MakeBagGroup& make_bag_group) {
              const ProcessGroupPtr joined = group_from(group);
              std::string bags;
              BalancerOptions options = convert_or_report(
@@ -64,7 +64,8 @@ BalancerClass bind_balancer(py::module_& m) {
                        .solver = text_from(solver, "solver"),
                        .effort = effort_from(effort),
                        .mask = Mask::parse(text_from(mask, "mask")),
-                       .engine = engine_from(engine)};
+                       .engine = engine_from(engine),
+                       .peer_memory = peer_memory};
                  },
                  [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
              const py::gil_scoped_release release;
@@ -72,7 +73,7 @@ BalancerClass bind_balancer(py::module_& m) {
            }),
            py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
            py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
-           py::arg("model"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"),
+           py::arg("model"), py::arg("engine"), py::arg("peer_memory"), py::arg("group"), py::arg("make_bag_group"),
            R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several,
 counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
 device), None: what suits the tensors: the packing kernel on devices that have it.)")

@@ -47,6 +47,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
     effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: of all sequences,
         as there. Lengths that cannot keep the limit: planning them raises ArgumentError on every rank, and others are
         planned as before.
+    peer_memory: in attention each rank reads the rows that it needs in the memory of the bag's other ranks (torch's
+        symmetric memory, over NVLink), in place of an all-to-all. On accelerators alone; the bag's group must be one
+        that torch knows by name, and its ranks see each other's memory. No GPU has run it: docs/gpu.md.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums cost no wait for an
     accelerator, and what a varlen kernel needs on the device is one non-blocking copy a step.
@@ -71,6 +74,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         num_heads: int = 0,
         model: TrainedModel | None = None,
         engine: str | None = None,
+        peer_memory: bool = False,
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -86,6 +90,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
             num_heads=num_heads,
             model=model,
             engine=engine,
+            peer_memory=peer_memory,
             group=group,
             make_bag_group=lambda ranks: _bag_group(group, [int(rank) for rank in ranks]),
         )

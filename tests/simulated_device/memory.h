@@ -1,6 +1,8 @@
 // Memory of the simulated device: two mappings of the same pages. Tensors hold addresses of the first, which cannot be
 // read or written: host code that touches device memory ends the process. Kernels go through the second.
 //
+// Another process may map the pages as well, in the same two ways: as memory that devices read in each other.
+//
 // What is allocated or freed is filled with 0xff (a NaN, -1): a value that was never written, or not written yet,
 // shows.
 #pragma once
@@ -12,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace simulated_device {
@@ -26,13 +29,28 @@ class DeviceMemory {
   std::byte* for_kernels(const void* address) const;
   bool owns(const void* address) const;
 
+  /// The memory of this process's device, as others open it.
+  std::string file() const;
+  /// Where an address of its device is, with the memory of another process mapped here.
+  void* of_peer(const std::string& file, size_t offset);
+  size_t offset_of(const void* address) const { return static_cast<const std::byte*>(address) - own_.base; }
+
  private:
   DeviceMemory();
 
+  /// Both mappings of a device's pages.
+  struct Pages {
+    std::byte* base = nullptr;
+    std::byte* kernel_base = nullptr;
+  };
+  static Pages map(int file);
+  const Pages* pages_of(const void* address) const;
+
   static constexpr size_t kBytes = size_t{4} << 30, kGrain = 512;
-  std::byte* base_ = nullptr;
-  std::byte* kernel_base_ = nullptr;
-  std::mutex mutex_;
+  int file_ = -1;
+  Pages own_;
+  mutable std::mutex mutex_;
+  std::map<std::string, Pages> of_peers_;  // by file; never unmapped
   size_t used_ = 0;
   std::map<size_t, std::vector<std::byte*>> free_;  // by size
   std::map<void*, size_t> sizes_;

@@ -8,6 +8,7 @@
 #include "knapformer/torch/balancer.h"
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
+#include "tests/torch/in_process_peer_memory.h"
 
 namespace knapformer {
 namespace {
@@ -21,6 +22,7 @@ struct AttentionCase {
   int32_t num_ranks = 1;
   int64_t num_heads = 8, num_kv_heads = 8;
   ExchangeEngine engine = ExchangeEngine::kCpu;
+  bool peer_memory = false;
 };
 
 void PrintTo(const AttentionCase& setup, std::ostream* out) { *out << setup.topology; }
@@ -125,19 +127,21 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
           return attend(q, k, v, to_list(seq_lens));
         });
     const int64_t expected_exchanges = tables.any_shared || tables.levels[0].degree > 1 ? 2 : 0;
-    EXPECT_EQ(all_to_alls - before, expected_exchanges);
+    // By peer memory none is an all-to-all.
+    const int64_t expected_all_to_alls = setup.peer_memory ? 0 : expected_exchanges;
+    EXPECT_EQ(all_to_alls - before, expected_all_to_alls);
     EXPECT_EQ(num_calls, std::max<int64_t>(levels_with_tokens, 1));
     EXPECT_TRUE(at::allclose(o, rows[4], 1e-12, 1e-14));
     const at::Tensor loss = (o * rows[3]).sum();
     if (expected_exchanges > 0 || has_tokens) loss.backward();
-    EXPECT_EQ(all_to_alls - before, 2 * expected_exchanges);
+    EXPECT_EQ(all_to_alls - before, 2 * expected_all_to_alls);
     for (size_t i = 0; i < 3 && has_tokens; ++i) {
       EXPECT_TRUE(at::allclose(rows[i].grad(), at::cat(gradients[i]), 1e-11, 1e-13)) << "rank " << rank << " " << i;
     }
     if (whole_here && expected_exchanges > 0) {
       // What is whole here attends while the rest travels: in backward too, between the third exchange and the last.
-      EXPECT_EQ(at_whole - before, 1);
-      EXPECT_EQ(at_whole_backward - before, 4);
+      EXPECT_EQ(at_whole - before, setup.peer_memory ? 0 : 1);
+      EXPECT_EQ(at_whole_backward - before, setup.peer_memory ? 0 : 4);
       ++met.overlaps;
     }
     met.ranks_of_several_levels += levels_with_tokens > 1 ? 1 : 0;
@@ -152,6 +156,8 @@ TEST_P(NestedAttention, IsThatOfWholeSequences) {
   const AttentionCase& setup = GetParam();
   Cases cases(31);
   Met met;
+  if (setup.peer_memory) testing::provide_peer_memory();
+  const int64_t barriers_before = testing::num_peer_barriers();
   for (int32_t round = 0; round < 8; ++round) {
     const SequenceLengths lens = cases.lengths(setup.num_ranks, 50);
     InProcessWorld world(setup.num_ranks);
@@ -164,11 +170,13 @@ TEST_P(NestedAttention, IsThatOfWholeSequences) {
                                                          .node_latency_s = 0,
                                                          .fixed_s = 0,
                                                          .overlaps_attention = false}},
-                                    .engine = setup.engine};
+                                    .engine = setup.engine,
+                                    .peer_memory = setup.peer_memory};
       const auto own = lens.lens(Rank(rank));
       check_rank(world, rank, setup, {own.begin(), own.end()}, options, met);
     });
   }
+  EXPECT_EQ(testing::num_peer_barriers() > barriers_before, setup.peer_memory);
   if (setup.topology == "g4/2/1n1") {
     EXPECT_GT(met.ranks_of_several_levels, 0);
     EXPECT_GT(met.uneven_chunks, 0);
@@ -201,12 +209,19 @@ INSTANTIATE_TEST_SUITE_P(Topologies, NestedAttention,
                                            AttentionCase{"g4/1n1", 4, 6, 2}, AttentionCase{"g4/2n1", 4, 7, 7},
                                            AttentionCase{"g8/4/2/1n1", 8}, AttentionCase{"g8/4/2/1n1", 8, 3, 1},
                                            AttentionCase{"g4/2/1n1+g3/1n1+g1n1", 8, 5, 5, ExchangeEngine::kDevice},
-                                           AttentionCase{"g2/1n1", 8}),
+                                           AttentionCase{"g2/1n1", 8},
+                                           AttentionCase{"g4n1", 4, 6, 2, ExchangeEngine::kKernel, true},
+                                           AttentionCase{"g4/2/1n1", 4, 8, 8, ExchangeEngine::kKernel, true},
+                                           AttentionCase{"g4/2n1", 4, 7, 7, ExchangeEngine::kKernel, true},
+                                           AttentionCase{"g8/4/2/1n1", 8, 3, 1, ExchangeEngine::kKernel, true},
+                                           AttentionCase{"g6/3/1n1+g2/1n1", 8, 5, 5, ExchangeEngine::kKernel, true}),
                          [](const auto& test) {
                            const AttentionCase& s = test.param;
                            std::string name = s.topology + "_on" + std::to_string(s.num_ranks) + "_" +
                                               std::to_string(s.num_heads) + "_" + std::to_string(s.num_kv_heads) +
-                                              (s.engine == ExchangeEngine::kCpu ? "_cpu" : "_device");
+                                              (s.peer_memory                      ? "_peer_memory"
+                                               : s.engine == ExchangeEngine::kCpu ? "_cpu"
+                                                                                  : "_device");
                            for (char& c : name) {
                              if (c == '+' || c == '/') c = '_';
                            }

@@ -54,6 +54,9 @@ struct ExchangeEnd {
 struct ExchangeTable {
   int32_t this_peer = 0;  // this rank, counted inside the group
   int32_t num_peers = 1;
+  /// Where an end is shared: the most rows that any rank of the group has there, of all levels together. The same on
+  /// all ranks, so that they can agree on the size of a buffer. 0: no end is.
+  int64_t max_rows = 0;
   ExchangeEnd send;
   ExchangeEnd recv;
 

@@ -169,6 +169,28 @@ void CommGroup::fail(std::string_view label, const std::exception& error) {
                         absent.empty() ? "" : "; not in this call: ", absent));
 }
 
+void CommGroup::use_peer_memory() {
+  const ProcessGroupPtr group = process_group();
+  peer_memory_ = std::make_shared<PeerMemory>(group->getGroupName(), timeout_of(*group));
+}
+
+void CommGroup::wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label) {
+  RECORD_USER_SCOPE(text("knapformer::wait ", label));
+  const at::Device device = lease.memory().device();
+  const auto look_while_it_works = [&] {
+    if (!device.is_cpu()) watchdog_->device_works(end_of_stream(device));
+  };
+  look_while_it_works();
+  try {
+    lease.barrier();
+  } catch (const std::exception& error) {
+    fail(label, error);
+  }
+  look_while_it_works();
+  counters_.bytes_sent += bytes_sent;
+  counters_.num_collectives += 1;
+}
+
 WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
                                     std::vector<int64_t> send_splits, std::string_view label) {
   WorkPtr work;

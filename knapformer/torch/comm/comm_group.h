@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "knapformer/torch/comm/fingerprint.h"
+#include "knapformer/torch/comm/peer_memory.h"
 #include "knapformer/torch/comm/watchdog.h"
 
 namespace knapformer {
@@ -60,6 +61,13 @@ class CommGroup {
   /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
   at::Device control_device() const;
 
+  /// From now on there is memory that the ranks read in each other. All of them call it, before the first exchange.
+  void use_peer_memory();
+  /// Null: there is none.
+  PeerMemory* peer_memory() const { return peer_memory_.get(); }
+  /// In place of a collective: the device waits until all ranks have packed, of which this one sent so many bytes.
+  void wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label);
+
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
                            std::vector<int64_t> send_splits, std::string_view label = "all_to_all");
@@ -82,6 +90,7 @@ class CommGroup {
   ProcessGroupPtr process_group_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
+  std::shared_ptr<PeerMemory> peer_memory_;
   CommCounters counters_;
 };
 

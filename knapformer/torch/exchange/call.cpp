@@ -1,5 +1,7 @@
 #include "knapformer/torch/exchange/call.h"
 
+#include <utility>
+
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/recycled_memory.h"
 
@@ -26,6 +28,57 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 
 /// The widest word that divides a number of bytes.
 int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
+
+/// Where the rows of one rank for another lie in the slot of the first: room for the most rows that any rank has, so
+/// that all ranks know it without each other's tables.
+///
+///   slot of rank q = | rows for rank 0 | for rank 1 | ... |    none for q itself, and for ranks that share nothing
+///   with q
+class PeerLayout {
+ public:
+  /// Where ExchangeCall::bounds_bytes.
+  explicit PeerLayout(std::span<const Segment> segments) : num_peers_(segments[0].send.num_peers()) {
+    for (const Segment& segment : segments) {
+      const SegmentEnd& shared = segment.send.heads_shared() ? segment.send : segment.recv;
+      const int32_t degree = shared.sharing.degree, first = shared.this_peer() - shared.sharing.index_in_group;
+      KNAPFORMER_ASSERT(first % degree == 0);
+      int64_t row_bytes = 0;  // of the peer with the most heads
+      for (int32_t peer = first; peer < first + degree; ++peer) {
+        row_bytes = std::max(row_bytes, shared.for_each_slot(segment.slots, peer, [](const Slot&, int64_t) {}));
+      }
+      // Of all segments together a rank has at most max_rows.
+      levels_.push_back({.degree = degree, .num_bytes = round_up(shared.max_rows() * row_bytes, kMaxWordBytes)});
+    }
+  }
+
+  int64_t first_byte(int32_t from, int32_t to) const {
+    int64_t byte = 0;
+    for (int32_t peer = 0; peer < to; ++peer) byte += block_bytes(from, peer);
+    return byte;
+  }
+  /// Of a slot. Every rank has as many.
+  int64_t num_bytes() const { return first_byte(0, num_peers_); }
+
+ private:
+  struct Level {
+    int32_t degree = 1;
+    int64_t num_bytes = 0;  // if all rows were of this level
+  };
+
+  int64_t block_bytes(int32_t from, int32_t to) const {
+    if (from == to) return 0;
+    int64_t bytes = 0, num_shared = 0;
+    for (const Level& level : levels_) {
+      if (from / level.degree != to / level.degree) continue;
+      bytes = std::max(bytes, level.num_bytes);
+      ++num_shared;
+    }
+    return bytes + num_shared * kMaxWordBytes;  // a segment begins at a multiple
+  }
+
+  int32_t num_peers_;
+  std::vector<Level> levels_;
+};
 
 /// What the tables say, against what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
@@ -92,7 +145,6 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
     throw ArgumentError(
         text(label, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
   }
-  lay_out_wire();
 }
 
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
@@ -129,39 +181,62 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
 }
 
-void ExchangeCall::lay_out_wire() {
+int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer,
+                               int64_t first_byte) {
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    const SegmentEnd& of_segment = segments_[s].*end;
+    WireBlock& block = blocks.emplace_back(WireBlock{.segment = s, .end = &of_segment, .peer = peer});
+    block.first_byte = first_byte;
+    block.num_rows = of_segment.peer_rows(peer);
+    block.row_bytes = of_segment.for_each_slot(segments_[s].slots, peer, [](const Slot&, int64_t) {});
+    first_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
+  }
+  return first_byte;
+}
+
+void ExchangeCall::allocate_wire() {
   int64_t next_byte = 0;
   for (auto* blocks : {&sent_blocks_, &received_blocks_}) {
     blocks->reserve(segments_.size() * static_cast<size_t>(num_peers()));
   }
-  const auto add_peer = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer) {
-    const int64_t first_byte = next_byte;
-    for (size_t s = 0; s < segments_.size(); ++s) {
-      const SegmentEnd& of_segment = segments_[s].*end;
-      WireBlock& block = blocks.emplace_back(WireBlock{.segment = s, .end = &of_segment, .peer = peer});
-      block.first_byte = next_byte;
-      block.num_rows = of_segment.peer_rows(peer);
-      block.row_bytes = of_segment.for_each_slot(segments_[s].slots, peer, [](const Slot&, int64_t) {});
-      next_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
-    }
-    return next_byte - first_byte;
-  };
   const auto add_others = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end) {
     std::vector<int64_t> bytes(static_cast<size_t>(num_peers()), 0);
     for (int32_t peer = 0; peer < num_peers(); ++peer) {
-      if (peer != this_peer()) bytes[static_cast<size_t>(peer)] = add_peer(blocks, end, peer);
+      if (peer == this_peer()) continue;
+      const int64_t first_byte = std::exchange(next_byte, add_peer(blocks, end, peer, next_byte));
+      bytes[static_cast<size_t>(peer)] = next_byte - first_byte;
     }
     return bytes;
   };
   sent_bytes_ = add_others(sent_blocks_, &Segment::send);
   own_begin_ = next_byte;
-  const int64_t own_bytes = add_peer(sent_blocks_, &Segment::send, this_peer());
-  next_byte = own_begin_;
-  const int64_t own_bytes_received = add_peer(received_blocks_, &Segment::recv, this_peer());
-  KNAPFORMER_ASSERT(own_bytes_received == own_bytes);
-  own_end_ = next_byte;
+  own_end_ = add_peer(sent_blocks_, &Segment::send, this_peer(), own_begin_);
+  next_byte = add_peer(received_blocks_, &Segment::recv, this_peer(), own_begin_);
+  KNAPFORMER_ASSERT(next_byte == own_end_);
   received_bytes_ = add_others(received_blocks_, &Segment::recv);
   wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+bool ExchangeCall::bounds_bytes() const {
+  return std::ranges::all_of(segments_, [&](const Segment& segment) {
+    return segment.send.heads_shared() != segment.recv.heads_shared() && segment.send.max_rows() > 0 &&
+           num_peers() % segment.send.sharing.degree == 0;
+  });
+}
+
+void ExchangeCall::use(PeerMemory& memory) {
+  const PeerLayout layout(segments_);
+  lease_ = memory.take(layout.num_bytes(), device_);
+  wire_ = lease_->memory();
+  sent_bytes_.assign(static_cast<size_t>(num_peers()), 0);
+  for (int32_t peer = 0; peer < num_peers(); ++peer) {
+    if (peer == this_peer()) continue;
+    const int64_t sent_at = layout.first_byte(this_peer(), peer), received_at = layout.first_byte(peer, this_peer());
+    sent_bytes_[static_cast<size_t>(peer)] = add_peer(sent_blocks_, &Segment::send, peer, sent_at) - sent_at;
+    add_peer(received_blocks_, &Segment::recv, peer, received_at);
+  }
+  add_peer(sent_blocks_, &Segment::send, this_peer(), 0);  // from input to output: no byte of it lies in the slot
+  add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
 }
 
 void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {

@@ -7,6 +7,9 @@
 //   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
 //   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
 //
+// Where the ranks of a group read in each other's memory (peer_memory.h), there is no received part: those of others
+// are in the slots of these, at places that the sender and the reader compute alike (PeerLayout).
+//
 // The columns of a slot begin at a multiple of its word, and a segment's rows of a peer at one of 16 bytes, by padding:
 // so one narrow feature does not make the wide ones beside it move byte by byte, neither here nor in the transport.
 #pragma once
@@ -21,6 +24,7 @@
 #include <vector>
 
 #include "knapformer/core/plan/heads.h"
+#include "knapformer/torch/comm/peer_memory.h"
 #include "knapformer/torch/exchange/arguments.h"
 
 namespace knapformer {
@@ -90,7 +94,7 @@ struct WireBlock {
   size_t segment = 0;
   const SegmentEnd* end = nullptr;
   int32_t peer = 0;
-  int64_t first_byte = 0;
+  int64_t first_byte = 0;  // of the buffer, or of the sender's slot
   int64_t num_rows = 0;
   int64_t row_bytes = 0;  // of all slots, padding included
 };
@@ -98,9 +102,19 @@ struct WireBlock {
 class ExchangeCall {
  public:
   /// Throws ArgumentError where the tensors do not fit the tables.
+  /// Then allocate_wire or use.
   explicit ExchangeCall(const ExchangeArguments& arguments);
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
+
+  /// Lays out and allocates the buffer.
+  void allocate_wire();
+  /// Whether all ranks know how many bytes each of them can have to send: where heads are shared. The same on all.
+  bool bounds_bytes() const;
+  /// In place of allocate_wire, where it bounds bytes. Collective.
+  void use(PeerMemory& memory);
+  /// Null: it has a buffer.
+  PeerMemory::Lease* peer_memory() const { return lease_.get(); }
 
   void allocate_outputs();
   /// Of outputs that are joined, the rows that do not travel: copied by unpack. Before it.
@@ -124,6 +138,11 @@ class ExchangeCall {
 
   /// The buffer: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
+  /// Where a block of others lies, for kernels.
+  const std::byte* sent_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
+  const std::byte* received_at(const WireBlock& block) const {
+    return lease_ ? lease_->of_peer(block.peer) + block.first_byte : wire_bytes_at(block.first_byte);
+  }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
@@ -136,9 +155,14 @@ class ExchangeCall {
 
  private:
   void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing, size_t number);
-  void lay_out_wire();
+  /// Appends the blocks that meet a peer, from a byte on. Returns the byte behind them.
+  int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
+  const std::byte* wire_bytes_at(int64_t byte) const {
+    return static_cast<const std::byte*>(wire_.const_data_ptr()) + byte;
+  }
 
   std::vector<Segment> segments_;
+  std::unique_ptr<PeerMemory::Lease> lease_;
   at::Tensor wire_;
   std::vector<WireBlock> sent_blocks_, received_blocks_;
   std::vector<int64_t> sent_bytes_, received_bytes_;

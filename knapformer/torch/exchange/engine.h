@@ -9,8 +9,8 @@
 
 namespace knapformer {
 
-/// Serves one exchange: pack into the call's buffer, then move_own while the bytes travel, then unpack when they are
-/// there.
+/// Serves one exchange, whose buffer is there: pack into it, then move_own while the bytes travel, then unpack when
+/// they are there.
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -34,5 +34,7 @@ std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call);
 
 /// The one that the call's tables are for. Sums of a type that the kernel does not add are the device engine's.
 std::unique_ptr<Engine> make_engine(ExchangeCall& call);
+/// Whether that is the packing kernel's, the one that reads the memory of peers.
+bool uses_packing_kernel(const ExchangeCall& call);
 
 }  // namespace knapformer

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
+#include <numeric>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -10,6 +11,17 @@
 
 namespace knapformer {
 namespace {
+
+/// The same on all ranks, or an error.
+bool may_use_peer_memory(const CommGroup& group, const ExchangeCall& call) {
+  if (group.peer_memory() == nullptr) return false;
+  const at::Device device = call.device();
+  const bool has_memory = PeerMemory::serves(device), has_kernel = call.engine() == ExchangeEngine::kKernel;
+  if (device.is_cpu()) return has_memory && uses_packing_kernel(call);
+  if (has_memory && has_kernel) return uses_packing_kernel(call);
+  throw_argument("peer_memory", text("tensors on ", device),
+                 has_memory ? "a device on which the packing kernel runs" : "a device with symmetric memory");
+}
 
 void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
 
@@ -21,6 +33,12 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
     call_ = std::make_unique<ExchangeCall>(arguments);
     group_->fingerprints().agree(arguments.fingerprint());
     engine_ = make_engine(*call_);
+    if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
+      call_->use(*group_->peer_memory());
+      engine_->pack();
+      return;
+    }
+    call_->allocate_wire();
     engine_->pack();
     at::Tensor received = call_->received(), sent = call_->sent();
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
@@ -47,15 +65,19 @@ InFlight& InFlight::of(const at::Tensor& started) {
 
 std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
   return group_->watchdog().guard([&] {
-    if (!work_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
-    call_->set_local(local);
-    group_->wait(*work_, call_->device(), arguments_.label);
-    work_.reset();
-    engine_->unpack();
-    engine_.reset();
-    std::vector<at::Tensor> outputs = call_->outputs();
-    call_.reset();
-    return outputs;
+    if (!call_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+    const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
+    const std::unique_ptr<Engine> engine = std::move(engine_);
+    call->set_local(local);
+    if (PeerMemory::Lease* lease = call->peer_memory()) {
+      const std::vector<int64_t>& sent = call->sent_bytes();
+      group_->wait_for_peers(*lease, std::reduce(sent.begin(), sent.end()), arguments_.label);
+    } else {
+      group_->wait(*work_, call->device(), arguments_.label);
+      work_.reset();
+    }
+    engine->unpack();
+    return call->outputs();
   });
 }
 

@@ -144,7 +144,7 @@ class KernelEngine final : public Engine {
           if (!segment.sums(slot)) copy_own(work, segment, slot, index);
           return;
         }
-        Rows to = on_wire(block, byte);
+        Rows to = on_wire(block, call_.sent_at(block) + byte);
         segment.send.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(of_input(slot, index).columns_from(run.first_byte), to, run.num_bytes, block.num_rows);
           to = to.columns_from(run.num_bytes);
@@ -168,7 +168,7 @@ class KernelEngine final : public Engine {
       if (block.peer == call_.this_peer()) return;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
         if (segment.sums(slot)) return;
-        Rows from = on_wire(block, byte);
+        Rows from = on_wire(block, call_.received_at(block) + byte);
         segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(from, of_output(slot, index).columns_from(run.first_byte), run.num_bytes, block.num_rows);
           from = from.columns_from(run.num_bytes);
@@ -212,10 +212,8 @@ class KernelEngine final : public Engine {
   static Rows of_output(const Slot& slot, Address index) {
     return {.base = address_of(slot.output.mutable_data_ptr()), .index = index, .stride = slot.output_row_bytes};
   }
-  Rows on_wire(const WireBlock& block, int64_t byte) const {
-    return {.base = address_of(call_.wire().const_data_ptr()) + static_cast<Address>(block.first_byte + byte),
-            .index = 0,
-            .stride = block.row_bytes};
+  static Rows on_wire(const WireBlock& block, const std::byte* columns) {
+    return {.base = address_of(columns), .index = 0, .stride = block.row_bytes};
   }
 
   const WireBlock& own_block(const std::vector<WireBlock>& blocks, size_t segment) const {
@@ -258,7 +256,8 @@ class KernelEngine final : public Engine {
       size_t next = 0;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot&, int64_t byte) {
         if (next++ != slot_index) return;
-        all.push_back({.peer = block.peer, .rows = on_wire(block, byte), .num_rows = block.num_rows});
+        const Rows rows = on_wire(block, call_.received_at(block) + byte);
+        all.push_back({.peer = block.peer, .rows = rows, .num_rows = block.num_rows});
       });
     });
     return all;
@@ -339,8 +338,9 @@ std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call) { return std::mak
 
 std::unique_ptr<Engine> make_engine(ExchangeCall& call) {
   if (call.engine() == ExchangeEngine::kCpu) return make_cpu_engine(call);
-  return call.engine() == ExchangeEngine::kKernel && can_add(call) ? make_kernel_engine(call)
-                                                                   : make_device_engine(call);
+  return uses_packing_kernel(call) ? make_kernel_engine(call) : make_device_engine(call);
 }
+
+bool uses_packing_kernel(const ExchangeCall& call) { return call.engine() == ExchangeEngine::kKernel && can_add(call); }
 
 }  // namespace knapformer

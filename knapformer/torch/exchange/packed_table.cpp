@@ -11,7 +11,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583033;  // "KNAPEX03"
+constexpr int64_t kTableMagic = 0x4b4e415045583034;  // "KNAPEX04"
 
 // A run is read in place from the packed table.
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
@@ -40,6 +40,7 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
+  out[kMaxRows] = table.max_rows;
   out += kNumFields;
   out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
   out = std::copy(end.runs.offsets.begin(), end.runs.offsets.end(), out);

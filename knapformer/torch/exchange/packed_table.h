@@ -55,6 +55,8 @@ class PackedEndView {
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
   int64_t num_wire_rows() const { return field(kNumWireRows); }
+  /// ExchangeTable::max_rows.
+  int64_t max_rows() const { return field(kMaxRows); }
   int64_t peer_rows(int32_t peer) const { return data_[kNumFields + static_cast<size_t>(peer)]; }
   /// In wire order.
   std::span<const RowRun> runs_of(int32_t peer) const;
@@ -81,7 +83,8 @@ class PackedEndView {
     kEngine,
     kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has
-    kNumFields,      // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
+    kMaxRows,
+    kNumFields,  // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
   };
   int64_t field(Field f) const { return data_[f]; }
 

@@ -70,14 +70,17 @@ def balanced_step(balancer: SequenceBalancer, rank: int, device: str) -> list[Te
     return [back.detach().cpu(), *(t.grad.cpu() for t in inputs)]
 
 
-def balancers_agree(rank: int, world: int, topologies: list[str]) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By topology, what a step gave on the CPU and on the device."""
+def balancers_agree(
+    rank: int, world: int, topologies: list[str], peer_memory: bool
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """By topology, what two steps gave on the CPU and on the device."""
     group = sim.new_group()
     results = {}
     for topology in topologies:
-        balancer = SequenceBalancer(topology, group=group)
+        balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
         on_cpu = balanced_step(balancer, rank, "cpu")
-        results[topology] = list(zip(on_cpu, balanced_step(balancer, rank, "sim"), strict=True))
+        on_device = [balanced_step(balancer, rank, "sim") for _ in range(2)]
+        results[topology] = [pair for step in on_device for pair in zip(on_cpu, step, strict=True)]
     return results
 
 
@@ -88,10 +91,16 @@ class Launches(NamedTuple):
     backward: list[str]
 
 
-def launches_of_calls(rank: int, world: int, topologies: list[str]) -> dict[str, dict[str, Launches]]:
+def launches_of_calls(
+    rank: int, world: int, topologies: list[str], peer_memory: bool
+) -> dict[str, dict[str, Launches]]:
     """By topology: of a route, of its way back, and of attention, with duplicates of rows and of heads."""
     group = sim.new_group()
-    return {topology: _launches(SequenceBalancer(topology, group=group), rank) for topology in topologies}
+
+    def balancer(topology: str) -> SequenceBalancer:
+        return SequenceBalancer(topology, group=group, peer_memory=peer_memory)
+
+    return {topology: _launches(balancer(topology), rank) for topology in topologies}
 
 
 def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
@@ -178,13 +187,13 @@ def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
     return F.linear(rows, conv.weight.flatten(1), conv.bias).movedim(-1, 1)
 
 
-def models_agree(rank: int, world: int, names: list[str], topology: str) -> dict[str, Any]:
+def models_agree(rank: int, world: int, names: list[str], topology: str, peer_memory: bool = False) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
     A step is checkpointed, from after the plan to the end of the backward pass.
     """
     group = sim.new_group()
-    balancer = SequenceBalancer(topology, group=group)
+    balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
     results = {}
     for name in names:
         by_device = {}
@@ -292,6 +301,18 @@ def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, st
         with contextlib.suppress(Exception):
             balancer.plan_routing([1], 4)
     return raised
+
+
+def peer_memory_without_the_kernel(rank: int, world: int) -> str:
+    """What a rank raises whose device has symmetric memory, and no packing kernel."""
+    balancer = SequenceBalancer("g2n1", group=sim.new_group(), engine="device", peer_memory=True)
+    balancer.plan_routing([4], 4)
+    try:
+        q = torch.ones(balancer.chunk_lens.sum(), 2, 2, device="sim")
+        balancer.attention(q, q, q, lambda q, *_: q)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def a_missing_wait(rank: int, world: int) -> tuple[bool, bool]:

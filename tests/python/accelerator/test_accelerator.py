@@ -14,6 +14,7 @@ from accelerator.device_ranks import (
     launches_of_calls,
     loader_agrees,
     models_agree,
+    peer_memory_without_the_kernel,
     tables_of_a_loader,
 )
 from distributed.ranks import run_ranks
@@ -24,13 +25,20 @@ NESTED = {1: "g1n1", 2: "g2/1n1", 4: "g4/2/1n1"}
 
 
 @functools.cache
-def steps_of_balancers(world: int) -> list[dict[str, list[Any]]]:
-    return run_ranks(balancers_agree, world, TOPOLOGIES[world])
+def steps_of_balancers(world: int, peer_memory: bool) -> list[dict[str, list[Any]]]:
+    return run_ranks(balancers_agree, world, TOPOLOGIES[world], peer_memory)
 
 
-@pytest.mark.parametrize(("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]])
-def test_a_balanced_step_is_the_cpus(world: int, topology: str) -> None:
-    for of_rank in steps_of_balancers(world):
+each_topology = pytest.mark.parametrize(
+    ("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]]
+)
+each_transport = pytest.mark.parametrize("peer_memory", [False, True], ids=["all_to_all", "peer_memory"])
+
+
+@each_transport
+@each_topology
+def test_a_balanced_step_is_the_cpus(world: int, topology: str, peer_memory: bool) -> None:
+    for of_rank in steps_of_balancers(world, peer_memory):
         for on_cpu, on_device in of_rank[topology]:
             torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
 
@@ -68,6 +76,26 @@ def test_the_same_step_gives_the_same_bits(world: int, name: str) -> None:
     for of_rank in steps_of_models(world):
         first, second = (of_rank[name]["sim", step][2] for step in (0, 1))
         assert all(torch.equal(first[parameter], second[parameter]) for parameter in first)
+
+
+def test_a_models_step_by_peer_memory_is_the_same_to_the_bit() -> None:
+    """A checkpointed one: attention in it is recomputed, and its exchanges with it."""
+    name = "flux-tiny"
+    by_all_to_all, by_peer_memory = (run_ranks(models_agree, 2, [name], "g2n1", peers) for peers in (False, True))
+    for expected, of_rank in zip(by_all_to_all, by_peer_memory, strict=True):
+        for step in (0, 1):
+            out, loss, grads, counted = of_rank[name]["sim", step]
+            expected_out, expected_loss, expected_grads, _ = expected[name]["sim", step]
+            assert torch.equal(out, expected_out) and loss == expected_loss
+            assert all(torch.equal(grads[parameter], grad) for parameter, grad in expected_grads.items())
+            assert counted.launched.count("barrier") > 0 and counted.syncs == []
+
+
+def test_peer_memory_asks_for_the_packing_kernel() -> None:
+    for raised in run_ranks(peer_memory_without_the_kernel, 2):
+        assert (
+            raised.startswith("ArgumentError: ") and "peer_memory: got tensors on sim:0, expected a device on" in raised
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -109,20 +137,25 @@ def test_errors_are_seen_while_the_device_works() -> None:
 
 
 @functools.cache
-def launches(world: int) -> list[dict[str, dict[str, Launches]]]:
-    return run_ranks(launches_of_calls, world, TOPOLOGIES[world])
+def launches(world: int, peer_memory: bool) -> list[dict[str, dict[str, Launches]]]:
+    return run_ranks(launches_of_calls, world, TOPOLOGIES[world], peer_memory)
 
 
-@pytest.mark.parametrize(("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]])
-def test_two_launches_for_an_exchange(world: int, topology: str) -> None:
+@each_transport
+@each_topology
+def test_two_launches_for_an_exchange(world: int, topology: str, peer_memory: bool) -> None:
     """And none beside them: the packing kernel writes the levels of a nested bag where they belong."""
-    for of_rank in launches(world):
+    for of_rank in launches(world, peer_memory):
         for name, of_call in of_rank[topology].items():
             for launched in of_call:
-                assert set(launched) <= {"knapformer::move_rows"}, (name, launched)
-                assert len(launched) <= (4 if name == "attention" else 2), (name, launched)
+                # Where ranks read each other's memory, the barrier is in the place of the all-to-all.
+                barriers = launched.count("barrier")
+                exchanges = 2 if name == "attention" and "knapformer::move_rows" in launched else 0
+                assert barriers == (exchanges if peer_memory else 0), (name, launched)
+                assert set(launched) <= {"knapformer::move_rows", "barrier"}, (name, launched)
+                assert len(launched) - barriers <= (4 if name == "attention" else 2), (name, launched)
     for name in ("route", "reverse_route", "attention"):
-        parts = zip(*(of_rank[topology][name] for of_rank in launches(world)), strict=True)
+        parts = zip(*(of_rank[topology][name] for of_rank in launches(world, peer_memory)), strict=True)
         # One rank alone has no exchange, nor has attention in bags of one rank.
         shares = world > 1 and (name != "attention" or topology.replace("g1n2", "") != "")
         assert all(any("knapformer::move_rows" in launched for launched in part) == shares for part in parts), name

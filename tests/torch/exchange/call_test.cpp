@@ -160,7 +160,8 @@ TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
           {at::empty({tokens, 64}, at::kBFloat16), at::empty({tokens, 3}, at::kInt), at::empty({tokens}, at::kBool)},
           {HeadRole::kNone, HeadRole::kNone, HeadRole::kNone});
       arguments.add(packed[1], {at::empty({sequences, 3}, at::kFloat)}, {HeadRole::kNone});
-      const ExchangeCall call(arguments);
+      ExchangeCall call(arguments);
+      call.allocate_wire();
       EXPECT_EQ(call.segments()[0].slots[0].word_bytes, 16);
       EXPECT_EQ(call.segments()[0].slots[1].word_bytes, 4);
       EXPECT_EQ(call.segments()[0].slots[2].word_bytes, 1);
