@@ -4,10 +4,10 @@
 
 On 2 ranks: the simulated accelerator of tests/simulated_device, which counts them (build it first: cmake --build
 build/release --target _simulated_device), or CUDA devices, by torch's profiler: two over NCCL, or one that the
-ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, "device" by ATen's index
-operations. The kernel of attention launches nothing. Figures are of rank 0:
+ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, in "peers" attention reads the
+peers' memory, and "device" is ATen's index operations. The kernel of attention launches nothing. Figures are of rank 0:
 
-    launches    on the device, collectives left out
+    launches    on the device, collectives and barriers left out
     packed      MB that the packing kernel reads; it writes as many, or fewer where it adds (simulated device)
     tensors     MB of the rows that the call takes: each is read once, and once more where it arrives by the wire
 
@@ -25,6 +25,7 @@ from typing import Any
 from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
 TOPOLOGIES = ("g2n1", "g2/1n1")
+ENGINES = ("kernel", "peers", "device")
 HEADS, HEAD_DIM = 8, 16
 LENS = ([700, 90, 30], [20, 10, 4, 60])
 LIMITS = {"route": 2, "reverse_route": 2, "attention": 4}
@@ -76,19 +77,23 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
         group, count = sim.new_group(), _count_on_sim
     rows: dict[str, Any] = {}
     for topology in TOPOLOGIES:
-        for engine in (None, "device"):
-            balancer = SequenceBalancer(topology, group=group, engine=engine)
+        for engine in ENGINES:
+            if engine == "peers" and args.device == "cuda" and num_devices < NUM_RANKS:
+                continue  # torch has it for ranks with a device each
+            balancer = SequenceBalancer(
+                topology, group=group, engine="device" if engine == "device" else None, peer_memory=engine == "peers"
+            )
             for name, (call, inputs) in calls_of(balancer, args.device).items():
                 forward, outputs = count(call)
                 kept = [t for t in outputs if t.requires_grad]
                 gradients = [torch.ones_like(t) for t in kept]
                 backward, _ = count(lambda: list(torch.autograd.grad(kept, inputs, gradients)))  # noqa: B023
-                rows[f"{name} {topology} {engine or 'kernel'}"] = {
+                rows[f"{name} {topology} {engine}"] = {
                     "forward_launches": forward[0], "backward_launches": backward[0],
                     "forward_packed_bytes": forward[2], "backward_packed_bytes": backward[2],
                     "most_packing_launches": max(forward[1], backward[1]),
                     "tensor_bytes": sum(t.nbytes for t in inputs),
-                    "limit": LIMITS[name] if engine is None else None,
+                    "limit": None if engine == "device" else LIMITS[name],
                 }  # fmt: skip
     return rows
 
@@ -144,7 +149,8 @@ def _count_on_sim(call: Callable[[], list[Any]]) -> tuple[tuple[int, int, int], 
 
     with sim.counted() as counted:
         outputs = call()
-    return (counted.launches, counted.launched.count("knapformer::move_rows"), counted.packed_bytes), outputs
+    launches = counted.launches - counted.launched.count("barrier")
+    return (launches, counted.launched.count("knapformer::move_rows"), counted.packed_bytes), outputs
 
 
 def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[tuple[int, int, int], list[Any]]:
@@ -158,7 +164,7 @@ def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[tuple[int, int, int],
         event.name
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-        and "nccl" not in event.name.lower()
+        and not any(word in event.name.lower() for word in ("nccl", "barrier"))
         and not event.name.startswith(("Memcpy", "Memset"))  # no launches; Gloo stages its collectives by them
     ]
     return (len(launched), sum(name.startswith("knapformer_move_rows") for name in launched), 0), outputs

@@ -9,6 +9,7 @@ Builds the modules with the torch that is there, downloads nothing, and runs the
     packing       bandwidth of packing an exchange over that of a copy
     launches      of the balancer's calls; and whether the host waits for the device in a step
     replay        the published mixes: every rank's share measured on one device, beside the published table
+    transport     with several ranks: attention's exchanges by all-to-all and by reading the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
 The first five have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
@@ -41,8 +42,10 @@ PARTS = {
     "packing": "packing.run",
     "launches": "launches.run",
     "replay": "mixes.replay",
+    "transport": "transport.run",
     "steps": "mixes.steps",
 }
+OF_SEVERAL_RANKS = ("transport", "steps")
 
 
 def main() -> int:
@@ -84,7 +87,8 @@ def run_parts(args: argparse.Namespace) -> int:
         if error := look_at_device(args):
             print(f"make gpu: {error}", file=sys.stderr)
             return 2
-        wanted = [part for part in PARTS if part != "steps" or args.ranks > 1] if args.part == "all" else [args.part]
+        possible = [part for part in PARTS if args.ranks > 1 or part not in OF_SEVERAL_RANKS]
+        wanted = possible if args.part == "all" else [args.part]
         failed = [part for part in wanted if not finish(part, args)]
 
     from page import goal_of, verdict, write_all
@@ -113,8 +117,8 @@ def look_at_device(args: argparse.Namespace) -> str | None:
 
     if args.ranks < 1 or args.ranks & (args.ranks - 1):
         return f"RANKS: got {args.ranks}, expected a power of two"
-    if args.part == "steps" and args.ranks == 1:
-        return "RANKS: got 1, expected 2 or more for the steps"
+    if args.part in OF_SEVERAL_RANKS and args.ranks == 1:
+        return f"RANKS: got 1, expected 2 or more for the {args.part}"
     if args.device == "cpu":  # where models may be imported before ranks are forked
         PRELOADED.extend(["knapformer.adapters.named", "diffusers.models.transformers.transformer_flux"])
     args.environment, args.num_devices = on_ranks(describe_rank, args, 1, backend=None)

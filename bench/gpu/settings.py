@@ -12,7 +12,15 @@ from knapformer import DataMix
 MIXES = ("low", "mixed", "joint")
 
 # Seconds after which a part has failed: those of one GPU in 9 minutes.
-LIMITS_S = {"correctness": 130, "calibrate": 130, "packing": 30, "launches": 60, "replay": 190, "steps": 400}
+LIMITS_S = {
+    "correctness": 130,
+    "calibrate": 130,
+    "packing": 30,
+    "launches": 60,
+    "replay": 190,
+    "transport": 60,
+    "steps": 400,
+}
 SHARE_TO_BEGIN = 0.8  # of them, in which a part begins something new
 
 
