@@ -63,7 +63,7 @@ ROOM_OF_FILE = {
     "python/tools/launch": "python/tools/shared",
     "python/tools/plots": "python/tools/shared",
     "python/tools/presets": "python/tools/shared",
-    "python/tools/samples": "python/tools/shared",
+    "python/tools/sample_files": "python/tools/shared",
     "python/__main__": "python/tools",
 }
 # Libraries that a layer must not know, by the beginning of the header's name.

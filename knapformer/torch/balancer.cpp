@@ -159,7 +159,7 @@ void SequenceBalancer::report(const std::exception& error) noexcept {
   if (watchdog_) watchdog_->post(error);
 }
 
-PlannedStep& SequenceBalancer::step() const {
+RankPlan& SequenceBalancer::step() const {
   if (!step_) throw StateError("plan_routing: has made no plan, expected one before anything moves");
   return *step_;
 }
@@ -170,7 +170,7 @@ const at::Tensor& SequenceBalancer::seq_lens() const { return step().seq_lens; }
 
 const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_lens; }
 
-const PlannedStep::PackedTables& SequenceBalancer::tables_on(at::Device device) {
+const RankPlan::PackedTables& SequenceBalancer::tables_on(at::Device device) {
   await_agreement(step());
   expect_device(device);
   return step().tables_on(device, options_.engine);
@@ -238,7 +238,7 @@ void SequenceBalancer::take_up(Planned planned) {
   }
 }
 
-const Plan& SequenceBalancer::take_up(std::shared_ptr<PlannedStep> step) {
+const Plan& SequenceBalancer::take_up(std::shared_ptr<RankPlan> step) {
   step_ = std::move(step);
   step_->heads = {};
   *step_in_backward_ = 0;
@@ -283,7 +283,7 @@ const Plan& SequenceBalancer::follow_micro_batch(int64_t micro_batch) {
     if (all_) all_->fingerprints().agree(Fingerprint(text("follow_micro_batch(", micro_batch, ")")));
     before_step_ = traffic();
     if (!micro_batches_.empty()) return micro_batches_[static_cast<size_t>(micro_batch)];
-    return PlannedStep::make(step_plan_->plans()[micro_batch], rank_);
+    return RankPlan::make(step_plan_->plans()[micro_batch], rank_);
   }));
 }
 
@@ -296,13 +296,13 @@ const Plan& SequenceBalancer::follow(const Plan& plan) {
     }
     if (step_) await_agreement(*step_);
     begin_step("follow");
-    std::shared_ptr<PlannedStep> step = PlannedStep::make(plan, rank_);
+    std::shared_ptr<RankPlan> step = RankPlan::make(plan, rank_);
     if (all_) step->agreement.emplace(*all_, plan);
     return step;
   }));
 }
 
-void SequenceBalancer::await_agreement(PlannedStep& step) {
+void SequenceBalancer::await_agreement(RankPlan& step) {
   if (step.agreement) std::exchange(step.agreement, std::nullopt)->await(*all_);
 }
 
@@ -485,7 +485,7 @@ StepMetrics SequenceBalancer::metrics() {
 SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::TensorList features,
                                                  at::TensorList sequence_features) {
   return collective([&]() -> Routed {
-    PlannedStep& s = step();
+    RankPlan& s = step();
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     check_has_memory(x, "x");
     std::string label = "route(x";
@@ -505,7 +505,7 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
               .features = as_views(features),
               .sequence_features = as_views(sequence_features)};
     }
-    const PlannedStep::PackedTables& tables = tables_on(x.device());
+    const RankPlan::PackedTables& tables = tables_on(x.device());
     std::vector<at::Tensor> of_tokens = {x};
     of_tokens.insert(of_tokens.end(), features.begin(), features.end());
     ExchangeArguments arguments{.group = all_->name(), .label = label + ")"};
@@ -522,7 +522,7 @@ SequenceBalancer::Routed SequenceBalancer::route(const at::Tensor& x, at::Tensor
 
 SequenceBalancer::Returned SequenceBalancer::reverse_route(const at::Tensor& x) {
   return collective([&]() -> Returned {
-    PlannedStep& s = step();
+    RankPlan& s = step();
     check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
     check_has_memory(x, "x");
     Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
@@ -571,7 +571,7 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
                                                              const at::Tensor& v) {
   return collective([&]() -> AttentionInputs {
-    PlannedStep& s = step();
+    RankPlan& s = step();
     check_flat("pre_attn");
     check_recomputation("pre_attn");
     check_attention_inputs(q, k, v);
@@ -589,7 +589,7 @@ SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q
 
 SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& o) {
   AttentionOutput output = collective([&]() -> AttentionOutput {
-    PlannedStep& s = step();
+    RankPlan& s = step();
     check_flat("post_attn");
     if (s.heads.num_heads == 0)
       throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");

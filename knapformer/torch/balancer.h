@@ -50,9 +50,9 @@
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
-#include "knapformer/torch/planned_step.h"
 #include "knapformer/torch/planning.h"
-#include "knapformer/torch/samples.h"
+#include "knapformer/torch/rank_plan.h"
+#include "knapformer/torch/sample_exchange.h"
 #include "knapformer/torch/task_thread.h"
 
 namespace knapformer {
@@ -235,12 +235,12 @@ class SequenceBalancer {
   Planned finish(PlanningAhead& ahead);
   /// Makes it the plan in force, or the step whose micro-batches are followed. Throws where there is none.
   void take_up(Planned planned);
-  const Plan& take_up(std::shared_ptr<PlannedStep> step);
+  const Plan& take_up(std::shared_ptr<RankPlan> step);
   /// Waits until it is known that all ranks follow the same plan in this step.
-  void await_agreement(PlannedStep& step);
+  void await_agreement(RankPlan& step);
   Traffic traffic() const;
-  PlannedStep& step() const;
-  const PlannedStep::PackedTables& tables_on(at::Device device);
+  RankPlan& step() const;
+  const RankPlan::PackedTables& tables_on(at::Device device);
   /// Notes in step_in_backward_ when a backward pass comes by `output`, which is of the present step.
   void watch_backward(const at::Tensor& output);
   /// Attention that is computed again in a backward pass (activation checkpointing) goes by the plan in force. Throws
@@ -260,10 +260,10 @@ class SequenceBalancer {
   std::shared_ptr<CommGroup> all_;
   std::shared_ptr<LengthGatherer> gatherer_;
   std::shared_ptr<CommGroup> bag_;  // null in a bag of one
-  std::shared_ptr<PlannedStep> step_;
+  std::shared_ptr<RankPlan> step_;
   std::shared_ptr<const StepPlan> step_plan_;
-  std::vector<std::shared_ptr<PlannedStep>> micro_batches_;  // of step_plan_; empty where each is made when followed
-  std::vector<TablesDevice> devices_;                        // for which tables were asked so far, or will be
+  std::vector<std::shared_ptr<RankPlan>> micro_batches_;  // of step_plan_; empty where each is made when followed
+  std::vector<TablesDevice> devices_;                     // for which tables were asked so far, or will be
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);

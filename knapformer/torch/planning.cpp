@@ -40,7 +40,7 @@ Planned Planning::plan(GatheredLengths gathered) const {
           plan_step({.sequences = std::move(input), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
                     options.solver, options.effort));
     } else {
-      planned.step = PlannedStep::make(make_plan(std::move(input), options.solver, options.effort), rank);
+      planned.step = RankPlan::make(make_plan(std::move(input), options.solver, options.effort), rank);
       planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
   } catch (const ArgumentError& error) {
@@ -54,14 +54,14 @@ Planned Planning::plan_with_tables(GatheredLengths gathered, std::span<const Tab
   RECORD_USER_SCOPE("knapformer::make_tables");
   if (planned.step_plan) {
     for (const Plan& of_micro_batch : planned.step_plan->plans()) {
-      planned.micro_batches.push_back(PlannedStep::make(of_micro_batch, rank));
+      planned.micro_batches.push_back(RankPlan::make(of_micro_batch, rank));
     }
   }
-  const auto pack = [&](PlannedStep& step) {
+  const auto pack = [&](RankPlan& step) {
     for (const TablesDevice& device : devices) step.pack_ahead(device, options.engine);
   };
   if (planned.step) pack(*planned.step);
-  for (const std::shared_ptr<PlannedStep>& step : planned.micro_batches) pack(*step);
+  for (const std::shared_ptr<RankPlan>& step : planned.micro_batches) pack(*step);
   return planned;
 }
 

@@ -13,7 +13,7 @@
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/balancer_options.h"
 #include "knapformer/torch/comm/gather_lengths.h"
-#include "knapformer/torch/planned_step.h"
+#include "knapformer/torch/rank_plan.h"
 
 namespace knapformer {
 
@@ -24,11 +24,11 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
 
 struct Planned {
   // A step, a step plan or a refusal; none where lengths have to be gathered once more.
-  std::shared_ptr<PlannedStep> step = {};
+  std::shared_ptr<RankPlan> step = {};
   std::shared_ptr<const StepPlan> step_plan = {};
-  std::vector<std::shared_ptr<PlannedStep>> micro_batches = {};  // of step_plan, where it has tables
-  std::optional<ArgumentError> refused = {};                     // no plan can be made, on any rank
-  std::optional<StateError> failed = {};                         // a rank has no data to plan for
+  std::vector<std::shared_ptr<RankPlan>> micro_batches = {};  // of step_plan, where it has tables
+  std::optional<ArgumentError> refused = {};                  // no plan can be made, on any rank
+  std::optional<StateError> failed = {};                      // a rank has no data to plan for
 
   std::vector<SampleBytes> sample_bytes = {};
   std::vector<DataStatus> statuses = {};  // of each rank

@@ -33,7 +33,7 @@ struct ObservedStep {
   double seconds = 0;
 };
 
-/// What a sample is in bytes, where samples move (torch/samples.h).
+/// What a sample is in bytes, where samples move (torch/sample_exchange.h).
 struct SampleBytes {
   int64_t fixed = 0, per_token = 0;
 };

@@ -31,6 +31,8 @@ std::unique_ptr<Engine> make_device_engine(ExchangeCall& call);
 
 /// By the packing kernel: one launch to pack, one to unpack. Own rows go from input to output in one copy.
 std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call);
+/// Whether it adds all types whose sums the call needs.
+bool packing_kernel_adds(const ExchangeCall& call);
 
 /// The one that the call's tables are for. Sums of a type that the kernel does not add are the device engine's.
 std::unique_ptr<Engine> make_engine(ExchangeCall& call);

@@ -323,7 +323,11 @@ class KernelEngine final : public Engine {
   ExchangeCall& call_;
 };
 
-bool can_add(const ExchangeCall& call) {
+}  // namespace
+
+std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call) { return std::make_unique<KernelEngine>(call); }
+
+bool packing_kernel_adds(const ExchangeCall& call) {
   for (const Segment& segment : call.segments()) {
     for (const Slot& slot : segment.slots) {
       if (segment.sums(slot) && !item_of(slot.input.scalar_type())) return false;
@@ -331,16 +335,5 @@ bool can_add(const ExchangeCall& call) {
   }
   return true;
 }
-
-}  // namespace
-
-std::unique_ptr<Engine> make_kernel_engine(ExchangeCall& call) { return std::make_unique<KernelEngine>(call); }
-
-std::unique_ptr<Engine> make_engine(ExchangeCall& call) {
-  if (call.engine() == ExchangeEngine::kCpu) return make_cpu_engine(call);
-  return uses_packing_kernel(call) ? make_kernel_engine(call) : make_device_engine(call);
-}
-
-bool uses_packing_kernel(const ExchangeCall& call) { return call.engine() == ExchangeEngine::kKernel && can_add(call); }
 
 }  // namespace knapformer

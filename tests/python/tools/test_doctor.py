@@ -11,7 +11,7 @@ from knapformer.tools.doctor.alternatives import Draw, Setting, alternatives, ga
 from knapformer.tools.doctor.memory import GIB, MemoryModel
 from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.presets import PRESETS
-from knapformer.tools.samples import read_samples
+from knapformer.tools.sample_files import read_samples
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel

@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     check_torch()
     from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths, lengths_over
-    from knapformer.tools.samples import read_samples
+    from knapformer.tools.sample_files import read_samples
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     check_outputs({"--json": args.json, "--picture": args.picture})

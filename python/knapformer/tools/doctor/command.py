@@ -22,7 +22,7 @@ from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import PRESETS, preset_named
-from knapformer.tools.samples import FORMATS, Samples, read_samples
+from knapformer.tools.sample_files import FORMATS, Samples, read_samples
 
 _FORMAT = "knapformer.diagnosis"
 _REPORTED_COUNTS = (1, 2, 4, 8)

@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    from knapformer.tools.samples import read_samples
+    from knapformer.tools.sample_files import read_samples
     from knapformer.tools.simulate.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)

@@ -43,9 +43,9 @@ struct TablesDevice {
 };
 
 /// A plan's step on one rank.
-struct PlannedStep {
+struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<PlannedStep> make(Plan plan, Rank rank);
+  static std::shared_ptr<RankPlan> make(Plan plan, Rank rank);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {

@@ -1,4 +1,4 @@
-#include "knapformer/torch/planned_step.h"
+#include "knapformer/torch/rank_plan.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -61,12 +61,12 @@ void PlanAgreement::await(CommGroup& group) {
   }
 }
 
-std::shared_ptr<PlannedStep> PlannedStep::make(Plan plan, Rank rank) {
+std::shared_ptr<RankPlan> RankPlan::make(Plan plan, Rank rank) {
   static std::atomic<int64_t> num_made = 0;
   const auto begin = std::chrono::steady_clock::now();
   RouteTables route = make_route_tables(plan, rank);
   AttentionTables attention = make_attention_tables(plan, rank);
-  auto step = std::make_shared<PlannedStep>(PlannedStep{
+  auto step = std::make_shared<RankPlan>(RankPlan{
       .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
   step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
@@ -81,7 +81,7 @@ TablesDevice::TablesDevice(at::Device on) : device(on) {
 
 /// The present stream does what it is given from now on behind the copy of the tables, which keep their memory until
 /// it has come by.
-static void order_behind_copy(PlannedStep::TablesOnDevice& on) {
+static void order_behind_copy(RankPlan::TablesOnDevice& on) {
   const c10::impl::VirtualGuardImpl guard(on.device.type());
   const c10::Stream stream = guard.getStream(on.device);
   if (std::ranges::find(on.streams, stream) != on.streams.end()) return;
@@ -91,14 +91,14 @@ static void order_behind_copy(PlannedStep::TablesOnDevice& on) {
   on.streams.push_back(stream);
 }
 
-const PlannedStep::PackedTables& PlannedStep::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
+const RankPlan::PackedTables& RankPlan::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
   const auto known = std::ranges::find(packed, device, &TablesOnDevice::device);
   if (known == packed.end()) return pack(device, engine).tables;
   if (known->copied) order_behind_copy(*known);
   return known->tables;
 }
 
-void PlannedStep::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine) {
+void RankPlan::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine) {
   if (!on.stream) {
     pack(on.device, engine);
     return;
@@ -107,7 +107,7 @@ void PlannedStep::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngin
   pack(on.device, engine).copied.emplace(on.device.type()).record(*on.stream);
 }
 
-PlannedStep::TablesOnDevice& PlannedStep::pack(at::Device device, std::optional<ExchangeEngine> engine) {
+RankPlan::TablesOnDevice& RankPlan::pack(at::Device device, std::optional<ExchangeEngine> engine) {
   // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                                      c10::DispatchKey::FuncTorchDynamicLayerBackMode});

@@ -1,4 +1,4 @@
-#include "knapformer/torch/samples.h"
+#include "knapformer/torch/sample_exchange.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
