@@ -15,6 +15,7 @@ import itertools
 import traceback
 from typing import Any
 
+import transport
 from driver import Check, at_most, on_ranks
 from settings import (
     Agenda,
@@ -29,6 +30,7 @@ from settings import (
 
 # Roundings of a few blocks, and products in TF32 (10 bits); what computes something else is off by a tenth or more.
 LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
+PEER_MEMORY = "attention by peer memory: numbers unlike those by all-to-all"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -36,7 +38,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     alone = on_ranks(check_rank, args, 1, backend_of(args, 1), seconds_left(args))
     together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), seconds_left(args))
     both = merged_results(alone, together) | {"left_out": alone["left_out"] + together["left_out"]}
+    if PEER_MEMORY not in args.kept["done"]:
+        both["checks"].append(_check_peer_memory(args))
+        both["done"].append(PEER_MEMORY)
     return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), **both}
+
+
+def _check_peer_memory(args: argparse.Namespace) -> Check:
+    """Last, and by two ranks of their own, which may share a device: what hangs there takes nothing else with it."""
+    try:
+        differences = on_ranks(transport.compare_rank, args, 2, backend_of(args, 2), min(30.0, seconds_left(args)))
+    except Exception:
+        traceback.print_exc()
+        differences = _NO_NUMBER
+    return {"name": PEER_MEMORY, "correctness": True, **at_most(differences, 0)}
 
 
 def check_rank(args: argparse.Namespace) -> dict[str, Any]:
