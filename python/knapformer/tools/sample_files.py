@@ -209,7 +209,7 @@ def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] 
         return _parquet_rows(path)
     if kind == "npy":
         return _npy_values(path), None
-    return _text_rows(stack.enter_context(open(path, encoding="utf-8", errors="replace", newline="")), path, kind)
+    return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Sequence[str] | None]:

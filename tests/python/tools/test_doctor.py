@@ -158,6 +158,14 @@ def test_every_format_is_read(tmp_path):
         assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
 
 
+@pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])
+def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
+    """It begins with a byte order mark."""
+    (tmp_path / name).write_bytes(f"\ufeff{heading}5\r\n70\r\n".encode())
+    samples = read_samples(str(tmp_path / name), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
+
+
 @pytest.mark.parametrize("text", ["5\n70\n900\n12\n", "[[[5, 70], [900, 12]]]", "num_tokens\n5\n70\n900\n12\n"])
 def test_standard_input_is_told_apart(monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
