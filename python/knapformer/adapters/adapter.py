@@ -148,9 +148,9 @@ def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse, as `rotate` takes it for heads of `dtype`: (tokens, 1, pairs) complex."""
+    """These rows as `rotate` takes them for heads of `dtype`: (tokens, 1, pairs, 2)."""
     wide = torch.promote_types(rows.dtype, dtype)  # what is rotated in float64 is not rounded to float32
-    return torch.view_as_complex(rows.to(wide).contiguous()).unsqueeze(1)
+    return rows.to(wide).contiguous().unsqueeze(1)
 
 
 def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class JointChunks(Chunks):
     streams: TwoStreams  # where text and image tokens lie
     of_text: Segments  # of_token of the text tokens alone
     of_image: Segments
-    rotation: Tensor | None  # (chunk tokens, 1, pairs) complex
+    rotation: Tensor | None  # (chunk tokens, 1, pairs, 2)
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:

@@ -37,7 +37,7 @@ from knapformer.models.step import PackedStep
 
 @dataclass(frozen=True, eq=False)
 class WanChunks(Chunks):
-    rotation: Tensor  # (chunk tokens, 1, pairs) complex
+    rotation: Tensor  # (chunk tokens, 1, pairs, 2)
     to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
     times: Tensor  # of each run of tokens of one time step, as of_token counts them
 

@@ -12,21 +12,24 @@ from torch import Tensor, nn
 def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
     """Rotary position embedding (RoPE), to be computed once a step.
 
-    positions (tokens,) integers; head_dim: features of a head, even. Returns unit numbers (tokens, 1, head_dim / 2),
-    complex64 or, where `dtype` is float64, complex128: they rotate the pairs (0, 1), ...
+    positions (tokens,) integers; head_dim: features of a head, even. Returns cosine and sine of the angle by which each
+    of the pairs of features (0, 1), ... is rotated: (tokens, 1, head_dim / 2, 2) in float32 or, where `dtype` is that,
+    float64.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angle = (positions[:, None].to(torch.float64) * theta**-exponents).unsqueeze(1)
-    return torch.polar(torch.ones_like(angle), angle).to(
-        torch.complex128 if dtype == torch.float64 else torch.complex64
-    )
+    return torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """(tokens, heads, head_dim) rotated by `rotations`, in float32 or better, returned in the dtype of x."""
-    wide = torch.float64 if rotation.dtype == torch.complex128 else torch.float32
-    pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    """(tokens, heads, head_dim) rotated by `rotations`, in their dtype, returned in the dtype of x."""
+    pairs = x.to(rotation.dtype).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # Inductor makes one pass over memory of this, and fuses nothing that is complex
+        (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:  # the fewest passes of single operations
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class Block(nn.Module):
