@@ -32,8 +32,7 @@ int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_by
 /// Where the rows of one rank for another lie in the slot of the first: room for the most rows that any rank has, so
 /// that all ranks know it without each other's tables.
 ///
-///   slot of rank q = | rows for rank 0 | for rank 1 | ... |    none for q itself, and for ranks that share nothing
-///   with q
+///   slot of rank q = | rows for rank 0 | for rank 1 | ... |     none for q, nor for ranks that share nothing with it
 class PeerLayout {
  public:
   /// Where ExchangeCall::bounds_bytes.
