@@ -73,9 +73,7 @@ def read_samples(
         else:
             _take_rows(rows, _Reader(names, preset, columns or {}), samples, on_rows)
     if not samples.lengths:
-        found = (
-            f"; {samples.bad_rows} rows cannot be used, the first is {samples.first_bad}" if samples.bad_rows else ""
-        )
+        found = f"; rows left out: {samples.bad_rows:,}; the first: {samples.first_bad}" if samples.bad_rows else ""
         raise ArgumentError(f"{path}: got no sample, expected at least one{found}")
     return samples
 

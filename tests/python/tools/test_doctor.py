@@ -190,7 +190,7 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
     [
         ("a.csv", "a,b\n1,2\n", [], "columns: got 'a', 'b', expected a column of lengths in tokens"),
         ("a.csv", "a,b\n1,2\n", ["--columns", "length=c"], "--columns: got length='c', expected one of 'a', 'b'"),
-        ("a.csv", "tokens\nx\n", [], "got no sample, expected at least one; 1 rows cannot be used, the first is row 1"),
+        ("a.csv", "tokens\nx\n", [], "got no sample, expected at least one; rows left out: 1; the first: row 1"),
         ("a.csv", "", [], "got no sample"),
         ("a.json", "{", [], "not readable as JSON"),
         ("a.json", "{}", [], "got dict, expected a list"),

@@ -334,7 +334,7 @@ def _print(
     if (aside := verdict.aside()) is not None:
         parts.append(aside)
     if source.samples.bad_rows:
-        parts.append(f"{source.samples.bad_rows:,} rows were left out; the first: {source.samples.first_bad}.")
+        parts.append(f"Rows left out: {source.samples.bad_rows:,}; the first: {source.samples.first_bad}.")
     parts += [
         "",
         table_of(rows, left="alternative"),
