@@ -78,8 +78,8 @@ def test_help_shows_no_builtin_of_pybind11(module: ModuleType) -> None:
         if not inspect.isroutine(value) or (value.__doc__ or "").startswith("Initialize self"):
             continue
         text = pydoc.plain(pydoc.render_doc(value))
-        line = text.splitlines()[2]
-        assert line == f"{name.rpartition('.')[2]}{inspect.signature(value)}", text
+        line = f"{name.rpartition('.')[2]}{inspect.signature(value)}"
+        assert "".join(line.split()) in "".join(text.split()), text  # from 3.13 on a parameter has a line of its own
         assert not re.search("pybind|instancemethod|<class", text), text
         assert text.startswith(
             f"Python Library Documentation: function {name.rpartition('.')[2]} in module {module.__name__}"
