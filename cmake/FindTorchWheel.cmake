@@ -39,7 +39,7 @@ elseif(KNAPFORMER_TORCH STREQUAL "ON" OR SKBUILD)
     "    pip install torch && pip install .\n"
     "    uv pip install torch --group build && uv pip install --no-build-isolation .\n"
     "The planner alone, without torch:\n"
-    "    pip install . -C cmake.define.KNAPFORMER_TORCH=OFF\n")
+    "    pip install . --config-settings=cmake.define.KNAPFORMER_TORCH=OFF\n")
 else()
   message(STATUS "knapformer: no torch found; building the planner only")
 endif()

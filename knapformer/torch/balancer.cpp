@@ -413,7 +413,7 @@ void SequenceBalancer::start_moving(PlanningAhead& ahead) {
     const Planned planned = await(ahead);
     if (planned.refused || std::ranges::count(planned.statuses, DataStatus::kFailed) > 0) return;
     try {
-      ahead.moving_ = std::make_unique<SampleExchange>(all_, rank_, planned.step_plan, ahead.samples_,
+      ahead.moving_ = std::make_unique<SampleExchange>(all_, rank_, *planned.step_plan, ahead.samples_,
                                                        planned.sample_bytes, ahead.max_bytes_in_flight_);
     } catch (const ArgumentError& error) {  // on all ranks alike
       ahead.too_large_ = error;

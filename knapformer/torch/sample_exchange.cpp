@@ -146,16 +146,16 @@ SampleTensors Samples::chunk_of(size_t sample, const Chunk& chunk) const {
   return tensors;
 }
 
-SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, std::shared_ptr<const StepPlan> plan,
+SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan,
                                std::shared_ptr<const Samples> own, const std::vector<SampleBytes>& bytes,
                                int64_t max_bytes_in_flight)
     : group_(std::move(group)), own_(std::move(own)), rounds_(1) {
-  const SequenceLengths& of_step = plan->input().sequences.seq_lens;
+  const SequenceLengths& of_step = plan.input().sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(of_step.num_ranks());
   std::vector<int64_t> sent(num_ranks), received(num_ranks);  // in the present round, by every rank
-  for (int32_t k = 0; k < plan->num_micro_batches(); ++k) {
-    const Plan& micro_batch = plan->plans()[k];
-    const std::vector<SequenceId> ids = plan->sequences_of(k);
+  for (int32_t k = 0; k < plan.num_micro_batches(); ++k) {
+    const Plan& micro_batch = plan.plans()[k];
+    const std::vector<SequenceId> ids = plan.sequences_of(k);
     const std::span<const int32_t> own_rows = micro_batch.chunks_on(rank);
     std::vector<int32_t> positions(micro_batch.chunks().size());  // of this rank's chunks
     for (size_t i = 0; i < own_rows.size(); ++i) positions[own_rows[i]] = static_cast<int32_t>(i);

@@ -59,9 +59,8 @@ class SampleExchange {
   /// group: null for one rank alone. bytes: of all samples of the step, by id. max_bytes_in_flight: what a rank sends
   /// in an all-to-all, and what it receives, is at most so much; 0 for no limit. Where the step has more, it goes by
   /// several. Throws ArgumentError, on all ranks alike, where one sample has more.
-  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, std::shared_ptr<const StepPlan> plan,
-                 std::shared_ptr<const Samples> own, const std::vector<SampleBytes>& bytes,
-                 int64_t max_bytes_in_flight);
+  SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, std::shared_ptr<const Samples> own,
+                 const std::vector<SampleBytes>& bytes, int64_t max_bytes_in_flight);
 
   /// Packs and launches the first all-to-all. Collective.
   void start();

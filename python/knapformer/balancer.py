@@ -18,6 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import knapformer._torch as _torch
 from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, TrainedModel
+from knapformer.signatures import show_signatures
+
+show_signatures(_torch)
 
 # An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait
 # for it: the op has a side effect, on others.

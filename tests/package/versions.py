@@ -2,7 +2,7 @@
 
     python tests/package/versions.py python3.10:2.11.0 python3.13:none -- tests/python/distributed
 
-An argument is an interpreter and a torch, or "none" for the planner alone, whose tests are then test_plan.py. Behind --
+An argument is an interpreter and a torch, or "none" for the planner alone, with the tests that need none. Behind --
 stand pytest's arguments, in place of the whole suite. Prints a row of a table for each; ends with 1 where one failed.
 """
 
@@ -16,6 +16,7 @@ import tomllib
 from wheels import ROOT, environment, run
 
 PLANNER_TESTS = ["pytest", "pytest-timeout", "hypothesis"]
+PLANNER_FILES = ["plan", "call_errors", "signatures"]
 
 
 def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
@@ -24,7 +25,7 @@ def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
     own = environment(ROOT / "build/versions", python, *groups["build"], *needs)
     options = ["--config-settings", "cmake.define.KNAPFORMER_TORCH=OFF"] if torch == "none" else []
     run(own, "-m", "pip", "install", "--no-deps", "--no-build-isolation", ROOT, *options)
-    arguments = ["tests/python/test_plan.py"] if torch == "none" else tests
+    arguments = [f"tests/python/test_{name}.py" for name in PLANNER_FILES] if torch == "none" else tests
     done = subprocess.run(
         [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

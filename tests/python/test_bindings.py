@@ -7,28 +7,14 @@ import re
 from types import ModuleType
 
 import pytest
-import torch
+from bound_names import bound, stub_of
+from knapformer.balancer import _torch
 
-from knapformer import _core, _torch  # after torch, whose libraries _torch links
-
-assert torch.__version__
-
-
-def bound(module: ModuleType) -> dict[str, object]:
-    """Functions, classes and their public members, and constructors, by name."""
-    found: dict[str, object] = {}
-    for name, value in vars(module).items():
-        if name.startswith("_") or not callable(value):
-            continue
-        found[name] = value
-        for member, of in vars(value).items() if inspect.isclass(value) else ():
-            if member == "__init__" or not member.startswith("_"):
-                found[f"{name}.{member}"] = of.__func__ if isinstance(of, staticmethod) else of
-    return found
+from knapformer import _core
 
 
 def problems(name: str, value: object) -> list[str]:
-    doc = inspect.getdoc(value) or ""
+    doc = inspect.getdoc(inspect.unwrap(value)) or ""  # type: ignore[arg-type]
     if inspect.isclass(value) or inspect.isdatadescriptor(value):
         return [] if doc.strip() else [f"{name}: no docstring"]
     if doc.startswith("Initialize self"):  # a class that is not constructed
@@ -83,17 +69,14 @@ def test_a_binding_without_a_docstring_or_a_name_is_found() -> None:
 def test_stubs_lie_beside_the_modules() -> None:
     """For type checkers and editors; made at build time."""
     for module in (_core, _torch):
-        assert module.__file__ is not None
-        stub = re.sub(r"\.[^/]*$", ".pyi", module.__file__)
-        with open(stub) as file:
-            text = file.read()
+        text = stub_of(module)
         assert all(f"def {name}(" in text or f"class {name}" in text for name in bound(module) if "." not in name)
 
 
 @pytest.mark.parametrize("module", [_core, _torch])
 def test_every_binding_answers_a_call_that_does_not_fit_in_one_line(module: ModuleType) -> None:
     for name, value in bound(module).items():
-        doc = inspect.getdoc(value) or ""
+        doc = inspect.getdoc(inspect.unwrap(value)) or ""  # type: ignore[arg-type]
         if not callable(value) or inspect.isclass(value) or "**" in doc or doc.startswith("Initialize self"):
             continue
         is_constructor = name.endswith(".__init__")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +91,3 @@ def test_a_type_error_from_within_stays_what_it_is() -> None:
         kf.plan(LENS, "g2n1", Broken())
     with pytest.raises(TypeError, match=r"No constructor defined"):
         kf.DataMix(3)  # type: ignore[call-arg]
-
-
-def test_help_shows_signatures() -> None:
-    doc = inspect.getdoc(kf.plan) or ""
-    assert "topology: str, d_model: typing.SupportsIndex" in doc and "micro_batches: int | str" in doc

@@ -43,7 +43,7 @@ def test_a_wheel_that_only_plans_must_be_asked_for(tmp_path: Path) -> None:
     for line in (
         "pip install torch && pip install .",
         "uv pip install torch --group build && uv pip install --no-build-isolation .",
-        "-C cmake.define.KNAPFORMER_TORCH=OFF",
+        "pip install . --config-settings=cmake.define.KNAPFORMER_TORCH=OFF",  # pip 23.0 of Debian 12 knows no -C
     ):
         assert line in without.stderr
     asked_for = _configure_a_wheel(tmp_path, "-DKNAPFORMER_TORCH=OFF")

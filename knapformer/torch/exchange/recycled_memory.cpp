@@ -3,7 +3,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <bit>
@@ -25,6 +24,7 @@ struct Block {
 class RecyclingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
+    if (num_bytes < kMinBytes) return c10::GetCPUAllocator()->allocate(num_bytes);
     std::unique_ptr<Block> block = take(num_bytes);
     if (!block) {
       const size_t capacity = with_room_to_grow(num_bytes);
@@ -70,7 +70,7 @@ class RecyclingAllocator final : public c10::Allocator {
     while (bytes_kept_ > kMaxKeptBytes) remove(free_.begin());
   }
 
-  std::unique_ptr<Block> remove(std::deque<std::unique_ptr<Block>>::iterator it) {
+  std::unique_ptr<Block> remove(const std::deque<std::unique_ptr<Block>>::iterator& it) {
     std::unique_ptr<Block> block = std::move(*it);
     free_.erase(it);
     bytes_kept_ -= block->capacity;
@@ -86,9 +86,7 @@ class RecyclingAllocator final : public c10::Allocator {
 
 at::Tensor empty_recycled(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const at::ScalarType dtype = options.dtype().toScalarType();
-  const auto num_bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   if (!options.device().is_cpu()) return at::empty(sizes, options);
-  if (num_bytes < kMinBytes) return at::detail::empty_cpu(sizes, dtype, /*pin_memory=*/false, std::nullopt);
   return at::detail::empty_generic(sizes, &RecyclingAllocator::instance(), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    dtype, std::nullopt);
 }

@@ -23,8 +23,10 @@ void for_each_common_run(std::span<const Run> from, std::span<const Run> to, int
   while (f < from.size() && t < to.size()) {
     const int64_t common = std::min(from[f].*length - f_done, to[t].*length - t_done);
     visit(from[f].*begin + f_done, to[t].*begin + t_done, common);
-    if ((f_done += common) == from[f].*length) ++f, f_done = 0;
-    if ((t_done += common) == to[t].*length) ++t, t_done = 0;
+    f_done += common;
+    t_done += common;
+    if (f_done == from[f].*length) ++f, f_done = 0;
+    if (t_done == to[t].*length) ++t, t_done = 0;
   }
   KNAPFORMER_ASSERT(f == from.size() && t == to.size());
 }

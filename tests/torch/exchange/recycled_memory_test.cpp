@@ -57,6 +57,15 @@ TEST(RecycledMemory, ResizesLikeAnyTensor) {
   EXPECT_EQ(tensor[(4 << 20) - 1].item<int64_t>(), 3);
 }
 
+TEST(RecycledMemory, ShrinksLikeAnyTensor) {
+  // As untyped_storage().resize_() of Python asks its allocator, with which activations are let go and taken up again.
+  const at::Tensor tensor = empty_recycled({2 << 20}, at::TensorOptions(at::kByte));
+  for (const size_t num_bytes : {size_t{0}, size_t{1}, size_t{7}, size_t{1000}, size_t{1} << 21}) {
+    const c10::DataPtr memory = tensor.storage().allocator()->allocate(num_bytes);
+    if (num_bytes > 0) static_cast<char*>(memory.get())[num_bytes - 1] = 1;
+  }
+}
+
 TEST(RecycledMemory, IsSafeFromThreads) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
