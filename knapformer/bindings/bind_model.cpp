@@ -56,6 +56,7 @@ void bind_workload(py::module_& m) {
 
   m.attr("MASK_FORMS") = Mask::kForms;
   m.attr("DEFAULT_GAMMA") = kDefaultGamma;
+  m.attr("MAX_MAGNITUDE") = kMaxMagnitude;
   m.attr("MAX_SEQUENCE_TOKENS") = SequenceLengths::kMaxSequenceTokens;
   m.def(
       "attention_pairs",

@@ -207,7 +207,8 @@ ArgumentError on all ranks where one has more than max_bytes_in_flight. Collecti
           },
           py::arg("ahead"),
           R"(The second half of plan_routing: waits for what is left of planning, and makes it the plan that the
-calls after this one follow. Returns it. A plan may be taken up again, after others.
+calls after this one follow. Returns it. A plan may be taken up again, after others. ArgumentError for what another
+balancer or start_planning_step returned.
 
 All ranks call it, with what they started together. No collective, except where some rank has more sequences than any
 had before.)")

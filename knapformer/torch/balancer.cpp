@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -316,6 +317,7 @@ std::shared_ptr<SequenceBalancer::PlanningAhead> SequenceBalancer::start_plannin
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
     ahead->planning_ = planning_of(d_model, options.step);
+    ahead->thread_ = planning_thread_;
     Fingerprint fingerprint("start_planning");
     if (options.step) add_shape(fingerprint, *options.step);
     if (options.samples) {
@@ -375,9 +377,17 @@ Planned SequenceBalancer::await(PlanningAhead& ahead) {
   return planned;
 }
 
-Planned SequenceBalancer::finish(PlanningAhead& ahead) {
+void SequenceBalancer::check_started(const PlanningAhead& ahead, bool of_step) const {
+  if (ahead.thread_ != planning_thread_) throw_argument("ahead", "another balancer's", "what this one started");
+  const std::array calls = {"start_planning", "start_planning_step"};
+  if (ahead.planning_.shape.has_value() == of_step) return;
+  throw_argument("ahead", text("what ", calls[of_step ? 0 : 1], " returned"), text("that of ", calls[of_step ? 1 : 0]));
+}
+
+Planned SequenceBalancer::finish(PlanningAhead& ahead, bool of_step) {
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
+    check_started(ahead, of_step);
     begin_step("finish_planning");
     Planned planned = await(ahead);
     if (const auto failed = std::ranges::find(planned.statuses, DataStatus::kFailed);
@@ -394,20 +404,19 @@ Planned SequenceBalancer::finish(PlanningAhead& ahead) {
 }
 
 const Plan& SequenceBalancer::finish_planning(PlanningAhead& ahead) {
-  KNAPFORMER_ASSERT(!ahead.planning_.shape);
-  take_up(finish(ahead));
+  take_up(finish(ahead, /*of_step=*/false));
   return plan();
 }
 
 const StepPlan& SequenceBalancer::finish_planning_step(PlanningAhead& ahead) {
-  KNAPFORMER_ASSERT(ahead.planning_.shape);
-  take_up(finish(ahead));
+  take_up(finish(ahead, /*of_step=*/true));
   return *step_plan_;
 }
 
 void SequenceBalancer::start_moving(PlanningAhead& ahead) {
   collective([&] {
     RECORD_USER_SCOPE("knapformer::start_moving");
+    check_started(ahead, /*of_step=*/true);
     KNAPFORMER_ASSERT(ahead.samples_);
     if (all_) all_->fingerprints().agree(Fingerprint("start_moving"));
     const Planned planned = await(ahead);
@@ -427,6 +436,7 @@ std::vector<std::vector<SampleTensors>> SequenceBalancer::finish_moving(Planning
   if (ahead.too_large_) throw ArgumentError(*ahead.too_large_);
   return collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_moving");
+    check_started(ahead, /*of_step=*/true);
     if (!ahead.moving_) throw StateError("start_moving: has not been called, expected once before finish_moving");
     if (all_) all_->fingerprints().agree(Fingerprint("finish_moving"));
     return std::exchange(ahead.moving_, nullptr)->finish();

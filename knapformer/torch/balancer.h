@@ -232,7 +232,9 @@ class SequenceBalancer {
   static std::shared_future<Planned> known(Planned planned);
   /// Waits for what was started. Collective where lengths did not fit.
   Planned await(PlanningAhead& ahead);
-  Planned finish(PlanningAhead& ahead);
+  Planned finish(PlanningAhead& ahead, bool of_step);
+  /// Throws ArgumentError where it was started by another balancer, or is not of a step where one is expected.
+  void check_started(const PlanningAhead& ahead, bool of_step) const;
   /// Makes it the plan in force, or the step whose micro-batches are followed. Throws where there is none.
   void take_up(Planned planned);
   const Plan& take_up(std::shared_ptr<RankPlan> step);
@@ -267,7 +269,7 @@ class SequenceBalancer {
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.
   std::shared_ptr<std::atomic<int64_t>> step_in_backward_ = std::make_shared<std::atomic<int64_t>>(0);
-  std::shared_ptr<TaskThread> planning_thread_ = std::make_shared<TaskThread>();  // for what is planned ahead
+  std::shared_ptr<TaskThread> planning_thread_ = TaskThread::make();  // for what is planned ahead
   StepFeedback feedback_;
   Traffic before_step_;
   double waited_for_planning_s_ = 0;
@@ -300,6 +302,7 @@ class SequenceBalancer::PlanningAhead {
   int64_t max_bytes_in_flight_ = 0;
   std::unique_ptr<SampleExchange> moving_;
   std::optional<ArgumentError> too_large_;  // a sample
+  std::shared_ptr<TaskThread> thread_;      // of the balancer that started it
   TaskThread::Task task_;                   // the last member: it ends first
 };
 

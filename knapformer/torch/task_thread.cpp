@@ -11,6 +11,12 @@ struct TaskThread::Task::Place {
   bool runs = false;
 };
 
+std::shared_ptr<TaskThread> TaskThread::make() {
+  return {new TaskThread, [](TaskThread* thread) {
+            if (thread->process_ == ::getpid()) delete thread;
+          }};
+}
+
 TaskThread::Task& TaskThread::Task::operator=(Task&& other) noexcept {
   drop();
   thread_ = std::move(other.thread_);
@@ -20,19 +26,23 @@ TaskThread::Task& TaskThread::Task::operator=(Task&& other) noexcept {
 
 void TaskThread::Task::drop() {
   if (!place_) return;
-  std::unique_lock lock(thread_->mutex_);
-  const auto place = std::ranges::find(thread_->line_, place_);
-  if (place != thread_->line_.end() && !place_->runs) {
-    thread_->line_.erase(place);
-  } else if (place != thread_->line_.end()) {
-    lock.unlock();
-    place_->stop.request_stop();
-    lock.lock();
-    thread_->changed_.wait(lock, [&] { return std::ranges::find(thread_->line_, place_) == thread_->line_.end(); });
-  }
-  lock.unlock();
+  if (thread_->process_ == ::getpid()) thread_->take_out(place_);
   place_ = nullptr;
   thread_ = nullptr;
+}
+
+void TaskThread::take_out(const std::shared_ptr<Task::Place>& task) {
+  std::unique_lock lock(mutex_);
+  const auto place = std::ranges::find(line_, task);
+  if (place == line_.end()) return;
+  if (!task->runs) {
+    line_.erase(place);
+    return;
+  }
+  lock.unlock();
+  task->stop.request_stop();
+  lock.lock();
+  changed_.wait(lock, [&] { return std::ranges::find(line_, task) == line_.end(); });
 }
 
 TaskThread::Task TaskThread::start(const std::shared_ptr<TaskThread>& thread, Work work) {

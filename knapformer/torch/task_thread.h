@@ -4,6 +4,8 @@
 // collective.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -36,7 +38,9 @@ class TaskThread {
     std::shared_ptr<Place> place_;
   };
 
-  TaskThread() = default;
+  /// In a process that is forked from this one there is no such thread: what it would do stays undone, nothing waits
+  /// for it, and it is not let go of.
+  static std::shared_ptr<TaskThread> make();
   TaskThread(const TaskThread&) = delete;
   TaskThread& operator=(const TaskThread&) = delete;
 
@@ -44,8 +48,12 @@ class TaskThread {
   static Task start(const std::shared_ptr<TaskThread>& thread, Work work);
 
  private:
+  TaskThread() = default;
+  ~TaskThread() = default;
   void run(const std::stop_token& ends);
+  void take_out(const std::shared_ptr<Task::Place>& task);
 
+  const pid_t process_ = ::getpid();
   std::mutex mutex_;
   std::condition_variable_any changed_;
   std::deque<std::shared_ptr<Task::Place>> line_;  // the first of it runs

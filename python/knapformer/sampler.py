@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, Plan, StepPlan, TrainedModel, plan
+from knapformer._core import (
+    DEFAULT_GAMMA,
+    MAX_MAGNITUDE,
+    MAX_SEQUENCE_TOKENS,
+    ArgumentError,
+    Cluster,
+    Plan,
+    StepPlan,
+    TrainedModel,
+    plan,
+)
 
 _STEPS_KEPT = 8  # plans, for trainers that ask for what a DataLoader's workers fetched ahead
 
@@ -108,8 +118,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if not 0 <= rank < num_replicas:
             raise ArgumentError(f"rank: got {rank}, expected 0 to {num_replicas - 1}")
         self._lengths = _checked_integers("lengths", lengths)
-        if len(self._lengths) > 0 and (shortest := int(self._lengths.min())) < 1:
-            raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
+        if len(self._lengths) > 0:
+            shortest, longest = (int(length) for length in self._lengths.aminmax())
+            if shortest < 1:
+                raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
+            if longest > MAX_SEQUENCE_TOKENS:
+                raise ArgumentError(f"lengths: got {longest}, expected at most {MAX_SEQUENCE_TOKENS} tokens")
         if shapes is not None and not same_shape:
             raise ArgumentError("shapes: got some, expected none without same_shape=True")
         if same_shape and topology is not None:
@@ -318,26 +332,32 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 def _checked_work(values: Any, num_samples: int) -> Tensor:
     # Lists of floats would be of torch's default type, which rounds them.
-    work = torch.tensor(values, dtype=torch.float64) if isinstance(values, list | tuple) else _as_tensor(values)
+    work = _as_tensor("work", values, torch.float64 if isinstance(values, list | tuple) else None)
     if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
         raise ArgumentError(
             f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
         )
     if num_samples > 0:
         least, most = work.aminmax()  # no number where one is none
-        if not (least > 0 and most < float("inf")):
-            raise ArgumentError(f"work: got {least.item()} to {most.item()}, expected positive finite numbers")
+        if not (least >= 1 / MAX_MAGNITUDE and most <= MAX_MAGNITUDE):
+            raise ArgumentError(
+                f"work: got {least.item()} to {most.item()}, expected positive finite numbers, from "
+                f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
+            )
     return work
 
 
-def _as_tensor(values: Any) -> Tensor:
+def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tensor:
     with warnings.catch_warnings():  # of memory maps that cannot be written: nothing here writes
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.as_tensor(values)
+        try:
+            return torch.as_tensor(values, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{name}: got what makes no tensor ({error}), expected numbers") from None
 
 
 def _checked_integers(name: str, values: Any) -> Tensor:
-    checked = _as_tensor(values)
+    checked = _as_tensor(name, values)
     if checked.ndim != 1 or checked.is_floating_point() or checked.is_complex():
         raise ArgumentError(
             f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"

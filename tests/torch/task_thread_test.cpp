@@ -1,6 +1,8 @@
 #include "knapformer/torch/task_thread.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <future>
 #include <memory>
@@ -13,7 +15,7 @@ namespace {
 using Id = std::thread::id;
 
 TEST(TaskThread, RunsTasksInOrderOnOneThread) {
-  const auto thread = std::make_shared<TaskThread>();
+  const auto thread = TaskThread::make();
   std::vector<int> order;
   std::set<Id> ids;
   for (int round = 0; round < 3; ++round) {  // the line is empty between rounds
@@ -34,7 +36,7 @@ TEST(TaskThread, RunsTasksInOrderOnOneThread) {
 }
 
 TEST(TaskThread, ADroppedTaskIsStoppedOrNeverRuns) {
-  const auto thread = std::make_shared<TaskThread>();
+  const auto thread = TaskThread::make();
   std::promise<void> began;
   bool stopped = false, ran = false;
   const auto until_stopped = [&](const std::stop_token& stop) {
@@ -57,8 +59,31 @@ TEST(TaskThread, ADroppedTaskIsStoppedOrNeverRuns) {
   EXPECT_FALSE(ran);
 }
 
+TEST(TaskThread, AForkedProcessWaitsForNone) {
+  auto thread = TaskThread::make();
+  std::promise<void> began, ends;
+  TaskThread::Task running = TaskThread::start(thread, [&](const std::stop_token&) {
+    began.set_value();
+    ends.get_future().wait();
+  });
+  TaskThread::Task waiting = TaskThread::start(thread, [](const std::stop_token&) {});
+  began.get_future().wait();
+  const pid_t forked = ::fork();
+  if (forked == 0) {
+    ::alarm(60);  // ends a process that waits
+    waiting = {};
+    running = {};
+    thread = nullptr;
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(forked, &status, 0), forked);
+  EXPECT_TRUE(WIFEXITED(status));
+  ends.set_value();
+}
+
 TEST(TaskThread, TasksOutliveWhoStartedThemAndLetGoOfWhatTheyHold) {
-  auto thread = std::make_shared<TaskThread>();
+  auto thread = TaskThread::make();
   auto held = std::make_shared<int>(7);
   std::promise<int> seen;
   TaskThread::Task task = TaskThread::start(thread, [held, &seen](const std::stop_token&) { seen.set_value(*held); });

@@ -196,7 +196,7 @@ def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] 
     if path == "-":
         if sys.stdin is None:
             raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")
-        text = sys.stdin.read()
+        text = sys.stdin.read().removeprefix("\ufeff")
         kind = "json" if text.lstrip().startswith("[[") and _is_json(text) else None
         kind = kind or ("jsonl" if _is_json(text.lstrip().split("\n", 1)[0]) else "csv")
         return _text_rows(io.StringIO(text, newline=""), path, kind)
@@ -223,24 +223,34 @@ def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Seque
         return iter([content] if one_step else content), None
     if kind in ("jsonl", "ndjson", "txt"):
         return (_line_value(line) for line in file if line.strip()), None
-    rows = (row for row in csv.reader(file, delimiter="\t" if kind == "tsv" else ",") if row)
+    rows = _csv_rows(file, path, "\t" if kind == "tsv" else ",")
     names = next(rows, ["length"])
     if len(names) == 1 and _is_json(names[0]):  # a number: there is no heading
         return itertools.chain([names], rows), ["length"]
     return rows, names
 
 
+def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Sequence[Any]]:
+    reader = csv.reader(file, delimiter=delimiter)
+    try:
+        yield from filter(None, reader)
+    except csv.Error as error:
+        raise ArgumentError(
+            f"LENGTHS: {path}: line {reader.line_num}: {error}; expected every quote to be closed"
+        ) from None
+
+
 def _line_value(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line.strip()  # is refused as a length, and named
 
 
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -277,8 +287,10 @@ def _npy_values(path: str) -> Iterator[int]:
         raise ArgumentError("LENGTHS: NPY needs numpy: pip install numpy, or write CSV or JSON") from None
     try:
         values = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ArgumentError(f"LENGTHS: {path}: {error}") from None
+    if not isinstance(values, numpy.ndarray):
+        raise ArgumentError(f"LENGTHS: {path}: got several arrays, expected one of integers, (samples,)")
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ArgumentError(
             f"LENGTHS: {path}: got {values.dtype} of shape {values.shape}, expected integers, (samples,)"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from knapformer._torch import Samples
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -377,6 +378,24 @@ def leave(rank: int, world_size: int) -> float:
 
 def test_what_was_started_in_vain_ends_soon() -> None:
     assert run_ranks(leave, 2, timeout_s=120)[0] < GROUP_TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("of_step", [False, True])
+def test_a_plan_ahead_goes_to_the_call_that_it_is_for(of_step: bool) -> None:
+    balancer, other = SequenceBalancer("g1n1"), SequenceBalancer("g1n1")
+    sample = Samples([("x", True)], [[torch.ones(3, 1)]], [3])
+    steps = balancer.start_planning_step(sample, D_MODEL, micro_batches=1), balancer.start_planning([3], D_MODEL)
+    wrong, right = steps if not of_step else steps[::-1]
+    calls = [balancer.finish_planning]
+    if of_step:
+        calls = [balancer.start_moving, balancer.finish_planning_step, balancer.finish_moving]  # type: ignore[list-item]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"ahead: got what start_planning.* returned, expected that of start_"):
+            call(wrong)
+    with pytest.raises(ArgumentError, match="ahead: got another balancer's, expected what this one started"):
+        getattr(other, calls[0].__name__)(right)
+    for call in calls:
+        call(right)
 
 
 def test_one_rank_alone() -> None:

@@ -166,6 +166,13 @@ def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
     assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
 
 
+@pytest.mark.parametrize("heading", ["num_tokens\r\n", ""])
+def test_so_does_standard_input(monkeypatch, heading):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{heading}5\r\n70\r\n", newline=""))
+    samples = read_samples("-", None)
+    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
+
+
 @pytest.mark.parametrize("text", ["5\n70\n900\n12\n", "[[[5, 70], [900, 12]]]", "num_tokens\n5\n70\n900\n12\n"])
 def test_standard_input_is_told_apart(monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -183,6 +190,28 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
     lines.write_text('7\n{"a": 1}\n-3\n2.5\ntrue\nnonsense\n9\n')
     samples = read_samples(str(lines), None)
     assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 5)
+    lines.write_text("7\n" + "[" * 100_000 + "\n9\n")  # nested deeper than the parser goes
+    samples = read_samples(str(lines), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 1)
+
+
+def test_a_quote_left_open_is_named(tmp_path):
+    """It makes one field of the lines behind it."""
+    path = tmp_path / "captions.csv"
+    path.write_text("caption,num_tokens\na,5\n" + '"b,70\n' + "c,900\n" * 30_000)
+    with pytest.raises(kf.ArgumentError, match=r"captions.csv: line [0-9]+: field larger than .* every quote"):
+        read_samples(str(path), None)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_an_array_file_that_is_none_is_refused(tmp_path, empty):
+    path = tmp_path / "a.npy"
+    path.touch()
+    if not empty:
+        with path.open("wb") as file:
+            np.savez(file, lengths=[5, 70])  # several arrays
+    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: "):
+        read_samples(str(path), None)
 
 
 @pytest.mark.parametrize(
