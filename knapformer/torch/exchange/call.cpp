@@ -11,7 +11,7 @@ namespace {
 /// Rows dense in themselves, so that a row is one run of bytes; what lies between rows does not matter (a view into a
 /// fused q, k, v projection travels without a copy).
 at::Tensor with_dense_rows(const at::Tensor& tensor) {
-  const at::Tensor plain = tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
+  at::Tensor plain = tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
   int64_t expected = 1;
   for (int64_t dim = plain.dim() - 1; dim > 0; --dim) {
     if (plain.size(dim) != 1 && plain.stride(dim) != expected) return plain.contiguous();

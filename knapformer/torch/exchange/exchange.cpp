@@ -66,7 +66,8 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
     if (i + kNumbers > layout.size() || layout[i + 3] < 1 || t + kTables > tables.size()) throw_schema(label, "layout");
     const int64_t* numbers = layout.data() + i;
     const auto num_roles = static_cast<size_t>(numbers[3]);
-    if ((i += kNumbers + num_roles) > layout.size()) throw_schema(label, "layout");
+    i += kNumbers + num_roles;
+    if (i > layout.size()) throw_schema(label, "layout");
     SegmentArguments& segment = arguments.segments.emplace_back();
     segment.table = {.send = {.table = tables[t], .rows = tables[t + 1], .index = tables[t + 2]},
                      .recv = {.table = tables[t + 3], .rows = tables[t + 4], .index = tables[t + 5]}};
