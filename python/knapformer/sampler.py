@@ -237,16 +237,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
             fetches ahead, as a DataLoader's workers do.
         """
         after = self._next if num_steps is None else self._first + num_steps * self._step_size
-        return {"epoch": self._epoch, "seed": self._seed, "next_sample": min(after, len(self._lengths))}
+        return {"epoch": self._epoch, "next_sample": min(after, len(self._lengths)), **self._order_follows()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on where `state` was taken, with any number of ranks and micro-batches."""
-        if state["seed"] != self._seed:
-            raise ArgumentError(f"state: got that of seed {state['seed']}, expected {self._seed}")
+        for name, own in self._order_follows().items():
+            if state.get(name) != own:
+                raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
         if not 0 <= state["next_sample"] <= len(self._lengths):
             raise ArgumentError(f"state: got sample {state['next_sample']}, expected 0 to {len(self._lengths)}")
         self.set_epoch(state["epoch"])
         self._resume_at = self._first = self._next = state["next_sample"]
+
+    def _order_follows(self) -> dict[str, int]:
+        """What the order of an epoch's samples follows."""
+        return {"seed": self._seed, "shuffle": int(self._shuffle), "num_samples": len(self._lengths)}
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
         if not 0 <= micro_batch < self._micro_batches:

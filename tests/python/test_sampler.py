@@ -314,12 +314,33 @@ def test_bad_arguments_are_named(options, message):
         BalancedBatchSampler(**(good | options))
 
 
-def test_a_state_of_other_data_is_refused():
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([5, 4, 3, 2], {"seed": 1}, "state: got seed 1, expected 0"),
+        ([5, 4, 3, 2], {"shuffle": False}, "state: got shuffle 0, expected 1"),
+        ([5, 4, 3, 2, 9, 7], {}, "state: got num_samples 6, expected 4"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(lengths, options, message):
+    def sampler(lengths, **options):
+        return BalancedBatchSampler(lengths, batch_size=1, d_model=WIDTH, num_replicas=2, rank=0, **options)
+
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        sampler([5, 4, 3, 2]).load_state_dict(sampler(lengths, **options).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"next_sample": 5}, "state: got sample 5, expected 0 to 4"),
+        ({"seed": None}, "state: got seed None, expected 0"),
+    ],
+)
+def test_a_damaged_state_is_refused(change, message):
     sampler = BalancedBatchSampler([5, 4, 3, 2], batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)
-    with pytest.raises(knapformer.ArgumentError, match="state: got that of seed 1, expected 0"):
-        sampler.load_state_dict({"epoch": 0, "seed": 1, "next_sample": 0})
-    with pytest.raises(knapformer.ArgumentError, match="state: got sample 5, expected 0 to 4"):
-        sampler.load_state_dict({"epoch": 0, "seed": 0, "next_sample": 5})
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        sampler.load_state_dict(sampler.state_dict() | change)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
