@@ -172,12 +172,15 @@ def _expect(good: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
-    """Its numbers are at least 0, and a rate above."""
+    """Its numbers are at least 0, a rate above, and ranks are whole."""
     if fields is None:
         return None
     expected = {field.name for field in dataclasses.fields(cost)}
     if not isinstance(fields, dict) or set(fields) != expected:
         raise ArgumentError(f"calibration: {name}: expected an object with {', '.join(sorted(expected))}")
     for field, value in fields.items():
-        _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
+        if field == "num_ranks":
+            _expect(type(value) is int and value >= 1, f"{name}: {field}", value, "an integer >= 1")
+        else:
+            _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
     return cost(**fields)

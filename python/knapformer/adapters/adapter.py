@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from knapformer import Sample, StateError
 from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Samples
+from knapformer.models.layers import Rotation
 from knapformer.models.model import Draw
 from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
@@ -147,10 +148,9 @@ def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
 
 
-def rotation_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """These rows as `rotate` takes them for heads of `dtype`: (tokens, 1, pairs, 2)."""
-    wide = torch.promote_types(rows.dtype, dtype)  # what is rotated in float64 is not rounded to float32
-    return rows.to(wide).contiguous().unsqueeze(1)
+def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
+    """Of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
+    return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
 
 
 def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, split_predictions
-from knapformer.models.layers import rotate
+from knapformer.models.layers import Rotation, rotate
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, segment_index, text_flags
 from knapformer.models.step import PackedStep
 
@@ -27,7 +27,7 @@ class JointChunks(Chunks):
     streams: TwoStreams  # where text and image tokens lie
     of_text: Segments  # of_token of the text tokens alone
     of_image: Segments
-    rotation: Tensor | None  # (chunk tokens, 1, pairs, 2)
+    rotation: Rotation | None
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:

@@ -29,7 +29,7 @@ from knapformer.adapters.adapter import (
 from knapformer.adapters.samples import Samples
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
-from knapformer.models.layers import rotate
+from knapformer.models.layers import Rotation, rotate
 from knapformer.models.model import Draw
 from knapformer.models.packing import Segments, gated_add, lengths_list, modulate, positions, segment_index
 from knapformer.models.step import PackedStep
@@ -37,7 +37,7 @@ from knapformer.models.step import PackedStep
 
 @dataclass(frozen=True, eq=False)
 class WanChunks(Chunks):
-    rotation: Tensor  # (chunk tokens, 1, pairs, 2)
+    rotation: Rotation
     to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
     times: Tensor  # of each run of tokens of one time step, as of_token counts them
 

@@ -9,26 +9,37 @@ import torch
 from torch import Tensor, nn
 
 
-def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Rotary position embedding (RoPE), to be computed once a step.
+class Rotation:
+    """Rotary position embedding (RoPE): by what the heads of packed tokens are rotated.
 
-    positions (tokens,) integers; head_dim: features of a head, even. Returns cosine and sine of the angle by which each
-    of the pairs of features (0, 1), ... is rotated: (tokens, 1, head_dim / 2, 2) in float32 or, where `dtype` is that,
-    float64.
+    turns (tokens, 1, head_dim / 2, 2), float32 or float64: cosine and sine of the angle of each pair of features.
+
+    No tensor and no dataclass: where one is an argument of a module, FSDP's mixed precision casts it down.
+    """
+
+    def __init__(self, turns: Tensor) -> None:
+        self.turns = turns
+
+
+def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """To be computed once a step. Features (0, 1), (2, 3), ... are the pairs.
+
+    positions (tokens,) integers; head_dim: features of a head, even; float64 where `dtype` is that.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angle = (positions[:, None].to(torch.float64) * theta**-exponents).unsqueeze(1)
-    return torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32))
+    return Rotation(torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32)))
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """(tokens, heads, head_dim) rotated by `rotations`, in their dtype, returned in the dtype of x."""
-    pairs = x.to(rotation.dtype).unflatten(-1, (-1, 2))
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """(tokens, heads, head_dim) rotated in the dtype of `rotation`, returned in the dtype of x."""
+    turns = rotation.turns
+    pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # Inductor makes one pass over memory of this, and fuses nothing that is complex
-        (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
         rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:  # the fewest passes of single operations
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
     return rotated.flatten(-2).to(x.dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from knapformer import Sample
 from knapformer.models.attention import MASKS
 from knapformer.models.config import BaseConfig, checked_field, expect
-from knapformer.models.layers import Block, rotate, rotations
+from knapformer.models.layers import Block, Rotation, rotate, rotations
 from knapformer.models.model import Draw, PackedModel
 from knapformer.models.packing import positions
 from knapformer.models.step import PackedStep
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.to_qkv = nn.Linear(config.d_model, sum(self.heads) * config.head_dim)
         self.to_out = nn.Linear(config.d_model, config.d_model)
 
-    def forward(self, x: Tensor, step: PackedStep, rotation: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: PackedStep, rotation: Rotation) -> Tensor:
         q, k, v = self.to_qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 1)
         out: Tensor = self.to_out(step.attention(rotate(q, rotation), rotate(k, rotation), v).flatten(1))
         return out
@@ -104,7 +104,7 @@ class TransformerBlock(Block):
         linear_in, linear_out = nn.Linear(config.d_model, config.mlp_width), nn.Linear(config.mlp_width, config.d_model)
         self.ff = nn.Sequential(linear_in, nn.GELU("tanh"), linear_out)
 
-    def compute(self, x: Tensor, step: PackedStep, rotation: Tensor) -> Tensor:
+    def compute(self, x: Tensor, step: PackedStep, rotation: Rotation) -> Tensor:
         x = x + self.attn(self.norm1(x), step, rotation)
         out: Tensor = x + self.ff(self.norm2(x))
         return out
@@ -136,7 +136,7 @@ class Transformer(PackedModel):
         out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
         return out
 
-    def _rotation(self, place: Tensor, x: Tensor) -> Tensor:
+    def _rotation(self, place: Tensor, x: Tensor) -> Rotation:
         return rotations(place, self.config.head_dim, self.config.rope_theta, x.dtype)
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:

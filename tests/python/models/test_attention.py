@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from knapformer.models import attention
 from knapformer.models.attention import PackedAttention, PackedCrossAttention, varlen_attention
-from knapformer.models.layers import rotate, rotations
+from knapformer.models.layers import Rotation, rotate, rotations
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, positions, segment_index, text_flags
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
@@ -290,3 +293,25 @@ def test_a_compiled_rotation_is_real_and_the_same(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x)[0] for o in (out, expected)))
     assert seen and not any(t.is_complex for t in seen)
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotate(x * self.weight, rotation)
+
+
+def rotated_under_mixed_precision(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """By FSDP in bfloat16, and by hand in float32 of the same heads."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    module = fully_shard(Rotated(), mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
+    x, rotation = torch.randn(5, 3, 8).bfloat16(), rotations(torch.arange(1000, 1005), 8, 100.0, torch.float32)
+    return module(x, rotation).detach(), rotate(x.float(), rotation)
+
+
+def test_mixed_precision_leaves_angles_in_float32() -> None:
+    ((out, expected),) = run_ranks(rotated_under_mixed_precision, 1)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected.bfloat16())

@@ -216,6 +216,10 @@ def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytes
         ({"warnings": "none"}, "warnings: got 'none'"),
         ({"node": {}}, "node: expected an object with"),
         (
+            {"fixed": {"num_ranks": 0, "seconds": 0.1, "relative_rms_error": 0}},
+            "fixed: num_ranks: got 0, expected an integer >= 1",
+        ),
+        (
             {"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0, "wait_s": 0}},
             "bytes_per_s: got",
         ),
