@@ -73,9 +73,10 @@ struct Ulysses {
                                    HeadCounts heads, const Attend& attend) const;
 };
 
-/// `o`, and a recomputation of it (activation checkpointing) comes this far. Torch ends a recomputation by an exception
-/// once it has all that the forward pass saved. That would be inside `attend`, or, on a rank where `attend` saves
-/// nothing, before an exchange that its peers repeat.
+/// `o`, and a recomputation of it (activation checkpointing) begins before the first exchange of gradients and comes
+/// this far. Torch begins one where a backward first needs what the forward pass saved, and ends it by an exception
+/// once it has all of that. On a rank where `attend` saves nothing, or runs on other sequences than its peers', that
+/// would be behind an exchange of gradients, and before an exchange that its peers repeat.
 at::Tensor recomputed_to_the_end(const at::Tensor& o);
 
 }  // namespace knapformer

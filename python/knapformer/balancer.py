@@ -7,6 +7,7 @@ torch.distributed's.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from collections.abc import Sequence
 from typing import SupportsFloat, cast
@@ -81,6 +82,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
+        _release_groups_at_exit(os.getpid())
         super().__init__(
             node_topology(group) if topology is None else topology,
             gamma=gamma,
@@ -171,6 +173,11 @@ def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.P
     return group
 
 
-# A process group has threads until its last reference goes, which may be a balancer's. A thread that needs the
-# interpreter after its end aborts the process. So groups are let go here: the end of a balancer may be too late.
-atexit.register(_torch.release_groups)
+@functools.cache
+def _release_groups_at_exit(process: int) -> None:
+    """A process group has threads until its last reference goes, which may be a balancer's. A thread that needs the
+    interpreter after its end aborts the process, and the end of a balancer may be too late.
+
+    Once in each process: those that multiprocessing forks on Python 3.13 begin without what was registered before.
+    """
+    atexit.register(_torch.release_groups)

@@ -62,7 +62,8 @@ def _signature(line: str, names: dict[str, Any]) -> inspect.Signature:
     """Of "name(self: ..., parameter: type = default) -> type"."""
     line = re.sub(r"\(self: [\w.]+", "(self", line)
     # inspect shows the class alone as <class 'SupportsIndex'>.
-    line = re.sub(r": typing\.SupportsIndex(?=[,)]| = )", ": int | typing.SupportsIndex", line)
+    for name, plain in (("SupportsIndex", "int"), ("SupportsInt", "int"), ("SupportsFloat", "float")):
+        line = re.sub(rf": typing\.{name}(?=[,)]| = )", f": {plain} | typing.{name}", line)
     made: dict[str, Any] = {}
     exec(compile(f"def {line}: ...", "<signature>", "exec", dont_inherit=True), names, made)
     return inspect.signature(made.popitem()[1])

@@ -128,6 +128,41 @@ def train_in_all_modes(rank: int, world_size: int) -> dict[str, dict[str, tuple[
     return figures
 
 
+def attention_alone(rank: int, world_size: int) -> None:
+    """In a checkpoint of its own, on ranks of which some hold whole sequences only or no heads: there `attend` saves
+    nothing, or something else than on its peers."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return q.sin() * k * v if q.numel() else q * 1
+
+    for topology, d_model, lens in (
+        ("g4/2/1n1", 1024, [[4000, 200], [1000], [1000, 1000], [1000, 1000]]),
+        ("g4n1", 64, [[40], [], [], []]),
+    ):
+        balancer, gradients = SequenceBalancer(topology), []
+        num_tokens = balancer.plan_routing(lens[rank], d_model).tokens_after[rank]
+
+        def halves(q: Tensor, k: Tensor, v: Tensor, balancer: SequenceBalancer = balancer) -> Tensor:
+            seq_lens, q, k, v = balancer.pre_attn(q, k, v)
+            return balancer.post_attn(attend(q, k, v, seq_lens))[1]
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, balancer: SequenceBalancer = balancer) -> Tensor:
+            return balancer.attention(q, k, v, attend)
+
+        for call in (whole, halves) if topology == "g4n1" else (whole,):
+            for checkpointed in (False, True):
+                x = torch.randn(num_tokens, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+                x.requires_grad_()
+                o = checkpoint(call, x, x, x, use_reentrant=False) if checkpointed else call(x, x, x)
+                (o * 2).sum().backward()
+                gradients.append(x.grad)
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients), topology
+
+
+def test_attention_alone_is_recomputed_in_one_order_on_all_ranks() -> None:
+    run_ranks(attention_alone, 4)
+
+
 def test_recomputation_repeats_no_exchange() -> None:
     of_ranks = run_ranks(train_in_all_modes, 2, timeout_s=300)
     for figures in of_ranks:

@@ -174,6 +174,23 @@ void CommGroup::use_peer_memory() {
   peer_memory_ = std::make_shared<PeerMemory>(group->getGroupName(), timeout_of(*group));
 }
 
+std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(int64_t num_bytes, at::Device device,
+                                                               std::string_view label) {
+  // Ranks meet in torch's store, which has nobody look for errors of others. So they meet here before.
+  const auto meet = [&](int64_t number) {
+    Fingerprint slot("peer memory");
+    slot.add("slot", text("number ", number, " for ", num_bytes, " bytes"));
+    fingerprints_->agree(slot);
+  };
+  try {
+    return peer_memory_->take(num_bytes, device, meet);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail(label, error);
+  }
+}
+
 void CommGroup::wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
   const at::Device device = lease.memory().device();

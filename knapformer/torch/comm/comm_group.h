@@ -63,8 +63,9 @@ class CommGroup {
 
   /// From now on there is memory that the ranks read in each other. All of them call it, before the first exchange.
   void use_peer_memory();
-  /// Null: there is none.
-  PeerMemory* peer_memory() const { return peer_memory_.get(); }
+  bool has_peer_memory() const { return peer_memory_ != nullptr; }
+  /// A slot of it for one exchange, as in PeerMemory::take.
+  std::unique_ptr<PeerMemory::Lease> take_peer_memory(int64_t num_bytes, at::Device device, std::string_view label);
   /// In place of a collective: the device waits until all ranks have packed, of which this one sent so many bytes.
   void wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label);
 

@@ -15,11 +15,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <vector>
@@ -67,17 +70,21 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   };
 
   /// A slot of so many bytes, the same number on all ranks. Collective; waits for the others, and for the device, where
-  /// no slot is free that is large enough.
-  std::unique_ptr<Lease> take(int64_t num_bytes, at::Device device);
+  /// no slot is free that is large enough: after meet(number of the new slot), by which all ranks know that all come.
+  std::unique_ptr<Lease> take(int64_t num_bytes, at::Device device, const std::function<void(int64_t)>& meet);
 
  private:
-  std::shared_ptr<Slot> make_slot(int64_t num_bytes, at::Device device) const;
+  std::shared_ptr<Slot> take_free(int64_t num_bytes, at::Device device);
+  /// Orders what this rank does on another stream than before behind all that it did there.
+  void follow_stream(at::Device device);
 
   std::string group_;
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Slot>> slots_;
+  int64_t num_slots_made_ = 0;
   int64_t num_barriers_ = 0;
+  std::optional<c10::Stream> stream_;  // of the last exchange
 };
 
 }  // namespace knapformer

@@ -106,7 +106,7 @@ void Watchdog::device_works(Patrol::Mark mark) {
       TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
       for (const std::function<void()>& abort_group : aborts_) abort_group();
     };
-    patrol_ = std::make_unique<Patrol>([this] { look(); }, abort);
+    patrol_ = Patrol::make([this] { look(); }, abort);
   }
   patrol_->device_works(std::move(mark));
 }

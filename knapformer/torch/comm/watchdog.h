@@ -157,7 +157,7 @@ class Watchdog {
   std::vector<std::function<void()>> aborts_;
   // The last members: their threads end first.
   std::unique_ptr<Lifeline> lifeline_;
-  std::unique_ptr<Patrol> patrol_;  // from the first collective of an accelerator on
+  std::shared_ptr<Patrol> patrol_;  // from the first collective of an accelerator on
 };
 
 /// "route(x,ids)" -> "route".

@@ -118,6 +118,16 @@ void ExchangeArguments::follow_others() {
   }
 }
 
+/// A level without rows here follows the others: what was computed of them is differentiable for its peers, too.
+void ExchangeArguments::follow_other_levels() {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].size(0) > 0 || tensors[i].requires_grad()) continue;
+    for (size_t other = i % num_slots(); other < tensors.size(); other += num_slots()) {
+      if (tensors[other].requires_grad()) tensors[i] = tensors[i].detach().set_requires_grad(true);
+    }
+  }
+}
+
 template <class Input>
 ExchangeArguments ExchangeArguments::of_slots(Derivative derivative, bool joined, const char* call, const char* suffix,
                                               Input input) const {
@@ -155,6 +165,7 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
     segment.table = segment.table.inverse();
     segment.sharing = segment.sharing.inverse();
   }
+  if (is_differentiating()) back.follow_other_levels();
   for (const at::Tensor& gradient : back.tensors) back.differentiable.push_back(derivatives_of(gradient));
   if (is_differentiating()) back.follow_others();
   return back;

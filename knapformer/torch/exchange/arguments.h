@@ -102,6 +102,7 @@ struct ExchangeArguments {
 
  private:
   void follow_others();
+  void follow_other_levels();
   /// The exchange of the slots that have the derivative, without tables' ends swapped. input(number): of a slot; called
   /// once for each, or once for each of the first segment's where `joined`.
   template <class Input>

@@ -223,11 +223,13 @@ bool ExchangeCall::bounds_bytes() const {
   });
 }
 
-void ExchangeCall::use(PeerMemory& memory) {
+void ExchangeCall::use_peer_memory(CommGroup& group) {
   const PeerLayout layout(segments_);
-  lease_ = memory.take(layout.num_bytes(), device_);
+  lease_ = group.take_peer_memory(layout.num_bytes(), device_, label_);
   wire_ = lease_->memory();
   sent_bytes_.assign(static_cast<size_t>(num_peers()), 0);
+  // What several ranks send of one row is added in this order, as by an all-to-all.
+  add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
   for (int32_t peer = 0; peer < num_peers(); ++peer) {
     if (peer == this_peer()) continue;
     const int64_t sent_at = layout.first_byte(this_peer(), peer), received_at = layout.first_byte(peer, this_peer());
@@ -235,7 +237,6 @@ void ExchangeCall::use(PeerMemory& memory) {
     add_peer(received_blocks_, &Segment::recv, peer, received_at);
   }
   add_peer(sent_blocks_, &Segment::send, this_peer(), 0);  // from input to output: no byte of it lies in the slot
-  add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
 }
 
 void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "knapformer/core/plan/heads.h"
-#include "knapformer/torch/comm/peer_memory.h"
+#include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
 
 namespace knapformer {
@@ -111,7 +111,7 @@ class ExchangeCall {
   /// Whether all ranks know how many bytes each of them can have to send: where heads are shared. The same on all.
   bool bounds_bytes() const;
   /// In place of allocate_wire, where it bounds bytes. Collective.
-  void use(PeerMemory& memory);
+  void use_peer_memory(CommGroup& group);
   /// Null: it has a buffer.
   PeerMemory::Lease* peer_memory() const { return lease_.get(); }
 

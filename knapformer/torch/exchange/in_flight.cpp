@@ -14,7 +14,7 @@ namespace {
 
 /// The same on all ranks, or an error.
 bool may_use_peer_memory(const CommGroup& group, const ExchangeCall& call) {
-  if (group.peer_memory() == nullptr) return false;
+  if (!group.has_peer_memory()) return false;
   const at::Device device = call.device();
   const bool has_memory = PeerMemory::serves(device), has_kernel = call.engine() == ExchangeEngine::kKernel;
   if (device.is_cpu()) return has_memory && uses_packing_kernel(call);
@@ -34,7 +34,7 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
     group_->fingerprints().agree(arguments.fingerprint());
     engine_ = make_engine(*call_);
     if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
-      call_->use(*group_->peer_memory());
+      call_->use_peer_memory(*group_);
       engine_->pack();
       return;
     }

@@ -37,7 +37,7 @@ def _dispatched(backend: Any, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths_list(seq_lens)) if length > 0]
-    if not runs:
+    if not runs or q.shape[1] == 0:
         return q * 0 + (k.sum() + v.sum()) * 0  # keeps q, k and v in the graph
     sizes = [length * count for length, count in runs]
     outs = []

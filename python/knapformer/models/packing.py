@@ -122,8 +122,9 @@ class TwoStreams:
 
 def _joined(text: Tensor, image: Tensor, streams: TwoStreams) -> Tensor:
     packed = image.new_empty((streams.num_rows, *image.shape[1:]))
-    packed.index_copy_(0, streams.text_rows, text)
-    packed.index_copy_(0, streams.image_rows, image)
+    # Not index_copy_: the compiler of torch 2.11 drops the gradient of what a method in place has returned.
+    packed[streams.text_rows] = text
+    packed[streams.image_rows] = image
     return packed
 
 

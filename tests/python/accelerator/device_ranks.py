@@ -303,6 +303,42 @@ def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, st
     return raised
 
 
+def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float]:
+    """Rank 1 fails where both would get more memory for their peers to read: what it raises, and after what seconds."""
+    balancer = SequenceBalancer("g2n1", group=sim.new_group(timeout_s=45), peer_memory=True)
+    begin = 0.0
+    try:
+        for num_tokens in (64, 64, 100_000):
+            balancer.plan_routing([num_tokens], 24)
+            fails = rank == 1 and num_tokens == 100_000
+            q = torch.ones(int(balancer.chunk_lens.sum()) + fails, 2, 8, device="sim")
+            begin = time.monotonic()
+            balancer.attention(q, q, q, lambda q, *_: q)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
+    """By all-to-all and by peer memory: what attention gives whose one key/value head goes to all ranks, and its
+    gradients, in float32."""
+    group, results = sim.new_group(), []
+    for peer_memory in (False, True):
+        balancer = SequenceBalancer("g4/2/1n1", group=group, peer_memory=peer_memory)
+        values: list[Tensor] = []
+        for step, lens in enumerate(([[400, 20], [30], [1000], [300]], [[9], [64, 2000], [50], [5, 5]])):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            num_tokens = balancer.plan_routing(lens[rank], 1024).tokens_after[rank]
+            q, k, v = (
+                torch.randn(num_tokens, heads, 8, generator=generator).to("sim").requires_grad_() for heads in (4, 1, 1)
+            )
+            o = balancer.attention(q, k, v, attend)
+            (o * o.detach().sin()).sum().backward()
+            values += [t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
+        results.append(values)
+    return results[0], results[1]
+
+
 def peer_memory_without_the_kernel(rank: int, world: int) -> str:
     """What a rank raises whose device has symmetric memory, and no packing kernel."""
     balancer = SequenceBalancer("g2n1", group=sim.new_group(), engine="device", peer_memory=True)

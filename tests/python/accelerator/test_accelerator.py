@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerator.device_ranks import (
     Launches,
+    a_mistake_where_memory_grows,
     balancers_agree,
     errors_with_work_in_flight,
     launches_of_calls,
@@ -16,6 +17,7 @@ from accelerator.device_ranks import (
     models_agree,
     peer_memory_without_the_kernel,
     tables_of_a_loader,
+    transports_agree,
 )
 from distributed.ranks import run_ranks
 
@@ -89,6 +91,18 @@ def test_a_models_step_by_peer_memory_is_the_same_to_the_bit() -> None:
             assert torch.equal(out, expected_out) and loss == expected_loss
             assert all(torch.equal(grads[parameter], grad) for parameter, grad in expected_grads.items())
             assert counted.launched.count("barrier") > 0 and counted.syncs == []
+
+
+def test_sums_by_peer_memory_are_the_same_to_the_bit() -> None:
+    for by_all_to_all, by_peer_memory in run_ranks(transports_agree, 4):
+        assert len(by_all_to_all) == len(by_peer_memory) > 0
+        assert all(torch.equal(a, b) for a, b in zip(by_all_to_all, by_peer_memory, strict=True))
+
+
+def test_a_mistake_is_seen_where_peer_memory_grows() -> None:
+    """Torch's ranks meet in its store there, where none looks for what others say."""
+    for kind, message, seconds in run_ranks(a_mistake_where_memory_grows, 2, timeout_s=100):
+        assert kind == "ArgumentError" and "q: got 100001 rows" in message and seconds < 20, (kind, message, seconds)
 
 
 def test_peer_memory_asks_for_the_packing_kernel() -> None:

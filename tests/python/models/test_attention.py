@@ -246,6 +246,15 @@ def test_sums_by_sequence_use_no_operation_without_a_fixed_order() -> None:
     assert not [name for name in seen if any(word in name for word in unordered)]
 
 
+def test_without_heads_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 for the CPU divides by their number, and ends the process."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    q, k, v = (torch.zeros(5, 0, 4, requires_grad=True) for _ in range(3))
+    out = varlen_attention(q, k, v, [3, 2])
+    out.sum().backward()
+    assert out.shape == (5, 0, 4) and all(t.grad is not None for t in (q, k, v))
+
+
 def test_gradients_of_rows_add_up_in_float32() -> None:
     """In bfloat16 a sum of ones stops at 256."""
     x = torch.ones(1000, 1, dtype=torch.bfloat16)

@@ -2,6 +2,8 @@
 #include "knapformer/torch/comm/patrol.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -90,6 +92,19 @@ TEST(Patrol, WorkGivenDuringALookIsNotForgotten) {
   EXPECT_TRUE(watch.comes([&] { return watch.num_looks > looks + 2; }));
   watch.others_failed = true;
   EXPECT_TRUE(watch.comes([&] { return watch.num_aborts == 1; }));
+}
+
+TEST(Patrol, AForkedProcessLetsGoOfItWithoutAWait) {
+  std::shared_ptr<Patrol> patrol = Patrol::make([] {}, [](const std::exception&) {});
+  const pid_t forked = ::fork();
+  if (forked == 0) {
+    ::alarm(60);  // ends a process that waits
+    patrol = nullptr;
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(forked, &status, 0), forked);
+  EXPECT_TRUE(WIFEXITED(status));
 }
 
 }  // namespace
