@@ -25,7 +25,7 @@ from picture_training import pictures as P  # noqa: E402
 from picture_training.launch import finish, kill_after, start  # noqa: E402
 from picture_training.training import TrainingOptions, TrainingRun  # noqa: E402
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 SMALL = ("--steps", str(NUM_STEPS), "--batch-size", "8", "--micro-batches", "2", "--resolutions", "8,16,32",
          "--precision", "fp64", "--checkpoint-every", "3")  # fmt: skip
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command_ranks import simulate
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
 from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
@@ -20,8 +22,9 @@ from printed import check_tables
 
 from knapformer import Calibration, Cluster, DataMix, Sample
 
+MIX = "g1b1i64f1s0,g1b3i128f1s0"
 SIMULATE = [
-    "simulate", "--ranks", "2", "--model", "transformer-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0",
+    "simulate", "--ranks", "2", "--model", "transformer-tiny", "--data", MIX,
     "--max-text-tokens", "20", "--steps", "3", "--warmup", "1", "--topology", "g2n1",
     "--topology", "g1n2", "--topology", "g2/1n1", "--peak-tflops", "0.1",
 ]  # fmt: skip
@@ -41,7 +44,7 @@ def check_results(path: Path, gamma: float | None) -> None:
     assert all(len(v["fbl_per_step_s"]) == 3 and min(v["fbl_per_step_s"]) > 0 for v in results["variants"])
     assert none["speed_up"] == none["promised_speed_up"] == 1 and shared["wir"] < whole["wir"] < none["wir"]
     assert nested["wir"] <= whole["wir"]
-    mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
+    mix = DataMix.parse(MIX, max_text_tokens=20)
     tokens = sum(sum(map(sum, mix.draw_lengths(0, step, 2))) for step in (1, 2, 3)) / 3  # step 0 was the warm-up
     assert none["tokens_per_s"] == pytest.approx(tokens / none["fbl_s"])
     assert 0 < none["hfu"] < 1 and results["gamma"] > 0 and (gamma is None or results["gamma"] == gamma)
@@ -75,13 +78,12 @@ def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
 
 def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = [*SIMULATE[:7], "--max-text-tokens", "20", "--model", "wan-tiny", "--gamma", "0.5", "--json", str(out)]
-    done = start(
-        [sys.executable, "-m", "knapformer", *arguments, "--steps", "2", "--warmup", "0", "--topology", "g2n1"]
-    )
-    assert done.returncode == 0, done.stderr
+    simulate(
+        2, "--model", "wan-tiny", "--data", MIX, "--max-text-tokens", "20", "--gamma", "0.5", "--steps", "2",
+        "--warmup", "0", "--topology", "g2n1", "--json", str(out),
+    )  # fmt: skip
     none, shared = json.loads(out.read_text())["variants"]
-    mix = DataMix.parse("g1b1i64f1s0,g1b3i128f1s0", max_text_tokens=20)
+    mix = DataMix.parse(MIX, max_text_tokens=20)
     possible = load_config("wan-tiny").possible
     patches = [[possible(s).visual_tokens for s in mix.draw(0, step, rank)] for step in (0, 1) for rank in (0, 1)]
     assert none["tokens_per_s"] == pytest.approx(sum(map(sum, patches)) / 2 / none["fbl_s"])
@@ -90,14 +92,11 @@ def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> No
 
 def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = [
-        *SIMULATE[:3], "--model", "transformer-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-        "--steps", "2", "--warmup", "0",
+    printed = simulate(
+        2, "--model", "transformer-tiny", "--data", MIX, "--max-text-tokens", "20", "--steps", "2", "--warmup", "0",
         "--gamma", "0.5", "--dtype", "fp64", "--micro-batches", "3", "--topology", "g2/1n1", "--equal-lengths",
         "--cluster", "cpu", "--json", str(out),
-    ]  # fmt: skip
-    done = start([sys.executable, "-m", "knapformer", *arguments])
-    assert done.returncode == 0, done.stderr
+    )  # fmt: skip
     none, nested, planned, equal = json.loads(out.read_text())["variants"]
     assert [of["name"] for of in (none, nested, planned, equal)] == [NO_BALANCER, "g2/1n1", PLANNED_STEP, EQUAL_LENGTHS]
     for of in (nested, planned):
@@ -107,8 +106,8 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert planned["tokens_moved"] == 0 < nested["tokens_moved"] and planned["promised_speed_up"] > 1.5
     assert planned["tokens_per_s"] * planned["fbl_s"] == pytest.approx(none["tokens_per_s"] * none["fbl_s"])
     assert all(of["predicted_s"] > 0 for of in (none, nested, planned, equal))
-    check_tables(done.stdout)
-    assert "step planned: BalancedBatchSampler" in done.stdout and "The loss is the same" in done.stdout
+    check_tables(printed)
+    assert "step planned: BalancedBatchSampler" in printed and "The loss is the same" in printed
 
 
 def test_adapters_on_a_frozen_base_are_simulated(tmp_path: Path) -> None:
@@ -117,17 +116,29 @@ def test_adapters_on_a_frozen_base_are_simulated(tmp_path: Path) -> None:
     calibration = Calibration(0.8, 1e-12, 64, True, 0.01, 0.2, 0.03, mode="lora")
     (tmp_path / "lora.json").write_text(json.dumps(calibration.to_dict()))
     out = tmp_path / "out.json"
-    arguments = [
-        *SIMULATE[:3], "--model", "flux-tiny", "--data", "g1b1i64f1s0,g1b3i128f1s0", "--max-text-tokens", "20",
-        "--steps", "1", "--warmup", "1", "--topology", "g2/1n1", "--dtype", "fp64", "--calibration",
-        str(tmp_path / "lora.json"), "--json", str(out),
-    ]  # fmt: skip
-    done = start([sys.executable, "-m", "knapformer", *arguments])
-    assert done.returncode == 0, done.stderr
+    simulate(
+        2, "--model", "flux-tiny", "--data", MIX, "--max-text-tokens", "20", "--steps", "1", "--warmup", "1",
+        "--topology", "g2/1n1", "--dtype", "fp64", "--calibration", str(tmp_path / "lora.json"), "--json", str(out),
+    )  # fmt: skip
     results = json.loads(out.read_text())
     none, nested = results["variants"]
     assert results["settings"]["mode"] == "lora" and none["predicted_s"] > 0
     assert nested["loss_difference"] < 1e-12 and nested["gradient_difference"] < 1e-11
+
+
+def test_a_report_shows_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    simulate(
+        2, "--model", "transformer-tiny", "--gamma", "0.5", "--data", MIX,
+        "--max-text-tokens", "20", "--steps", "3", "--warmup", "1", "--topology", "g2n1",
+        "--json", str(tmp_path / "out.json"), "--report", str(tmp_path / "out.html"),
+    )  # fmt: skip
+    page = (tmp_path / "out.html").read_text()
+    none, shared = json.loads((tmp_path / "out.json").read_text())["variants"]
+    medians = [statistics.median(variant["fbl_per_step_s"]) for variant in (none, shared)]
+    assert f"{medians[0]:.3g} → {medians[1]:.3g} s" in page
+    assert "g2n1, measured" in page
+    assert "predicted step" not in page
 
 
 def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
@@ -135,13 +146,11 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     out, samples = tmp_path / "out.json", tmp_path / "samples.csv"
     samples.write_text("num_tokens\n" + "\n".join(str(20 + 5 * i) for i in range(40)))
     ways = [word for way in ("buckets", "time_budget", "static_2") for word in ("--way", way)]
-    command = [
-        sys.executable, "-m", "knapformer", "simulate", "--lengths", str(samples), "--batch-size", "2", "--ranks", "2",
-        "--model", "transformer-tiny", "--gamma", "0.5", "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu",
-        "--json", str(out), "--report", str(tmp_path / "out.html"),
-    ]  # fmt: skip
-    done = start(command)
-    assert done.returncode == 0, done.stderr
+    printed = simulate(
+        2, "--lengths", str(samples), "--batch-size", "2", "--model", "transformer-tiny", "--gamma", "0.5",
+        "--steps", "1", "--warmup", "1", *ways, "--cluster", "cpu", "--json", str(out),
+        "--report", str(tmp_path / "out.html"),
+    )  # fmt: skip
     results = json.loads(out.read_text())
     none, buckets, budget, static = results["variants"]
     assert results["settings"]["lengths"] == 40 and results["data_codes"] is None
@@ -152,8 +161,8 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     for of in (buckets, budget, static):
         assert of["speed_up"] == pytest.approx(of["work"] * none["fbl_s"] / of["fbl_s"])
         assert of["predicted_s"] > 0
-    check_tables(done.stdout)
-    assert "lockstep buckets: other samples" in done.stdout
+    check_tables(printed)
+    assert "lockstep buckets: other samples" in printed
     # The page's headline is of the same samples.
     page = (tmp_path / "out.html").read_text()
     assert f"{none['fbl_s']:.3g} → {static['fbl_s']:.3g} s" in page and "time budget, measured" in page
@@ -222,7 +231,7 @@ def test_a_failing_rank_ends_the_run_in_one_line(tmp_path: Path) -> None:
     ("number", "status", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 1, "SIGTERM")]
 )
 def test_a_signal_ends_the_run_and_its_ranks(number: int, status: int, words: str, tmp_path: Path) -> None:
-    arguments = [*SIMULATE, "--steps", "100000", "--gamma", "1", "--json", str(tmp_path / "out.json")]
+    arguments = [*SIMULATE, "--steps", "3000", "--gamma", "1", "--json", str(tmp_path / "out.json")]
     command = [sys.executable, "-m", "knapformer", *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
