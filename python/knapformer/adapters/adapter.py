@@ -46,7 +46,8 @@ class Home:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The last argument of every packed call of a module. Not a tensor, so that FSDP leaves its precision alone."""
+    """The last argument of every packed call of a module. FSDP's mixed precision casts floating-point tensors in it,
+    but for those in other classes than dataclasses, as Rotation is."""
 
     of_token: Segments  # of each token its row of modulation
 

@@ -30,13 +30,12 @@ _STATE = "_knapformer"
 
 
 class _Balanced:
-    """Of a model or one of its modules: what a packed call takes, and the `forward` that was there before.
+    """Of a model or one of its modules: what a packed call takes.
 
     A deep copy of a module shares it: a balancer is not copied.
     """
 
-    def __init__(self, own_forward: Any, **parts: Any) -> None:
-        self.own_forward = own_forward  # on the object itself; None: its class's
+    def __init__(self, **parts: Any) -> None:
         self.adapter: Adapter
         self.balancer: SequenceBalancer | None
         self.batches: bool
@@ -75,18 +74,27 @@ def balance(
         trainer whose batches have one size each, and other sizes on other ranks, is balanced as it is.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
-    StateError where the model is set to compute what a packed call cannot, such as another attention processor.
+    StateError where the model is set to compute what a packed call cannot, such as another attention processor, or
+    where its `forward` was replaced, by accelerate's `prepare` or a hook, which a packed call would pass by.
     """
     model, adapter_class = find_model(transformer)
     unbalance(model)
+    packed = list(_modules_of(model, adapter_class))
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
+    called = {id(module) for module in (model, *(module for module, _ in packed))}
+    for name, module in model.named_modules():
+        if id(module) in called and "forward" in module.__dict__:
+            raise StateError(
+                f"{name or 'transformer'}.forward: got one that was put on the object, expected its class's: call "
+                "accelerate's prepare, and add hooks, after balance()"
+            )
     if batches and not adapter.batched:
         raise ArgumentError(
             f"batches: got True for {type(model).__name__}, expected False: its own calls are not split into samples"
         )
     _replace(model, _model_forward, adapter=adapter, balancer=balancer, batches=batches)
-    for module, packed_forward in _modules_of(model, adapter_class):
+    for module, packed_forward in packed:
         _replace(module, _module_forward, packed_forward=packed_forward)
     return transformer
 
@@ -116,7 +124,7 @@ def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module,
 
 
 def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
-    setattr(module, _STATE, _Balanced(module.__dict__.get("forward"), **parts))
+    setattr(module, _STATE, _Balanced(**parts))
     module.forward = MethodType(forward, module)
 
 
@@ -128,19 +136,12 @@ def _restore(module: nn.Module) -> None:
         module.__dict__[_STATE] = state
         raise StateError("transformer: its forward was replaced after balance(); undo that first")
     del module.__dict__["forward"]
-    if state.own_forward is not None:
-        module.forward = state.own_forward
-
-
-def _own_forward(module: nn.Module) -> Any:
-    state: _Balanced = module.__dict__[_STATE]
-    return state.own_forward or MethodType(type(module).forward, module)
 
 
 def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[-1], Packed):
         return module.__dict__[_STATE].packed_forward(module, *args)
-    return _own_forward(module)(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,7 @@ def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _packed_call(model, *args, **kwargs)
     state: _Balanced = model.__dict__[_STATE]
     if not state.batches:
-        return _own_forward(model)(*args, **kwargs)
+        return type(model).forward(model, *args, **kwargs)
     with _reported(state.balancer):
         samples = _samples_of_batch(dict(zip(state.adapter.batched, args, strict=False)) | kwargs)
     return torch.cat(list(_packed_call(model, samples)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SampleBatch:
-    """Not a dict or list itself, so that FSDP leaves the precision of its tensors alone."""
+    """FSDP's mixed precision casts floating-point tensors in it, as those of diffusers' own calls."""
 
     samples: list[dict[str, Any]]  # the arguments of diffusers' forward
     seq_lens: list[int]  # tokens of each, as they are planned

@@ -126,7 +126,8 @@ class Wan(Adapter):
         inputs = videos or [samples.like.new_zeros((0, config.in_channels, *config.patch_size))]
         x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in inputs])
         rotations = [rotation_rows(*(t.flatten(0, 2) for t in model.rope(video))) for video in videos]
-        rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=torch.float32), *rotations])
+        wide = torch.promote_types(torch.float32, model.rope.freqs_cos.dtype)
+        rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=wide), *rotations])
 
         text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
         text = embedder.text_embedder(text)

@@ -31,11 +31,10 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
     contexts: Any = noop_context_fn
     if keep_exchanges:
         from knapformer.checkpointing import keep_exchanges as contexts
-    # No block draws random numbers, so there is no generator state to restore.
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     for module in model.modules():
-        if isinstance(module, Block):
-            module.checkpoint = run if enabled else None
+        if isinstance(module, Block):  # draws no random numbers: there is no generator state to restore
+            module.checkpoint = partial(run, preserve_rng_state=False) if enabled else None
         elif hasattr(module, "enable_gradient_checkpointing"):  # of diffusers
             of: Any = module
             of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()

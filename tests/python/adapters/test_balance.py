@@ -19,10 +19,13 @@ from adapters.cases import (
     sample_loss,
     seeded,
 )
+from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
+from knapformer.models import set_checkpointing
 from torch import nn
 
 import knapformer
+from knapformer import SequenceBalancer
 
 CASE = cases()["flux"]
 
@@ -228,6 +231,46 @@ def test_what_cannot_be_packed_is_refused() -> None:
     model.single_transformer_blocks[0].attn.processor._parallel_config = object()
     with pytest.raises(knapformer.StateError, match=r"single_transformer_blocks\[0\].attn.processor: .*context parall"):
         model(samples_of())
+
+
+@pytest.mark.parametrize("block", [None, 0])
+def test_a_forward_that_was_put_there_before_is_refused(block: int | None) -> None:
+    """As accelerate's prepare and hooks put it: a packed call would pass it by."""
+    model = CASE.make()
+    module = model if block is None else model.transformer_blocks[block]
+    module.forward = module.forward
+    name = "transformer" if block is None else r"transformer_blocks\.0"
+    with pytest.raises(knapformer.StateError, match=rf"{name}\.forward: got one that was put on the object"):
+        knapformer.balance(model)
+    del module.forward
+    assert knapformer.balance(model) is model
+
+
+@pytest.mark.parametrize("keep_exchanges", [False, True])
+def test_dropout_is_the_same_when_it_is_recomputed(keep_exchanges: bool) -> None:
+    peft = pytest.importorskip("peft")
+    gradients = []
+    for checkpointed in (False, True):
+        model = CASE.make().requires_grad_(False)
+        model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q"], init_lora_weights=False))
+        if checkpointed:
+            set_checkpointing(model, keep_exchanges=keep_exchanges)
+        torch.manual_seed(1)
+        gradients.append(packed(knapformer.balance(seeded(model).train()), samples_of()))
+    assert_gradients_equal(*gradients)
+
+
+def wan_in_float64(rank: int, world_size: int) -> float:
+    case = cases()["wan"]
+    model = knapformer.balance(seeded(case.make()).double(), SequenceBalancer("g2n1"))
+    sample = {name: value.double() for name, value in case.sample(*SIZES[0], 0).items()}
+    predictions = model([sample] if rank == 0 else [])
+    return sum((p.square().mean().item() for p in predictions), 0.0)
+
+
+def test_wan_in_float64_where_a_rank_has_no_samples() -> None:
+    of_first, of_second = run_ranks(wan_in_float64, 2)
+    assert of_first > 0 and of_second == 0
 
 
 def test_batches_are_refused_where_a_model_does_not_split_them() -> None:
