@@ -73,7 +73,12 @@ def check(rank: int, world_size: int) -> dict[str, str]:
         assert balancer.metrics()["balancer/num_collectives"] == 2  # there and back: following takes none
 
     told = {}
-    fresh = lambda: SequenceBalancer("g4n1", group=dist.new_group(list(range(4))))  # noqa: E731
+
+    def fresh() -> SequenceBalancer:
+        made = SequenceBalancer("g4n1", group=dist.new_group(list(range(4))))
+        dist.barrier()  # a rank that is still making it would raise there what others say of their next call
+        return made
+
     plan = knapformer.plan(LENGTHS, "g4n1", D_MODEL)
     other = knapformer.plan([[3, 70], [], [9], [1, 2, 6]], "g4n1", D_MODEL)
     balancer = fresh()
