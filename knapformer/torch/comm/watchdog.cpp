@@ -132,7 +132,7 @@ void Watchdog::leave(bool at_end) noexcept {
   lifeline_.reset();
 }
 
-void Watchdog::check_ranks_left() const {
+void Watchdog::check_ranks_left() {
   if (!store_->check({kNumLeftKey})) return;
   for (size_t i = 0; i < groups_.size(); ++i) {
     const std::shared_ptr<WatchedGroup> here = group(i);
@@ -141,6 +141,7 @@ void Watchdog::check_ranks_left() const {
       const int32_t rank = here->place().number_of(j);
       const std::optional<Position> last = position_of(rank, kLeftNote);
       if (!last || last->counts[i] >= here->num_calls_begun()) continue;
+      check_errors();  // where it has raised it said so before it left, maybe in the middle of this look
       throw StateError(text("rank ", rank,
                             ": has left (its balancer or its process has ended), expected it in the call ",
                             "that rank ", rank_, " waits in"));

@@ -142,7 +142,7 @@ class Watchdog {
   std::optional<Position> position_of(int32_t rank, std::string_view note) const;
   void show(const Position& position);
   void check_order(const Position& own) const;
-  void check_ranks_left() const;
+  void check_ranks_left();
   [[noreturn]] void throw_store_lost(const std::exception& error);
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -31,6 +31,7 @@ STOP_S = 9.0
 LIMIT_S = 10.0
 GROUP_TIMEOUT_S = 120.0
 HEADS, HEAD_DIM = 4, 2
+D_MODEL = 3072  # that lengths are planned for: so wide that sharing the longest pays
 
 
 class Case(NamedTuple):
@@ -86,12 +87,20 @@ class _Victim:
             raise _Left
         return {"skipped": 0, "doubled": 2}.get(fault, 1)
 
+    def lengths(self, step: int) -> list[int]:
+        """Of the data, which a loader takes ahead of the steps."""
+        if (*self._case[:2], self._case.victim, STEP_OF_FAULT) != ("shape", "loader", self._rank, step):
+            return _lengths(self._rank, step)
+        self._report.send(("fault", time.time()))
+        return [-1]
+
     def width(self, call: str, width: int) -> int:
         return width + 1 if self._case.fault == "shape" and self.is_due(call) else width
 
 
 def _lengths(rank: int, step: int) -> list[int]:
-    return [[40, 3], [5], [7, 2], [11]][rank % 4] if step % 2 == 0 else [[4, 30], [6, 9], [8], [12, 1]][rank % 4]
+    even, odd = [[400, 3], [5], [7, 2], [11]], [[4, 300], [6, 9], [8], [12, 1]]
+    return (odd if step % 2 else even)[rank % 4]
 
 
 def _train(rank: int, case: Case, victim: _Victim) -> None:
@@ -104,8 +113,8 @@ def _train(rank: int, case: Case, victim: _Victim) -> None:
     steps = iter(range(NUM_STEPS))
     batches: Iterator[Any] | None = None
     if case.call == "loader":
-        data = [{"seq_lens": _lengths(rank, step)} for step in range(NUM_STEPS)]
-        batches = iter(BalancedLoader(data, balancer, 8, empty=lambda: {"seq_lens": []}))
+        data = ({"seq_lens": victim.lengths(step)} for step in range(NUM_STEPS))
+        batches = iter(BalancedLoader(data, balancer, D_MODEL, empty=lambda: {"seq_lens": []}))
     for step in steps:
         victim.step = step
         if batches is not None:
@@ -115,7 +124,8 @@ def _train(rank: int, case: Case, victim: _Victim) -> None:
         else:
             lens = _lengths(rank, step)
             for _ in range(victim.times("plan")):
-                balancer.plan_routing(lens, victim.width("plan", 8))
+                balancer.plan_routing(lens, victim.width("plan", D_MODEL))
+            assert case.bags == "flat" or max(balancer.plan.degree_of_sequence) > 1
         tokens = sum(balancer.seq_lens.tolist())
         width = HEADS * HEAD_DIM
         x = torch.randn(tokens, victim.width("route", width), requires_grad=True)

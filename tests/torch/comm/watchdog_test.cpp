@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "knapformer/core/util/error.h"
@@ -18,9 +19,11 @@ class Group : public WatchedGroup {
   void check_announcements() override {
     ++num_checks;
     if (announced) throw StateError("announced");
+    if (meanwhile) meanwhile();
   }
   int32_t num_checks = 0;
   bool announced = false;
+  std::function<void()> meanwhile;  // what others do in the middle of a look
 };
 
 /// Rank `rank` of 4, in bags of 2.
@@ -136,6 +139,19 @@ TEST(ErrorStore, TellsTheFirstErrorToAllWithItsKindAndRank) {
   second.post(StateError("later"));
   EXPECT_EQ(error_of([&] { third.check_errors(); }), "ArgumentError: rank 3: x: got 1");
   EXPECT_EQ(error_of([&] { second.check_errors(); }), "ArgumentError: rank 3: x: got 1");
+}
+
+TEST(ErrorStore, NamesTheErrorOfARankThatRaisedAndLeftInTheMiddleOfALook) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Watchdog waiting(store, 0, /*num_ranks=*/2), failing(store, 1, 2);
+  const auto group = std::make_shared<Group>(RankInGroup{.rank = 0, .num_ranks = 2});
+  waiting.watch(group);
+  group->set_calls(1);
+  group->meanwhile = [&] {
+    EXPECT_NE(error_of([&] { failing.guard([] { throw ArgumentError("x: got 1"); }); }), "");
+    failing.leave();
+  };
+  EXPECT_EQ(error_of([&] { waiting.look(); }), "ArgumentError: rank 1: x: got 1");
 }
 
 TEST(ErrorStore, IsNotUsableAfterAnErrorThatThisRankKnowsOf) {
