@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "knapformer/core/util/process.h"
+
 namespace knapformer {
 
 struct TaskThread::Task::Place {
@@ -12,9 +14,7 @@ struct TaskThread::Task::Place {
 };
 
 std::shared_ptr<TaskThread> TaskThread::make() {
-  return {new TaskThread, [](TaskThread* thread) {
-            if (thread->process_ == ::getpid()) delete thread;
-          }};
+  return owned_by_this_process(std::unique_ptr<TaskThread>(new TaskThread));
 }
 
 TaskThread::Task& TaskThread::Task::operator=(Task&& other) noexcept {

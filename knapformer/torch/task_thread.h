@@ -41,6 +41,7 @@ class TaskThread {
   /// In a process that is forked from this one there is no such thread: what it would do stays undone, nothing waits
   /// for it, and it is not let go of.
   static std::shared_ptr<TaskThread> make();
+  ~TaskThread() = default;
   TaskThread(const TaskThread&) = delete;
   TaskThread& operator=(const TaskThread&) = delete;
 
@@ -49,7 +50,6 @@ class TaskThread {
 
  private:
   TaskThread() = default;
-  ~TaskThread() = default;
   void run(const std::stop_token& ends);
   void take_out(const std::shared_ptr<Task::Place>& task);
 

@@ -1,7 +1,5 @@
 #include "knapformer/torch/comm/patrol.h"
 
-#include <unistd.h>
-
 #include <exception>
 #include <utility>
 
@@ -13,12 +11,6 @@ Patrol::Patrol(std::function<void()> look, std::function<void(const std::excepti
       abort_(std::move(abort)),
       interval_(interval),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
-
-std::shared_ptr<Patrol> Patrol::make(std::function<void()> look, std::function<void(const std::exception&)> abort) {
-  return {new Patrol(std::move(look), std::move(abort)), [process = ::getpid()](Patrol* patrol) {
-            if (process == ::getpid()) delete patrol;
-          }};
-}
 
 void Patrol::device_works(Mark mark) {
   {

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -26,8 +25,6 @@ class Patrol {
   /// look: throws what other ranks have said. abort: ends the collectives in flight, after that; never throws.
   Patrol(std::function<void()> look, std::function<void(const std::exception&)> abort,
          std::chrono::milliseconds interval = std::chrono::seconds(1));
-  /// In a process that is forked from this one there is no such thread: nothing waits for it there.
-  static std::shared_ptr<Patrol> make(std::function<void()> look, std::function<void(const std::exception&)> abort);
   Patrol(const Patrol&) = delete;
   Patrol& operator=(const Patrol&) = delete;
 

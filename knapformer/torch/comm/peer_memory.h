@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -82,7 +83,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Slot>> slots_;
-  int64_t num_slots_made_ = 0;
+  std::atomic<int64_t> num_slots_made_ = 0;
   int64_t num_barriers_ = 0;
   std::optional<c10::Stream> stream_;  // of the last exchange
 };

@@ -7,6 +7,7 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
+#include "knapformer/core/util/process.h"
 
 namespace knapformer {
 namespace {
@@ -106,7 +107,7 @@ void Watchdog::device_works(Patrol::Mark mark) {
       TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
       for (const std::function<void()>& abort_group : aborts_) abort_group();
     };
-    patrol_ = Patrol::make([this] { look(); }, abort);
+    patrol_ = owned_by_this_process(std::make_unique<Patrol>([this] { look(); }, abort));
   }
   patrol_->device_works(std::move(mark));
 }

@@ -118,8 +118,9 @@ void ExchangeArguments::follow_others() {
   }
 }
 
-/// A level without rows here follows the others: what was computed of them is differentiable for its peers, too.
+/// In attention a level without rows here follows the others: what is differentiable of them is so for its peers, too.
 void ExchangeArguments::follow_other_levels() {
+  if (heads.num_heads == 0) return;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].size(0) > 0 || tensors[i].requires_grad()) continue;
     for (size_t other = i % num_slots(); other < tensors.size(); other += num_slots()) {

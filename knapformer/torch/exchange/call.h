@@ -101,7 +101,7 @@ struct WireBlock {
 
 class ExchangeCall {
  public:
-  /// Throws ArgumentError where the tensors do not fit the tables. Next comes allocate_wire, or use.
+  /// Throws ArgumentError where the tensors do not fit the tables. Next comes allocate_wire, or use_peer_memory.
   explicit ExchangeCall(const ExchangeArguments& arguments);
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;

@@ -46,8 +46,11 @@ class Home:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The last argument of every packed call of a module. FSDP's mixed precision casts floating-point tensors in it,
-    but for those in other classes than dataclasses, as Rotation is."""
+    """The last argument of every packed call of a module.
+
+    FSDP's mixed precision casts what is in floating point in a dataclass. What has to keep its precision stands in a
+    class that is none, as Rotation.
+    """
 
     of_token: Segments  # of each token its row of modulation
 

@@ -78,6 +78,15 @@ class PackedCrossAttention:
         return self._pairing.attend(q, k, v, causal=False)
 
 
+def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads. A rank has none of these where
+    more ranks than heads share a sequence, and some kernels fail then.
+
+    Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
+    """
+    return q * 0 + (k.sum() + v.sum()) * 0
+
+
 def _is_causal(mask: str) -> bool:
     if mask not in MASKS:
         raise ArgumentError(f"mask: got {mask!r}, expected one of {', '.join(MASKS)}")
@@ -104,10 +113,8 @@ class _Pairing:
         self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        # Kernels that are given no heads fail: a rank has none where more ranks than heads share a sequence.
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self._runs):
-            # Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
-            return q * 0 + (k.sum() + v.sum()) * 0
+            return no_attention(q, k, v)
         if _may_have_kernel(q.device) and _kernel_runs(
             q.device, q.dtype, q.shape[2], grouped=k.shape[1] != q.shape[1], causal=causal
         ):

@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "knapformer/core/util/process.h"
+
 namespace knapformer {
 namespace {
 
@@ -95,7 +97,7 @@ TEST(Patrol, WorkGivenDuringALookIsNotForgotten) {
 }
 
 TEST(Patrol, AForkedProcessLetsGoOfItWithoutAWait) {
-  std::shared_ptr<Patrol> patrol = Patrol::make([] {}, [](const std::exception&) {});
+  std::shared_ptr<Patrol> patrol = owned_by_this_process(std::make_unique<Patrol>([] {}, [](const std::exception&) {}));
   const pid_t forked = ::fork();
   if (forked == 0) {
     ::alarm(60);  // ends a process that waits

@@ -1,0 +1,19 @@
+// Things that have threads, in processes that fork.
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+
+namespace knapformer {
+
+/// A process that is forked from this one does not have its threads: there it is not let go of, so nothing waits for
+/// them.
+template <class T>
+std::shared_ptr<T> owned_by_this_process(std::unique_ptr<T> owned) {
+  return {owned.release(), [process = ::getpid()](T* thing) {
+            if (process == ::getpid()) delete thing;
+          }};
+}
+
+}  // namespace knapformer
