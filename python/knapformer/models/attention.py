@@ -79,8 +79,9 @@ class PackedCrossAttention:
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads. A rank has none of these where
-    more ranks than heads share a sequence, and some kernels fail then.
+    """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
+
+    A rank has none of these where more ranks than heads share a sequence, and some kernels fail then.
 
     Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
     """
