@@ -43,30 +43,37 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.dependencies: pyproject.toml | $(BIN)/python
+# What building and running take; `make demo` downloads no more than that.
+$(VENV)/.tools: pyproject.toml | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --group dev
+	$(BIN)/python -m pip install --quiet --group build --group run
 	touch $@
 
-# One build folder serves the wheel, the C++ tests and `make dev`, so that no source is compiled twice.
+$(VENV)/.test: pyproject.toml | $(VENV)/.tools
+	$(BIN)/python -m pip install --quiet --group test
+	touch $@
+
+# One build folder serves the wheel, the C++ tests and `make dev`, so that no source is compiled twice. Several sources
+# are compiled as one, in a third of the time; who changes a few again and again may set UNITY=OFF.
 BUILD := build/release
+UNITY ?= ON
 CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -G Ninja -S . -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
-    $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+    -DCMAKE_UNITY_BUILD=$(UNITY) $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 MODULES := _core _torch stubs
 
 SOURCES := CMakeLists.txt $(shell find cmake knapformer python -type f ! -name '*.so' ! -name '*.pyc')
 
 # pip packs what is built already.
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 	$(CONFIGURE) -B $(BUILD)
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target $(MODULES)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall . \
-	    -C build-dir=$(BUILD) $(MODULES:%=-C build.targets=%)
+	    -C build-dir=$(BUILD) -C cmake.define.CMAKE_UNITY_BUILD=$(UNITY) $(MODULES:%=-C build.targets=%)
 	touch $@
 
 # Builds the extension modules beside the Python sources: PYTHONPATH=python runs without installing.
-dev: $(VENV)/.dependencies
+dev: $(VENV)/.tools
 	$(CONFIGURE) -B $(BUILD)
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target $(MODULES)
 	$(CMAKE) --install $(BUILD) --prefix python
@@ -80,7 +87,7 @@ demo: $(VENV)/.installed
 
 test: test-cpp test-python
 
-test-cpp: $(VENV)/.dependencies
+test-cpp: $(VENV)/.tools
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target core_tests torch_tests
@@ -90,7 +97,7 @@ test-cpp: $(VENV)/.dependencies
 PYTEST_JOBS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The simulated accelerator of tests/python/accelerator is built here.
-test-python: $(VENV)/.installed
+test-python: $(VENV)/.installed $(VENV)/.test
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
@@ -98,14 +105,14 @@ test-python: $(VENV)/.installed
 
 # Torch itself is not instrumented: tests/sanitizers lists what is reported wrongly for that.
 SANITIZE_TORCH ?= ON
-sanitize: $(VENV)/.dependencies
+sanitize: $(VENV)/.tools
 	$(NEED) gtest
 	$(CONFIGURE) -B build/sanitize -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=$(SANITIZE_TORCH) \
 	    -DKNAPFORMER_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(CMAKE) --build build/sanitize -j $(JOBS) --target core_tests $(if $(filter ON,$(SANITIZE_TORCH)),torch_tests)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j $(JOBS)
 
-sanitize-threads: $(VENV)/.dependencies
+sanitize-threads: $(VENV)/.tools
 	$(NEED) gtest
 	$(CONFIGURE) -B build/sanitize-threads -DKNAPFORMER_TESTS=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=ON \
 	    -DKNAPFORMER_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
@@ -114,7 +121,7 @@ sanitize-threads: $(VENV)/.dependencies
 
 # 90 MB, unpacked beside the build: a machine without a GPU needs it for nothing else.
 NVRTC ?= nvidia-cuda-nvrtc-cu12==12.9.86
-build/nvrtc/.installed: | $(VENV)/.dependencies
+build/nvrtc/.installed: | $(VENV)/.tools
 	$(BIN)/python -m pip install --quiet --no-deps --target build/nvrtc $(NVRTC)
 	touch $@
 
@@ -135,11 +142,11 @@ COVERAGE := $(abspath build/coverage)
 COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
     $(addprefix tests/python/distributed/test_,balancer.py compile.py function_transforms.py groups.py loader.py sample_loader.py) \
     $(addprefix tests/python/tools/test_,calibrate.py calibrate_fit.py simulate.py simulate_variants.py replay.py report_timeline.py)
-coverage: $(VENV)/.dependencies $(VENV)/.coverage
+coverage: $(VENV)/.test $(VENV)/.coverage
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
-	$(CONFIGURE) -B $(COVERAGE) -DKNAPFORMER_TESTS=ON -DKNAPFORMER_COVERAGE=ON
+	$(CONFIGURE) -B $(COVERAGE) -DKNAPFORMER_TESTS=ON -DKNAPFORMER_COVERAGE=ON -DCMAKE_UNITY_BUILD=OFF
 	$(CMAKE) --build $(COVERAGE) -j $(JOBS) --target $(MODULES) torch_tests
 	rm -rf $(COVERAGE)/package $(COVERAGE)/python
 	find $(COVERAGE) -name '*.gcda' -delete
@@ -154,7 +161,7 @@ coverage: $(VENV)/.dependencies $(VENV)/.coverage
 	$(BIN)/gcovr -r . --object-directory $(COVERAGE) --filter knapformer/torch --json $(COVERAGE)/cpp.json
 	$(BIN)/python tests/coverage/device_lines.py --cpp $(COVERAGE)/cpp.json --python $(COVERAGE)/python.json
 
-headers: $(VENV)/.dependencies
+headers: $(VENV)/.tools
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target all_verify_interface_header_sets
@@ -164,7 +171,7 @@ headers: $(VENV)/.dependencies
 FUZZ_SECONDS ?= 600
 CLANG_SANITIZED := -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ \
     -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
-fuzz: $(VENV)/.installed
+fuzz: $(VENV)/.installed $(VENV)/.test
 	$(NEED) clang
 	$(CONFIGURE) -B build/fuzz $(CLANG_SANITIZED)
 	$(CMAKE) --build build/fuzz -j $(JOBS) --target fuzz_core
@@ -173,7 +180,7 @@ fuzz: $(VENV)/.installed
 
 # The core as it is released (g++, -O3) and as it is fuzzed (clang, -O2, sanitizers), and by more options.
 OPTIONS ?=
-same-plans: $(VENV)/.dependencies
+same-plans: $(VENV)/.tools
 	$(NEED) clang gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CONFIGURE) -B build/fuzz $(CLANG_SANITIZED)
@@ -186,15 +193,15 @@ ifeq ($(OPTIONS),all)
 endif
 	sh tests/same_plans/run.sh $(BUILD) build/fuzz $(if $(filter all,$(OPTIONS)),build/same/*)
 
-faults: $(VENV)/.installed
+faults: $(VENV)/.installed $(VENV)/.test
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py
 
-exactness: $(VENV)/.installed
+exactness: $(VENV)/.installed $(VENV)/.test
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/whole_step_product.py
 
 SOAK_STEPS ?= 100000
 SOAK_RANKS ?= 2
-soak: $(VENV)/.installed
+soak: $(VENV)/.installed $(VENV)/.test
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/soak.py \
 	    --steps $(SOAK_STEPS) --ranks $(SOAK_RANKS)
 
@@ -206,7 +213,7 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group lint
 	touch $@
 
-lint: $(VENV)/.installed $(VENV)/.lint
+lint: $(VENV)/.installed $(VENV)/.test $(VENV)/.lint
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/ruff check $(PY_FILES)
@@ -214,9 +221,10 @@ lint: $(VENV)/.installed $(VENV)/.lint
 	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer  # stubs, made with the modules
 	$(BIN)/mypy --python-executable $(BIN)/python
 
-tidy: $(VENV)/.dependencies
+tidy: $(VENV)/.tools
 	$(BIN)/python -m pip install --quiet clang-tidy==23.1.4
-	$(CONFIGURE) -B build/tidy -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	$(CONFIGURE) -B build/tidy -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF \
+	    -DCMAKE_UNITY_BUILD=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
 	find knapformer/core -name '*.cpp' | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/tidy --quiet
 
 format: $(VENV)/.lint
@@ -229,7 +237,7 @@ $(VENV)/.bench: pyproject.toml | $(BIN)/python
 	touch $@
 
 # Wants an idle machine; results, with hardware and commit, in build/bench.
-bench: $(VENV)/.installed $(VENV)/.bench
+bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	$(NEED) benchmark
 	$(CONFIGURE) -B build/benchmarks -DKNAPFORMER_BENCH=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF
 	$(CMAKE) --build build/benchmarks -j $(JOBS)
@@ -258,7 +266,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	touch $@
 
 # The reference of Python is that of the installed package: it has the modules, and the stubs that the build makes.
-docs: $(VENV)/.installed $(VENV)/.docs
+docs: $(VENV)/.installed $(VENV)/.test $(VENV)/.docs
 	KNAPFORMER_PACKAGE=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
 	    $(BIN)/mkdocs build --strict --quiet
 
@@ -269,11 +277,11 @@ $(VENV)/.package: pyproject.toml | $(BIN)/python
 # Interpreters that the planner's wheels are for; folders of site-packages with a torch that the others are for.
 PYTHONS ?= $(PYTHON)
 TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
-wheels: $(VENV)/.dependencies $(VENV)/.package
+wheels: $(VENV)/.tools $(VENV)/.package
 	$(BIN)/python tests/package/wheels.py --python $(PYTHONS) --torch $(TORCHES)
 
 COMBINATIONS ?= $(PYTHON):2.13.0 $(PYTHON):none
-versions: $(VENV)/.dependencies
+versions: $(VENV)/.tools
 	$(BIN)/python tests/package/versions.py $(COMBINATIONS)
 
 clean:

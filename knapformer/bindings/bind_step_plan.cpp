@@ -22,7 +22,7 @@ std::string to_json(const StepPlan& plan) {
   return step_plan_to_json(plan, prediction_of(plan), of_plans);
 }
 
-std::string describe(const StepPlan& plan) {
+std::string describe_step(const StepPlan& plan) {
   return text("StepPlan(num_micro_batches=", plan.num_micro_batches(), ", sync='", step_sync_name(plan.input().sync),
               "', topology='", plan.input().sequences.topology.str(), "', num_sequences=", plan.micro_batches().size(),
               ", num_tokens=", plan.num_tokens(), ", max_tokens=", plan.max_tokens(), ")");
@@ -142,5 +142,5 @@ void bind_step_plan(py::module_& m) {
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
                       [](const py::str& s) { return step_plan_from_json(s.cast<std::string>()); }))
-      .def("__repr__", &describe);
+      .def("__repr__", &describe_step);
 }

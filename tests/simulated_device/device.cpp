@@ -236,8 +236,8 @@ at::Tensor view_of(const at::Tensor& self, at::ScalarType dtype, at::IntArrayRef
   return view;
 }
 
-at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides,
-                      std::optional<int64_t> offset) {
+at::Tensor strided_view(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides,
+                        std::optional<int64_t> offset) {
   return view_of(self, self.scalar_type(), sizes, strides, offset.value_or(self.storage_offset()));
 }
 
@@ -245,11 +245,11 @@ at::Tensor view(const at::Tensor& self, at::IntArrayRef sizes) {
   const at::DimVector inferred = at::infer_size_dv(sizes, self.numel());
   const auto strides = at::detail::computeStride(self.sizes(), self.strides(), inferred);
   TORCH_CHECK(strides, "view: got size ", sizes, ", which the strides do not allow");
-  return as_strided(self, inferred, *strides, self.storage_offset());
+  return strided_view(self, inferred, *strides, self.storage_offset());
 }
 
 at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  return as_strided(self, sizes, strides, self.storage_offset());
+  return strided_view(self, sizes, strides, self.storage_offset());
 }
 
 at::Tensor view_as_real(const at::Tensor& self) {
@@ -314,7 +314,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("resize_", &resize);
-  library.impl("as_strided", &as_strided);
+  library.impl("as_strided", &strided_view);
   library.impl("view", &view);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("view_as_real", &view_as_real);

@@ -43,7 +43,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return outputs.empty() ? at::empty({0, q.size(1), kDim}, q.options()) : at::cat(outputs);
 }
 
-std::vector<int64_t> to_list(const at::Tensor& lens) {
+std::vector<int64_t> to_longs(const at::Tensor& lens) {
   const at::Tensor longs = lens.to(at::kLong);
   return {longs.const_data_ptr<int64_t>(), longs.const_data_ptr<int64_t>() + longs.numel()};
 }
@@ -124,7 +124,7 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
           }
           EXPECT_EQ(seq_lens.scalar_type(), at::kInt);
           if (q.size(0) == 0) return at::empty({0, q.size(1), kDim}, at::kDouble);  // a kernel that keeps no graph
-          return attend(q, k, v, to_list(seq_lens));
+          return attend(q, k, v, to_longs(seq_lens));
         });
     const int64_t expected_exchanges = tables.any_shared || tables.levels[0].degree > 1 ? 2 : 0;
     // By peer memory none is an all-to-all.

@@ -7,16 +7,14 @@
 
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
+#include "tests/torch/numbered_tokens.h"
 
 namespace knapformer {
 namespace {
 
 using testing::InProcessWorld;
-
-struct Token {
-  int64_t sequence = 0;
-  int64_t position = 0;
-};
+using testing::numbered;
+using testing::Token;
 
 /// The tokens of a rank's own sequences, in order.
 std::vector<Token> home_tokens(const Plan& plan, int32_t rank) {
@@ -45,18 +43,6 @@ std::vector<Token> attention_tokens(const Plan& plan, int32_t rank) {
     for (int64_t p = 0; p < plan.seq_lens()[SequenceId(s)]; ++p) tokens.push_back({s, p});
   }
   return tokens;
-}
-
-int64_t number_of(const Token& token) { return token.sequence * 1000 + token.position; }
-
-/// (tokens, columns) of numbers that no other token or column has.
-at::Tensor numbered(const std::vector<Token>& tokens, int64_t columns, double scale) {
-  at::Tensor values = at::empty({static_cast<int64_t>(tokens.size()), columns}, at::kDouble);
-  double* out = values.mutable_data_ptr<double>();
-  for (const Token& token : tokens) {
-    for (int64_t c = 0; c < columns; ++c) *out++ = scale * static_cast<double>(number_of(token) * 100 + c);
-  }
-  return values;
 }
 
 std::vector<int64_t> to_list(const at::Tensor& lens) {
@@ -201,9 +187,10 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
   Cases cases(seed);
   const auto lists = random_lengths(cases, setup.num_ranks);
   InProcessWorld world(setup.num_ranks);
-  constexpr int64_t kDim = 2;
+  constexpr int64_t kHeadDim = 2;
   const auto values_of = [&](const std::vector<Token>& tokens, int64_t num_heads, double scale) {
-    return numbered(tokens, num_heads * kDim, scale).view({static_cast<int64_t>(tokens.size()), num_heads, kDim});
+    return numbered(tokens, num_heads * kHeadDim, scale)
+        .view({static_cast<int64_t>(tokens.size()), num_heads, kHeadDim});
   };
   const auto weight_of = [](int32_t rank, int64_t local_head) {
     return static_cast<double>(rank * 64 + local_head + 1);
@@ -224,7 +211,7 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
     const auto expect_heads = [&](const at::Tensor& got, const HeadShares& shares, int64_t num_heads, double scale) {
       const at::Tensor whole = values_of(seen, num_heads, scale);
       const auto share = shares.of(index);
-      ASSERT_EQ(got.sizes(), (std::vector<int64_t>{whole.size(0), static_cast<int64_t>(share.size()), kDim}));
+      ASSERT_EQ(got.sizes(), (std::vector<int64_t>{whole.size(0), static_cast<int64_t>(share.size()), kHeadDim}));
       for (size_t h = 0; h < share.size(); ++h) {
         ASSERT_TRUE(at::equal(got.select(1, static_cast<int64_t>(h)), whole.select(1, share[h])))
             << "rank " << rank << " head " << h;
@@ -258,7 +245,7 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
         }
       }
       ASSERT_TRUE(at::equal(k.grad().select(1, head),
-                            at::full({static_cast<int64_t>(held.size()), kDim}, expected, at::kDouble)));
+                            at::full({static_cast<int64_t>(held.size()), kHeadDim}, expected, at::kDouble)));
       ASSERT_TRUE(at::equal(v.grad().select(1, head), k.grad().select(1, head)));
     }
   });

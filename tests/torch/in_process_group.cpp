@@ -10,7 +10,6 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer::testing {
-namespace {
 
 class InProcessWork : public c10d::Work {
  public:
@@ -24,8 +23,6 @@ struct Part {
   c10::intrusive_ptr<InProcessWork> work;
   CollectiveCounts* counts = nullptr;
 };
-
-}  // namespace
 
 /// Where the ranks of one group meet: collectives are matched by their order. The last rank to come does the copying.
 class MeetingPoint {

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <utility>
 #include <vector>
 
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// Inside nodes or between them.
 using Link = double Traffic::*;

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <string_view>
 #include <vector>
 
 #include "knapformer/core/util/ids.h"
+#include "knapformer/core/util/infinity.h"
 #include "knapformer/core/util/record.h"
 
 namespace knapformer {
@@ -40,7 +40,7 @@ struct Cluster {
   bool operator==(const Cluster&) const = default;
 
   static constexpr auto fields() {
-    constexpr double kMin = 1 / kMaxMagnitude, kInfinity = std::numeric_limits<double>::infinity();
+    constexpr double kMin = 1 / kMaxMagnitude;
     return std::tuple{
         field("flops_per_s", &Cluster::flops_per_s,
               "Matrix-product FLOP/s that a rank of speed 1 sustains over whole blocks.", kMin),

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 
+#include "knapformer/core/model/topology.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/text_reader.h"
@@ -13,7 +14,6 @@ namespace knapformer {
 namespace {
 
 constexpr int32_t kSpatialCompression = 16;  // pixels a latent side, patch included
-constexpr int32_t kMaxRanks = 1 << 20;
 constexpr int32_t kMaxBatch = 1 << 20;
 constexpr int32_t kMaxResolution = 1 << 16;
 constexpr int32_t kMaxFrames = 1 << 16;

@@ -10,8 +10,6 @@
 namespace knapformer {
 namespace {
 
-constexpr int32_t kMaxRanks = 1 << 20;
-
 BagShape parse_term(TextReader& reader) {
   BagShape shape;
   reader.skip_spaces();

@@ -21,6 +21,8 @@
 
 namespace knapformer {
 
+inline constexpr int32_t kMaxRanks = 1 << 20;  // of a group
+
 struct BagShape {
   /// Ascending; the last one is the bag's size. A flat bag has one.
   std::vector<int32_t> degrees;

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
@@ -28,7 +29,7 @@ LoadBalance LoadBalance::of(std::span<const double> load_per_rank) {
 
 double LoadBalance::wir() const {
   if (max == 0) return 1;
-  return min == 0 ? std::numeric_limits<double>::infinity() : max / min;
+  return min == 0 ? kInfinity : max / min;
 }
 
 double LoadBalance::max_over_mean() const { return max == 0 ? 1 : max / mean; }

@@ -1,15 +1,15 @@
 #include "knapformer/core/plan/plan_json.h"
 
 #include <cmath>
-#include <limits>
 
 #include "knapformer/core/plan/json_fields.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
 
-constexpr std::string_view kFormat = "knapformer.plan/2";
+constexpr std::string_view kPlanFormat = "knapformer.plan/2";
 
 /// JSON has no infinity: null stands for it.
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
@@ -37,8 +37,7 @@ void read(const Json& json, const char* name, T& value) {
     for_each_field<T>([&](const auto& f) { read(object, f.name, value.*f.member); });
   } else if constexpr (std::is_same_v<T, double>) {
     const auto it = json.find(name);
-    value =
-        it != json.end() && it->is_null() ? std::numeric_limits<double>::infinity() : json_field<double>(json, name);
+    value = it != json.end() && it->is_null() ? kInfinity : json_field<double>(json, name);
   } else if constexpr (std::is_same_v<T, StepMode>) {
     value = parse_step_mode(json_field<std::string>(json, name));
   } else {
@@ -54,7 +53,7 @@ Json loads(const LoadBalance& balance) {
 
 std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
   Json json;
-  json["format"] = kFormat;
+  json["format"] = kPlanFormat;
   json["solver"] = plan.solver();
   json["topology"] = plan.topology().str();
   json["num_ranks"] = plan.num_ranks();
@@ -101,7 +100,7 @@ std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
 }
 
 Plan plan_from_json(std::string_view json_text) {
-  const Json json = parse_json(json_text, kFormat);
+  const Json json = parse_json(json_text, kPlanFormat);
   PlanInput input{
       .seq_lens = SequenceLengths::from_lists(json_field<std::vector<std::vector<int64_t>>>(json, "seq_lens")),
       .topology = Topology::parse(json_field<std::string>(json, "topology"), json_field<int64_t>(json, "num_ranks")),

@@ -8,14 +8,14 @@
 namespace knapformer {
 namespace {
 
-constexpr std::string_view kFormat = "knapformer.step_plan/1";
+constexpr std::string_view kStepPlanFormat = "knapformer.step_plan/1";
 
 }  // namespace
 
 std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
                               std::span<const PlanPrediction> of_plans) {
   Json json;
-  json["format"] = kFormat;
+  json["format"] = kStepPlanFormat;
   json["sync"] = step_sync_name(plan.input().sync);
   const SequenceLengths& seq_lens = plan.input().sequences.seq_lens;
   std::vector<std::vector<int64_t>> lists;
@@ -39,7 +39,7 @@ std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& predic
 }
 
 StepPlan step_plan_from_json(std::string_view json_text) {
-  const Json json = parse_json(json_text, kFormat);
+  const Json json = parse_json(json_text, kStepPlanFormat);
   StepInput input;
   input.sync = parse_step_sync(json_field<std::string>(json, "sync"));
   SequenceLengths seq_lens =

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <tuple>
 
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
@@ -105,17 +105,16 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
       } catch (const ArgumentError& error) {
         const std::string_view refusal = error.what();
         if (!refusal.starts_with("max_tokens_per_rank:")) throw;
-        constexpr double kNever = std::numeric_limits<double>::infinity();
         option = {.topology = option.topology,
-                  .predicted_time_s = kNever,
-                  .efficiency_loss = kNever,
+                  .predicted_time_s = kInfinity,
+                  .efficiency_loss = kInfinity,
                   .reason = std::string(refusal)};
         break;
       }
     }
     if (option.reason.empty()) option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
   }
-  double best_s = std::numeric_limits<double>::infinity();
+  double best_s = kInfinity;
   for (const Candidate& candidate : ranked) best_s = std::min(best_s, candidate.option.predicted_time_s);
   const auto order = [&](const Candidate& candidate) {
     const TopologyOption& option = candidate.option;

@@ -5,9 +5,10 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
+
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 
@@ -19,8 +20,7 @@ class WinnerTree {
   /// At least one key.
   explicit WinnerTree(std::span<const double> keys) : width_(std::bit_ceil(keys.size())), nodes_(2 * width_) {
     for (size_t i = 0; i < width_; ++i) {
-      nodes_[width_ + i] = {.key = i < keys.size() ? keys[i] : std::numeric_limits<double>::infinity(),
-                            .index = static_cast<int32_t>(i)};
+      nodes_[width_ + i] = {.key = i < keys.size() ? keys[i] : kInfinity, .index = static_cast<int32_t>(i)};
     }
     for (size_t i = width_ - 1; i > 0; --i) nodes_[i] = nodes_[2 * i + (nodes_[2 * i + 1].key < nodes_[2 * i].key)];
   }

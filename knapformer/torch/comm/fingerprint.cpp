@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kFields = "fields";
 constexpr const char* kGradients = "gradients";              // of the first rank with rows
 constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: counts where none has any
-constexpr const char* kCount = "count";
+constexpr const char* kNumCome = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
 constexpr const char* kNumGone = "num_gone";              // of the group's ranks, whose objects have ended
 
@@ -85,7 +85,7 @@ CallFingerprints::~CallFingerprints() {
 
 void CallFingerprints::erase_call(int64_t call) {
   if (call < 0) return;
-  for (const char* name : {kFields, kGradients, kFollowed, kCount}) store_->deleteKey(key(call, name));
+  for (const char* name : {kFields, kGradients, kFollowed, kNumCome}) store_->deleteKey(key(call, name));
 }
 
 const Fingerprint* CallFingerprints::predicted() const {
@@ -147,7 +147,7 @@ std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
     throw_mismatch(own, gradients.rank, own.fields, gradients.text);
   }
   store_->set(kLastAnnounced, std::to_string(call));
-  if (store_->add(key(call, kCount), 1) == place_.num_ranks) {
+  if (store_->add(key(call, kNumCome), 1) == place_.num_ranks) {
     // All ranks are here, so all have read what was announced before.
     erase_call(last_announced_);
   } else {
@@ -165,7 +165,7 @@ void CallFingerprints::await_all(int64_t call, const std::string& name) {
   std::chrono::microseconds pause(100);
   watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
     for (const auto look = Clock::now() + patience; Clock::now() < look; std::this_thread::sleep_for(pause)) {
-      if (store_->add(key(call, kCount), 0) == place_.num_ranks) return true;
+      if (store_->add(key(call, kNumCome), 0) == place_.num_ranks) return true;
       watchdog_->check_errors();
       if (Clock::now() > give_up) {
         const std::string absent = watchdog_->absent_ranks(*this);

@@ -19,7 +19,7 @@ enum HeaderField : size_t {
   kStatus,
   kObservedPlan,
   kObservedSeconds,
-  kCount,
+  kNumSequences,
   kPairs,
   kWork,
   kBytes,
@@ -27,7 +27,9 @@ enum HeaderField : size_t {
 };
 
 /// Numbers after the header.
-int64_t num_payload(const int64_t* header) { return header[kCount] + header[kPairs] + header[kWork] + header[kBytes]; }
+int64_t num_payload(const int64_t* header) {
+  return header[kNumSequences] + header[kPairs] + header[kWork] + header[kBytes];
+}
 
 /// Some ranks with sequences gave their work, and others none.
 [[noreturn]] void throw_some_work(std::span<const int64_t> gathered, size_t num_ranks) {
@@ -35,7 +37,7 @@ int64_t num_payload(const int64_t* header) { return header[kCount] + header[kPai
   std::optional<size_t> with, without;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* sent = gathered.data() + rank * stride;
-    if (sent[kCount] > 0) (sent[kWork] > 0 ? with : without) = rank;
+    if (sent[kNumSequences] > 0) (sent[kWork] > 0 ? with : without) = rank;
   }
   throw ArgumentError(text("work: got none on rank ", without.value_or(0),
                            ", expected that of each sequence, as on rank ", with.value_or(0), ", or none on any rank"));
@@ -66,7 +68,7 @@ void LengthGatherer::launch(Pending& pending) {
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
   out[kObservedPlan] = step.plan;
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
-  out[kCount] = lengths.num_sequences();
+  out[kNumSequences] = lengths.num_sequences();
   out[kPairs] = static_cast<int64_t>(pairs.size());
   out[kWork] = static_cast<int64_t>(work.size());
   out[kBytes] = 2 * static_cast<int64_t>(sample_bytes.size());
@@ -103,7 +105,7 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
       throw ArgumentError(
           text("d_model: got ", sent[kWidth], " on rank ", rank, ", expected ", gathered[kWidth], ", as on rank 0"));
     }
-    counts[rank] = sent[kCount];
+    counts[rank] = sent[kNumSequences];
     fit = fit && static_cast<size_t>(num_payload(sent)) <= stride - kHeaderSize;
     if (!fit) continue;
     any_pairs = any_pairs || sent[kPairs] > 0;

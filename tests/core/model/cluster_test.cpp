@@ -10,8 +10,6 @@
 namespace knapformer {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 TEST(Cluster, RefusesWhatIsNoCluster) {
   for (const double bad : {0.0, -1.0, 1e-300, std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_THROW((Cluster{.flops_per_s = bad}).validate(), ArgumentError);

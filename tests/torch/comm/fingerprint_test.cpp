@@ -42,11 +42,11 @@ class CountingStore : public c10d::HashStore {
   }
 };
 
-struct World {
+struct Callers {
   c10::intrusive_ptr<CountingStore> store = c10::make_intrusive<CountingStore>();
   testing::InProcessWorld ranks;
 
-  explicit World(int32_t num_ranks) : ranks(num_ranks) {}
+  explicit Callers(int32_t num_ranks) : ranks(num_ranks) {}
 
   std::shared_ptr<Watchdog> watchdog(int32_t rank) {
     return std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>("errors", store), rank);
@@ -70,7 +70,7 @@ Fingerprint fingerprint(std::string_view call, std::string_view dtype = "float",
 }
 
 TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
-  World world(3);
+  Callers world(3);
   std::atomic<int64_t> asked_by_first_steps = 0, asked_by_all_steps = 0, compared_by_first_steps = 0;
   std::barrier all_here(3);
   world.ranks.run_all([&](int32_t rank) {
@@ -106,7 +106,7 @@ TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
 }
 
 TEST(CallFingerprints, LetAllRanksChangeTogether) {
-  World world(2);
+  Callers world(2);
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t i = 0; i < 30; ++i)
@@ -115,7 +115,7 @@ TEST(CallFingerprints, LetAllRanksChangeTogether) {
 }
 
 TEST(CallFingerprints, LeaveFewKeysBehind) {
-  World world(2);
+  Callers world(2);
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t i = 0; i < 100; ++i) calls->agree(fingerprint("route", std::to_string(i)));
@@ -124,7 +124,7 @@ TEST(CallFingerprints, LeaveFewKeysBehind) {
 }
 
 TEST(CallFingerprints, TellAllRanksWhatDiffers) {
-  World world(3);
+  Callers world(3);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto calls = world.join(rank);
     world.watchdog(rank)->guard([&] { calls->agree(fingerprint("route", rank == 1 ? "double" : "float")); });
@@ -144,7 +144,7 @@ TEST(CallFingerprints, TellAllRanksWhatDiffers) {
 }
 
 TEST(CallFingerprints, FindARankThatWentAheadAsPredicted) {
-  World world(2);
+  Callers world(2);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t i = 0; i < 4; ++i) calls->agree(fingerprint("route"));
@@ -160,7 +160,7 @@ TEST(CallFingerprints, FindARankThatWentAheadAsPredicted) {
 }
 
 TEST(CallFingerprints, NameACallOfTheStepBefore) {
-  World world(2);
+  Callers world(2);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t step = 0; step < 3; ++step) {
@@ -179,7 +179,7 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
 }
 
 TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
-  World world(4);
+  Callers world(4);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto watchdog = world.watchdog(rank);
     const auto join = [&](const std::string& name, RankInGroup place) {
@@ -205,7 +205,7 @@ TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
 }
 
 TEST(CallFingerprints, LetRanksWithoutRowsFollow) {
-  World world(3);
+  Callers world(3);
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
     // An evaluation without gradients comes between training steps. Rank 2 never has rows, nor gradients of its own.
@@ -221,7 +221,7 @@ TEST(CallFingerprints, LetRanksWithoutRowsFollow) {
 }
 
 TEST(CallFingerprints, AgreeOnOneOfAllRanksWithoutRows) {
-  World world(3);
+  Callers world(3);
   std::array<std::string, 3> agreed;
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
@@ -233,7 +233,7 @@ TEST(CallFingerprints, AgreeOnOneOfAllRanksWithoutRows) {
 }
 
 TEST(CallFingerprints, GiveUpAfterTheGroupsTimeout) {
-  World world(2);
+  Callers world(2);
   const auto errors = world.ranks.run([&](int32_t rank) {
     const auto calls = world.join(rank, 300ms);
     if (rank == 0) calls->agree(fingerprint("route"));

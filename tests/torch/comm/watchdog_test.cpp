@@ -27,11 +27,11 @@ class Group : public WatchedGroup {
 };
 
 /// Rank `rank` of 4, in bags of 2.
-struct Member {
+struct Watched {
   std::shared_ptr<Group> all, bag;
   Watchdog watchdog;
 
-  Member(const c10::intrusive_ptr<c10d::Store>& store, int32_t rank)
+  Watched(const c10::intrusive_ptr<c10d::Store>& store, int32_t rank)
       : all(std::make_shared<Group>(RankInGroup{.rank = rank, .num_ranks = 4})),
         bag(std::make_shared<Group>(RankInGroup{.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2})),
         watchdog(store, rank) {
@@ -63,7 +63,7 @@ struct Member {
 
 TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Member rank(store, 0);
+  Watched rank(store, 0);
   EXPECT_EQ(rank.wait("route(x)", 0), "");
   EXPECT_EQ(rank.all->num_checks, 0);
   EXPECT_EQ(store->getNumKeys(), 0);
@@ -73,7 +73,7 @@ TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
 }
 
 TEST(Watchdog, WaitsLongerBetweenLooks) {
-  Member rank(c10::make_intrusive<c10d::HashStore>(), 0);
+  Watched rank(c10::make_intrusive<c10d::HashStore>(), 0);
   std::vector<int64_t> patience;
   rank.watchdog.wait("route(x)", [&](std::chrono::milliseconds p) {
     patience.push_back(p.count());
@@ -84,7 +84,7 @@ TEST(Watchdog, WaitsLongerBetweenLooks) {
 
 TEST(Watchdog, ThrowsWhatOthersPostedOrAnnounced) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Member rank(store, 0), other(store, 1);
+  Watched rank(store, 0), other(store, 1);
   rank.bag->announced = true;
   EXPECT_EQ(rank.wait("route(x)", 1), "announced");
   rank.bag->announced = false;
@@ -94,7 +94,7 @@ TEST(Watchdog, ThrowsWhatOthersPostedOrAnnounced) {
 
 TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Member rank(store, 0), other(store, 1);
+  Watched rank(store, 0), other(store, 1);
   other.come_to(3, 5);
   other.stay("reverse_route(x)");
   for (const auto& [all, bag] : {std::pair<int64_t, int64_t>{3, 5}, {2, 4}, {3, 6}, {4, 5}}) {  // level, behind, ahead
@@ -109,7 +109,7 @@ TEST(Watchdog, NamesRanksThatWaitForEachOtherCrosswise) {
 
 TEST(Watchdog, NamesRanksThatHaveNotCome) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Member rank(store, 0), same(store, 1), behind(store, 2);
+  Watched rank(store, 0), same(store, 1), behind(store, 2);
   rank.come_to(4, 1);
   same.come_to(4, 0);
   same.stay("route(x)");

@@ -8,26 +8,18 @@
 #include "knapformer/torch/exchange/exchange.h"
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
+#include "tests/torch/numbered_tokens.h"
 
 namespace knapformer {
 namespace {
 
-constexpr int64_t kHeads = 6, kKeyValueHeads = 2, kDim = 2;
+using testing::Token;
 
-struct Token {
-  int64_t sequence = 0;
-  int64_t position = 0;
-};
+constexpr int64_t kHeads = 6, kKeyValueHeads = 2, kHeadDim = 2;
 
 at::Tensor values_of(const std::vector<Token>& tokens, int64_t num_heads, double scale) {
-  at::Tensor values = at::empty({static_cast<int64_t>(tokens.size()), num_heads, kDim}, at::kDouble);
-  double* out = values.mutable_data_ptr<double>();
-  for (const Token& token : tokens) {
-    for (int64_t i = 0; i < num_heads * kDim; ++i) {
-      *out++ = scale * static_cast<double>((token.sequence * 1000 + token.position) * 100 + i);
-    }
-  }
-  return values;
+  const auto num_tokens = static_cast<int64_t>(tokens.size());
+  return testing::numbered(tokens, num_heads * kHeadDim, scale).view({num_tokens, num_heads, kHeadDim});
 }
 
 std::vector<Token> tokens_of(SequenceId id, int64_t first, int64_t count) {

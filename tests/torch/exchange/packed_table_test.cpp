@@ -19,7 +19,7 @@ ExchangeTable table() {
   return {.this_peer = 1, .num_peers = 3, .send = send, .recv = recv};
 }
 
-std::vector<int64_t> to_list(const at::Tensor& tensor) {
+std::vector<int64_t> flat_list(const at::Tensor& tensor) {
   const at::Tensor flat = tensor.flatten();
   return {flat.const_data_ptr<int64_t>(), flat.const_data_ptr<int64_t>() + flat.numel()};
 }
@@ -52,12 +52,12 @@ TEST(PackedTable, IndicesListWirePlaces) {
   const PackedTable packed = pack_tables(std::vector{&t, &t}, ExchangeEngine::kDevice, at::kCPU)[1];
   const PackedEndView send(packed.send), recv(packed.recv);
   // Rows for others by peer, then the own ones.
-  EXPECT_EQ(to_list(send.gather_index()), (std::vector<int64_t>{0, 1, 4, 1, 3, 2}));
-  EXPECT_EQ(to_list(recv.gather_index()), (std::vector<int64_t>{1, 2, 0}));
+  EXPECT_EQ(flat_list(send.gather_index()), (std::vector<int64_t>{0, 1, 4, 1, 3, 2}));
+  EXPECT_EQ(flat_list(recv.gather_index()), (std::vector<int64_t>{1, 2, 0}));
   // Of each row, where own rows come first; 6 is past the end.
-  EXPECT_EQ(to_list(send.scatter_index()), (std::vector<int64_t>{1, 6, 2, 4, 0, 6, 5, 6, 3, 6}));
+  EXPECT_EQ(flat_list(send.scatter_index()), (std::vector<int64_t>{1, 6, 2, 4, 0, 6, 5, 6, 3, 6}));
   EXPECT_EQ(send.scatter_index().sizes(), (std::vector<int64_t>{5, 2}));
-  EXPECT_EQ(to_list(recv.scatter_index()), (std::vector<int64_t>{0, 1, 2}));
+  EXPECT_EQ(flat_list(recv.scatter_index()), (std::vector<int64_t>{0, 1, 2}));
 }
 
 TEST(PackedTable, RefusesOtherTensors) {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 
@@ -76,7 +76,7 @@ int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
   if (last - first == 1) return freest(queues_[first]);
   int32_t best = -1;
-  double min_load = std::numeric_limits<double>::infinity();
+  double min_load = kInfinity;
   for (size_t q = first; q < last; ++q) {
     const int32_t v = freest(queues_[q]);
     const double now = occupancy(v) + trees_.cost(item, v);
@@ -91,7 +91,7 @@ int32_t Construction::freest_for(const TreeItem& item, size_t k) {
 int32_t Construction::place(const TreeItem& item) {
   const size_t num_degrees = trees_.degrees().size();
   int32_t best = -1;
-  double best_time = std::numeric_limits<double>::infinity();
+  double best_time = kInfinity;
   for (size_t k = 0; k < num_degrees; ++k) {
     const int32_t v = freest_for(item, k);
     const bool must_try = k + 1 == num_degrees && best < 0;

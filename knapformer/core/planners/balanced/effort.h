@@ -19,6 +19,9 @@ struct Effort {
   /// More takes minutes for a replica, and finds nothing that this many do not.
   static constexpr int64_t kMaxMoves = 100'000'000;
 
+  /// Times the lower bound: within this nothing is left to search for.
+  static constexpr double kGoodEnough = 1.0002, kGoodEnoughAtLowEffort = 1.001;
+
   int64_t moves = kDefault;
 
   /// As users write it: "low", "default", "high" or the number of moves.

@@ -37,11 +37,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
 #include "knapformer/core/plan/plan.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 
@@ -69,15 +69,15 @@ class PlacementTrees {
     int32_t parent = -1;
     int32_t first_child = -1;
     int32_t num_children = 0;
-    int32_t bag = 0;                // within the replica
-    int32_t first_rank = 0;         // of the whole group
-    double time_per_token = 0;      // of the per-token phase, when spread over the node's ranks
-    double attention_share = 1;     // the largest of a rank, over the speed of the slowest
-    double exchange_per_token = 0;  // of a chunk, on the rank that holds it
-    double load_per_token = 0;      // of both, on each rank, per token of a sequence cut evenly
-    double latency = 0;             // of the exchanges of a group
-    double token_capacity = std::numeric_limits<double>::infinity();  // see set_token_limit
-    int32_t depth = 0;                                                // 0 at the root
+    int32_t bag = 0;                        // within the replica
+    int32_t first_rank = 0;                 // of the whole group
+    double time_per_token = 0;              // of the per-token phase, when spread over the node's ranks
+    double attention_share = 1;             // the largest of a rank, over the speed of the slowest
+    double exchange_per_token = 0;          // of a chunk, on the rank that holds it
+    double load_per_token = 0;              // of both, on each rank, per token of a sequence cut evenly
+    double latency = 0;                     // of the exchanges of a group
+    double token_capacity = kInfinity;      // see set_token_limit
+    int32_t depth = 0;                      // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
 
@@ -156,8 +156,8 @@ class PlacementTrees {
   /// as if it were out of all proportion.
   struct FlatGoal {
     bool of_time = false;
-    double max_work = std::numeric_limits<double>::infinity();
-    double max_time = std::numeric_limits<double>::infinity();
+    double max_work = kInfinity;
+    double max_time = kInfinity;
   };
   void set_flat_goal(const FlatGoal& goal) {
     flat_goal_ = goal;

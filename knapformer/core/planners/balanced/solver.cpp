@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -15,14 +14,11 @@
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
 
-/// Within this of the lower bound nothing is left to search for.
-constexpr double kGoodEnough = 1.0002;
-/// At low effort, of the greedy plan of single ranks.
-constexpr double kGoodEnoughAtLowEffort = 1.001;
 /// Further above the bound, another construction is worth its time.
 constexpr double kFar = 1.05;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
@@ -30,7 +26,7 @@ constexpr double kEvenEnough = 1.00005;
 
 struct Constructed {
   std::vector<int32_t> node_of_item;
-  double time = std::numeric_limits<double>::infinity();
+  double time = kInfinity;
 };
 
 /// Constructs under targets around an estimate of the time: doubling the margin while the placement misses its target,
@@ -41,7 +37,7 @@ void construct(Construction& fit, Construction::FitBy fit_by, double bound, doub
   double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
   double margin = first_margin;
   bool is_met = false;
-  for (int32_t i = 0; i < num_targets && best.time > bound * kGoodEnough; ++i) {
+  for (int32_t i = 0; i < num_targets && best.time > bound * Effort::kGoodEnough; ++i) {
     const double target = estimate * (1 + margin);
     const double time = fit.place_all(target, fit_by, trial);
     if (time < best.time) {
@@ -177,7 +173,9 @@ class BalancedSolver {
     const Topology smallest = input_.topology.flat_topologies().front();
     const bool is_whole = smallest.shapes().size() == 1 && smallest.shapes().front().num_ranks_per_bag() == 1;
     if (!is_whole || input_.max_tokens_per_rank > 0) return;
-    const auto is_good = [&](size_t r, double time_s) { return time_s <= bounds_s_[r] * kGoodEnoughAtLowEffort; };
+    const auto is_good = [&](size_t r, double time_s) {
+      return time_s <= bounds_s_[r] * Effort::kGoodEnoughAtLowEffort;
+    };
     for (size_t r = 0; r < is_greedy_.size(); ++r)
       is_greedy_[r] = is_good(r, replica_lower_bound_s(input_, smallest, static_cast<int32_t>(r)));
     if (!contains(is_greedy_, true)) return;
@@ -258,7 +256,7 @@ class BalancedSolver {
     starts_[replica] = best;
     SearchRange range{.bound = bound,
                       .high_goes_on = true,
-                      .options = {.good_enough = bound * kGoodEnough, .last_temperature = 0.0005}};
+                      .options = {.good_enough = bound * Effort::kGoodEnough, .last_temperature = 0.0005}};
     const auto time_from = [&](std::vector<int32_t>& placement) {
       load(trees, placement);
       range.time = trees.slowest();

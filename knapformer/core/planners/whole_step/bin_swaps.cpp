@@ -2,17 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <vector>
 
+#include "knapformer/core/util/infinity.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// What a bin gives away or takes: nothing, a sequence, or two.
 struct Lot {

@@ -2,19 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
+#include "knapformer/core/util/infinity.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
-namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-}  // namespace
-
 MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s)
     : bound_s_(bound_s), max_tokens_(input.max_tokens_per_rank), num_sequences_(input.seq_lens.num_sequences()) {
   key_ = 0x6D6963726F626174u;

@@ -18,10 +18,7 @@
 namespace knapformer {
 namespace {
 
-/// Within this of the lower bound nothing is left to search for.
-constexpr double kGoodEnough = 1.0002;
-constexpr double kGoodEnoughShared = 1.0001;
-constexpr double kGoodEnoughAtLowEffort = 1.001;
+constexpr double kGoodEnoughShared = 1.0001;   // as Effort::kGoodEnough
 constexpr double kHopelessAtLowEffort = 1.01;  // what few swaps do not mend
 /// Where there are many sequences, a packed micro-batch this far above its bound is planned anew.
 constexpr double kTooFar = 0.005;
@@ -64,7 +61,7 @@ class StepSolver {
   Effort planners_effort() const { return has_few() ? effort_ : Effort{.moves = Effort::kLow}; }
   double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
   double good_enough(bool shares) const {
-    return is_low() ? kGoodEnoughAtLowEffort : shares ? kGoodEnoughShared : kGoodEnough;
+    return is_low() ? Effort::kGoodEnoughAtLowEffort : shares ? kGoodEnoughShared : Effort::kGoodEnough;
   }
 
   struct Packed {

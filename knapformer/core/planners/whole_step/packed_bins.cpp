@@ -1,15 +1,13 @@
 #include "knapformer/core/planners/whole_step/packed_bins.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// The first of the leaves below a node.
 int32_t first_leaf_below(const PlacementTrees& trees, int32_t v) {

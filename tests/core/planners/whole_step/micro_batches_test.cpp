@@ -172,17 +172,17 @@ double over_ideal(const StepPlan& step) {
   return total_s / ideal_s;
 }
 
-struct Goal {
+struct StepGoal {
   const char* mix;
   double gamma;
   int32_t num_micro_batches;
   double over_ideal, exchanged_fraction;
 };
 
-class StepGoals : public testing::TestWithParam<Goal> {};
+class StepGoals : public testing::TestWithParam<StepGoal> {};
 
 TEST_P(StepGoals, AreReachedOnTheMean) {
-  const Goal goal = GetParam();
+  const StepGoal goal = GetParam();
   constexpr int kSeeds = 6;
   double loss = 0, low = 0, exchanged_fraction = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -197,15 +197,15 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
   EXPECT_LE(exchanged_fraction, goal.exchanged_fraction);
 }
 
-INSTANTIATE_TEST_SUITE_P(Mixes, StepGoals,
-                         testing::Values(Goal{"mixed", 0.41, 2, 1.044, 0.25}, Goal{"joint", 0.41, 2, 1.025, 0.15},
-                                         Goal{"mixed", 1.0, 2, 1.035, 0.25}, Goal{"joint", 1.0, 2, 1.019, 0.15},
-                                         Goal{"mixed", 0.41, 3, 1.0005, 0.001}, Goal{"joint", 0.41, 3, 1.0005, 0.001},
-                                         Goal{"mixed", 1.0, 3, 1.0005, 0.001}, Goal{"joint", 1.0, 3, 1.02, 0.15},
-                                         Goal{"mixed", 0.41, 4, 1.0004, 0.0005}, Goal{"joint", 0.41, 4, 1.0004, 0.0005},
-                                         Goal{"mixed", 1.0, 4, 1.0004, 0.0005}, Goal{"joint", 1.0, 4, 1.0004, 0.0005},
-                                         Goal{"mixed", 0.41, 8, 1.0003, 0.0003},
-                                         Goal{"joint", 1.0, 8, 1.0003, 0.0003}));
+INSTANTIATE_TEST_SUITE_P(
+    Mixes, StepGoals,
+    testing::Values(StepGoal{"mixed", 0.41, 2, 1.044, 0.25}, StepGoal{"joint", 0.41, 2, 1.025, 0.15},
+                    StepGoal{"mixed", 1.0, 2, 1.035, 0.25}, StepGoal{"joint", 1.0, 2, 1.019, 0.15},
+                    StepGoal{"mixed", 0.41, 3, 1.0005, 0.001}, StepGoal{"joint", 0.41, 3, 1.0005, 0.001},
+                    StepGoal{"mixed", 1.0, 3, 1.0005, 0.001}, StepGoal{"joint", 1.0, 3, 1.02, 0.15},
+                    StepGoal{"mixed", 0.41, 4, 1.0004, 0.0005}, StepGoal{"joint", 0.41, 4, 1.0004, 0.0005},
+                    StepGoal{"mixed", 1.0, 4, 1.0004, 0.0005}, StepGoal{"joint", 1.0, 4, 1.0004, 0.0005},
+                    StepGoal{"mixed", 0.41, 8, 1.0003, 0.0003}, StepGoal{"joint", 1.0, 8, 1.0003, 0.0003}));
 
 TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   for (const char* mix : {"mixed", "joint"}) {
