@@ -73,7 +73,7 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 	touch $@
 
 # Builds the extension modules beside the Python sources: PYTHONPATH=python runs without installing.
-dev: $(VENV)/.tools
+dev: $(VENV)/.tools $(VENV)/.test
 	$(CONFIGURE) -B $(BUILD)
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target $(MODULES)
 	$(CMAKE) --install $(BUILD) --prefix python
