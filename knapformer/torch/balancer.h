@@ -51,7 +51,6 @@
 #include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/feedback.h"
 #include "knapformer/torch/planning.h"
-#include "knapformer/torch/rank_plan.h"
 #include "knapformer/torch/sample_exchange.h"
 #include "knapformer/torch/task_thread.h"
 

@@ -1,14 +1,131 @@
 #include "knapformer/torch/planning.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/packing_op.h"
 
 namespace knapformer {
+namespace {
+
+at::Tensor lengths_tensor(std::span<const int64_t> lens) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(lens.size())}, at::TensorOptions().dtype(at::kInt));
+  std::copy(lens.begin(), lens.end(), tensor.mutable_data_ptr<int32_t>());
+  return tensor;
+}
+
+/// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
+int64_t hash_of(const Plan& plan) {
+  uint64_t hash = 0;
+  const auto add = [&](int64_t value) {  // as boost::hash_combine, with the last steps of MurmurHash3
+    hash ^= static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15 + (hash << 6) + (hash >> 2);
+    hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccd;
+  };
+  const SequenceLengths& lengths = plan.seq_lens();
+  for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
+  for (const int64_t length : lengths.lens()) add(length);
+  for (const Placement& placement : plan.placements()) add(placement.degree);
+  for (const Chunk& chunk : plan.chunks()) {
+    add(chunk.rank.value);
+    add(chunk.num_tokens);
+  }
+  return static_cast<int64_t>(hash);
+}
+
+}  // namespace
+
+PlanAgreement::PlanAgreement(CommGroup& group, const Plan& plan) {
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(group.control_device());
+  own_ = at::full({1}, hash_of(plan), options);
+  gathered_ = at::empty({group.num_ranks()}, options);
+  work_ = group.start_all_gather(gathered_, own_);
+}
+
+void PlanAgreement::await(CommGroup& group) {
+  group.wait(*work_, own_.device(), "follow", /*on_host=*/true);
+  const at::Tensor hashes = gathered_.to(at::kCPU);
+  const std::span<const int64_t> of_ranks(hashes.const_data_ptr<int64_t>(), static_cast<size_t>(hashes.numel()));
+  const auto other = std::ranges::find_if(of_ranks, [&](int64_t hash) { return hash != of_ranks[0]; });
+  if (other != of_ranks.end()) {
+    throw_argument("plan", text("one on rank ", other - of_ranks.begin(), " that differs from that on rank 0"),
+                   "the same plan on all ranks");
+  }
+}
+
+std::shared_ptr<RankPlan> RankPlan::make(Plan plan, Rank rank) {
+  static std::atomic<int64_t> num_made = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  RouteTables route = make_route_tables(plan, rank);
+  AttentionTables attention = make_attention_tables(plan, rank);
+  auto step = std::make_shared<RankPlan>(RankPlan{
+      .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+  step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
+  step->chunk_lens = lengths_tensor(step->route.chunk_lens);
+  for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
+  step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return step;
+}
+
+TablesDevice::TablesDevice(at::Device on) : device(on) {
+  if (!on.is_cpu()) stream = c10::impl::VirtualGuardImpl(on.type()).getNewStream(on);
+}
+
+/// The present stream does what it is given from now on behind the copy of the tables, which keep their memory until
+/// it has come by.
+static void order_behind_copy(RankPlan::TablesOnDevice& on) {
+  const c10::impl::VirtualGuardImpl guard(on.device.type());
+  const c10::Stream stream = guard.getStream(on.device);
+  if (std::ranges::find(on.streams, stream) != on.streams.end()) return;
+  on.copied->block(stream);
+  // All index tensors are views of one.
+  guard.recordDataPtrOnStream(on.tables.tokens.send.index.storage().data_ptr(), stream);
+  on.streams.push_back(stream);
+}
+
+const RankPlan::PackedTables& RankPlan::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
+  const auto known = std::ranges::find(packed, device, &TablesOnDevice::device);
+  if (known == packed.end()) return pack(device, engine).tables;
+  if (known->copied) order_behind_copy(*known);
+  return known->tables;
+}
+
+void RankPlan::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine) {
+  if (!on.stream) {
+    pack(on.device, engine);
+    return;
+  }
+  const c10::StreamGuard guard(*on.stream);  // sets the device too: no context opens on another
+  pack(on.device, engine).copied.emplace(on.device.type()).record(*on.stream);
+}
+
+RankPlan::TablesOnDevice& RankPlan::pack(at::Device device, std::optional<ExchangeEngine> engine) {
+  // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
+  const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                                                     c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+  std::vector<const ExchangeTable*> tables = {&route.tokens, &route.sequences};
+  for (const AttentionLevel& level : attention.levels) {
+    if (level.degree > 1) tables.push_back(&level.pre_attn);
+  }
+  std::vector<PackedTable> all = pack_tables(tables, engine.value_or(engine_for(device)), device);
+  const auto first_level = all.begin() + 2;
+  PackedTables named{.tokens = std::move(all[0]),
+                     .sequences = std::move(all[1]),
+                     .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
+  return packed.emplace_back(TablesOnDevice{.device = device, .tables = std::move(named)});
+}
 
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
                             std::span<const double> work, Rank rank) {

@@ -1,5 +1,5 @@
 // The copies of the CPU engine, on several threads.
-#include "knapformer/torch/exchange/row_copy.h"
+#include "knapformer/torch/exchange/cpu_engine.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Copies of rows between buffers of two strides, of which the CPU engine is made.
+// What the CPU engine is made of: copies of rows between buffers of two strides.
 #pragma once
 
 #include <c10/util/SmallVector.h>
