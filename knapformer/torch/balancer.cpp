@@ -253,7 +253,9 @@ void SequenceBalancer::begin_step(std::string_view call, const std::optional<Ste
 
 void SequenceBalancer::take_up(Planned planned) {
   const bool drifted_now = feedback_.add(planned.observed);
-  if (drifted_now && rank_.value == 0) TORCH_WARN(feedback_.drift_message());  // all ranks know
+  if (drifted_now && rank_.value == 0) {  // all ranks know
+    TORCH_WARN(feedback_.drift_message());
+  }
   step_.reset();
   // On all ranks alike: there is nothing to tell, and nothing is in flight.
   if (planned.failed) throw StateError(*planned.failed);

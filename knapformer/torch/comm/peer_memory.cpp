@@ -23,7 +23,7 @@ std::shared_ptr<PeerMemory::Slot> PeerMemory::take_free(int64_t num_bytes, at::D
     return !slot->in_use && slot->barriers_before_free < num_barriers_ && slot->memory.device() == device;
   });
   if (free == slots_.end()) return nullptr;
-  const std::shared_ptr<Slot> slot = *free;
+  std::shared_ptr<Slot> slot = *free;
   if (slot->memory.numel() < num_bytes) {
     slots_.erase(free);
     return nullptr;
