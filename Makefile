@@ -54,7 +54,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.tools
 	touch $@
 
 # One build folder serves the wheel, the C++ tests and `make dev`, so that no source is compiled twice. Several sources
-# are compiled as one, in a third of the time; who changes a few again and again may set UNITY=OFF.
+# are compiled as one, in less than half the time; who changes a few again and again may set UNITY=OFF.
 BUILD := build/release
 UNITY ?= ON
 CMAKE := $(BIN)/cmake

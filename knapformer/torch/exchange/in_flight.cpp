@@ -1,0 +1,84 @@
+#include "knapformer/torch/exchange/in_flight.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <numeric>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+#include "knapformer/torch/comm/watchdog.h"
+
+namespace knapformer {
+namespace {
+
+/// The same on all ranks, or an error.
+bool may_use_peer_memory(const CommGroup& group, const ExchangeCall& call) {
+  if (!group.has_peer_memory()) return false;
+  const at::Device device = call.device();
+  const bool has_memory = PeerMemory::serves(device), has_kernel = call.engine() == ExchangeEngine::kKernel;
+  if (device.is_cpu()) return has_memory && uses_packing_kernel(call);
+  if (has_memory && has_kernel) return uses_packing_kernel(call);
+  throw_argument("peer_memory", text("tensors on ", device),
+                 has_memory ? "a device on which the packing kernel runs" : "a device with symmetric memory");
+}
+
+void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
+
+}  // namespace
+
+InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
+  RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
+  group_->watchdog().guard([&] {
+    call_ = std::make_unique<ExchangeCall>(arguments);
+    group_->fingerprints().agree(arguments.fingerprint());
+    engine_ = make_engine(*call_);
+    if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
+      call_->use_peer_memory(*group_);
+      engine_->pack();
+      return;
+    }
+    call_->allocate_wire();
+    engine_->pack();
+    at::Tensor received = call_->received(), sent = call_->sent();
+    work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
+    engine_->move_own();
+  });
+  arguments.tensors.clear();
+  arguments_ = std::move(arguments);
+}
+
+at::Tensor InFlight::start(ExchangeArguments arguments) {
+  const at::Device device = arguments.tensors.at(0).device();
+  auto* in_flight = new InFlight(std::move(arguments));
+  at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+  started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_in_flight, device});
+  return started;
+}
+
+InFlight& InFlight::of(const at::Tensor& started) {
+  if (!started.defined()) throw StateError("exchange_start: got no gradient of what it started, expected one");
+  auto* in_flight = started.storage().data_ptr().cast_context<InFlight>(&delete_in_flight);
+  if (in_flight == nullptr) throw ArgumentError("started: got a tensor that exchange_start did not return");
+  return *in_flight;
+}
+
+std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
+  return group_->watchdog().guard([&] {
+    if (!call_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+    const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
+    const std::unique_ptr<Engine> engine = std::move(engine_);
+    call->set_local(local);
+    if (PeerMemory::Lease* lease = call->peer_memory()) {
+      const std::vector<int64_t>& sent = call->sent_bytes();
+      group_->wait_for_peers(*lease, std::reduce(sent.begin(), sent.end()), arguments_.label);
+    } else {
+      group_->wait(*work_, call->device(), arguments_.label);
+      work_.reset();
+    }
+    engine->unpack();
+    return call->outputs();
+  });
+}
+
+}  // namespace knapformer
