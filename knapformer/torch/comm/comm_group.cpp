@@ -234,15 +234,14 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
                      const std::stop_token& stop) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
   const bool in_background = stop.stop_possible();  // no call waits
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point wait_begin = Clock::now();
+  const auto wait_begin = std::chrono::steady_clock::now();
   const auto poll = [&](std::chrono::milliseconds patience) {
     if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
-    const Clock::time_point begin = Clock::now();
+    const auto begin = std::chrono::steady_clock::now();
     if (!device.is_cpu()) {
       // A host wait of an accelerator's work can not be cut short on every backend: ask instead.
       for (; on_host && !work.isCompleted(); std::this_thread::sleep_for(std::chrono::microseconds(20))) {
-        if (Clock::now() > begin + patience) return false;
+        if (std::chrono::steady_clock::now() > begin + patience) return false;
       }
       patience = kNoTimeout;
     }
@@ -252,7 +251,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     } catch (const std::exception& error) {
       // On a timeout it throws and the work goes on. Where that was none, or the work has failed, this is the end; work
       // that was done just now is waited for once more, for what wait does at its end.
-      const bool timed_out = device.is_cpu() && Clock::now() - begin >= patience / 2;
+      const bool timed_out = device.is_cpu() && std::chrono::steady_clock::now() - begin >= patience / 2;
       if (work.isCompleted() ? work.exception() != nullptr || !device.is_cpu() : !timed_out) fail(label, error);
     }
     return false;
@@ -263,7 +262,8 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
   watchdog_->wait(label, poll, in_background);
   if (device_waits) watchdog_->device_works(end_of_stream(device));
   if (!in_background) {
-    counters_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - wait_begin).count();
+    counters_.waited_ns +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - wait_begin).count();
   }
 }
 

@@ -160,14 +160,14 @@ std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
 }
 
 void CallFingerprints::await_all(int64_t call, const std::string& name) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point give_up = Clock::now() + timeout_;
+  const auto give_up = std::chrono::steady_clock::now() + timeout_;
   std::chrono::microseconds pause(100);
   watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
-    for (const auto look = Clock::now() + patience; Clock::now() < look; std::this_thread::sleep_for(pause)) {
+    for (const auto look = std::chrono::steady_clock::now() + patience; std::chrono::steady_clock::now() < look;
+         std::this_thread::sleep_for(pause)) {
       if (store_->add(key(call, kNumCome), 0) == place_.num_ranks) return true;
       watchdog_->check_errors();
-      if (Clock::now() > give_up) {
+      if (std::chrono::steady_clock::now() > give_up) {
         const std::string absent = watchdog_->absent_ranks(*this);
         throw StateError(text(name, ": rank ", place_.number(), " waited ",
                               std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
