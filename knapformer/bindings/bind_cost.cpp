@@ -38,7 +38,7 @@ Record changed(Record record, const Fields& changes) {
   for (const auto& [name, value] : changes) {
     const auto argument = py::cast<std::string>(name);
     bool found = false;
-    for_each_field<Record>([&](const auto& f) {
+    for_each_field<Record>([&, &value = value](const auto& f) {
       if (argument != f.name) return;
       set_field(record.*f.member, value, f.name);
       found = true;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <ranges>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -211,7 +212,8 @@ void explain(Call call) {
 
   std::optional<Misfit> closest;
   const std::string_view lines = std::string_view(message).substr(0, message.find("\n\nInvoked with: "));
-  for (const std::string_view line : split(lines, "\n    ") | std::views::drop(1)) {  // "1. (x: int) -> None"
+  const std::vector<std::string_view> parts = split(lines, "\n    ");
+  for (const std::string_view line : std::span(parts).subspan(1)) {  // "1. (x: int) -> None"
     const Signature signature = parse_signature(line);
     const bool is_method = !signature.parameters.empty() && signature.parameters.front().name == "self";
     const std::string& of = is_method ? signature.parameters.front().type : "";
