@@ -51,6 +51,8 @@ def test_a_balanced_model_stays_what_it_was(tmp_path: Any) -> None:
     assert torch.equal(model(*samples[0].values(), return_dict=False)[0], before(*samples[0].values()).sample)
     model.save_pretrained(tmp_path)
     again = type(before).from_pretrained(tmp_path)
+    for parameter in again.parameters():  # from the file's memory, whose alignment may change how a CPU adds up
+        parameter.data = parameter.data.clone()
     assert torch.equal(again(**samples[0]).sample, before(**samples[0]).sample)
 
 
