@@ -15,7 +15,7 @@
 #   make tidy       clang-tidy over the core, by the checks of .clang-tidy
 #   make format     lets the formatters have their way
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
-#   make nvrtc      the packing kernel, compiled for GPUs by NVRTC from the package index; needs no GPU
+#   make nvrtc      the kernels, compiled for GPUs by NVRTC from the package index; needs no GPU
 #   make gpu        on a machine with a GPU: right, and how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
 #   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
@@ -130,7 +130,7 @@ nvrtc: build/nvrtc/.installed
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
 	KNAPFORMER_NVRTC=$$(ls $(CURDIR)/build/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.1?) $(BUILD)/tests/torch/torch_tests \
-	    --gtest_filter='CudaKernel.*'
+	    --gtest_filter='CudaKernel*:*/CudaKernel*'
 
 $(VENV)/.coverage: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group coverage

@@ -1,9 +1,10 @@
-"""Bandwidth of packing and unpacking an exchange, beside that of a plain copy on the same device.
+"""Bandwidth of packing and unpacking an exchange, and of a rotation, beside that of a plain copy on the same device.
 
 Two ranks, of which one has the device to itself and the other computes on the host: so kernels of one process alone are
 timed. Both are in one Gloo group, which stages device memory through the host. Every sequence is shared: a rank keeps
 half of its rows (or heads) and sends the other half, so of S bytes S are read and written in packing, and S / 2, those
-that came, in unpacking. On the CPU, which has no launches, the whole exchange is timed.
+that came, in unpacking. A rotation (rotary embedding of queries) reads and writes S. On the CPU, which has no launches,
+the whole call is timed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from knapformer.models.layers import rotate, rotations
 
     from knapformer import SequenceBalancer
 
@@ -46,16 +48,18 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         routed = balancer.route(x)[1]
         o = balancer.pre_attn(q, k, v)[1]
-        calls: dict[str, tuple[int, Callable[[], object]]] = {
-            "route": (x.nbytes, lambda: balancer.route(x)),
-            "reverse_route": (x.nbytes, lambda: balancer.reverse_route(routed)),
-            "pre_attn": (3 * x.nbytes, lambda: balancer.pre_attn(q, k, v)),
-            "post_attn": (x.nbytes, lambda: balancer.post_attn(o)),
-        }
+        rotation = rotations(torch.arange(num_tokens, device=device), HEAD_DIM, 10_000.0, x.dtype)
         # Each byte is read and written: S twice in packing, S / 2 twice in unpacking.
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "route": (3 * x.nbytes, lambda: balancer.route(x)),
+            "reverse_route": (3 * x.nbytes, lambda: balancer.reverse_route(routed)),
+            "pre_attn": (9 * x.nbytes, lambda: balancer.pre_attn(q, k, v)),
+            "post_attn": (3 * x.nbytes, lambda: balancer.post_attn(o)),
+            "rotate": (2 * x.nbytes, lambda: rotate(q, rotation)),
+        }
         agenda = Agenda(args)
         rates = {
-            name: 3 * size / packing_seconds(call, device, repeats)
+            name: size / kernel_seconds(call, device, repeats)
             for name, (size, call) in calls.items()
             if agenda.begins(name)
         }
@@ -69,8 +73,8 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def packing_seconds(call: Callable[[], object], device: Any, repeats: int) -> float:
-    """Of a call's packing kernels, the mean of `repeats` calls after one that warms up. Collective."""
+def kernel_seconds(call: Callable[[], object], device: Any, repeats: int) -> float:
+    """Of a call's kernels of ours, the mean of `repeats` calls after one that warms up. Collective."""
     import torch
 
     call()
@@ -84,10 +88,10 @@ def packing_seconds(call: Callable[[], object], device: Any, repeats: int) -> fl
     seconds = [
         event.time_range.elapsed_us() / 1e6
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.name.startswith("knapformer_move_rows")
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name.startswith("knapformer_")
     ]
     if not seconds:
-        raise RuntimeError("no launch of the packing kernel was seen: a warning above says why it is not in use")
+        raise RuntimeError("no launch of a kernel of ours was seen: a warning above says why it is not in use")
     return sum(seconds) / repeats
 
 

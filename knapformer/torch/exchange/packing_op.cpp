@@ -4,11 +4,23 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <cstring>
+#include <string>
+
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/cuda_kernel.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
+#include "knapformer/torch/kernels/cuda_kernel.h"
 
 namespace knapformer {
+
+extern const char kPackingSource[];  // the text of packing_kernel.h
+
+const KernelSource& packing_source() {
+  static const auto* const source =
+      new KernelSource{"the packing kernel", kPackingSource, {"knapformer_move_rows", "knapformer_move_rows_by_table"}};
+  return *source;
+}
+
 namespace {
 
 using MoveRows = void(const at::Tensor&, const at::Tensor&, int64_t, int64_t);
@@ -26,7 +38,19 @@ void move_rows_cpu(const at::Tensor&, const at::Tensor& work, int64_t num_tiles,
 }
 
 void move_rows_cuda(const at::Tensor& wire, const at::Tensor& work, int64_t num_tiles, int64_t) {
-  CudaKernel::on(wire.device()).launch(work, num_tiles);
+  CudaKernel& kernel = CudaKernel::on(wire.device(), packing_source());
+  std::string error;
+  if (work.is_cpu()) {
+    struct alignas(16) {
+      unsigned char bytes[packing::kMaxArgumentBytes];
+    } argument;
+    std::memcpy(argument.bytes, work.const_data_ptr(), work.nbytes());
+    error = kernel.launch(0, num_tiles, packing::kThreads, &argument);
+  } else {
+    const void* argument = work.const_data_ptr();
+    error = kernel.launch(1, num_tiles, packing::kThreads, &argument);
+  }
+  if (!error.empty()) throw StateError("the packing kernel: " + error);
 }
 
 }  // namespace
@@ -35,7 +59,7 @@ ExchangeEngine engine_for(at::Device device) {
   if (device.is_cpu()) return ExchangeEngine::kCpu;
   if (!move_rows_op().hasKernelForDispatchKey(c10::computeDispatchKey({}, {}, device))) return ExchangeEngine::kDevice;
   if (!device.is_cuda()) return ExchangeEngine::kKernel;
-  const std::string& error = CudaKernel::on(device).error();
+  const std::string& error = CudaKernel::on(device, packing_source()).error();
   if (error.empty()) return ExchangeEngine::kKernel;
   TORCH_WARN_ONCE("knapformer: exchanges are packed by several operations in place of one kernel: ", error);
   return ExchangeEngine::kDevice;

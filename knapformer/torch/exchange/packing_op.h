@@ -15,8 +15,11 @@
 #include <cstdint>
 
 #include "knapformer/torch/exchange/packed_table.h"
+#include "knapformer/torch/kernels/kernel_source.h"
 
 namespace knapformer {
+
+const KernelSource& packing_source();
 
 /// The engine for tensors on this device: the kernel's where the device has it, the CPU's on the CPU. On CUDA the first
 /// call for a device compiles the kernel; where that is not possible, one warning says why.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer import _torch
+
 
 class Rotation:
     """Rotary position embedding (RoPE): by what the heads of packed tokens are rotated.
@@ -34,13 +36,12 @@ def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """(tokens, heads, head_dim) rotated in the dtype of `rotation`, returned in the dtype of x."""
     turns = rotation.turns
+    if not torch.compiler.is_compiling():
+        return _torch.rotate(x, turns)
+    # Inductor fuses real arithmetic with what stands beside it.
     pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # Inductor makes one pass over memory of this, and fuses nothing that is complex
-        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
-        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
-    else:  # the fewest passes of single operations
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
-    return rotated.flatten(-2).to(x.dtype)
+    (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
 
 
 class Block(nn.Module):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from knapformer.adapters.named import build_model, load_config
 from knapformer.losses import sample_mean, token_mean
 from knapformer.models import init_weights, set_checkpointing
+from knapformer.models.layers import Rotation, rotate, rotations
 from knapformer.models.model import Draw
 from torch import Tensor
 
@@ -374,3 +375,25 @@ def an_input_overwritten_too_soon(rank: int, world: int) -> bool:
     module.hold_collectives(False)
     work.wait()
     return torch.equal(received.cpu(), torch.ones(world))
+
+
+def rotations_agree(rank: int, world: int) -> list[tuple[list[Tensor], list[Tensor], sim.Counted]]:
+    """By dtype: result and gradient on the CPU, on the device, and what was counted there."""
+    sim.register()
+    return [_rotation(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
+
+
+def _rotation(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], sim.Counted]:
+    turns = rotations(torch.arange(70), 16, 100.0, dtype).turns
+    qkv, gradient = torch.randn(70, 3, 5, 16).to(dtype), torch.randn(70, 5, 16).to(dtype)
+
+    def step(x: Tensor, turns: Tensor, gradient: Tensor) -> list[Tensor]:
+        x = x[:, 1].requires_grad_()
+        out = rotate(x, Rotation(turns))
+        return [out.detach(), *torch.autograd.grad(out, x, gradient)]
+
+    given = (qkv, turns, gradient)
+    on_device = [t.to("sim") for t in given]
+    with sim.counted() as counted:
+        results = step(*on_device)
+    return step(*given), [t.cpu() for t in results], counted

@@ -16,6 +16,7 @@ from accelerator.device_ranks import (
     loader_agrees,
     models_agree,
     peer_memory_without_the_kernel,
+    rotations_agree,
     tables_of_a_loader,
     transports_agree,
 )
@@ -103,6 +104,13 @@ def test_a_mistake_is_seen_where_peer_memory_grows() -> None:
     """Torch's ranks meet in its store there, where none looks for what others say."""
     for kind, message, seconds in run_ranks(a_mistake_where_memory_grows, 2, timeout_s=100):
         assert kind == "ArgumentError" and "q: got 100001 rows" in message and seconds < 20, (kind, message, seconds)
+
+
+def test_a_rotation_is_the_cpus_and_one_launch() -> None:
+    (by_dtype,) = run_ranks(rotations_agree, 1)
+    for on_cpu, on_device, counted in by_dtype:
+        torch.testing.assert_close(on_device, on_cpu)
+        assert counted.launched == ["knapformer::rotate_rows"] * 2 and counted.syncs == []
 
 
 def test_peer_memory_asks_for_the_packing_kernel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -283,6 +284,47 @@ def test_rotation_by_hand() -> None:
         c, s = math.cos(3 * frequency), math.sin(3 * frequency)
         a, b = x[0, 0, 2 * pair : 2 * pair + 2].tolist()
         assert out[2 * pair : 2 * pair + 2].tolist() == pytest.approx([a * c - b * s, a * s + b * c])
+
+
+def test_gradients_of_a_rotation() -> None:
+    """Of any order, forward and backward, and through torch.func."""
+    x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
+    rotation = rotations(torch.arange(3), 6, 100.0, torch.float64)
+    rotated = functools.partial(rotate, rotation=rotation)
+    assert torch.autograd.gradcheck(rotated, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(rotated, x)
+
+    given = x.detach()
+    (expected,) = torch.autograd.grad(rotated(x)[1, 1, 1], x)
+    torch.testing.assert_close(torch.func.grad(lambda t: rotated(t)[1, 1, 1])(given), expected)
+    batched = torch.func.vmap(rotated)(torch.stack([given, 2 * given]))
+    torch.testing.assert_close(batched, torch.stack([rotated(given), rotated(2 * given)]))
+
+
+def test_the_graph_of_a_rotation_keeps_no_heads() -> None:
+    x = torch.randn(5, 3, 8, requires_grad=True)
+    rotation = rotations(torch.arange(5), 8, 100.0, torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        rotate(x, rotation)
+    assert [t.data_ptr() for t in kept] == [rotation.turns.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("shape", "turns", "message"),
+    [
+        ((5, 3, 7), torch.zeros(5, 1, 4, 2), r"got x of shape \[5, 3, 7\] and Float, expected .*head_dim even"),
+        ((5, 24), torch.zeros(5, 1, 4, 2), r"got x of shape \[5, 24\].*expected \(tokens, heads, head_dim\)"),
+        ((5, 3, 8), torch.zeros(4, 1, 4, 2), r"got turns of shape \[4, 1, 4, 2\].*expected \(tokens, 1, head_dim"),
+        ((5, 3, 8), torch.zeros(5, 1, 4, 2).half(), r"got turns of .* Half on cpu.*expected .*float64"),
+        ((5, 3, 8), torch.zeros(5, 1, 4, 2, requires_grad=True), "got turns that want a gradient"),
+    ],
+)
+def test_what_is_no_rotation_is_refused(shape: tuple[int, ...], turns: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotate(torch.zeros(shape), Rotation(turns))
+    with pytest.raises(ValueError, match=r"got x of .* Int, expected .* float32"):
+        rotate(torch.zeros(5, 3, 8).int(), Rotation(torch.zeros(5, 1, 4, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-// knapformer::move_rows on the simulated device: the packing kernel as it is, thread by thread, in kernels' memory.
+// knapformer's kernels on the simulated device: as they are, thread by thread, in kernels' memory.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -7,6 +7,7 @@
 
 #include "counters.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
+#include "knapformer/torch/kernels/rotation_kernel.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -50,7 +51,18 @@ void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int
   }
 }
 
-TORCH_LIBRARY_IMPL(knapformer, PrivateUse1, library) { library.impl("move_rows", &move_rows); }
+void rotate_rows(const at::Tensor&, const at::Tensor& work, int64_t num_blocks) {
+  namespace rotation = knapformer::rotation;
+  Counters::instance().add_launch("knapformer::rotate_rows");
+  auto given = *static_cast<const rotation::Rotation*>(work.const_data_ptr());
+  for (auto* address : {&given.from, &given.to, &given.turns}) to_kernel_memory(*address);
+  for (int64_t thread = 0; thread < num_blocks * rotation::kThreads; ++thread) rotation::run_thread(given, thread);
+}
+
+TORCH_LIBRARY_IMPL(knapformer, PrivateUse1, library) {
+  library.impl("move_rows", &move_rows);
+  library.impl("rotate_rows", &rotate_rows);
+}
 
 }  // namespace
 }  // namespace simulated_device

@@ -1,24 +1,23 @@
-#include "knapformer/torch/exchange/cuda_kernel.h"
+#include "knapformer/torch/kernels/cuda_kernel.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/StringUtil.h>
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
+#include <map>
 #include <memory>
-
-#include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/packing_kernel.h"
+#include <utility>
 
 namespace knapformer {
 
-extern const char kPackingKernelSource[];  // the text of packing_kernel.h
+extern const char kNumbersSource[];  // the text of numbers.h
 
 std::string path_beside_torch(std::string_view name) {
   Dl_info of_c10{};
@@ -144,7 +143,7 @@ int enter_primary_context(const Driver& driver, int device) {
 
 }  // namespace
 
-CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
+CompiledKernel compile_kernel(const KernelSource& source, int architecture, bool ptx) {
   const Nvrtc& nvrtc = Nvrtc::get();
   CompiledKernel kernel{.image = {}, .log = {}, .error = nvrtc.error};
   if (!kernel.error.empty()) return kernel;
@@ -162,9 +161,11 @@ CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
   }
 
   Program program = nullptr;
-  const std::string target = text("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
+  const std::string target = c10::str("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
   const std::array options{target.c_str(), "--std=c++20"};
-  int result = nvrtc.create(&program, kPackingKernelSource, "packing_kernel.h", 0, nullptr, nullptr);
+  const char* const included = kNumbersSource;
+  const char* const as = "knapformer/torch/kernels/numbers.h";
+  int result = nvrtc.create(&program, source.text, source.name, 1, &included, &as);
   if (result == 0) result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
   size_t size = 0;
   if (program != nullptr && nvrtc.log_size(program, &size) == 0 && size > 1) {
@@ -178,22 +179,22 @@ CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
   }
   if (result != 0) {
     kernel.image.clear();
-    kernel.error = text("NVRTC: result ", result, " for ", target, ": ", kernel.log);
+    kernel.error = c10::str("NVRTC: result ", result, " for ", target, ": ", kernel.log);
   }
   if (program != nullptr) nvrtc.destroy(&program);
   return kernel;
 }
 
-CudaKernel& CudaKernel::on(at::Device device) {
+CudaKernel& CudaKernel::on(at::Device device, const KernelSource& source) {
+  using Key = std::pair<const KernelSource*, c10::DeviceIndex>;
   static std::mutex mutex;
-  static auto* const kernels = new std::vector<std::unique_ptr<CudaKernel>>;  // tensors may outlive static objects
+  static auto* const kernels = new std::map<Key, std::unique_ptr<CudaKernel>>;  // tensors may outlive static objects
   const c10::DeviceGuard guard(device);
   const c10::Device exact = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-  const auto index = static_cast<size_t>(exact.index());
   const std::lock_guard lock(mutex);
-  if (kernels->size() <= index) kernels->resize(index + 1);
-  if ((*kernels)[index] == nullptr) (*kernels)[index].reset(new CudaKernel(exact));
-  return *(*kernels)[index];
+  std::unique_ptr<CudaKernel>& kernel = (*kernels)[{&source, exact.index()}];
+  if (kernel == nullptr) kernel.reset(new CudaKernel(exact, source));
+  return *kernel;
 }
 
 const std::string& CudaKernel::error() {
@@ -212,41 +213,32 @@ void CudaKernel::load() {
   if (result == 0) result = driver.device_attribute(&minor, kMinor, device);
   if (result == 0) result = enter_primary_context(driver, device);
   if (result != 0) {
-    error_ = text("CUDA's driver: result ", result, " for ", device_);
+    error_ = c10::str("CUDA's driver: result ", result, " for ", device_);
     return;
   }
-  const CompiledKernel compiled = compile_packing_kernel(10 * major + minor);
+  const CompiledKernel compiled = compile_kernel(source_, 10 * major + minor);
   if (!(error_ = compiled.error).empty()) return;
   void* module = nullptr;  // until the process ends
   result = driver.load_module(&module, compiled.image.data());
-  if (result == 0) result = driver.get_function(&with_arguments_, module, "knapformer_move_rows");
-  if (result == 0) result = driver.get_function(&by_table_, module, "knapformer_move_rows_by_table");
-  if (result != 0) error_ = text("CUDA's driver: result ", result, " for the packing kernel on ", device_);
+  for (const char* name : source_.functions) {
+    void*& function = functions_.emplace_back(nullptr);
+    if (result == 0) result = driver.get_function(&function, module, name);
+  }
+  if (result != 0) error_ = c10::str("CUDA's driver: result ", result, " for ", source_.name, " on ", device_);
 }
 
-void CudaKernel::launch(const at::Tensor& work, int64_t num_tiles) {
-  if (const std::string& why = error(); !why.empty()) throw StateError("the packing kernel: " + why);
+std::string CudaKernel::launch(size_t function, int64_t num_blocks, int num_threads, void* argument) {
+  if (const std::string& why = error(); !why.empty()) return why;
   const Driver& driver = Driver::get();
   const c10::DeviceGuard guard(device_);
   int result = enter_primary_context(driver, device_.index());
   void* const stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle();
-  const auto run = [&](void* function, void* argument) {
-    void* arguments[] = {argument};
-    return driver.launch(function, static_cast<unsigned>(num_tiles), 1, 1, packing::kThreads, 1, 1, 0, stream,
-                         arguments, nullptr);
-  };
-  if (result == 0 && work.is_cpu()) {
-    struct alignas(16) {
-      unsigned char bytes[packing::kMaxArgumentBytes];
-    } argument;
-    std::memcpy(argument.bytes, work.const_data_ptr(), work.nbytes());
-    result = run(with_arguments_, &argument);
-  } else if (result == 0) {
-    const void* argument = work.const_data_ptr();
-    result = run(by_table_, &argument);
+  void* arguments[] = {argument};
+  if (result == 0) {
+    result = driver.launch(functions_[function], static_cast<unsigned>(num_blocks), 1, 1,
+                           static_cast<unsigned>(num_threads), 1, 1, 0, stream, arguments, nullptr);
   }
-  if (result != 0)
-    throw StateError(text("the packing kernel: CUDA's driver gave ", result, " at a launch on ", device_));
+  return result == 0 ? "" : c10::str("CUDA's driver gave ", result, " at a launch of ", source_.name, " on ", device_);
 }
 
 }  // namespace knapformer

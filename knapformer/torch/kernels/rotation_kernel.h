@@ -1,0 +1,87 @@
+// The rotation kernel: rotary position embedding in one pass over memory, each number read once and written once.
+//
+// As the packing kernel it is one source for the CPU, where tests run it thread by thread, and for NVRTC.
+//
+// A thread rotates one pair of features of up to kHeads heads of a token, so that it reads their angle once. Threads
+// beside each other take pairs beside each other.
+#pragma once
+
+#include "knapformer/torch/kernels/numbers.h"
+
+namespace knapformer::rotation {
+
+using namespace kernels;
+
+constexpr int kThreads = 256;
+constexpr int kHeads = 4;
+
+/// Of (tokens, heads, pairs): x, which may lie in wider rows, and the result, which is dense.
+struct Rotation {
+  Address from = 0, to = 0;
+  Address turns = 0;                        // (tokens, pairs) of cosine and sine
+  Index token_stride = 0, head_stride = 0;  // of x, bytes
+  Index num_tokens = 0;
+  int num_heads = 0, num_pairs = 0;
+  Item item = Item::kFloat;
+  bool in_double = false;  // the turns are, and so is what is computed
+  bool back = false;       // by the negative angle
+
+  KNAPFORMER_KERNEL int num_groups() const { return (num_heads + kHeads - 1) / kHeads; }
+  KNAPFORMER_KERNEL Index num_blocks() const {
+    return (num_tokens * num_groups() * num_pairs + kThreads - 1) / kThreads;
+  }
+};
+
+template <class Items, class Turns>
+KNAPFORMER_KERNEL void rotate_heads(const Rotation& r, Index thread) {
+  using Number = typename Turns::Total;
+  using Total = typename Items::Total;
+  const Index row = quotient(thread, r.num_pairs), pair = thread - row * r.num_pairs;
+  const Index token = quotient(row, r.num_groups());
+  const int first_head = static_cast<int>(row - token * r.num_groups()) * kHeads;
+  if (token >= r.num_tokens) return;
+  Total a[kHeads] = {}, b[kHeads] = {};
+  const Address from = r.from + token * r.token_stride + pair * 2 * Items::kBytes;
+  for (int k = 0; k < kHeads; ++k) {  // all reads under way before the first write waits for its own
+    if (first_head + k < r.num_heads) Items::read_pair(from + (first_head + k) * r.head_stride, a[k], b[k]);
+  }
+  Number cos, sin;
+  Turns::read_pair(r.turns + (token * r.num_pairs + pair) * 2 * Turns::kBytes, cos, sin);
+  if (r.back) sin = -sin;
+  const Address to = r.to + ((token * r.num_heads + first_head) * r.num_pairs + pair) * 2 * Items::kBytes;
+  for (int k = 0; k < kHeads; ++k) {
+    if (first_head + k >= r.num_heads) continue;
+    const Number x = static_cast<Number>(a[k]), y = static_cast<Number>(b[k]);
+    Items::write_pair(to + static_cast<Index>(k) * r.num_pairs * 2 * Items::kBytes,
+                      static_cast<Total>(x * cos - y * sin), static_cast<Total>(x * sin + y * cos));
+  }
+}
+
+template <class Items>
+KNAPFORMER_KERNEL void rotate_items(const Rotation& r, Index thread) {
+  r.in_double ? rotate_heads<Items, DoubleItems>(r, thread) : rotate_heads<Items, FloatItems>(r, thread);
+}
+
+/// What one thread does, of num_blocks() x kThreads.
+KNAPFORMER_KERNEL void run_thread(const Rotation& r, Index thread) {
+  switch (r.item) {
+    case Item::kFloat:
+      return rotate_items<FloatItems>(r, thread);
+    case Item::kDouble:
+      return rotate_items<DoubleItems>(r, thread);
+    case Item::kHalf:
+      return rotate_items<HalfItems>(r, thread);
+    case Item::kBFloat16:
+      return rotate_items<BFloat16Items>(r, thread);
+  }
+}
+
+}  // namespace knapformer::rotation
+
+#if defined(__CUDACC__)
+extern "C" __global__ void __launch_bounds__(knapformer::rotation::kThreads)
+    knapformer_rotate(const __grid_constant__ knapformer::rotation::Rotation rotation) {
+  using knapformer::rotation::kThreads;
+  run_thread(rotation, static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x);
+}
+#endif
