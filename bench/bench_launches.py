@@ -4,8 +4,9 @@
 
 On 2 ranks: the simulated accelerator of tests/simulated_device, which counts them (build it first: cmake --build
 build/release --target _simulated_device), or CUDA devices, by torch's profiler: two over NCCL, or one that the
-ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, in "peers" attention reads the
-peers' memory, and "device" is ATen's index operations. The kernel of attention launches nothing. Figures are of rank 0:
+ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, in "peers" attention writes to
+the peers' memory, and "device" is ATen's index operations. The kernel of attention launches nothing. Figures are of
+rank 0:
 
     launches    on the device, collectives and barriers left out
     packed      MB that the packing kernel reads; it writes as many, or fewer where it adds (simulated device)

@@ -9,7 +9,7 @@ Builds the modules with the torch that is there, downloads nothing, and runs the
     packing       bandwidth of packing an exchange over that of a copy
     launches      of the balancer's calls; and whether the host waits for the device in a step
     replay        the published mixes: every rank's share measured on one device, beside the published table
-    transport     with several ranks: attention's exchanges by all-to-all and by reading the peers' memory
+    transport     with several ranks: attention's exchanges by all-to-all and by writing to the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
 The first five have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its

@@ -1,4 +1,4 @@
-"""Attention's exchanges over a bag of all ranks: by the all-to-all, and by reading the peers' memory.
+"""Attention's exchanges over a bag of all ranks: by the all-to-all, and by writing to the peers' memory.
 
 The same tensors either way, forward, there and back, in rounds that measure each once. Times are for ranks with a
 device each; whether both give the same bits is a part of the correctness, also for two ranks that share a device.

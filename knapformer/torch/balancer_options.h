@@ -27,7 +27,7 @@ struct BalancerOptions {
   Mask mask = {};
   /// Unset: the one for the tensors' device (exchange/packing_op.h).
   std::optional<ExchangeEngine> engine = std::nullopt;
-  /// Attention's exchanges read the peers' memory (comm/peer_memory.h) on devices that have it.
+  /// Attention's exchanges write to the peers' memory (comm/peer_memory.h) on devices that have it.
   bool peer_memory = false;
 };
 

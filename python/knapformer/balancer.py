@@ -51,7 +51,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: of all sequences,
         as there. Lengths that cannot keep the limit: planning them raises ArgumentError on every rank, and others are
         planned as before.
-    peer_memory: in attention each rank reads the rows that it needs in the memory of the bag's other ranks (torch's
+    peer_memory: in attention each rank writes rows to where they belong in the memory of the bag's other ranks (torch's
         symmetric memory, over NVLink), in place of an all-to-all. On accelerators alone; the bag's group must be one
         that torch knows by name, and its ranks see each other's memory. No GPU has run it: docs/gpu.md.
 

@@ -174,16 +174,16 @@ void CommGroup::use_peer_memory() {
   peer_memory_ = std::make_shared<PeerMemory>(group->getGroupName(), timeout_of(*group));
 }
 
-std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(int64_t num_bytes, at::Device device,
+std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need need, at::Device device,
                                                                std::string_view label) {
   // Ranks meet in torch's store, which has nobody look for errors of others. So they meet here before.
   const auto meet = [&](int64_t number) {
-    Fingerprint slot("peer memory");
-    slot.add("slot", text("number ", number, " for ", num_bytes, " bytes"));
-    fingerprints_->agree(slot);
+    Fingerprint region("peer memory");
+    region.add("region", text("number ", number, " for ", need.landing_bytes, " bytes, ", need.num_words, " words"));
+    fingerprints_->agree(region);
   };
   try {
-    return peer_memory_->take(num_bytes, device, meet);
+    return peer_memory_->take(need, device, meet);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

@@ -61,12 +61,13 @@ class CommGroup {
   /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
   at::Device control_device() const;
 
-  /// From now on there is memory that the ranks read in each other. All of them call it, before the first exchange.
+  /// From now on there is memory that the ranks write in each other. All of them call it, before the first exchange.
   void use_peer_memory();
   bool has_peer_memory() const { return peer_memory_ != nullptr; }
-  /// A slot of it for one exchange, as in PeerMemory::take.
-  std::unique_ptr<PeerMemory::Lease> take_peer_memory(int64_t num_bytes, at::Device device, std::string_view label);
-  /// In place of a collective: the device waits until all ranks have packed, of which this one sent so many bytes.
+  /// A region of it for one exchange, as in PeerMemory::take.
+  std::unique_ptr<PeerMemory::Lease> take_peer_memory(PeerMemory::Need need, at::Device device, std::string_view label);
+  /// In place of a collective: the device waits for what all ranks launched before. bytes_sent, for the counters, are
+  /// those that this one wrote to its peers since the last.
   void wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label);
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.

@@ -1,9 +1,11 @@
 #include "knapformer/torch/comm/peer_memory.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 
 namespace knapformer {
 namespace {
@@ -11,25 +13,35 @@ namespace {
 namespace symmetric_memory = c10d::symmetric_memory;
 
 constexpr int kChannel = 0;  // of the barriers: one comes after another
+/// The kept part, in landing parts: room for the results that are held at a time where blocks are checkpointed.
+constexpr int64_t kKept = 3;
+
+int64_t aligned(int64_t num_bytes) {
+  return (num_bytes + PeerMemory::kAlignment - 1) / PeerMemory::kAlignment * PeerMemory::kAlignment;
+}
 
 }  // namespace
 
 bool PeerMemory::serves(at::Device device) { return symmetric_memory::has_allocator(device.type()); }
 
-std::shared_ptr<PeerMemory::Slot> PeerMemory::take_free(int64_t num_bytes, at::Device device) {
+int64_t PeerMemory::Region::landing_at() const {
+  return aligned(room.num_words * static_cast<int64_t>(sizeof(int64_t)));
+}
+
+std::shared_ptr<PeerMemory::Region> PeerMemory::take_free(Need need, at::Device device) {
   const std::lock_guard lock(mutex_);
   follow_stream(device);
-  const auto free = std::ranges::find_if(slots_, [&](const std::shared_ptr<Slot>& slot) {
-    return !slot->in_use && slot->barriers_before_free < num_barriers_ && slot->memory.device() == device;
+  const auto free = std::ranges::find_if(regions_, [&](const std::shared_ptr<Region>& region) {
+    return !region->in_use && region->memory.device() == device;
   });
-  if (free == slots_.end()) return nullptr;
-  std::shared_ptr<Slot> slot = *free;
-  if (slot->memory.numel() < num_bytes) {
-    slots_.erase(free);
+  if (free == regions_.end()) return nullptr;
+  std::shared_ptr<Region> region = *free;
+  if (region->room.landing_bytes < need.landing_bytes || region->room.num_words < need.num_words) {
+    regions_.erase(free);
     return nullptr;
   }
-  slot->in_use = true;
-  return slot;
+  region->in_use = true;
+  return region;
 }
 
 void PeerMemory::follow_stream(at::Device device) {
@@ -43,34 +55,57 @@ void PeerMemory::follow_stream(at::Device device) {
   stream_ = stream;
 }
 
-std::unique_ptr<PeerMemory::Lease> PeerMemory::take(int64_t num_bytes, at::Device device,
+std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device,
                                                     const std::function<void(int64_t)>& meet) {
-  std::shared_ptr<Slot> slot = take_free(num_bytes, device);
-  if (!slot) {
-    constexpr int64_t kGrain = 2 << 20;  // steps differ: room for a longer one, in pages of a GPU
-    const int64_t capacity = (num_bytes + num_bytes / 4 + kGrain - 1) / kGrain * kGrain;
-    slot = std::make_shared<Slot>();
-    slot->memory = symmetric_memory::empty_strided_p2p({capacity}, {1}, at::kByte, device, std::nullopt, std::nullopt);
-    meet(++num_slots_made_);
-    slot->handle = symmetric_memory::rendezvous(slot->memory, group_);
-    for (void* memory : slot->handle->get_buffer_ptrs()) slot->of_peers.push_back(static_cast<std::byte*>(memory));
-    slot->in_use = true;
+  std::shared_ptr<Region> region = take_free(need, device);
+  if (!region) {
+    region = std::make_shared<Region>();
+    // Steps differ: room for a longer one.
+    region->room = {.num_words = need.num_words, .landing_bytes = aligned(need.landing_bytes + need.landing_bytes / 4)};
+    const int64_t num_bytes = region->kept_at() + kKept * region->room.landing_bytes;
+    region->memory =
+        symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
+    meet(++num_regions_made_);
+    region->handle = symmetric_memory::rendezvous(region->memory, group_);
+    for (void* memory : region->handle->get_buffer_ptrs()) region->of_peers.push_back(static_cast<std::byte*>(memory));
+    region->in_use = true;
     const std::lock_guard lock(mutex_);
-    slots_.push_back(slot);
+    regions_.push_back(region);
   }
-  return std::make_unique<Lease>(shared_from_this(), slot);
+  return std::make_unique<Lease>(shared_from_this(), region);
 }
 
-void PeerMemory::Lease::barrier() {
-  slot_->handle->barrier(kChannel, static_cast<size_t>(peers_->timeout_.count()));
-  const std::lock_guard lock(peers_->mutex_);
-  ++peers_->num_barriers_;
+std::shared_ptr<PeerMemory::Place> PeerMemory::Lease::keep(int64_t num_bytes) {
+  const std::lock_guard lock(region_->mutex);
+  int64_t offset = region_->kept_at();  // the first gap that is large enough
+  for (const auto& [begin, size] : region_->kept) {
+    if (begin - offset >= num_bytes) break;
+    offset = begin + size;
+  }
+  if (region_->memory.numel() - offset < num_bytes) return nullptr;
+  region_->kept[offset] = aligned(num_bytes);
+  return std::make_shared<Place>(region_, offset);
 }
+
+PeerMemory::Place::~Place() {
+  const std::lock_guard lock(region_->mutex);
+  region_->kept.erase(offset_);
+}
+
+void PeerMemory::Lease::set_words(const std::vector<int64_t>& words) {
+  const bool pinned = !region_->memory.is_cpu();
+  const at::Tensor list =
+      at::empty({static_cast<int64_t>(words.size())}, at::TensorOptions(at::kLong).pinned_memory(pinned));
+  std::memcpy(list.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
+  const auto num_bytes = static_cast<int64_t>(list.nbytes());
+  region_->memory.narrow(0, 0, num_bytes).view(at::kLong).copy_(list, /*non_blocking=*/true);
+}
+
+void PeerMemory::Lease::barrier() { region_->handle->barrier(kChannel, static_cast<size_t>(peers_->timeout_.count())); }
 
 PeerMemory::Lease::~Lease() {
   const std::lock_guard lock(peers_->mutex_);
-  slot_->in_use = false;
-  slot_->barriers_before_free = peers_->num_barriers_;
+  region_->in_use = false;
 }
 
 }  // namespace knapformer

@@ -1,26 +1,29 @@
-// Memory that the ranks of a group read in each other: torch's symmetric memory, over NVLink on GPUs.
+// Memory that the ranks of a group write in each other: torch's symmetric memory, over NVLink on GPUs.
 //
-// In place of an all-to-all, a rank packs what it sends into a slot of its own memory, and each peer reads its part
-// there. What they read lies where both know without a word, and when it is there a barrier on the device says:
+// In place of an all-to-all, a rank writes what it sends straight to where it belongs in the memory of each peer. Only
+// the receiver knows where that is, so it says so, in words that the peers' kernels read:
 //
-//   start    pack into slot 0                           the host and the device go on
-//   finish   barrier: all ranks have packed             the device waits, not the host
-//            unpack from slot 0 of the peers
-//   start    pack into slot 1                           peers may still read slot 0
-//   finish   barrier: all ranks have packed, and so they have unpacked what was before on their streams
-//   start    pack into slot 0
+//   region of a rank = | words: where each slot of each sender lands | landing | kept |
 //
-// So two slots serve any number of exchanges, one after another; each that is in flight beside others has its own. The
-// ranks of a group start and finish their exchanges in one order, so they choose the same slots without a word, too.
+//   start    words; barrier: all ranks have said where             the device waits, not the host
+//            write to the peers
+//   finish   barrier: all ranks have written
+//
+// Results stay in the kept part for as long as somebody holds them. Where it has no room, peers write to the landing
+// part, and the results are copied from there: the receiver decides alone, exchange by exchange, as nobody else needs
+// to know. What peers may still write is written before the second barrier, and what this rank still reads is read
+// before the first of the next exchange: so a region serves any number of exchanges, one after another; each that is in
+// flight beside others has its own. The ranks of a group start and finish their exchanges in one order, so they choose
+// the same regions without a word.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,52 +42,92 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   /// Whether torch has symmetric memory for such devices.
   static bool serves(at::Device device);
 
+  /// What an exchange needs of a region, the same on all ranks.
+  struct Need {
+    int64_t num_words = 0;
+    int64_t landing_bytes = 0;
+  };
+  /// What parts of a region begin at a multiple of.
+  static constexpr int64_t kAlignment = 16;
+
  private:
-  struct Slot {
+  struct Region {
     at::Tensor memory;
     c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle;
-    std::vector<const std::byte*> of_peers;
+    std::vector<std::byte*> of_peers;
+    Need room;
     bool in_use = false;
-    int64_t barriers_before_free = 0;  // peers may read it until there were more
+
+    int64_t landing_at() const;
+    int64_t kept_at() const { return landing_at() + room.landing_bytes; }
+
+    std::mutex mutex;
+    std::map<int64_t, int64_t> kept = {};  // bytes by offset, of places that somebody holds
   };
 
  public:
-  /// A slot, for one exchange.
+  /// Of the kept part, for as long as it lives.
+  class Place {
+   public:
+    Place(std::shared_ptr<Region> region, int64_t offset) : region_(std::move(region)), offset_(offset) {}
+    ~Place();
+    Place(const Place&) = delete;
+    Place& operator=(const Place&) = delete;
+
+    /// In the region.
+    int64_t offset() const { return offset_; }
+
+   private:
+    std::shared_ptr<Region> region_;
+    int64_t offset_;
+  };
+
+  /// A region, for one exchange.
   class Lease {
    public:
-    Lease(std::shared_ptr<PeerMemory> peers, std::shared_ptr<Slot> slot)
-        : peers_(std::move(peers)), slot_(std::move(slot)) {}
+    Lease(std::shared_ptr<PeerMemory> peers, std::shared_ptr<Region> region)
+        : peers_(std::move(peers)), region_(std::move(region)) {}
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
 
     /// This rank's, of bytes.
-    const at::Tensor& memory() const { return slot_->memory; }
-    /// A peer's, for kernels of this rank.
-    const std::byte* of_peer(int32_t peer) const { return slot_->of_peers[static_cast<size_t>(peer)]; }
+    const at::Tensor& memory() const { return region_->memory; }
+    /// Where the landing part begins in it.
+    int64_t landing_at() const { return region_->landing_at(); }
+    /// Null: there is no room.
+    std::shared_ptr<Place> keep(int64_t num_bytes);
+    /// Says where senders write: offsets in this rank's memory. Without waiting.
+    void set_words(const std::vector<int64_t>& words);
+
+    /// A peer's memory, for kernels of this rank.
+    std::byte* of_peer(int32_t peer) const { return region_->of_peers[static_cast<size_t>(peer)]; }
+    /// Where a word of a peer lies, for kernels of this rank: behind the first barrier.
+    const std::byte* word_of_peer(int32_t peer, int64_t word) const {
+      return of_peer(peer) + word * static_cast<int64_t>(sizeof(int64_t));
+    }
     /// Behind it on the present stream all ranks have done what they launched before theirs. Collective.
     void barrier();
 
    private:
     std::shared_ptr<PeerMemory> peers_;
-    std::shared_ptr<Slot> slot_;
+    std::shared_ptr<Region> region_;
   };
 
-  /// A slot of so many bytes, the same number on all ranks. Collective; waits for the others, and for the device, where
-  /// no slot is free that is large enough: after meet(number of the new slot), by which all ranks know that all come.
-  std::unique_ptr<Lease> take(int64_t num_bytes, at::Device device, const std::function<void(int64_t)>& meet);
+  /// Collective; waits for the others, and for the device, where no region is free that is large enough: after
+  /// meet(number of the new region), by which all ranks know that all come.
+  std::unique_ptr<Lease> take(Need need, at::Device device, const std::function<void(int64_t)>& meet);
 
  private:
-  std::shared_ptr<Slot> take_free(int64_t num_bytes, at::Device device);
+  std::shared_ptr<Region> take_free(Need need, at::Device device);
   /// Orders what this rank does on another stream than before behind all that it did there.
   void follow_stream(at::Device device);
 
   std::string group_;
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
-  std::vector<std::shared_ptr<Slot>> slots_;
-  std::atomic<int64_t> num_slots_made_ = 0;
-  int64_t num_barriers_ = 0;
+  std::vector<std::shared_ptr<Region>> regions_;
+  int64_t num_regions_made_ = 0;
   std::optional<c10::Stream> stream_;  // of the last exchange
 };
 

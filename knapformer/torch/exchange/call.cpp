@@ -1,5 +1,8 @@
 #include "knapformer/torch/exchange/call.h"
 
+#include <ATen/ops/from_blob.h>
+
+#include <numeric>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -29,55 +32,35 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 /// The widest word that divides a number of bytes.
 int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
 
-/// Where the rows of one rank for another lie in the slot of the first: room for the most rows that any rank has, so
-/// that all ranks know it without each other's tables.
-///
-///   slot of rank q = | rows for rank 0 | for rank 1 | ... |     none for q, nor for ranks that share nothing with it
-class PeerLayout {
- public:
-  /// Where ExchangeCall::bounds_bytes.
-  explicit PeerLayout(std::span<const Segment> segments) : num_peers_(segments[0].send.num_peers()) {
-    for (const Segment& segment : segments) {
-      const SegmentEnd& shared = segment.send.heads_shared() ? segment.send : segment.recv;
-      const int32_t degree = shared.sharing.degree, first = shared.this_peer() - shared.sharing.index_in_group;
-      KNAPFORMER_ASSERT(first % degree == 0);
-      int64_t row_bytes = 0;  // of the peer with the most heads
-      for (int32_t peer = first; peer < first + degree; ++peer) {
-        row_bytes = std::max(row_bytes, shared.for_each_slot(segment.slots, peer, [](const Slot&, int64_t) {}));
-      }
-      // Of all segments together a rank has at most max_rows.
-      levels_.push_back({.degree = degree, .num_bytes = round_up(shared.max_rows() * row_bytes, kMaxWordBytes)});
+/// Bytes that can land at a rank, where ExchangeCall::bounds_bytes: by the most rows that any rank has, so that all
+/// ranks know it without each other's tables.
+int64_t max_landing_bytes(std::span<const Segment> segments) {
+  const int32_t num_peers = segments[0].send.num_peers(), this_peer = segments[0].send.this_peer();
+  std::vector<int64_t> from_peer(static_cast<size_t>(num_peers), 0);  // this rank's own rows included
+  int64_t num_tensors = 0;
+  bool sums = false;
+  for (const Segment& segment : segments) {
+    const SegmentEnd& shared = segment.send.heads_shared() ? segment.send : segment.recv;
+    const int32_t degree = shared.sharing.degree, first = this_peer - shared.sharing.index_in_group;
+    KNAPFORMER_ASSERT(first % degree == 0);
+    int64_t row_bytes = 0;  // of the peer with the most heads
+    for (int32_t peer = first; peer < first + degree; ++peer) {
+      int64_t bytes = 0;
+      for (const Slot& slot : segment.slots) bytes += shared.wire_bytes(slot, peer);
+      row_bytes = std::max(row_bytes, bytes);
     }
-  }
-
-  int64_t first_byte(int32_t from, int32_t to) const {
-    int64_t byte = 0;
-    for (int32_t peer = 0; peer < to; ++peer) byte += block_bytes(from, peer);
-    return byte;
-  }
-  /// Of a slot. Every rank has as many.
-  int64_t num_bytes() const { return first_byte(0, num_peers_); }
-
- private:
-  struct Level {
-    int32_t degree = 1;
-    int64_t num_bytes = 0;  // if all rows were of this level
-  };
-
-  int64_t block_bytes(int32_t from, int32_t to) const {
-    if (from == to) return 0;
-    int64_t bytes = 0, num_shared = 0;
-    for (const Level& level : levels_) {
-      if (from / level.degree != to / level.degree) continue;
-      bytes = std::max(bytes, level.num_bytes);
-      ++num_shared;
+    // Of all segments together a rank has at most max_rows, so of those that it shares with a peer the widest counts.
+    for (int32_t peer = 0; peer < num_peers; ++peer) {
+      int64_t& bytes = from_peer[static_cast<size_t>(peer)];
+      if (peer / degree == this_peer / degree) bytes = std::max(bytes, shared.max_rows() * row_bytes);
     }
-    return bytes + num_shared * kMaxWordBytes;  // a segment begins at a multiple
+    num_tensors += static_cast<int64_t>(segment.slots.size());
+    sums |= std::ranges::any_of(segment.slots, [&](const Slot& slot) { return segment.sums(slot); });
   }
-
-  int32_t num_peers_;
-  std::vector<Level> levels_;
-};
+  const int64_t all = std::reduce(from_peer.begin(), from_peer.end());
+  // What adds up lands beside the outputs.
+  return (sums ? 2 : 1) * all + num_tensors * (num_peers + 1) * PeerMemory::kAlignment;
+}
 
 /// What the tables say, against what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
@@ -122,7 +105,8 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
         segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
                                        .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
                                        .heads = head_partition(arguments.heads, given.sharing.degree),
-                                       .slots = {}});
+                                       .slots = {},
+                                       .first_slot = num_slots_});
     check_tables(segment, given.sharing, segments_.front(), label);
     for (const HeadRole role : given.roles) {
       const size_t number = next++;
@@ -166,6 +150,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
   }
   if (tensor.device() != device_) throw_argument(name(), tensor.device(), text(device_, ", as the first one is on"));
 
+  ++num_slots_;
   Slot& slot = segment.slots.emplace_back(
       Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
@@ -224,19 +209,71 @@ bool ExchangeCall::bounds_bytes() const {
 }
 
 void ExchangeCall::use_peer_memory(CommGroup& group) {
-  const PeerLayout layout(segments_);
-  lease_ = group.take_peer_memory(layout.num_bytes(), device_, label_);
+  const PeerMemory::Need need{.num_words = num_peers() * num_slots_, .landing_bytes = max_landing_bytes(segments_)};
+  lease_ = group.take_peer_memory(need, device_, label_);
   wire_ = lease_->memory();
-  sent_bytes_.assign(static_cast<size_t>(num_peers()), 0);
   // What several ranks send of one row is added in this order, as by an all-to-all.
   add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
   for (int32_t peer = 0; peer < num_peers(); ++peer) {
     if (peer == this_peer()) continue;
-    const int64_t sent_at = layout.first_byte(this_peer(), peer), received_at = layout.first_byte(peer, this_peer());
-    sent_bytes_[static_cast<size_t>(peer)] = add_peer(sent_blocks_, &Segment::send, peer, sent_at) - sent_at;
-    add_peer(received_blocks_, &Segment::recv, peer, received_at);
+    add_peer(sent_blocks_, &Segment::send, peer, 0);
+    add_peer(received_blocks_, &Segment::recv, peer, 0);
   }
-  add_peer(sent_blocks_, &Segment::send, this_peer(), 0);  // from input to output: no byte of it lies in the slot
+  add_peer(sent_blocks_, &Segment::send, this_peer(), 0);
+
+  const std::vector<NewTensor> outputs = new_outputs();
+  int64_t num_bytes = 0;
+  std::vector<int64_t> offsets;  // of the outputs, one behind the other
+  for (const NewTensor& output : outputs) {
+    offsets.push_back(num_bytes);
+    const auto item_bytes = static_cast<int64_t>(output.options.dtype().itemsize());
+    num_bytes += round_up(c10::multiply_integers(output.shape) * item_bytes, PeerMemory::kAlignment);
+  }
+  const std::shared_ptr<PeerMemory::Place> kept = num_bytes > 0 ? lease_->keep(num_bytes) : nullptr;
+  const int64_t first_byte = kept ? kept->offset() : lease_->landing_at();
+  std::vector<at::Tensor> landing;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    auto* const begin = static_cast<std::byte*>(wire_.mutable_data_ptr()) + first_byte + offsets[i];
+    // The tensor holds its place, or the memory that it is a part of.
+    const auto release = [kept, memory = wire_](void*) {};
+    landing.push_back(at::from_blob(begin, outputs[i].shape, release, outputs[i].options, device_));
+  }
+  set_tensors(&Slot::landing, landing);
+  if (kept) {
+    set_tensors(&Slot::output, std::move(landing));
+  } else {
+    allocate_outputs();
+  }
+
+  int64_t next_byte = lease_->landing_at() + (kept ? 0 : num_bytes);  // of what adds up
+  words_.assign(static_cast<size_t>(need.num_words), 0);
+  for (const WireBlock& block : received_blocks_) {
+    if (block.peer == this_peer()) continue;
+    const Segment& segment = segments_[block.segment];
+    for (size_t i = 0; i < segment.slots.size(); ++i) {
+      const Slot& slot = segment.slots[i];
+      int64_t& word = words_[static_cast<size_t>(block.peer * num_slots_ + segment.first_slot) + i];
+      if (!segment.sums(slot)) {
+        word = static_cast<const std::byte*>(slot.landing.const_data_ptr()) - wire_bytes_at(0);
+        continue;
+      }
+      word = next_byte;
+      next_byte += round_up(block.num_rows * segment.recv.wire_bytes(slot, block.peer), PeerMemory::kAlignment);
+    }
+  }
+  KNAPFORMER_ASSERT(next_byte <= lease_->landing_at() + need.landing_bytes);
+  lease_->set_words(words_);
+}
+
+int64_t ExchangeCall::num_bytes_written() const {
+  int64_t num_bytes = 0;
+  for (const WireBlock& block : sent_blocks_) {
+    if (block.peer == this_peer()) continue;
+    for (const Slot& slot : segments_[block.segment].slots) {
+      num_bytes += block.num_rows * block.end->wire_bytes(slot, block.peer);
+    }
+  }
+  return num_bytes;
 }
 
 void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {
@@ -270,29 +307,47 @@ std::vector<ExchangeCall::LocalRows> ExchangeCall::local_rows() const {
   return rows;
 }
 
-void ExchangeCall::allocate_outputs() {
-  if (joined_end_ == HeadSharing::kRecv) {
-    int64_t num_rows = num_local_rows_;
-    for (const Segment& segment : segments_) num_rows += segment.recv.num_rows();
-    for (const Slot& slot : segments_.front().slots) {
-      std::vector<int64_t> shape = slot.output_shape;
-      shape[0] = num_rows;
-      joined_.push_back(empty_recycled(shape, slot.input.options()));
-    }
-    int64_t first_row = num_local_rows_;
-    for (Segment& segment : segments_) {
-      for (size_t i = 0; i < joined_.size(); ++i) {
-        segment.slots[i].output = joined_[i].narrow(0, first_row, segment.recv.num_rows());
+std::vector<ExchangeCall::NewTensor> ExchangeCall::new_outputs() const {
+  std::vector<NewTensor> outputs;
+  if (joined_end_ != HeadSharing::kRecv) {
+    for (const Segment& segment : segments_) {
+      for (const Slot& slot : segment.slots) {
+        outputs.push_back({.shape = slot.output_shape, .options = slot.input.options()});
       }
-      first_row += segment.recv.num_rows();
+    }
+    return outputs;
+  }
+  int64_t num_rows = num_local_rows_;
+  for (const Segment& segment : segments_) num_rows += segment.recv.num_rows();
+  for (const Slot& slot : segments_.front().slots) {
+    outputs.push_back({.shape = slot.output_shape, .options = slot.input.options()});
+    outputs.back().shape[0] = num_rows;
+  }
+  return outputs;
+}
+
+void ExchangeCall::set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor> tensors) {
+  if (joined_end_ != HeadSharing::kRecv) {
+    auto next = tensors.begin();
+    for (Segment& segment : segments_) {
+      for (Slot& slot : segment.slots) slot.*of_slot = std::move(*next++);
     }
     return;
   }
+  int64_t first_row = num_local_rows_;
   for (Segment& segment : segments_) {
-    for (Slot& slot : segment.slots) {
-      slot.output = empty_recycled(slot.output_shape, slot.input.options());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      segment.slots[i].*of_slot = tensors[i].narrow(0, first_row, segment.recv.num_rows());
     }
+    first_row += segment.recv.num_rows();
   }
+  if (of_slot == &Slot::output) joined_ = std::move(tensors);
+}
+
+void ExchangeCall::allocate_outputs() {
+  std::vector<at::Tensor> outputs;
+  for (const NewTensor& output : new_outputs()) outputs.push_back(empty_recycled(output.shape, output.options));
+  set_tensors(&Slot::output, std::move(outputs));
 }
 
 std::vector<at::Tensor> ExchangeCall::outputs() const {

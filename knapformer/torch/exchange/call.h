@@ -7,8 +7,8 @@
 //   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
 //   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
 //
-// Where the ranks of a group read in each other's memory (peer_memory.h), there is no received part: those of others
-// are in the slots of these, at places that the sender and the reader compute alike (PeerLayout).
+// Where the ranks of a group write in each other's memory (peer_memory.h), there is no buffer: a row goes from the
+// input of one rank to the output of another, and waits beside it only where several add up.
 //
 // The columns of a slot begin at a multiple of its word, and a segment's rows of a peer at one of 16 bytes, by padding:
 // so one narrow feature does not make the wide ones beside it move byte by byte, neither here nor in the transport.
@@ -45,6 +45,7 @@ struct Slot {
   at::Tensor input;  // rows are dense in themselves; between them input.stride(0)
   std::vector<int64_t> output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
+  at::Tensor landing = {};             // by peer memory: where peers write of it, the output itself or beside it
   at::Tensor sum = {};                 // of what add_block added, which becomes the output (duplicates.h)
   const HeadShares* shares = nullptr;  // of its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
@@ -81,6 +82,7 @@ struct Segment {
   SegmentEnd recv;
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
+  int64_t first_slot = 0;  // number of the first among those of all segments
 
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
   bool sums(const Slot& slot) const {
@@ -94,7 +96,7 @@ struct WireBlock {
   size_t segment = 0;
   const SegmentEnd* end = nullptr;
   int32_t peer = 0;
-  int64_t first_byte = 0;  // of the buffer, or of the sender's slot
+  int64_t first_byte = 0;  // of the buffer
   int64_t num_rows = 0;
   int64_t row_bytes = 0;  // of all slots, padding included
 };
@@ -110,10 +112,22 @@ class ExchangeCall {
   void allocate_wire();
   /// Whether all ranks know how many bytes each of them can have to send: where heads are shared. The same on all.
   bool bounds_bytes() const;
-  /// In place of allocate_wire, where it bounds bytes. Collective.
+  /// In place of allocate_wire and allocate_outputs, where it bounds bytes: says to the peers where they write.
+  /// Collective.
   void use_peer_memory(CommGroup& group);
   /// Null: it has a buffer.
   PeerMemory::Lease* peer_memory() const { return lease_.get(); }
+  /// By peer memory: bytes that this rank writes to its peers.
+  int64_t num_bytes_written() const;
+  /// Where a slot begins at a peer, for kernels of this rank, and where the offset stands that the peer adds to it.
+  const std::byte* base_at(int32_t peer) const { return lease_->of_peer(peer); }
+  const std::byte* offset_at(int32_t peer, int64_t slot) const {
+    return lease_->word_of_peer(peer, this_peer() * num_slots_ + slot);
+  }
+  /// Where a peer wrote what adds up with that of others: the rows of a slot (by its number), dense.
+  const std::byte* landed_from(int32_t peer, int64_t slot) const {
+    return wire_bytes_at(words_[static_cast<size_t>(peer * num_slots_ + slot)]);
+  }
 
   void allocate_outputs();
   /// Of outputs that are joined, the rows that do not travel: copied by unpack. Before it.
@@ -135,13 +149,11 @@ class ExchangeCall {
   at::Device device() const { return device_; }
   ExchangeEngine engine() const { return segments_.front().send.engine(); }
 
-  /// The buffer: uint8, on the tensors' device.
+  /// The buffer, or this rank's region of peer memory: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
   /// Where a block of others lies, for kernels.
   const std::byte* sent_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
-  const std::byte* received_at(const WireBlock& block) const {
-    return lease_ ? lease_->of_peer(block.peer) + block.first_byte : wire_bytes_at(block.first_byte);
-  }
+  const std::byte* received_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
@@ -156,12 +168,22 @@ class ExchangeCall {
   void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing, size_t number);
   /// Appends the blocks that meet a peer, from a byte on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
+  struct NewTensor {
+    std::vector<int64_t> shape;
+    at::TensorOptions options;
+  };
+  /// All outputs, joined or not.
+  std::vector<NewTensor> new_outputs() const;
+  /// Tensors of these shapes as outputs, or where they land.
+  void set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor> tensors);
   const std::byte* wire_bytes_at(int64_t byte) const {
     return static_cast<const std::byte*>(wire_.const_data_ptr()) + byte;
   }
 
   std::vector<Segment> segments_;
+  int64_t num_slots_ = 0;
   std::unique_ptr<PeerMemory::Lease> lease_;
+  std::vector<int64_t> words_;  // where each slot of each peer lands, in this rank's region
   at::Tensor wire_;
   std::vector<WireBlock> sent_blocks_, received_blocks_;
   std::vector<int64_t> sent_bytes_, received_bytes_;

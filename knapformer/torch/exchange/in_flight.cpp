@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
-#include <numeric>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -35,6 +34,7 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
     engine_ = make_engine(*call_);
     if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
       call_->use_peer_memory(*group_);
+      group_->wait_for_peers(*call_->peer_memory(), 0, arguments.label);
       engine_->pack();
       return;
     }
@@ -70,8 +70,7 @@ std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
     const std::unique_ptr<Engine> engine = std::move(engine_);
     call->set_local(local);
     if (PeerMemory::Lease* lease = call->peer_memory()) {
-      const std::vector<int64_t>& sent = call->sent_bytes();
-      group_->wait_for_peers(*lease, std::reduce(sent.begin(), sent.end()), arguments_.label);
+      group_->wait_for_peers(*lease, call->num_bytes_written(), arguments_.label);
     } else {
       group_->wait(*work_, call->device(), arguments_.label);
       work_.reset();

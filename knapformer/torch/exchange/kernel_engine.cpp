@@ -32,14 +32,19 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
-/// Rows in memory: `row` of them lies at base + index[row] * stride.
+/// Rows in memory: `row` of them lies at base + index[row] * stride. Those of a peer: at the offset from base that it
+/// says.
 struct Rows {
   Address base = 0;
   Address index = 0;  // 0: in order
   int64_t stride = 0;
+  Address offset = 0;                  // where the peer says it; 0: none
+  int64_t word_bytes = kMaxWordBytes;  // that divides the offset
 
   Rows columns_from(int64_t byte) const {
-    return {.base = base + static_cast<Address>(byte), .index = index, .stride = stride};
+    Rows columns = *this;
+    columns.base += static_cast<Address>(byte);
+    return columns;
   }
 };
 
@@ -49,10 +54,12 @@ class WorkList {
   void copy(const Rows& from, const Rows& to, int64_t num_bytes, int64_t num_rows) {
     if (num_bytes == 0 || num_rows == 0) return;
     const auto places = static_cast<int64_t>(from.base | to.base);
-    const int64_t word = std::gcd(packing_word(num_bytes, places), std::gcd(from.stride, to.stride));
+    const int64_t word =
+        std::gcd(std::gcd(packing_word(num_bytes, places), to.word_bytes), std::gcd(from.stride, to.stride));
     const int64_t num_words = num_bytes / word;
     copies_.push_back({.from = from.base,
                        .to = to.base,
+                       .to_offset = to.offset,
                        .from_index = from.index,
                        .to_index = to.index,
                        .from_stride = from.stride,
@@ -122,7 +129,7 @@ class KernelEngine final : public Engine {
   explicit KernelEngine(ExchangeCall& call) : call_(call) {}
 
   void pack() override {
-    call_.allocate_outputs();
+    if (call_.peer_memory() == nullptr) call_.allocate_outputs();
     WorkList work;
     for_each_block(call_.sent_blocks(), [&](const WireBlock& block, Segment& segment, Address index) {
       segment.send.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
@@ -130,6 +137,7 @@ class KernelEngine final : public Engine {
           if (!segment.sums(slot)) copy_own(work, segment, slot, index);
           return;
         }
+        if (call_.peer_memory() != nullptr) return write_to_peer(work, block, segment, slot, index);
         Rows to = on_wire(block, call_.sent_at(block) + byte);
         segment.send.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(of_input(slot, index).columns_from(run.first_byte), to, run.num_bytes, block.num_rows);
@@ -154,6 +162,7 @@ class KernelEngine final : public Engine {
       if (block.peer == call_.this_peer()) return;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
         if (segment.sums(slot)) return;
+        if (call_.peer_memory() != nullptr) return copy_landed(work, block, segment, slot, index);
         Rows from = on_wire(block, call_.received_at(block) + byte);
         segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(from, of_output(slot, index).columns_from(run.first_byte), run.num_bytes, block.num_rows);
@@ -207,19 +216,58 @@ class KernelEngine final : public Engine {
         blocks, [&](const WireBlock& block) { return block.segment == segment && block.peer == call_.this_peer(); });
   }
 
-  /// Both ends list the same rows and columns in the same order; at most one of them has the columns in several runs.
-  void copy_own(WorkList& work, const Segment& segment, const Slot& slot, Address from_index) const {
-    const auto s = static_cast<size_t>(&segment - call_.segments().data());
-    const int64_t num_rows = own_block(call_.sent_blocks(), s).num_rows;
-    const Rows from = of_input(slot, from_index),
-               to = of_output(slot, index_of(own_block(call_.received_blocks(), s), 0));
-    const bool sender_shares = segment.send.heads_shared();
+  /// From the input to where the rows belong. Both ends list the same rows and columns in the same order; at most one
+  /// of them has the columns in several runs. `dense`: there they are dense.
+  void copy_through(WorkList& work, const Segment& segment, const Slot& slot, int32_t peer, Rows from, Rows to,
+                    int64_t num_rows, bool dense) const {
     int64_t next = 0;
-    (sender_shares ? segment.send : segment.recv).for_each_column_run(slot, call_.this_peer(), [&](ColumnRun run) {
-      work.copy(from.columns_from(sender_shares ? run.first_byte : next),
-                to.columns_from(sender_shares ? next : run.first_byte), run.num_bytes, num_rows);
-      next += run.num_bytes;
+    // The heads of this rank, where it sends them to a rank that has others too.
+    (dense ? segment.send : segment.recv)
+        .for_each_column_run(slot, dense ? peer : call_.this_peer(), [&](ColumnRun run) {
+          work.copy(from.columns_from(dense ? run.first_byte : next), to.columns_from(dense ? next : run.first_byte),
+                    run.num_bytes, num_rows);
+          next += run.num_bytes;
+        });
+  }
+
+  void copy_own(WorkList& work, const Segment& segment, const Slot& slot, Address from_index) const {
+    const int64_t num_rows = own_block(call_.sent_blocks(), number_of(segment)).num_rows;
+    copy_through(work, segment, slot, call_.this_peer(), of_input(slot, from_index),
+                 of_output(slot, own_index(segment)), num_rows, segment.send.heads_shared());
+  }
+
+  /// The ranks that share heads have the same rows in the same order: at a peer, rows of this rank lie where they lie
+  /// here.
+  void write_to_peer(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
+                     Address from_index) const {
+    const bool sums = segment.sums(slot), dense = sums || segment.send.heads_shared();
+    Rows to{.base = address_of(call_.base_at(block.peer)),
+            .index = sums ? 0 : own_index(segment),
+            .stride = dense ? segment.send.wire_bytes(slot, block.peer) : slot.output_row_bytes,
+            .offset = address_of(call_.offset_at(block.peer, slot_number(segment, slot))),
+            .word_bytes = slot.word_bytes};
+    copy_through(work, segment, slot, block.peer, of_input(slot, from_index), to, block.num_rows, dense);
+  }
+
+  /// Where the output lies elsewhere, to the same rows and columns of it.
+  static void copy_landed(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
+                          Address index) {
+    const Address landing = address_of(slot.landing.const_data_ptr());
+    const Rows to = of_output(slot, index);
+    if (landing == to.base) return;
+    const Rows from{.base = landing, .index = index, .stride = to.stride};
+    segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
+      work.copy(from.columns_from(run.first_byte), to.columns_from(run.first_byte), run.num_bytes, block.num_rows);
     });
+  }
+
+  size_t number_of(const Segment& segment) const { return static_cast<size_t>(&segment - call_.segments().data()); }
+  static int64_t slot_number(const Segment& segment, const Slot& slot) {
+    return segment.first_slot + (&slot - segment.slots.data());
+  }
+  /// Where the own rows lie in the output.
+  Address own_index(const Segment& segment) const {
+    return index_of(own_block(call_.received_blocks(), number_of(segment)), 0);
   }
 
   /// What arrived for a slot, and where: the own rows, then those of others by peer.
@@ -242,7 +290,11 @@ class KernelEngine final : public Engine {
       size_t next = 0;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot&, int64_t byte) {
         if (next++ != slot_index) return;
-        const Rows rows = on_wire(block, call_.received_at(block) + byte);
+        Rows rows = on_wire(block, call_.received_at(block) + byte);
+        if (call_.peer_memory() != nullptr) {
+          rows.base = address_of(call_.landed_from(block.peer, segment.first_slot + static_cast<int64_t>(slot_index)));
+          rows.stride = segment.recv.wire_bytes(slot, block.peer);
+        }
         all.push_back({.peer = block.peer, .rows = rows, .num_rows = block.num_rows});
       });
     });

@@ -23,9 +23,10 @@ constexpr int kTile = kThreads * kPerThread;
 constexpr int kMaxArgumentBytes = 4080;
 
 /// Of num_rows rows, the same columns: as many words. A row lies at `from` + its number, or the one that `from_index`
-/// has for it (0: none), times `from_stride`; likewise at `to`.
+/// has for it (0: none), times `from_stride`; likewise at `to`, or with to_offset (0: none) at `to` + the number there.
 struct Copy {
   Address from = 0, to = 0;
+  Address to_offset = 0;                 // of an int64
   Address from_index = 0, to_index = 0;  // of int64
   Index from_stride = 0, to_stride = 0;  // bytes
   int num_words = 0, word_bytes = 0;     // of a row; every address is a multiple of the word
@@ -62,7 +63,7 @@ struct Work {
   KNAPFORMER_KERNEL Index sources_at() const { return sums_at() + num_sums * static_cast<Index>(sizeof(Sum)); }
 };
 
-static_assert(sizeof(Work) == 16 && sizeof(Copy) == 64 && sizeof(Sum) == 64 && sizeof(Source) == 32);
+static_assert(sizeof(Work) == 16 && sizeof(Copy) == 72 && sizeof(Sum) == 64 && sizeof(Source) == 32);
 
 KNAPFORMER_KERNEL Index at_index(Address index, Index i) {
   return index == 0 ? i : reinterpret_cast<const Index*>(index)[i];
@@ -71,6 +72,7 @@ KNAPFORMER_KERNEL Index at_index(Address index, Index i) {
 template <class Word>
 KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
   const Index end = static_cast<Index>(copy.num_rows) * copy.num_words;
+  const Address base = copy.to + (copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset));
   Word words[kPerThread];
   Address to[kPerThread];
   for (int k = 0; k < kPerThread; ++k) {  // all reads under way before the first write waits for its own
@@ -80,7 +82,7 @@ KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
     const Index row = quotient(word, copy.num_words);
     const Index byte = (word - row * copy.num_words) * static_cast<Index>(sizeof(Word));
     words[k] = *reinterpret_cast<const Word*>(copy.from + at_index(copy.from_index, row) * copy.from_stride + byte);
-    to[k] = copy.to + at_index(copy.to_index, row) * copy.to_stride + byte;
+    to[k] = base + at_index(copy.to_index, row) * copy.to_stride + byte;
   }
   for (int k = 0; k < kPerThread; ++k) {
     if (to[k] != 0) *reinterpret_cast<Word*>(to[k]) = words[k];
