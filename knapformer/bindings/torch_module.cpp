@@ -54,7 +54,8 @@ BalancerClass bind_balancer(py::module_& m) {
                        const GivenEffort& effort, const GivenText& mask, const GivenCluster& cluster,
                        const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
                        const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
-                       bool peer_memory, const GivenGroup& group, const MakeBagGroup& make_bag_group) {
+                       bool peer_memory, const GivenGroup& group, const MakeBagGroup& make_bag_group,
+                       const MakeCpuGroup& make_cpu_group) {
              const ProcessGroupPtr joined = group_from(group);
              std::string bags;
              BalancerOptions options = convert_or_report(
@@ -70,13 +71,16 @@ BalancerClass bind_balancer(py::module_& m) {
                  },
                  [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
              const py::gil_scoped_release release;
-             return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group);
+             return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group,
+                                                       make_cpu_group);
            }),
            py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
            py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
            py::arg("model"), py::arg("engine"), py::arg("peer_memory"), py::arg("group"), py::arg("make_bag_group"),
+           py::arg("make_cpu_group"),
            R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several,
-counted inside `group`, and returns their group. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
+counted inside `group`, and returns their group. make_cpu_group() is called once by all ranks where `group` has no
+backend for the CPU, and returns one of the same ranks that has. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
 device), None: what suits the tensors: the packing kernel on devices that have it.)")
       .def(
           "expect_device", [](SequenceBalancer& self, const at::Device& device) { self.expect_device(device); },

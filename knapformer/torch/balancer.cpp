@@ -68,7 +68,7 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 }  // namespace
 
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
-                                   const MakeBagGroup& make_bag_group)
+                                   const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
     : options_(std::move(options)) {
   const bool is_auto = topology == kAutoTopology;
   const auto parse = [&](int32_t num_ranks) {
@@ -89,6 +89,7 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     watchdog_->make_lifeline();
     all_->fingerprints().agree(parse(group->getSize()));
     watchdog_->connect_lifeline();
+    if (make_cpu_group && !all_->has_cpu_backend()) all_->use_cpu_group(make_cpu_group());
     gatherer_ = std::make_shared<LengthGatherer>(all_);
     BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
     if (is_auto) {
@@ -173,13 +174,16 @@ const at::Tensor& SequenceBalancer::chunk_lens() const { return step().chunk_len
 
 const RankPlan::PackedTables& SequenceBalancer::tables_on(at::Device device) {
   await_agreement(step());
-  expect_device(device);
-  return step().tables_on(device, options_.engine);
+  return step().tables_on(known_device(device));
 }
 
 void SequenceBalancer::expect_device(at::Device device) {
-  if (!all_) return;  // alone: nothing moves
-  if (std::ranges::find(devices_, device, &TablesDevice::device) == devices_.end()) devices_.emplace_back(device);
+  if (all_) known_device(device);  // alone: nothing moves
+}
+
+const TablesDevice& SequenceBalancer::known_device(at::Device device) {
+  const auto known = std::ranges::find(devices_, device, &TablesDevice::device);
+  return known == devices_.end() ? devices_.emplace_back(device, options_.engine) : *known;
 }
 
 Ulysses SequenceBalancer::ulysses_on(at::Device device) {

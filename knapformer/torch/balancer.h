@@ -62,6 +62,9 @@ using StepMetrics = std::map<std::string, std::variant<int64_t, double>>;
 /// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
 /// ranks alone, and not for bags of one.
 using MakeBagGroup = std::function<ProcessGroupPtr(const std::vector<int64_t>& ranks)>;
+/// Makes a group of all ranks for tensors on the CPU. Called once, by all ranks, where the balancer's group has no
+/// backend for them.
+using MakeCpuGroup = std::function<ProcessGroupPtr()>;
 
 /// Not thread-safe: one thread at a time calls it, as ranks must agree on the order of calls anyway. Backward passes
 /// may run on autograd's own threads.
@@ -69,9 +72,10 @@ class SequenceBalancer {
  public:
   /// Collective over `group`; null stands for one rank alone. topology: its text, or "auto" for the best one for the
   /// first lengths that are planned, on all ranks alike; bags have their groups made then. Throws ArgumentError where
-  /// an argument is wrong, and on all ranks where they differ.
+  /// an argument is wrong, and on all ranks where they differ. Without a backend for the CPU and make_cpu_group, what
+  /// ranks tell each other queues behind what the device computes.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
-                   const MakeBagGroup& make_bag_group);
+                   const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group = nullptr);
   /// Instead of making one over `group` (or null): tells the ranks that make theirs why this rank cannot.
   static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   ~SequenceBalancer();
@@ -242,6 +246,8 @@ class SequenceBalancer {
   Traffic traffic() const;
   RankPlan& step() const;
   const RankPlan::PackedTables& tables_on(at::Device device);
+  /// That of devices_, where it is from now on.
+  const TablesDevice& known_device(at::Device device);
   /// Notes in step_in_backward_ when a backward pass comes by `output`, which is of the present step.
   void watch_backward(const at::Tensor& output);
   /// Attention that is computed again in a backward pass (activation checkpointing) goes by the plan in force. Throws

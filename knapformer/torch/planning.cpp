@@ -79,7 +79,8 @@ std::shared_ptr<RankPlan> RankPlan::make(Plan plan, Rank rank) {
   return step;
 }
 
-TablesDevice::TablesDevice(at::Device on) : device(on) {
+TablesDevice::TablesDevice(at::Device on, std::optional<ExchangeEngine> given)
+    : device(on), engine(given ? *given : engine_for(on)) {
   if (!on.is_cpu()) stream = c10::impl::VirtualGuardImpl(on.type()).getNewStream(on);
 }
 
@@ -95,23 +96,23 @@ static void order_behind_copy(RankPlan::TablesOnDevice& on) {
   on.streams.push_back(stream);
 }
 
-const RankPlan::PackedTables& RankPlan::tables_on(at::Device device, std::optional<ExchangeEngine> engine) {
-  const auto known = std::ranges::find(packed, device, &TablesOnDevice::device);
-  if (known == packed.end()) return pack(device, engine).tables;
+const RankPlan::PackedTables& RankPlan::tables_on(const TablesDevice& on) {
+  const auto known = std::ranges::find(packed, on.device, &TablesOnDevice::device);
+  if (known == packed.end()) return pack(on).tables;
   if (known->copied) order_behind_copy(*known);
   return known->tables;
 }
 
-void RankPlan::pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine) {
+void RankPlan::pack_ahead(const TablesDevice& on) {
   if (!on.stream) {
-    pack(on.device, engine);
+    pack(on);
     return;
   }
   const c10::StreamGuard guard(*on.stream);  // sets the device too: no context opens on another
-  pack(on.device, engine).copied.emplace(on.device.type()).record(*on.stream);
+  pack(on).copied.emplace(on.device.type()).record(*on.stream);
 }
 
-RankPlan::TablesOnDevice& RankPlan::pack(at::Device device, std::optional<ExchangeEngine> engine) {
+RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
   // Outside of torch.func's transforms, which would make them tensors of one call of theirs.
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                                      c10::DispatchKey::FuncTorchDynamicLayerBackMode});
@@ -119,12 +120,12 @@ RankPlan::TablesOnDevice& RankPlan::pack(at::Device device, std::optional<Exchan
   for (const AttentionLevel& level : attention.levels) {
     if (level.degree > 1) tables.push_back(&level.pre_attn);
   }
-  std::vector<PackedTable> all = pack_tables(tables, engine.value_or(engine_for(device)), device);
+  std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device);
   const auto first_level = all.begin() + 2;
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),
                      .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
-  return packed.emplace_back(TablesOnDevice{.device = device, .tables = std::move(named)});
+  return packed.emplace_back(TablesOnDevice{.device = on.device, .tables = std::move(named)});
 }
 
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
@@ -175,7 +176,7 @@ Planned Planning::plan_with_tables(GatheredLengths gathered, std::span<const Tab
     }
   }
   const auto pack = [&](RankPlan& step) {
-    for (const TablesDevice& device : devices) step.pack_ahead(device, options.engine);
+    for (const TablesDevice& device : devices) step.pack_ahead(device);
   };
   if (planned.step) pack(*planned.step);
   for (const std::shared_ptr<RankPlan>& step : planned.micro_batches) pack(*step);

@@ -42,9 +42,11 @@ class PlanAgreement {
 
 /// A device on which exchanges take their tables.
 struct TablesDevice {
-  explicit TablesDevice(at::Device on);
+  /// given: unset, the engine for the device (packing_op.h).
+  TablesDevice(at::Device on, std::optional<ExchangeEngine> given);
 
   at::Device device;
+  ExchangeEngine engine;
   /// On which tables that are packed ahead reach it, so that they wait for nothing that it computes. None: the CPU.
   std::optional<c10::Stream> stream;
 };
@@ -59,12 +61,11 @@ struct RankPlan {
     PackedTable tokens, sequences;           // of route
     std::vector<PackedTable> shared_levels;  // of each attention level of several ranks
   };
-  /// For the present stream of the device. Packed at the first call, where they have not been packed ahead. Unset
-  /// engine: the one for that device (packing_op.h). The same in all calls, and in pack_ahead.
-  const PackedTables& tables_on(at::Device device, std::optional<ExchangeEngine> engine);
+  /// For the present stream of the device. Packed at the first call, where they have not been packed ahead.
+  const PackedTables& tables_on(const TablesDevice& on);
   /// Packs them before anyone asks, and launches their copy to the device. On any thread: none of this step's other
   /// members are in use meanwhile.
-  void pack_ahead(const TablesDevice& on, std::optional<ExchangeEngine> engine);
+  void pack_ahead(const TablesDevice& on);
 
   int64_t number;  // no other step of this process has it
   Plan plan;
@@ -88,7 +89,7 @@ struct RankPlan {
   std::list<TablesOnDevice> packed = {};
 
  private:
-  TablesOnDevice& pack(at::Device device, std::optional<ExchangeEngine> engine);
+  TablesOnDevice& pack(const TablesDevice& on);
 };
 
 /// What this rank tells the others of its sequences. Arguments as in SequenceBalancer::plan_routing; checked before

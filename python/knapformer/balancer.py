@@ -98,9 +98,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
             peer_memory=peer_memory,
             group=group,
             make_bag_group=lambda ranks: _bag_group(group, [int(rank) for rank in ranks]),
+            make_cpu_group=lambda: _cpu_group(group),
         )
-        #: Whether tensors on the CPU can be routed beside those of an accelerator.
-        self.has_cpu_backend = group is None or any(device.type == "cpu" for device in group._device_types)
 
 
 def node_topology(group: dist.ProcessGroup | None = None) -> str:
@@ -131,15 +130,25 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of a bag's ranks, counted inside `parent`, in order; the bag's ranks alone take part in making it.
-
-    A group costs connections and lives as long as the default one: all balancers on one parent share it.
-    """
+    """The group of a bag's ranks, counted inside `parent`, in order; the bag's ranks alone take part in making it."""
     assert parent is not None  # a rank alone has a bag of one, which needs no group
     if len(ranks) == parent.size():
         return parent
-    bag = f"{ranks[0]}-{ranks[-1]}"
-    name = f"{parent.group_name}/knapformer bag {bag}"
+    return _subgroup(parent, ranks, f"bag {ranks[0]}-{ranks[-1]}", dist.get_backend_config(parent))
+
+
+def _cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Of all ranks of `parent`, which has no backend for the CPU."""
+    assert parent is not None  # a rank alone tells nobody anything
+    return _subgroup(parent, range(parent.size()), "for the CPU", "gloo")
+
+
+def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backend: str) -> dist.ProcessGroup:
+    """Of some ranks of `parent`, in order, which alone take part in making it.
+
+    A group costs connections and lives as long as the default one: all balancers on one parent share it.
+    """
+    name = f"{parent.group_name}/knapformer {what}"
     group: dist.ProcessGroup
     for group, group_name in c10d._world.pg_names.items():
         if group_name == name:
@@ -148,7 +157,7 @@ def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.P
     global_ranks = [members[rank] for rank in ranks]
     # Keys that no group had before, also where groups were destroyed and made again on one store.
     store = parent.get_group_store()
-    number = store.add(f"knapformer/bag {bag}/{parent.rank()}", 1)
+    number = store.add(f"knapformer/{what}/{parent.rank()}", 1)
     # Not new_group. With local synchronization it names a group by how many this rank is a member of, which differs
     # between ranks as soon as bags do; without, all ranks of the job would have to come here. Both split the default
     # group's communicator where that is bound to a device, which again takes all its ranks.
@@ -161,11 +170,11 @@ def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.P
             len(ranks),
             list(ranks).index(parent.rank()),
             global_ranks,
-            dist.Backend(dist.get_backend_config(parent)),
-            PrefixStore(f"knapformer/bag {bag}/number {number}", store),
+            dist.Backend(backend),
+            PrefixStore(f"knapformer/{what}/number {number}", store),
             cast("c10d.GroupName", name),
             timeout=_torch.timeout_of(parent),
-            group_desc="knapformer bag",
+            group_desc=f"knapformer {what}",
         )
     finally:
         world.bound_device_id = bound_device

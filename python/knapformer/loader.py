@@ -51,8 +51,7 @@ class BalancedLoader(Generic[Batch]):
     ends the pass as well, by ArgumentError on all, but not the balancer.
 
     A step takes one gather, of lengths, as plan_routing does. It starts when the step begins, on every rank at the same
-    point between the balancer's other collectives; the rest of planning is a thread of C++. On a group without a CPU
-    backend the gather queues behind the computation: give groups one, "cpu:gloo,cuda:nccl".
+    point between the balancer's other collectives; the rest of planning is a thread of C++.
 
     The batch ahead is fetched by the thread that trains: let a DataLoader's workers prepare it.
 

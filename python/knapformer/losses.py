@@ -177,7 +177,7 @@ def _share_of_mean(
 def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
     if _num_ranks(group) == 1:
         return torch.tensor(count, dtype=torch.int64)
-    total = torch.tensor(count, dtype=torch.int64, device=_metadata_device(group))
+    total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # a copy would wait
     dist.all_reduce(total, group=group)
     return total
 

@@ -73,7 +73,7 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-def new_group(timeout_s: float = 60) -> Any:
+def new_group(timeout_s: float = 60, backend: str = "cpu:gloo,sim:late") -> Any:
     """Of all ranks, with a backend for either device. Collective over the default group."""
     import torch.distributed as dist
 
@@ -84,7 +84,7 @@ def new_group(timeout_s: float = 60) -> Any:
             return module.make_backend(dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, size, timeout))
 
         dist.Backend.register_backend("late", make, devices=["sim"])
-    return dist.new_group(backend="cpu:gloo,sim:late", timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 #include "knapformer/core/plan/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/sort.h"
 
 namespace knapformer {
 namespace {
@@ -107,6 +109,25 @@ PlanInput::GroupSpeed PlanInput::group_speed(Rank first, int32_t num_ranks) cons
 std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   return {seq_lens.first_of(Rank(replica * num_ranks)), seq_lens.last_of(Rank((replica + 1) * num_ranks - 1))};
+}
+
+std::vector<SequenceId> PlanInput::by_descending_work(int32_t replica) const {
+  const auto [first, last] = sequences_of(replica);
+  // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
+  // as it does. Inverted, the most work comes first.
+  const bool is_full = attention_pairs.empty() && given_work.empty();
+  std::vector<KeyedIndex> order;
+  order.reserve(last.index() - first.index());
+  for (int32_t s = first.value; s < last.value; ++s) {
+    const SequenceId id(s);
+    order.push_back(
+        {.key = ~(is_full ? static_cast<uint64_t>(seq_lens[id]) : std::bit_cast<uint64_t>(work(id))), .index = s});
+  }
+  sort_by_key(order);
+  std::vector<SequenceId> ids;
+  ids.reserve(order.size());
+  for (const KeyedIndex& ranked : order) ids.push_back(SequenceId(ranked.index));
+  return ids;
 }
 
 Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placements)

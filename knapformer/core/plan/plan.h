@@ -90,6 +90,8 @@ struct PlanInput {
   AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
+  /// Those by descending work, ties by id: the order in which planners take them.
+  std::vector<SequenceId> by_descending_work(int32_t replica) const;
 
   /// visit(name, value) for all that is not of a step's data: what ranks must share to plan alike, and what a plan file
   /// holds. Values are numbers, vectors of them, and records (util/record.h). A new member does not compile before it

@@ -128,9 +128,10 @@ void CommGroup::release_process_groups() {
   for (const std::shared_ptr<CommGroup>& group : groups) {
     if (!group) continue;
     group->watchdog().leave(/*at_end=*/true);
-    ProcessGroupPtr released;  // likewise: its threads may be what still uses the comm group
+    ProcessGroupPtr released, released_cpu;  // likewise: their threads may be what still uses the comm group
     const std::lock_guard lock(group->mutex_);
     released.swap(group->process_group_);
+    released_cpu.swap(group->cpu_group_);
   }
 }
 
@@ -142,6 +143,7 @@ CommGroup::~CommGroup() {
     const std::lock_guard lock(r.mutex);
     r.groups.erase(name_);
   }
+  r.drop_process_group.load()(std::move(cpu_group_));
   r.drop_process_group.load()(std::move(process_group_));
 }
 
@@ -151,10 +153,27 @@ ProcessGroupPtr CommGroup::process_group() const {
   return process_group_;
 }
 
+ProcessGroupPtr CommGroup::group_for(at::Device device) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (device.is_cpu() && cpu_group_) return cpu_group_;
+  }
+  return process_group();
+}
+
+bool CommGroup::has_cpu_backend() const {
+  return std::ranges::any_of(process_group()->getDeviceTypes(), [](const at::Device& d) { return d.is_cpu(); });
+}
+
+void CommGroup::use_cpu_group(ProcessGroupPtr group) {
+  const std::lock_guard lock(mutex_);
+  cpu_group_ = std::move(group);
+}
+
 at::Device CommGroup::control_device() const {
-  const std::vector<at::Device> devices = process_group()->getDeviceTypes();
+  const std::vector<at::Device> devices = group_for(at::kCPU)->getDeviceTypes();
   if (devices.empty()) throw StateError("group: got one without a backend, expected a group that can communicate");
-  const bool has_cpu = std::any_of(devices.begin(), devices.end(), [](const at::Device& d) { return d.is_cpu(); });
+  const bool has_cpu = std::ranges::any_of(devices, [](const at::Device& d) { return d.is_cpu(); });
   return has_cpu ? at::Device(at::kCPU) : devices.front();
 }
 
@@ -212,7 +231,7 @@ WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vec
                                     std::vector<int64_t> send_splits, std::string_view label) {
   WorkPtr work;
   try {
-    work = all_to_all(*process_group(), recv, send, recv_splits, send_splits);
+    work = all_to_all(*group_for(send.device()), recv, send, recv_splits, send_splits);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -224,7 +243,7 @@ WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vec
 }
 
 WorkPtr CommGroup::start_all_gather(at::Tensor& gathered, at::Tensor& own) {
-  WorkPtr work = all_gather(*process_group(), gathered, own);
+  WorkPtr work = all_gather(*group_for(own.device()), gathered, own);
   counters_.bytes_sent += static_cast<int64_t>(own.nbytes()) * (num_ranks() - 1);
   counters_.num_collectives += 1;
   return work;

@@ -58,7 +58,10 @@ class CommGroup {
   CallFingerprints& fingerprints() { return *fingerprints_; }
   const CommCounters& counters() const { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
-  /// Where ranks tell each other about the work: the CPU, where the group has a backend for it.
+  bool has_cpu_backend() const;
+  /// From now on tensors on the CPU travel by this group of the same ranks, as the own one has no backend for them.
+  void use_cpu_group(ProcessGroupPtr group);
+  /// Where ranks tell each other about the work: the CPU, where there is a backend for it.
   at::Device control_device() const;
 
   /// From now on there is memory that the ranks write in each other. All of them call it, before the first exchange.
@@ -87,9 +90,13 @@ class CommGroup {
   /// Throws what is behind a collective's error.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
+  /// By which tensors of a device travel. Throws as process_group().
+  ProcessGroupPtr group_for(at::Device device) const;
+
   std::string name_;
   mutable std::mutex mutex_;
   ProcessGroupPtr process_group_;
+  ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
   std::shared_ptr<PeerMemory> peer_memory_;

@@ -238,6 +238,9 @@ void append_local_gradients(Tensors& results, const Tensors& gradients, const Ex
   }
 }
 
+Tensors exchange_decided(ExchangeArguments arguments);
+at::Tensor start_autograd(ExchangeArguments arguments);
+
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
   /// tensors: of the arguments, then their local ones.
@@ -255,7 +258,7 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
       results = in_backward([&] {
         ExchangeArguments back = forward.arguments.inverse(forward.with_zeros(gradients));
         back.local = forward.local_gradients({});
-        return forward.arguments.gradients_from(call_exchange(back));
+        return forward.arguments.gradients_from(exchange_decided(std::move(back)));
       });
     }
     append_local_gradients(results, gradients, forward.arguments);
@@ -303,7 +306,8 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
     const KeptArguments& forward = kept_by(*context);
     Tensors results(1);
     if (forward.arguments.any(kGradient)) {
-      results[0] = in_backward([&] { return call_start(forward.arguments.inverse(forward.with_zeros(gradients))); });
+      results[0] =
+          in_backward([&] { return start_autograd(forward.arguments.inverse(forward.with_zeros(gradients))); });
     }
     append_local_gradients(results, gradients, forward.arguments);
     return results;
@@ -331,6 +335,14 @@ Tensors exchange_with_gradients(ExchangeArguments arguments) {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_exchange(arguments);
+}
+
+/// Of arguments whose derivatives are decided. The dispatcher leads to torch.func's transforms, to forward-mode
+/// differentiation, and else to what is called here.
+Tensors exchange_decided(ExchangeArguments arguments) {
+  const bool plain = !arguments.any(kTangent) &&
+                     !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  return plain ? exchange_with_gradients(std::move(arguments)) : call_exchange(arguments);
 }
 
 /// What is in flight, then the rows that do not travel.
@@ -398,10 +410,7 @@ TORCH_LIBRARY(knapformer, library) {
 
 Tensors exchange(ExchangeArguments arguments) {
   arguments.decide_derivatives();
-  // The dispatcher leads to torch.func's transforms, to forward-mode differentiation, and else to what is called here.
-  const bool plain = !arguments.any(kTangent) &&
-                     !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  return plain ? exchange_with_gradients(std::move(arguments)) : call_exchange(arguments);
+  return exchange_decided(std::move(arguments));
 }
 
 StartedExchange start_exchange(ExchangeArguments arguments) {

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Lengths, Segments, lengths_list
 
@@ -63,22 +62,17 @@ class PackedStep:
         chunks that this rank holds: (chunk tokens, d_model), (chunk tokens, ...), (chunks, ...).
 
         Features may be on the CPU where x is not: what the host reads, such as lengths. They travel between hosts in
-        an exchange of their own and stay there, so that reading them waits for no accelerator. Where the balancer's
-        group has no CPU backend they travel with x, and copying them back makes the host wait.
+        an exchange of their own and stay there, so that reading them waits for no accelerator.
         """
         if self._balancer is None:
             return x, list(features), list(sequence_features)
         given = [*features, *sequence_features]
         for_host = [tensor.is_cpu and not x.is_cpu for tensor in given]
         moved: dict[int, Tensor] = {}
-        if any(for_host) and self._balancer.has_cpu_backend:
+        if any(for_host):
             rows = torch.empty(x.shape[0], 0)
             self._route(rows, {i: t for i, t in enumerate(given) if for_host[i]}, len(features), moved)
-            x = self._route(x, {i: t for i, t in enumerate(given) if not for_host[i]}, len(features), moved)
-        else:
-            with_x = {i: to_device(t, x.device) if for_host[i] else t for i, t in enumerate(given)}
-            x = self._route(x, with_x, len(features), moved)
-            moved |= {i: moved[i].cpu() for i in moved if for_host[i]}
+        x = self._route(x, {i: t for i, t in enumerate(given) if not for_host[i]}, len(features), moved)
         in_order = [moved[i] for i in range(len(given))]
         return x, in_order[: len(features)], in_order[len(features) :]
 

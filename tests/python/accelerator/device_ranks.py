@@ -11,19 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from knapformer.adapters.named import build_model, load_config
 from knapformer.losses import sample_mean, token_mean
-from knapformer.models import init_weights, set_checkpointing
+from knapformer.models import attention, init_weights, set_checkpointing
 from knapformer.models.layers import Rotation, rotate, rotations
 from knapformer.models.model import Draw
 from torch import Tensor
 
-from knapformer import BalancedLoader, Sample, SequenceBalancer
+from knapformer import BalancedLoader, Plan, Sample, SequenceBalancer
 
 
 def lens_of(rank: int) -> list[int]:
@@ -85,6 +87,11 @@ def balancers_agree(
     return results
 
 
+def lens_to_share(rank: int) -> list[int]:
+    """Of which nested bags share the longest, where models are 3072 wide."""
+    return lens_of(rank) if rank else [300, 20]
+
+
 class Launches(NamedTuple):
     """Of one call on the device: what was launched, by name, beside the user's kernel."""
 
@@ -105,22 +112,15 @@ def launches_of_calls(
 
 
 def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
-    lens = lens_of(rank) if rank else [300, 20]  # of which nested bags share the longest
 
     def rows(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(count, *shape, dtype=dtype).to("sim").requires_grad_(dtype.is_floating_point)
 
     def counted(call: Callable[[], list[Tensor]]) -> Launches:
-        """Gradients are there before the backward begins, so that nothing but the exchanges is counted."""
-        with sim.counted() as forward:
-            outputs = [t for t in call() if t.requires_grad]
-        gradients = [torch.ones(t.shape).to(t.dtype).to("sim") for t in outputs]
-        inputs = [t for t in leaves if t.requires_grad]
-        with sim.counted() as backward:
-            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-        return Launches(forward.launched, backward.launched)
+        return Launches(*(of_pass.launched for of_pass in _counted_passes(call, leaves)))
 
-    balancer.plan_routing(lens, 3072)  # as if for so wide a model, in which sharing pays
+    lens = lens_to_share(rank)
+    balancer.plan_routing(lens, 3072)
     total = sum(lens)
     leaves = [
         rows(total, 24), rows(total, 3, dtype=torch.bfloat16), rows(total, dtype=torch.bool), rows(len(lens), 5),
@@ -142,6 +142,62 @@ def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
     q, k, v = leaves
     of_attention = counted(lambda: [balancer.attention(q, k, v, _reads_all)])
     return {"route": of_route, "reverse_route": of_return, "attention": of_attention}
+
+
+def _counted_passes(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> tuple[sim.Counted, sim.Counted]:
+    """Forward and backward. Gradients are there before the backward begins, so that nothing but the exchanges is
+    counted."""
+    with sim.counted() as forward:
+        outputs = [t for t in call() if t.requires_grad]
+    gradients = [torch.ones(t.shape).to(t.dtype).to("sim") for t in outputs]
+    inputs = [t for t in leaves if t.requires_grad]
+    with sim.counted() as backward:
+        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return forward, backward
+
+
+# Of packed_bytes_of_calls: of a routed token, in widths that no wide word divides; heads, which all degrees divide.
+ROUTED_BYTES, NUM_HEADS, HEAD_BYTES = 24 * 4 + 3 * 2, 12, 5 * 2
+
+
+class PackedBytes(NamedTuple):
+    """Of one call on the device: what the packing kernel read."""
+
+    forward: int
+    backward: int
+
+
+def packed_bytes_of_calls(
+    rank: int, world: int, topologies: list[str], peer_memory: bool
+) -> dict[str, tuple[Plan, dict[str, PackedBytes]]]:
+    """By topology: the plan, and by call what it packed, without duplicates of rows or heads."""
+    group = sim.new_group()
+    return {
+        topology: _packed_bytes(SequenceBalancer(topology, group=group, peer_memory=peer_memory), rank)
+        for topology in topologies
+    }
+
+
+def _packed_bytes(balancer: SequenceBalancer, rank: int) -> tuple[Plan, dict[str, PackedBytes]]:
+    def rows(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.ones(count, *shape, dtype=dtype).to("sim").requires_grad_()
+
+    def counted(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> PackedBytes:
+        return PackedBytes(*(of_pass.packed_bytes for of_pass in _counted_passes(call, leaves)))
+
+    plan = balancer.plan_routing(lens_to_share(rank), 3072)
+    x, half = rows(plan.tokens_before[rank], 24, dtype=torch.float32), rows(plan.tokens_before[rank], 3)
+    y, *qkv = (rows(plan.tokens_after[rank], *shape) for shape in ((ROUTED_BYTES // 2,), *[(NUM_HEADS, 5)] * 3))
+
+    def route() -> list[Tensor]:
+        _, routed, features = balancer.route(x, [half])
+        return [routed, *features]
+
+    return plan, {
+        "route": counted(route, [x, half]),
+        "reverse_route": counted(lambda: [balancer.reverse_route(y)[1]], [y]),
+        "attention": counted(lambda: [balancer.attention(*qkv, _reads_all)], qkv),
+    }
 
 
 class _ReadsAll(torch.autograd.Function):
@@ -188,7 +244,14 @@ def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
     return F.linear(rows, conv.weight.flatten(1), conv.bias).movedim(-1, 1)
 
 
-def models_agree(rank: int, world: int, names: list[str], topology: str, peer_memory: bool = False) -> dict[str, Any]:
+def models_agree(
+    rank: int,
+    world: int,
+    names: list[str],
+    topology: str,
+    peer_memory: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
     A step is checkpointed, from after the plan to the end of the backward pass.
@@ -199,7 +262,7 @@ def models_agree(rank: int, world: int, names: list[str], topology: str, peer_me
     for name in names:
         by_device = {}
         for device in ("cpu", "sim"):
-            model, batch, target, config = _model_and_batch(name, rank, device, torch.float32)
+            model, batch, target, config = _model_and_batch(name, rank, device, dtype)
             for step in range(2):  # the second as every further one
                 model.zero_grad()
                 plan = balancer.plan_routing(batch.seq_lens, config.d_model)
@@ -216,6 +279,30 @@ def models_agree(rank: int, world: int, names: list[str], topology: str, peer_me
                 )  # fmt: skip
         results[name] = by_device
     return results
+
+
+class VarlenKernel:
+    """In place of torch's variable-length attention, for the device: matrix products that wait for nothing."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *lens: int) -> Tensor:
+        self.num_calls += 1
+        of_q, of_k = (
+            torch.bucketize(torch.arange(len(rows), device=rows.device), ends[1:], right=True)
+            for rows, ends in ((q, ends_q), (k, ends_k))
+        )
+        scores = torch.einsum("ihd,jhd->hij", q, k).float() * q.shape[2] ** -0.5
+        weights = scores.masked_fill(of_q[:, None] != of_k, -torch.inf).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights.to(v.dtype), v)
+
+
+def a_model_with_the_kernel_agrees(rank: int, world: int, name: str, topology: str) -> tuple[dict[Any, Any], int]:
+    """What models_agree says of a model in bfloat16, and how often the kernel was called: it is not known yet whether
+    the device has one when the first block runs."""
+    with mock.patch.object(attention, "varlen_attn", VarlenKernel()) as kernel:
+        return models_agree(rank, world, [name], topology, dtype=torch.bfloat16)[name], kernel.num_calls
 
 
 def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
@@ -375,6 +462,24 @@ def an_input_overwritten_too_soon(rank: int, world: int) -> bool:
     module.hold_collectives(False)
     work.wait()
     return torch.equal(received.cpu(), torch.ones(world))
+
+
+def steps_without_a_cpu_backend(
+    rank: int, world: int
+) -> tuple[list[Tensor], list[Tensor], sim.Counted, list[int], int]:
+    """What a step on the device gives by a group for either device, and by one for the device alone; what planning took
+    by the latter; numbers that all ranks' hosts exchanged there; and how many groups a second balancer on it made."""
+    expected = balanced_step(SequenceBalancer("g2/1n1", group=sim.new_group()), rank, "sim")
+    alone = sim.new_group(backend="sim:late")
+    balancer = SequenceBalancer("g2/1n1", group=alone)
+    with sim.counted() as counted:
+        balancer.plan_routing(lens_of(rank), 24)
+        balancer.finish_planning(balancer.start_planning(lens_of(rank), 24))
+    _, numbers, _ = balancer.route(torch.full((sum(lens_of(rank)), 1), rank))
+    before = len(c10d._world.pg_names)
+    again = SequenceBalancer("g2/1n1", group=alone)
+    got = balanced_step(again, rank, "sim")
+    return expected, got, counted, numbers.flatten().tolist(), len(c10d._world.pg_names) - before
 
 
 def rotations_agree(rank: int, world: int) -> list[tuple[list[Tensor], list[Tensor], sim.Counted]]:

@@ -33,7 +33,7 @@ def _step(balancer: SequenceBalancer, backward: bool = False) -> None:
 
 
 def _bag_groups() -> list[dist.ProcessGroup]:
-    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc == "knapformer bag"]
+    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("knapformer bag ")]
 
 
 def _make_among_other_groups(rank: int, world_size: int) -> None:

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "knapformer/core/planners/balanced/route_swaps.h"
-#include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/sort.h"
 
 namespace knapformer {
@@ -134,7 +133,7 @@ class Locality {
   }
 
   void swap_equal_sequences(int32_t replica) {
-    const std::vector<SequenceId> order = by_descending_work(input_, replica);
+    const std::vector<SequenceId> order = input_.by_descending_work(replica);
     for (auto first = order.begin(), last = first; first != order.end(); first = last) {
       last = std::find_if(first, order.end(), [&](SequenceId id) {
         return input_.seq_lens[id] != input_.seq_lens[*first] || input_.pairs_of(id) != input_.pairs_of(*first);

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -19,7 +18,7 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
   const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
   unit_s_ = total_s > 0 ? total_s / total_speed : 1;
 
-  const std::vector<SequenceId> order = by_descending_work(input, replica);
+  const std::vector<SequenceId> order = input.by_descending_work(replica);
   items_.reserve(order.size());
   for (const SequenceId id : order) {
     items_.push_back({.id = id,

@@ -1,10 +1,8 @@
 #include "knapformer/core/planners/greedy/greedy.h"
 
 #include <algorithm>
-#include <bit>
 #include <span>
 
-#include "knapformer/core/util/sort.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
@@ -47,7 +45,7 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
   std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
   // Bags of one size are in several queues where a flattened topology has other bags between them.
   const auto first_largest = std::ranges::find(queues, queues.back().num_ranks, &BagQueue::num_ranks);
-  for (const SequenceId id : by_descending_work(input, replica)) {
+  for (const SequenceId id : input.by_descending_work(replica)) {
     const double work = work_of(id);
     const int64_t length = input.seq_lens[id];
     BagQueue* best = nullptr;
@@ -66,26 +64,6 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
 }
 
 }  // namespace
-
-std::vector<SequenceId> by_descending_work(const PlanInput& input, int32_t replica) {
-  const auto [first, last] = input.sequences_of(replica);
-  // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
-  // as it does. Inverted, the most work comes first.
-  const bool is_full = input.attention_pairs.empty() && input.given_work.empty();
-  std::vector<KeyedIndex> order;
-  order.reserve(last.index() - first.index());
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const SequenceId id(s);
-    order.push_back(
-        {.key = ~(is_full ? static_cast<uint64_t>(input.seq_lens[id]) : std::bit_cast<uint64_t>(input.work(id))),
-         .index = s});
-  }
-  sort_by_key(order);
-  std::vector<SequenceId> ids;
-  ids.reserve(order.size());
-  for (const KeyedIndex& ranked : order) ids.push_back(SequenceId(ranked.index));
-  return ids;
-}
 
 std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology) {
   std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));

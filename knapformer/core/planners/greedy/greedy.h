@@ -7,9 +7,6 @@
 
 namespace knapformer {
 
-/// The sequences of a replica by descending work, ties by id: the order in which planners take them.
-std::vector<SequenceId> by_descending_work(const PlanInput& input, int32_t replica);
-
 /// 1. Target per rank: the replica's work over its ranks. Capacity of a bag: its ranks times that.
 /// 2. Take the sequences by descending work, ties by id.
 /// 3. A bag is a candidate where its whole capacity is at least the sequence's work and the sequence has at least as
