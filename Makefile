@@ -258,7 +258,7 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
-	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed) \
+	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed) $(if $(INSTALL),--install) \
 	    $(if $(SECONDS),--seconds $(SECONDS))
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python

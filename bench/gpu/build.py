@@ -1,4 +1,4 @@
-"""Builds the modules beside the sources with the torch that is there, and what else is there: nothing is downloaded."""
+"""Builds the modules beside the sources with the torch that is there. Nothing is downloaded, unless by `install`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,26 @@ def _build_problems() -> Iterator[str]:
 
 
 def is_built() -> bool:
-    """Whether the modules of this Python are there, newer than every source."""
+    """Whether the modules of this Python and its torch are there, newer than every source."""
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     modules = [ROOT / "python/knapformer" / f"{name}{suffix}" for name in ("_core", "_torch")]
     if not all(map(Path.exists, modules)):
         return False
     sources = [*(ROOT / "knapformer").rglob("*.*"), *(ROOT / "cmake").iterdir(), ROOT / "CMakeLists.txt"]
-    return min(file.stat().st_mtime for file in modules) >= max(file.stat().st_mtime for file in sources)
+    if min(file.stat().st_mtime for file in modules) < max(file.stat().st_mtime for file in sources):
+        return False
+    asks = "import sys; from knapformer.installed_torch import torch_problem; sys.exit(torch_problem())"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    return subprocess.run([sys.executable, "-c", asks], env=environment, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def install() -> None:
+    """What building and running take, and torch where there is none. Raises subprocess.CalledProcessError."""
+    torch = [] if importlib.util.find_spec("torch") else ["torch"]
+    groups = [option for group in ("build", "run") for option in ("--group", f"{ROOT / 'pyproject.toml'}:{group}")]
+    for what in (["pip>=25.1"], [*torch, *groups]):  # from 25.1 on it knows groups
+        subprocess.run([sys.executable, "-m", "pip", "install", *what], check=True)
+    importlib.invalidate_caches()
 
 
 def build() -> None:

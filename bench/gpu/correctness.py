@@ -21,6 +21,7 @@ from settings import (
     Agenda,
     backend_of,
     correctness_ranks,
+    may_begin,
     merged_results,
     nested_topology,
     rank_device,
@@ -39,8 +40,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), seconds_left(args))
     both = merged_results(alone, together) | {"left_out": alone["left_out"] + together["left_out"]}
     if PEER_MEMORY not in args.kept["done"]:
-        both["checks"].append(_check_peer_memory(args))
-        both["done"].append(PEER_MEMORY)
+        in_time = may_begin(args)
+        both["done" if in_time else "left_out"].append(PEER_MEMORY)
+        if in_time:
+            both["checks"].append(_check_peer_memory(args))
     return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), **both}
 
 
@@ -63,13 +66,14 @@ def check_rank(args: argparse.Namespace) -> dict[str, Any]:
     # Alone also without a balancer; together in bags that share every sequence, and that share some.
     flat = f"g{num_ranks}n1"
     topologies = (None, flat) if num_ranks == 1 else (flat, nested_topology(num_ranks))
-    checks, agenda = [], Agenda(args)
+    agenda, checks = Agenda(args), list[Check]()
     for name, dtype in itertools.product(sizes_of(args).models, LIMITS):
-        checks += _check_model(args, name, dtype, topologies, device, agenda)
+        _check_model(args, name, dtype, topologies, device, agenda, checks)
     for dtype, topology in itertools.product(LIMITS, topologies[-1:]):
         run_name = f"compiled attention, {topology}, {dtype}"
         if agenda.begins(run_name):
             checks += _checks(run_name, dtype, compiled_errors(str(topology), sizes_of(args).compiler, dtype, device))
+            agenda.keep({"checks": checks})
     return {"checks": checks, **agenda.result()}
 
 
@@ -80,7 +84,8 @@ def _check_model(
     topologies: tuple[str | None, ...],
     device: Any,
     agenda: Agenda,
-) -> list[Check]:
+    checks: list[Check],
+) -> None:
     import torch
     import torch.distributed as dist
     from knapformer.adapters.named import build_model, load_config, random_batch
@@ -110,7 +115,6 @@ def _check_model(
         expected = _outcome(reference, _on_cpu_in_double(batch), target.cpu().double(), None)
         return model.to(device), batch, target, expected
 
-    checks = []
     for run_name, (topology, checkpointed, compiled) in zip(names, runs, strict=True):
         if not agenda.begins(run_name):
             continue
@@ -130,7 +134,7 @@ def _check_model(
             traceback.print_exc()
             differences = [_NO_NUMBER, _NO_NUMBER]
         checks += _checks(run_name, dtype_name, differences)
-    return checks
+        agenda.keep({"checks": checks})
 
 
 _NO_NUMBER = 1e30  # of what raised, or came out as infinite or undefined

@@ -21,16 +21,8 @@ from settings import Agenda, rank_device, seconds_left, sizes_of
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from knapformer.tools.calibrate.fit import MAX_ERROR
-
-    found = on_ranks(calibrate_all, args, 1, backend=None, limit_s=seconds_left(args))
-    fits = found.pop("fits")
-    checks: list[Check] = [
-        # What could not be fitted (it has said why, such as a noisy machine) is off by all of it.
-        {"name": f"{fit['model']}, {fit['kernel']}: error of the fit", **at_most(fit.get(_ERROR, 1.0), MAX_ERROR)}
-        for fit in fits
-    ]
-    return {"fits": [fit for fit in fits if _ERROR in fit], "checks": checks, **found}
+    found: dict[str, Any] = on_ranks(calibrate_all, args, 1, backend=None, limit_s=seconds_left(args))
+    return found
 
 
 _ERROR = "relative_rms_error"
@@ -41,16 +33,17 @@ def calibration_path(folder: Path, model: str, kernel: str) -> Path:
 
 
 def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
-    """The fits; of what is not there ("absent"), the reasons."""
+    """The fits, and checks of them; of what is not there ("absent"), the reasons."""
     import torch
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools import cli
+    from knapformer.tools.calibrate.fit import MAX_ERROR
     from knapformer.tools.measure.device import default_dtype
 
     device = rank_device(args)
     dtype = DTYPES[default_dtype(device)]
-    fits, absent, agenda = [], [], Agenda(args)
+    fits, absent, agenda, checks = [], [], Agenda(args), list[Check]()
     kernels = kernels_of_packages()
     reasons = {
         (model, name): why_not(kernel, device, dtype, load_config(model).head_dim)
@@ -74,13 +67,16 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model}, {name}: {error}")
                 fitted = False
             content = json.loads(path.read_text()) if fitted else {}
-            kept = ("gamma", "seconds_per_flop", _ERROR, "warnings")
-            fits.append(
-                {"model": model, "kernel": name, **{field: content[field] for field in kept if field in content}}
-            )
+            # What could not be fitted (it has said why, such as a noisy machine) is off by all of it.
+            error = at_most(content.get(_ERROR, 1.0), MAX_ERROR)
+            checks.append({"name": f"{model}, {name}: error of the fit", **error})
+            if fitted:
+                kept = ("gamma", "seconds_per_flop", _ERROR, "warnings")
+                fits.append({"model": model, "kernel": name, **{field: content[field] for field in kept}})
+            agenda.keep({"fits": fits, "checks": checks})
     if args.kept.get("absent"):
         absent = []
-    return {"fits": fits, "absent": absent, **agenda.result()}
+    return {"fits": fits, "absent": absent, "checks": checks, **agenda.result()}
 
 
 Kernel = Callable[[], contextlib.AbstractContextManager[object]]  # inside, attention of the models is by it alone

@@ -2,8 +2,8 @@
 
 The second is torch's own check, `torch.cuda.set_sync_debug_mode("error")`, around a step of a model with the balancer,
 from the plan to the end of the backward pass. It sees what waits by way of torch: blocking copies, reads of values,
-waits for a stream. Gloo waits for the device, so on one device there is one rank; over NCCL there are as many as are
-asked for.
+waits for a stream. Gloo waits for the device, so on one device there is one rank, and no exchange is in that step; over
+NCCL there are as many as are asked for.
 """
 
 from __future__ import annotations
@@ -17,27 +17,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from driver import Check, at_most, on_ranks
-from settings import Agenda, backend_of, nested_topology, rank_device, seconds_left, sizes_of
+from driver import Check, at_least, at_most, on_ranks
+from settings import (
+    Agenda,
+    backend_of,
+    keep_so_far,
+    merged_results,
+    nested_topology,
+    rank_device,
+    seconds_left,
+    sizes_of,
+)
 
 BENCH = Path(__file__).parents[1]
 _COUNTING = "launches of calls"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    counted = {} if _COUNTING in args.kept["done"] else _launches_checked(count_launches(args))
+    keep_so_far(args, counted)
+    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), seconds_left(args))
+    return merged_results(counted, syncs)
+
+
+def _launches_checked(counted: dict[str, Any]) -> dict[str, Any]:
     checks: list[Check] = []
-    counted = count_launches(args) if _COUNTING not in args.kept["done"] else {}
     for name, row in counted.get("calls", {}).items():
         if row["limit"] is not None:
-            checks.append(
-                {"name": f"{name}: launches of the kernel", **at_most(row["most_packing_launches"], row["limit"])}
-            )
-    syncs = on_ranks(check_syncs, args, args.ranks, backend_of(args, args.ranks), seconds_left(args))
-    for name in syncs["done"]:
-        waits = [found for found in syncs["found"] if found.startswith(name)]
-        checks.append({"name": f"{name}: steps in which the host waits for the device", **at_most(len(waits), 0)})
-    done, left_out = [_COUNTING, *syncs.pop("done")], syncs.pop("left_out")
-    return {"launches": counted, "syncs": syncs, "checks": checks, "done": done, "left_out": left_out}
+            checks.append({"name": f"{name}: launches", **at_most(row["most_launches"], row["limit"])})
+            packed = at_least(row["fewest_packing_launches"], 1)
+            checks.append({"name": f"{name}: launches of the packing kernel", **packed})
+    return {"launches": counted, "checks": checks, "done": [_COUNTING]}
 
 
 def count_launches(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +77,8 @@ def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
     device, rank, num_ranks = rank_device(args), dist.get_rank(), dist.get_world_size()
     dtype = DTYPES[default_dtype(device)]
     samples = [Sample(*size) for size in sizes_of(args).samples[rank::num_ranks]]
-    found, agenda = [], Agenda(args)
+    found, checks, agenda = list[str](), list[Check](), Agenda(args)
+    result = {"syncs": {"found": found, "num_ranks": num_ranks, "looked": device.type == "cuda"}, "checks": checks}
     for name in sizes_of(args).models:
         if not agenda.begins(name):
             continue
@@ -88,7 +99,10 @@ def check_syncs(args: argparse.Namespace) -> dict[str, Any]:
                 found.append(f"{name}, step {step}: {str(error).splitlines()[0]}")
                 break
             model.zero_grad(set_to_none=True)
-    return {"found": found, "num_ranks": num_ranks, "looked": device.type == "cuda", **agenda.result()}
+        waits = [step for step in found if step.startswith(name)]
+        checks.append({"name": f"{name}: steps in which the host waits for the device", **at_most(len(waits), 0)})
+        agenda.keep(result)
+    return {**result, **agenda.result()}
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 from cluster_model import PUBLISHED_HFU, PUBLISHED_S, TOPOLOGIES
 
 CORRELATION_GOAL = 0.99
-HFU_GOAL = max(max(of) for of in PUBLISHED_HFU.values()) / 100
 # Relative, of the loss and of the gradient's norm, against the step without a balancer.
 LOSS_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2}
 
@@ -29,16 +28,8 @@ Row = dict[str, Any]
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
-    found = on_ranks(replay_all, args, 1, backend=None, limit_s=seconds_left(args))
-    results = found.pop("results")
-    rows = [row for mix, result in results.items() for row in rows_of(mix, result, sizes_of(args).replay_ranks)]
-    checks: list[Check] = []
-    for mix, result in results.items():
-        uneven = result["variants"][0]["correlation"]  # nobody balances there, so ranks differ most
-        if uneven is not None:
-            name = f"{mix}: measured seconds with planned work of the ranks, correlation"
-            checks.append({"name": name, **at_least(uneven, CORRELATION_GOAL)})
-    return {"rows": rows, "results": results, "checks": [*checks, *_hfu_checks(rows)], **found}
+    found: dict[str, Any] = on_ranks(replay_all, args, 1, backend=None, limit_s=seconds_left(args))
+    return found
 
 
 def replay_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -47,7 +38,8 @@ def replay_all(args: argparse.Namespace) -> dict[str, Any]:
     rank_device(args)
     of, num_ranks = sizes_of(args), sizes_of(args).replay_ranks
     topologies = [*flat_topologies(num_ranks).values(), nested_topology(num_ranks)]
-    found, agenda = {}, Agenda(args)
+    results, rows, checks, agenda = {}, list[Row](), list[Check](), Agenda(args)
+    found = {"rows": rows, "results": results, "checks": checks}
     for mix in MIXES:
         if not agenda.begins(mix):
             continue
@@ -57,16 +49,24 @@ def replay_all(args: argparse.Namespace) -> dict[str, Any]:
         options += ["--json", str(path), *_peak(args), *of.replay, *_calibration(args, of.replay_model)]
         if (status := cli.main(["replay", *options])) != 0:
             raise RuntimeError(f"knapformer replay: exit status {status}, with the reason above")
-        found[mix] = json.loads(path.read_text())
-    return {"results": found, **agenda.result()}
+        result = results[mix] = json.loads(path.read_text())
+        of_mix = rows_of(mix, result, num_ranks)
+        rows += of_mix
+        uneven = result["variants"][0]["correlation"]  # nobody balances there, so ranks differ most
+        if uneven is not None:
+            name = f"{mix}: measured seconds with planned work of the ranks, correlation"
+            checks.append({"name": name, **at_least(uneven, CORRELATION_GOAL)})
+        checks += _hfu_checks(of_mix)
+        agenda.keep(found)
+    return {**found, **agenda.result()}
 
 
 def steps(args: argparse.Namespace) -> dict[str, Any]:
     """Real steps on all ranks: without a balancer, in flat and nested bags, and planned whole."""
     of, flat = sizes_of(args), flat_topologies(args.ranks)
     topologies = dict.fromkeys([*flat.values(), nested_topology(args.ranks)])
-    results, rows, agenda = {}, [], Agenda(args)
-    checks: list[Check] = []
+    results, rows, checks, agenda = {}, list[Row](), list[Check](), Agenda(args)
+    found = {"rows": rows, "results": results, "checks": checks}
     for mix in of.steps_mixes:
         if not agenda.begins(mix):
             continue
@@ -80,14 +80,17 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
             command += _calibration(args, of.steps_model)
         subprocess.run(command, check=True, timeout=seconds_left(args))
         result = results[mix] = json.loads(path.read_text())
-        rows += rows_of(mix, result, args.ranks, of.micro_batches)
+        of_mix = rows_of(mix, result, args.ranks, of.micro_batches)
+        rows += of_mix
         for variant in result["variants"][1:]:
             for what in ("loss", "gradient"):
                 limit = LOSS_LIMITS[result["dtype"]]
                 check = at_most(variant[f"{what}_difference"], limit)
                 name = f"{mix}, {variant['name']}: {what} against no balancer"
                 checks.append({"name": name, "correctness": True, **check})
-    return {"rows": rows, "results": results, "checks": [*checks, *_hfu_checks(rows)], **agenda.result()}
+        checks += _hfu_checks(of_mix)
+        agenda.keep(found)
+    return {**found, **agenda.result()}
 
 
 def rows_of(mix: str, result: dict[str, Any], num_ranks: int, micro_batches: int = 1) -> list[Row]:
@@ -116,10 +119,13 @@ def rows_of(mix: str, result: dict[str, Any], num_ranks: int, micro_batches: int
 
 
 def _hfu_checks(rows: list[Row]) -> list[Check]:
-    """The best of all ways, above the best that was published; none where the device's peak is unknown."""
-    known = [row["hfu"] for row in rows if row["hfu"] is not None]
-    mixes = ", ".join(dict.fromkeys(row["mix"] for row in rows))
-    return [{"name": f"HFU, the best row of {mixes}", **at_least(max(known), HFU_GOAL)}] if known else []
+    """Of each mix in bags of 8, in which the highest was published: 29.7 %, of joint. None where the device's peak is
+    unknown."""
+    return [
+        {"name": f"{row['mix']} {row['way']}: HFU above the published", **at_least(row["hfu"], row["published_hfu"])}
+        for row in rows
+        if row["hfu"] is not None and row["published_hfu"] is not None and row["way"].startswith("g8n")
+    ]
 
 
 def _peak(args: argparse.Namespace) -> list[str]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from driver import Check
 from knapformer.tools.files import check_packages, write_atomically
 
+from knapformer import ArgumentError
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -18,20 +20,27 @@ Results = dict[str, dict[str, Any]]  # by part
 _SERIES = ("measured", "published")
 
 
-def write_all(results: Results, folder: Path, error: str) -> list[Path]:
-    """gpu.json; gpu.html and gpu.png where the packages for them are there. error: of parts that failed, or none."""
+def write_all(results: Results, folder: Path, error: str) -> tuple[list[Path], list[str]]:
+    """gpu.json; gpu.html and gpu.png where the packages for them are there; of those that are not, what lacks.
+
+    error: of parts that failed, or none.
+    """
     device = next(iter(results.values()))["device"] if results else "nothing measured"
-    written = [folder / "gpu.json"]
+    written, not_drawn = [folder / "gpu.json"], []
     summary = {part: [*of["checks"]] for part, of in results.items()}
     text = json.dumps(
         {"benchmark": "gpu", "device": device, "error": error, "checks": summary, "parts": results}, indent=1
     )
     write_atomically(str(written[0]), text + "\n")
     for name, package, write in (("gpu.html", "--report", _write_page), ("gpu.png", "--picture", _write_picture)):
-        check_packages(package)
+        try:
+            check_packages(package)
+        except ArgumentError as lacking:
+            not_drawn.append(f"{name}: {lacking}")
+            continue
         write(folder / name, results, device, error)
         written.append(folder / name)
-    return written
+    return written, not_drawn
 
 
 def goal_of(check: Check) -> str:

@@ -2,7 +2,8 @@
 
     python bench/gpu/run.py [--part correctness] [--again] [--ranks 8] [--device cpu] [--out FOLDER]
 
-Builds the modules with the torch that is there, downloads nothing, and runs these parts, one after another:
+Builds the modules with the torch that is there, downloads nothing without --install, and runs these parts, one after
+another:
 
     correctness   models, balancer and compiled attention against float64 on the CPU
     calibrate     FLUX and Wan with each attention kernel that is there
@@ -56,11 +57,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="an accelerator for each (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-results"), help="folder of the results")
+    parser.add_argument("--install", action="store_true", help="first installs what building and running take")
     parser.add_argument("--installed", action="store_true", help="takes the package that is installed: builds nothing")
     args = parser.parse_args()
+    if args.install:
+        build.install()
     builds = not args.installed and not build.is_built()
     if lacking := build.problems(builds):
-        print("make gpu: lacks\n" + "\n".join(f"  {line}" for line in lacking), file=sys.stderr)
+        hint = "" if args.install else "\nINSTALL=1 (--install) has pip install what it can"
+        print("make gpu: lacks\n" + "\n".join(f"  {line}" for line in lacking) + hint, file=sys.stderr)
         return 2
     if builds:
         build.build()
@@ -93,8 +98,6 @@ def run_parts(args: argparse.Namespace) -> int:
 
     from page import goal_of, verdict, write_all
 
-    from knapformer import ArgumentError
-
     results = {part: kept for part in PARTS if (kept := kept_result(args.out, part)) is not None}
     error = f"failed: {', '.join(failed)}" if failed else ""
     for part, of in results.items():
@@ -102,10 +105,10 @@ def run_parts(args: argparse.Namespace) -> int:
             print(f"{'LEFT':7}{part:12}{thing}: no time was left; make gpu{_part_option(args)} does it")
         for check in of["checks"]:
             print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
-    try:
-        print("written:", *write_all(results, args.out, error))
-    except ArgumentError as lacking:
-        print(f"page, picture: not drawn: {lacking}; then --part page, there or where {args.out} is copied to")
+    written, not_drawn = write_all(results, args.out, error)
+    print("written:", *written)
+    for lacking in not_drawn:
+        print(f"not drawn: {lacking}; then --part page, there or where {args.out} is copied to")
     wrong = [c for of in results.values() for c in of["checks"] if c.get("correctness") and not c["passed"]]
     return 1 if wrong or failed else 0
 
@@ -114,9 +117,12 @@ def look_at_device(args: argparse.Namespace) -> str | None:
     """Sets args.num_devices, args.device_name and args.peak_tflops; says what is wrong with what was asked for."""
     from driver import PRELOADED, on_ranks
     from knapformer.tools.measure.figures import PEAK_TFLOPS
+    from settings import sizes_of
 
     if args.ranks < 1 or args.ranks & (args.ranks - 1):
         return f"RANKS: got {args.ranks}, expected a power of two"
+    if args.ranks > (most := len(sizes_of(args).samples)):
+        return f"RANKS: got {args.ranks}, expected at most {most}: so many samples are there to compare"
     if args.part in OF_SEVERAL_RANKS and args.ranks == 1:
         return f"RANKS: got 1, expected 2 or more for the {args.part}"
     if args.device == "cpu":  # where models may be imported before ranks are forked
@@ -157,16 +163,21 @@ def finish(part: str, args: argparse.Namespace) -> bool:
         path.unlink(missing_ok=True)
     module, function = PARTS[part].split(".")
     start_part(args, part)
+    finished = True
     try:
-        result = merged_results(args.kept, getattr(importlib.import_module(module), function)(args))
-    except Exception:  # the other parts are worth having
+        result = getattr(importlib.import_module(module), function)(args)
+    except Exception:  # the other parts are worth having, and what this one had done
         traceback.print_exc()
-        return False
+        if not args.so_far.exists():
+            return False
+        result, finished = json.loads(args.so_far.read_text()), False
+    args.so_far.unlink(missing_ok=True)
+    result = merged_results(args.kept, result)
     result |= {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}
     result["seconds"] = time.monotonic() - begin
     path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
     print(f"{part}: {result['seconds']:.0f} s", flush=True)
-    return True
+    return finished
 
 
 def _part_option(args: argparse.Namespace) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from knapformer.tools.files import write_atomically
 
 from knapformer import DataMix
 
@@ -21,6 +24,7 @@ LIMITS_S = {
     "transport": 60,
     "steps": 400,
 }
+UNDER_WAY = "what was under way when its time was over, and what comes behind"
 SHARE_TO_BEGIN = 0.8  # of them, in which a part begins something new
 
 
@@ -33,7 +37,8 @@ class Sizes:
     calibrated: tuple[str, ...]
     calibration: tuple[str, ...]  # options
     packed_tokens: int  # of a rank, 3,072 wide in bfloat16
-    repeats: int  # of the packing
+    packing_repeats: int
+    transport_repeats: int
     replay_model: str
     replay_ranks: int
     replay: tuple[str, ...]  # options
@@ -52,7 +57,8 @@ _SIZES = {
         calibrated=("flux", "wan"),
         calibration=("--repeats", "4", "--warmup", "2"),
         packed_tokens=1 << 15,
-        repeats=20,
+        packing_repeats=4,  # of each call: the other rank is a CPU, and Gloo carries
+        transport_repeats=20,
         replay_model="flux",
         replay_ranks=32,
         replay=("--repeats", "2", "--warmup", "1"),
@@ -69,7 +75,8 @@ _SIZES = {
         calibrated=("flux-tiny", "wan-tiny"),
         calibration=("--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"),
         packed_tokens=512,
-        repeats=2,
+        packing_repeats=2,
+        transport_repeats=2,
         replay_model="flux-tiny",
         replay_ranks=2,
         replay=("--repeats", "1", "--warmup", "1", "--scale", "16", "--max-text-tokens", "8"),
@@ -87,6 +94,8 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 def start_part(args: argparse.Namespace, part: str) -> None:
     """From now on the part's time counts. A CPU, which is there for tests, may be busy with others."""
+    args.so_far = args.out / f"{part}.so-far.json"
+    args.so_far.unlink(missing_ok=True)
     limit_s = LIMITS_S[part] if args.device == "cuda" else 3600.0
     begin_s = SHARE_TO_BEGIN * limit_s
     if args.seconds is not None:
@@ -100,12 +109,18 @@ def seconds_left(args: argparse.Namespace) -> float:
     return max(1.0, float(args.ends_at) - time.monotonic())
 
 
+def may_begin(args: argparse.Namespace) -> bool:
+    """Whether there is time for something new."""
+    return bool(time.monotonic() < args.begins_until)
+
+
 class Agenda:
     """What a part does, one thing after another, while there is time; at least one thing. Of a part that is resumed,
     what was done before is not done again. Each rank asks for the same things: rank 0's clock decides."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._begins_until, self._done = args.begins_until, frozenset(args.kept["done"])
+        self._args, self._done = args, frozenset(args.kept["done"])
+        self._before = json.loads(args.so_far.read_text()) if args.so_far.exists() else {}
         self.done: list[str] = []
         self.left_out: list[str] = []
 
@@ -116,14 +131,26 @@ class Agenda:
 
         if thing in self._done:
             return False
-        in_time = torch.tensor(not self.done or time.monotonic() < self._begins_until)
+        in_time = torch.tensor(not self.done or may_begin(self._args))
         if dist.is_initialized():
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
         return bool(in_time)
 
+    def keep(self, result: dict[str, Any]) -> None:
+        """What there is after a thing is done: should the part be stopped in the next, this stays."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            keep_so_far(self._args, merged_results(self._before, result, {"done": self.done}))
+
     def result(self) -> dict[str, list[str]]:
         return {"done": self.done, "left_out": self.left_out}
+
+
+def keep_so_far(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """What stays of a part that is stopped."""
+    write_atomically(str(args.so_far), json.dumps(result | {"left_out": [UNDER_WAY]}))
 
 
 def merged_results(*parts: dict[str, Any]) -> dict[str, Any]:

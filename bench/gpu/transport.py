@@ -38,7 +38,7 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
 
     makers = [lambda call=call: call for call in exchanges(args, sizes_of(args).packed_tokens)]
     with torch.no_grad():
-        times = torch.tensor(measured_rounds(makers, rank_device(args), sizes_of(args).repeats))
+        times = torch.tensor(measured_rounds(makers, rank_device(args), sizes_of(args).transport_repeats))
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return {"exchange_s": dict(zip(WAYS, map(statistics.median, times.tolist()), strict=True))}
 

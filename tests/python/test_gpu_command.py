@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,7 @@ def test_what_has_finished_is_kept_and_wrong_results_show(results: Path, tmp_pat
     [
         (("--ranks", "3"), "RANKS: got 3, expected a power of two"),
         (("--part", "steps"), "RANKS: got 1, expected 2 or more for the steps"),
+        (("--ranks", "8"), "RANKS: got 8, expected at most 4: so many samples are there to compare"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -121,6 +124,46 @@ def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> No
     assert [check["name"] for check in whole["checks"]] == [
         f"{name}: bandwidth over the copy's" for name in whole["done"]
     ]
+
+
+def test_a_part_that_is_stopped_keeps_what_it_had_done(
+    modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A made-up part that is stopped in its second thing, twice, and then ends."""
+    run = importlib.import_module("run")
+    stops: list[Exception | None] = [TimeoutError("too slow"), RuntimeError("out of memory"), None]
+    begun: list[str] = []
+
+    def part(args: argparse.Namespace) -> dict[str, Any]:
+        agenda, checks = modules.Agenda(args), []
+        for thing in ("one", "two", "three"):
+            if not agenda.begins(thing):
+                continue
+            begun.append(thing)
+            if thing == "two" and (stop := stops.pop(0)) is not None:
+                raise stop
+            checks.append({"name": thing})
+            agenda.keep({"checks": checks})
+        return {"checks": checks, **agenda.result()}
+
+    made_up = ModuleType("made_up")
+    made_up.part = part  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up", made_up)
+    monkeypatch.setitem(run.PARTS, "packing", "made_up.part")
+    args = argparse.Namespace(
+        out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
+        environment={"time": "", "commit": ""},
+    )  # fmt: skip
+    for _ in range(2):
+        assert not run.finish("packing", args)
+        stopped = of("packing", tmp_path)
+        assert (stopped["done"], stopped["checks"]) == (["one"], [{"name": "one"}])
+        assert stopped["left_out"] == [modules.UNDER_WAY]
+    assert run.finish("packing", args)
+    whole = of("packing", tmp_path)
+    assert whole["checks"] == [{"name": "one"}, {"name": "two"}, {"name": "three"}]
+    assert (whole["done"], whole["left_out"]) == (["one", "two", "three"], [])
+    assert begun == ["one", "two", "two", "two", "three"]
 
 
 def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:
@@ -205,3 +248,16 @@ def test_what_building_lacks_is_named(modules: ModuleType, monkeypatch: pytest.M
     assert "a C++20 compiler: apt-get install g++" in lacking
     assert "ninja: pip install ninja" in lacking
     assert build.problems(False) == []
+
+
+def test_what_is_installed(modules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch only where there is none: another version would not be the one that is asked about."""
+    build = importlib.import_module("build")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(build.subprocess, "run", lambda command, **_: commands.append(command))
+    build.install()
+    assert "torch" not in commands[-1]
+    assert [word.rpartition(":")[2] for word in commands[-1] if "pyproject.toml" in word] == ["build", "run"]
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    build.install()
+    assert "torch" in commands[-1]
