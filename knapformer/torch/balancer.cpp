@@ -11,7 +11,6 @@
 
 #include "knapformer/core/planners/topology_choice.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/tensor_checks.h"
 
 namespace knapformer {
 namespace {
@@ -58,6 +57,36 @@ std::string comm_group_name(const c10d::ProcessGroup& group) {
   } catch (const std::exception&) {
     return text(kStorePrefix, "group");
   }
+}
+
+// What methods check of tensors that they are given.
+
+/// A dense tensor of `num_rows` rows and at least `min_dims` dimensions. `rows` says in messages what it has rows for.
+void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
+                int64_t min_dims) {
+  if (!tensor.defined()) throw_argument(argument, "no tensor", "a tensor");
+  if (tensor.is_quantized()) throw_argument(argument, "a quantized tensor", "one that is not");
+  if (tensor.layout() != at::kStrided) {
+    throw_argument(argument, text("a tensor of layout ", tensor.layout()), "a dense tensor");
+  }
+  if (tensor.dim() < min_dims) {
+    throw_argument(argument, text("a tensor of shape ", tensor.sizes()), text("at least ", min_dims, " dimensions"));
+  }
+  if (tensor.size(0) != num_rows) {
+    throw_argument(argument, text(tensor.size(0), " rows (shape ", tensor.sizes(), ")"),
+                   text(num_rows, " rows, one for each ", rows));
+  }
+}
+
+/// On the device of `as`.
+void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
+  if (tensor.device() != as.device())
+    throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
+}
+
+/// Not on the meta device.
+void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
+  if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
 }
 
 /// What a tensor has rows for, in messages.
@@ -142,7 +171,7 @@ std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const BagMaking& making) c
 void SequenceBalancer::choose_topology(const GatheredLengths& lengths, Planning& planning) {
   if (!undecided_ || lengths.lengths.num_sequences() == 0) return;
   try {
-    const PlanInput input = plan_input(planning.options, topology_, lengths, planning.d_model);
+    const PlanInput input = planning.input(lengths);
     topology_ = Topology::parse(rank_topologies({&input, 1}, options_.solver).front().topology, num_ranks());
   } catch (const ArgumentError&) {
     return;  // what is wrong with them is said where they are planned, on all ranks alike

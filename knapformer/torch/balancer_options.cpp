@@ -36,29 +36,12 @@ void add_setting(Fingerprint& fingerprint, const std::string& name, const T& val
 
 }  // namespace
 
-PlanInput plan_input(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
-                     int64_t d_model) {
-  PlanInput input = options.plan;
-  input.seq_lens = std::move(gathered.lengths);
-  input.attention_pairs = std::move(gathered.attention_pairs);
-  input.topology = topology;
-  input.d_model = d_model;
-  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
-    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
-  }
-  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
-    int64_t& pairs = input.attention_pairs[s];
-    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
-  }
-  if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
-  return input;
-}
-
 Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology, std::string_view named) {
-  const std::vector<std::vector<int64_t>> none(static_cast<size_t>(topology.num_ranks()));
-  // Making a plan checks its input.
-  static_cast<void>(make_plan(plan_input(options, topology, {.lengths = SequenceLengths::from_lists(none)}, 1),
-                              options.solver, options.effort));
+  PlanInput empty = options.plan;
+  empty.seq_lens = SequenceLengths::from_lists(std::vector<std::vector<int64_t>>(topology.num_ranks()));
+  empty.topology = topology;
+  empty.d_model = 1;
+  static_cast<void>(make_plan(std::move(empty), options.solver, options.effort));  // checks the options
   Fingerprint fingerprint("SequenceBalancer");
   fingerprint.add("version", std::to_string(kProtocolVersion));
   fingerprint.add("topology", named == kAutoTopology ? std::string(named) : topology.str());

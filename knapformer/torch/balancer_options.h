@@ -11,7 +11,6 @@
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/torch/comm/fingerprint.h"
-#include "knapformer/torch/comm/gather_lengths.h"
 #include "knapformer/torch/exchange/exchange.h"
 
 namespace knapformer {
@@ -36,10 +35,6 @@ struct StepShape {
   int32_t num_micro_batches = 1;
   StepSync sync = StepSync::kMicroBatch;
 };
-
-/// What a plan of these lengths is made from.
-PlanInput plan_input(const BalancerOptions& options, const Topology& topology, GatheredLengths gathered,
-                     int64_t d_model);
 
 /// In place of a topology: the best one for the first lengths, as rank_topologies has it.
 inline constexpr std::string_view kAutoTopology = "auto";

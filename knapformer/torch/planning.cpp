@@ -145,6 +145,23 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
   return own;
 }
 
+PlanInput Planning::input(GatheredLengths gathered) const {
+  PlanInput input = options.plan;
+  input.seq_lens = std::move(gathered.lengths);
+  input.attention_pairs = std::move(gathered.attention_pairs);
+  input.topology = topology;
+  input.d_model = d_model;
+  if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
+    input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
+  }
+  for (size_t s = 0; s < input.attention_pairs.size(); ++s) {
+    int64_t& pairs = input.attention_pairs[s];
+    if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
+  }
+  if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
+  return input;
+}
+
 Planned Planning::plan(GatheredLengths gathered) const {
   const auto begin = std::chrono::steady_clock::now();
   RECORD_USER_SCOPE("knapformer::make_plan");
@@ -152,13 +169,12 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .statuses = std::move(gathered.statuses),
                   .observed = std::move(gathered.observed)};
   try {
-    PlanInput input = plan_input(options, topology, std::move(gathered), d_model);
     if (shape) {
-      planned.step_plan = std::make_shared<StepPlan>(
-          plan_step({.sequences = std::move(input), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
-                    options.solver, options.effort));
+      planned.step_plan = std::make_shared<StepPlan>(plan_step(
+          {.sequences = input(std::move(gathered)), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
+          options.solver, options.effort));
     } else {
-      planned.step = RankPlan::make(make_plan(std::move(input), options.solver, options.effort), rank);
+      planned.step = RankPlan::make(make_plan(input(std::move(gathered)), options.solver, options.effort), rank);
       planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
   } catch (const ArgumentError& error) {

@@ -120,6 +120,8 @@ struct Planning {
   Rank rank;
   std::optional<StepShape> shape = {};  // of an optimizer step that is planned whole
 
+  /// What a plan of these lengths is made from.
+  PlanInput input(GatheredLengths gathered) const;
   Planned plan(GatheredLengths gathered) const;
   /// With the tables of every micro-batch, packed for these devices.
   Planned plan_with_tables(GatheredLengths gathered, std::span<const TablesDevice> devices) const;

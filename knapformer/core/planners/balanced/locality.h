@@ -16,7 +16,7 @@ namespace knapformer {
 ///
 /// Greedy, in one pass: the contents with the most tokens at home in a block come first. About O(n log n) for each
 /// degree that the plan uses. Then, if `swaps_for_route`, the rank whose route takes longest swaps with others, while
-/// that helps, also single sequences of about equal work (route_swaps.h). Does nothing where nothing is routed.
+/// that helps, also single sequences of about equal work. Does nothing where nothing is routed.
 void improve_locality(const PlanInput& input, std::span<Placement> placements, bool swaps_for_route = true);
 
 }  // namespace knapformer

@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/plan/load_balance.h"
 #include "knapformer/core/planners/balanced/anneal.h"
 #include "knapformer/core/planners/balanced/construct.h"
 #include "knapformer/core/planners/balanced/locality.h"
-#include "knapformer/core/planners/balanced/replica_figures.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 #include "knapformer/core/util/error.h"
@@ -23,6 +24,66 @@ namespace {
 constexpr double kFar = 1.05;
 /// Bags that are this even need no more: tokens that do not divide leave about as much.
 constexpr double kEvenEnough = 1.00005;
+
+/// What a replica of a plan is judged by.
+struct ReplicaFigures {
+  double step_s = 0;          // predicted, the fixed time aside
+  double block_s = 0;         // of it, of one block
+  double max_over_mean = 1;   // work of a rank, over its speed
+  int64_t excess_tokens = 0;  // of the fullest rank, beyond what it may hold
+
+  bool keeps_limit() const { return excess_tokens == 0; }
+  /// Closer to the limit; or faster, by more than what sums in another order differ in.
+  bool is_better_than(const ReplicaFigures& other) const {
+    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
+    return step_s < other.step_s * (1 - 1e-12);
+  }
+  /// Closer to the limit; or neither less even nor slower in its blocks.
+  bool is_no_worse_than(const ReplicaFigures& other) const {
+    if (excess_tokens != other.excess_tokens) return excess_tokens < other.excess_tokens;
+    return block_s <= other.block_s && max_over_mean <= other.max_over_mean;
+  }
+};
+
+/// Of each replica.
+std::vector<ReplicaFigures> figures_of(const Plan& plan) {
+  const PlanInput& input = plan.input();
+  const StepTime time = predict_step(plan);
+  const auto num_ranks = static_cast<size_t>(plan.topology().num_ranks_per_replica());
+  std::vector<ReplicaFigures> figures(time.replicas.size());
+  std::vector<double> work(plan.workload_after().begin(), plan.workload_after().end());
+  for (size_t r = 0; r < work.size(); ++r) work[r] /= input.speed_of(Rank(r));
+  for (size_t i = 0; i < figures.size(); ++i) {
+    figures[i].step_s = time.replicas[i].step_s;
+    figures[i].block_s = time.replicas[i].block_s;
+    figures[i].max_over_mean = LoadBalance::of(std::span(work).subspan(i * num_ranks, num_ranks)).max_over_mean();
+    if (input.max_tokens_per_rank == 0) continue;
+    const int64_t max_tokens = std::ranges::max(plan.tokens_after().subspan(i * num_ranks, num_ranks));
+    figures[i].excess_tokens = std::max(int64_t{0}, max_tokens - input.max_tokens_per_rank);
+  }
+  return figures;
+}
+
+/// Whether a replica has this mark.
+bool contains(std::span<const char> marks, bool mark) {
+  return std::find(marks.begin(), marks.end(), static_cast<char>(mark)) != marks.end();
+}
+
+/// The plan with some replicas, those marked, from another plan of the same input.
+Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
+  if (!contains(from_other, false)) return other;
+  if (!contains(from_other, true)) return plan;
+  std::vector<Placement> placements;
+  std::vector<int64_t> chunk_lens;
+  for (int32_t s = 0; s < plan.num_sequences(); ++s) {
+    const SequenceId id(s);
+    const bool takes = from_other[plan.placement(id).bag.value / plan.topology().num_bags_per_replica()] != 0;
+    const Plan& source = takes ? other : plan;
+    placements.push_back(source.placement(id));
+    for (const Chunk& chunk : source.chunks(id)) chunk_lens.push_back(chunk.num_tokens);
+  }
+  return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
+}
 
 struct Constructed {
   std::vector<int32_t> node_of_item;
