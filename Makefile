@@ -3,21 +3,21 @@
 #   make demo       the training simulator on 2 local ranks: without a balancer, with one, and steps planned whole
 #   make test       every test, C++ and Python
 #   make sanitize   the C++ tests under the address and undefined-behaviour sanitizers; SANITIZE_TORCH=OFF: the core's
-#   make sanitize-threads  those of the torch layer, whose ranks are threads, under the thread sanitizer
-#   make coverage   lines of the torch layer and of Python that no test runs, and which of them only a GPU would
+#   make sanitize-threads  C++ tests of the torch layer, whose ranks are threads, under the thread sanitizer
+#   make coverage   lines of the torch layer and of Python that no test runs, and which of them need a GPU
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
-#   make same-plans plans bit for bit alike: g++ and clang; OPTIONS=all: -O2, -O3 and -march=native as well
-#   make soak       SOAK_STEPS (100000) steps on SOAK_RANKS (2) ranks, and what they hold as it goes
+#   make same-plans g++ and clang make the same plans, bit for bit; OPTIONS=all: -O2, -O3 and -march=native as well
+#   make soak       SOAK_STEPS (100000) steps on SOAK_RANKS (2) ranks, and what each process holds on the way
 #   make lint       formatters, linters and the order of includes
 #   make tidy       clang-tidy over the core, by the checks of .clang-tidy
-#   make format     lets the formatters have their way
+#   make format     runs the formatters on all sources
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
 #   make nvrtc      the kernels, compiled for GPUs by NVRTC from the package index; needs no GPU
-#   make gpu        on a machine with a GPU: right, and how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
-#   make versions   the suite over versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
+#   make gpu        on a machine with a GPU: are results right, how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
+#   make versions   the tests with other versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
 #   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
 #   make dev        builds the extension modules in place, for PYTHONPATH=python
@@ -35,7 +35,7 @@ JOBS ?= $(shell nproc)
 help:
 	@sed -n 's/^#   make/make/p' Makefile
 
-# What is needed from the system is looked for, and installed where that may be.
+# Looks for the system packages that a target needs, and installs missing ones where it may.
 NEED := @PYTHON=$(PYTHON) sh tests/system_packages.sh
 
 $(BIN)/python:
@@ -43,7 +43,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-# What building and running take; `make demo` downloads no more than that.
+# The packages that building and running need; `make demo` downloads no others.
 $(VENV)/.tools: pyproject.toml | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --group build --group run
@@ -54,7 +54,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.tools
 	touch $@
 
 # One build folder serves the wheel, the C++ tests and `make dev`, so that no source is compiled twice. Several sources
-# are compiled as one, in less than half the time; who changes a few again and again may set UNITY=OFF.
+# are compiled as one, in less than half the time; UNITY=OFF suits repeated changes to a few sources.
 BUILD := build/release
 UNITY ?= ON
 CMAKE := $(BIN)/cmake
@@ -64,7 +64,7 @@ MODULES := _core _torch stubs
 
 SOURCES := CMakeLists.txt $(shell find cmake knapformer python -type f ! -name '*.so' ! -name '*.pyc')
 
-# pip packs what is built already.
+# pip packs the modules that are built already.
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 	$(CONFIGURE) -B $(BUILD)
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target $(MODULES)
@@ -79,7 +79,7 @@ dev: $(VENV)/.tools $(VENV)/.test
 	$(CMAKE) --install $(BUILD) --prefix python
 
 # Two ranks that draw images of different resolutions, scaled down to what a CPU core trains in a minute.
-# Of the flat topologies g1n2 is the best for them.
+# For these data g1n2 is the best flat topology.
 DEMO ?= --ranks 2 --data g1b5i512f1s0,g1b5i1024f1s0 --scale 2 --topology g1n2 --micro-batches 2 --steps 4 --warmup 1
 
 demo: $(VENV)/.installed
@@ -93,7 +93,7 @@ test-cpp: $(VENV)/.tools
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target core_tests torch_tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
-# Much of a test is waiting for ranks to start: files run side by side. Four at most, since some start eight ranks.
+# Tests mostly wait for ranks to start, so test files run side by side: four at most, since some start eight ranks.
 PYTEST_JOBS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The simulated accelerator of tests/python/accelerator is built here.
@@ -103,7 +103,7 @@ test-python: $(VENV)/.installed $(VENV)/.test
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
 	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
 
-# Torch itself is not instrumented: tests/sanitizers lists what is reported wrongly for that.
+# Torch itself is not instrumented: tests/sanitizers lists the false reports that this causes.
 SANITIZE_TORCH ?= ON
 sanitize: $(VENV)/.tools
 	$(NEED) gtest
@@ -119,7 +119,7 @@ sanitize-threads: $(VENV)/.tools
 	$(CMAKE) --build build/sanitize-threads -j $(JOBS) --target torch_tests
 	$(BIN)/ctest --test-dir build/sanitize-threads --output-on-failure -R torch_tests
 
-# 90 MB, unpacked beside the build: a machine without a GPU needs it for nothing else.
+# NVRTC is 90 MB and is unpacked into build/nvrtc: a machine without a GPU needs it for `make nvrtc` alone.
 NVRTC ?= nvidia-cuda-nvrtc-cu12==12.9.86
 build/nvrtc/.installed: | $(VENV)/.tools
 	$(BIN)/python -m pip install --quiet --no-deps --target build/nvrtc $(NVRTC)
@@ -136,8 +136,9 @@ $(VENV)/.coverage: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group coverage
 	touch $@
 
-# The C++ tests of the torch layer, and the Python tests that drive it and the commands on devices; the whole suite takes
-# longer and adds little. Ends with status 1 where a line that only a GPU runs is in no table of docs/gpu.md.
+# The C++ tests of the torch layer, and the Python tests that drive it and the commands on devices; the whole suite
+# takes longer and adds little. Ends with status 1 where a line that only a GPU runs is in a file that docs/gpu.md does
+# not list.
 COVERAGE := $(abspath build/coverage)
 COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
     $(addprefix tests/python/distributed/test_,balancer.py compile.py function_transforms.py groups.py loader.py sample_loader.py) \
@@ -166,8 +167,8 @@ headers: $(VENV)/.tools
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target all_verify_interface_header_sets
 
-# libFuzzer on the core, under the same sanitizers; then generated command lines. Inputs that reach new code are kept in
-# build/fuzz/found.
+# libFuzzer on the core, with the sanitizers of `make sanitize`; then generated command lines. Inputs that reach new
+# code are kept in build/fuzz/found.
 FUZZ_SECONDS ?= 600
 CLANG_SANITIZED := -DKNAPFORMER_FUZZ=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ \
     -DKNAPFORMER_SANITIZE=address,undefined,fuzzer-no-link -DCMAKE_BUILD_TYPE=RelWithDebInfo
@@ -178,7 +179,7 @@ fuzz: $(VENV)/.installed $(VENV)/.test
 	sh tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
 	KNAPFORMER_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --timeout=0 tests/python/tools/test_command_lines.py -k longer
 
-# The core as it is released (g++, -O3) and as it is fuzzed (clang, -O2, sanitizers), and by more options.
+# Compares the core as it is released (g++, -O3) and as it is fuzzed (clang, -O2, sanitizers); OPTIONS=all adds options.
 OPTIONS ?=
 same-plans: $(VENV)/.tools
 	$(NEED) clang gtest
@@ -236,7 +237,7 @@ $(VENV)/.bench: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group bench
 	touch $@
 
-# Wants an idle machine; results, with hardware and commit, in build/bench.
+# Needs an idle machine; results, with hardware and commit, go to build/bench.
 bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	$(NEED) benchmark
 	$(CONFIGURE) -B build/benchmarks -DKNAPFORMER_BENCH=ON -DKNAPFORMER_PYTHON=OFF -DKNAPFORMER_TORCH=OFF
@@ -254,7 +255,8 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
 
-# With the torch of PYTHON, or of .venv where there is one. Downloads nothing: it says what is missing.
+# Uses the torch of PYTHON where that is set, else that of .venv where there is one. Without INSTALL it downloads
+# nothing, and says what is missing.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
@@ -265,7 +267,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
-# The reference of Python is that of the installed package: it has the modules, and the stubs that the build makes.
+# Python's reference is made from the installed package, which has the modules, and the stubs that the build makes.
 docs: $(VENV)/.installed $(VENV)/.test $(VENV)/.docs
 	KNAPFORMER_PACKAGE=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
 	    $(BIN)/mkdocs build --strict --quiet
@@ -274,7 +276,7 @@ $(VENV)/.package: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group package
 	touch $@
 
-# Interpreters that the planner's wheels are for; folders of site-packages with a torch that the others are for.
+# PYTHONS: interpreters to build planner wheels for. TORCHES: site-packages with a torch to build the other wheels for.
 PYTHONS ?= $(PYTHON)
 TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
 wheels: $(VENV)/.tools $(VENV)/.package

@@ -1,10 +1,10 @@
-"""Packed calls of a diffusers model beside its own: the cost on samples of one size, the gain on padded captions.
+"""Compares packed calls of a diffusers model with its own calls: cost on samples of one size, gain on padded captions.
 
     PYTHONPATH=python python bench/bench_adapters.py [--json FILE] [--rounds 7] [--d-model 512]
 
-Each round computes forward and backward of both, one after the other, on the same model; a ratio is the median of the
-rounds' ratios, so that a machine whose speed drifts moves both. Times are processor seconds of one thread, which other
-processes on the machine change little. What is compared:
+Each round runs both calls, forward and backward, one after the other on the same model. A ratio is the median of the
+rounds' ratios, so that a drift of the machine's speed affects both calls alike. Times are processor seconds of one
+thread, which other processes on the machine change little. What is compared:
 
 equal    four samples of one size: diffusers' own call with a batch of four
 captions four pictures of one size, captions of 20 to 512 tokens: diffusers' own call with captions padded to 512

@@ -1,10 +1,11 @@
-"""What checkpointing costs and keeps, with and without the exchanges' outputs, on 2 local ranks of one thread each.
+"""Time and memory of checkpointing, with and without the exchanges' outputs kept, on 2 local ranks of one thread each.
 
     python bench/bench_checkpointing.py [--json build/bench/checkpointing.json]
 
-The plain transformer, 4 blocks of width 512, float32, topology g2n1, on the same batch in three ways: nothing computed
-again, every block computed again, every block but its exchanges. Of each: all-to-alls of a step; what the forward pass
-leaves in memory (allocated less freed in it, by the profiler); the median time of a step, the ways taking turns.
+The plain transformer (4 blocks of width 512, float32, topology g2n1) runs the same batch in three ways: nothing is
+recomputed; every block is; every block is, except its exchanges. Measured for each way: the all-to-alls of a step, the
+memory that the forward pass leaves (allocated minus freed, by the profiler), and the median time of a step, with the
+ways taking turns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
 MODEL = {"num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
-# So few tokens that no exchange's output comes out of recycled memory, which the profiler does not see allocated.
+# Few tokens, so that no exchange's output lies in recycled memory, whose allocation the profiler does not see.
 LENS = [[200, 20, 30], [40, 180]]
 WAYS = {"none": (False, False), "blocks": (True, False), "blocks, exchanges kept": (True, True)}
 

@@ -1,16 +1,16 @@
-"""What moving tensors costs over the bare all-to-all of the same bytes, on 2 local ranks of one thread each.
+"""How long the balancer's calls take, against a bare all-to-all of the same bytes, on 2 local ranks of one thread each.
 
     python bench/bench_exchange.py [--repetitions 120] [--json build/bench/exchange.json]
 
 Measured in one run, interleaved, per case and operation:
 
 - `route_and_back`: route and reverse_route of (tokens, 512) float32, topology g2n1;
-- `pre_attn`, `post_attn`: of q, k, v (tokens, 8, 64) float32, and of o.
+- `pre_attn` of q, k, v, each (tokens, 8, 64) float32, and `post_attn` of o.
 
-The bare one is `dist.all_to_all_single` of a flat tensor of exactly the bytes that the operation takes, with the
-operation's splits, from and into tensors made beforehand: what this rank keeps is among them, as it is for anyone who
-calls the collective on a whole tensor. `bare_remote` moves only what crosses ranks, which is all that the balancer
-hands to the collective. A step is timed from a barrier to its end on the slower rank; figures are medians.
+`bare` is `dist.all_to_all_single` of a flat tensor with exactly the operation's bytes and splits, from and into tensors
+made beforehand. The bytes include what stays on this rank, as they do for anyone who calls the collective on a whole
+tensor. `bare_remote` moves only the bytes that cross ranks, which are all that the balancer hands to the collective. A
+call is timed from a barrier to its end on the slower rank; figures are medians.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from driver import NUM_RANKS, bare_all_to_all, on_ranks, parser_of, write_result
 
 WIDTH, HEADS = 512, 8
 CASES = {"150x40": [40] * 150, "4x1500": [1500] * 4}
-# Median over the bare all-to-all that must not be passed.
+# Upper limits of the ratio: an operation's median time over that of the bare all-to-all.
 LIMITS = {"route_and_back": 1.3, "pre_attn": 1.5, "post_attn": 1.5}
 
 
@@ -82,9 +82,9 @@ def operations(lens: list[int]) -> dict[str, Callable[[], Any]]:
     home = [r for r, own in enumerate(plan.seq_lens) for _ in own]
     for sequence, to, _, num_tokens in plan.chunks:
         moves[home[sequence]][to] += num_tokens
-    sent = [moves[rank][peer] * WIDTH for peer in range(NUM_RANKS)]  # float32 numbers, as all that follow
+    sent = [moves[rank][peer] * WIDTH for peer in range(NUM_RANKS)]  # float32 numbers, as all splits below
     received = [moves[peer][rank] * WIDTH for peer in range(NUM_RANKS)]
-    # Attention: every rank sends to each peer that one's share of the heads of all its rows.
+    # Attention: every rank sends all its rows to each peer, with the heads that are the peer's share.
     chunk_tokens = [sum(num_tokens for _, to, _, num_tokens in plan.chunks if to == r) for r in range(NUM_RANKS)]
     shared = [chunk_tokens[rank] * WIDTH // NUM_RANKS] * NUM_RANKS
     whole = [tokens_there * WIDTH // NUM_RANKS for tokens_there in chunk_tokens]
@@ -113,7 +113,7 @@ def operations(lens: list[int]) -> dict[str, Callable[[], Any]]:
 
 
 def measure_together(calls: dict[str, Callable[[], Any]], repetitions: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each call on the slower rank, the calls taking turns, each round beginning with another one."""
+    """Seconds of each call on the slower rank. The calls take turns, and each round begins with another call."""
     import torch
     import torch.distributed as dist
 

@@ -1,10 +1,10 @@
-"""How gamma moves with the attention kernel, the number of samples and the width, on one core of a CPU.
+"""How gamma depends on the attention kernel, the number of samples and the width, on one core of a CPU.
 
     python bench/bench_gamma.py [--json build/bench/gamma.json]
 
-Times the plain transformer's block, forward, recomputation and backward in float32, over lengths from 64 to 2,048
-tokens, with torch's fused attention of the CPU and with the unfused one, one sample at a time and four, and fits gamma
-as `knapformer calibrate` does. All are measured in turns.
+Times the plain transformer's block (forward, recomputation and backward in float32) at lengths from 64 to 2,048 tokens,
+with torch's fused and unfused CPU attention, and with one and four samples at a time. Fits gamma to the times as
+`knapformer calibrate` does. All settings are measured in turns.
 """
 
 from __future__ import annotations

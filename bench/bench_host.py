@@ -1,19 +1,19 @@
-"""What the host works for each call of attention's exchange, beside the bare all-to-all, on 2 local ranks.
+"""Host CPU time of each call of attention's exchange, compared with the bare all-to-all, on 2 local ranks.
 
     python bench/bench_host.py [--published ~/KnapFormer] [--json build/bench/host.json]
 
-The CPU time of the calling thread (time.thread_time), in which waiting for the peer does not count. Rows are tiny (2
-heads of one number), so that copying them does not count either. 300 sequences on 2 ranks, topology g2n1. Measured in
-one run, interleaved, in rounds of some calls each; figures are medians over rounds, of one call, in microseconds:
+Measures the CPU time of the calling thread (time.thread_time), which excludes waits for the peer. Rows are tiny (2
+heads of one number), so that copying them takes almost no time. 300 sequences on 2 ranks, topology g2n1. All are
+measured in one run, interleaved, in rounds of several calls; figures are microseconds per call, medians over rounds:
 
     inference   `balancer.attention` with a kernel that does nothing, or pre_attn and post_attn; without gradients
     forward     the same, with gradients
-    training    the same, and their backward
-    bare        the all-to-alls of the same bytes alone, with splits, from and into tensors that stay: 2, 2 and 4
-    work        what is left without them
+    training    forward as above, and its backward
+    bare        only the all-to-alls of the same bytes (2, 2 and 4 of them), with splits, on tensors that are reused
+    work        the call's time less that of `bare`
 
-The published implementation, where --published names a checkout of it (it imports einops), runs beside: its own class,
-told that the CPU is the device.
+Where --published names a checkout of the published implementation (it imports einops), its own class is measured too,
+with the CPU as its device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unittest import mock
 from driver import NUM_RANKS, bare_all_to_all, on_ranks, parser_of, published_module, write_results
 
 NUM_SEQUENCES, MAX_TOKENS, HEADS, WIDTH = 300, 12, 2, 8
-# Microseconds of work for a call of attention, forward with gradients, that must not be passed.
+# Upper limit, in microseconds, of the `work` of `forward` for one call of balancer.attention.
 LIMIT_US = 60
 
 
@@ -111,7 +111,8 @@ KINDS = ("inference", "forward", "training")
 
 
 def calls_of(balancer: Any, lens: list[int], in_one: bool) -> dict[str, Callable[[], Any]]:
-    """Of pre_attn and post_attn, in which both implementations are alike, or of balancer.attention."""
+    """The calls to time: with pre_attn and post_attn, which both implementations have, or (in_one) with
+    balancer.attention."""
     import torch
 
     balancer.plan_routing(lens, WIDTH)
@@ -139,7 +140,7 @@ def calls_of(balancer: Any, lens: list[int], in_one: bool) -> dict[str, Callable
         needs_grad.grad = None
         forward().backward(ones)
 
-    # This rank's rows with the peer's heads there; the peer's rows with this rank's heads here. All of q, k and v.
+    # Sent: this rank's rows, with the peer's heads; received: the peer's rows, with this rank's heads. q, k, v: thrice.
     sent, received = x.shape[0], attention_tokens - x.shape[0]
     there, back = with_peer(3 * sent, 3 * received), with_peer(received, sent)
     there_of_one, back_of_one = with_peer(sent, received), with_peer(received, sent)
@@ -164,7 +165,7 @@ def calls_of(balancer: Any, lens: list[int], in_one: bool) -> dict[str, Callable
 
 
 def with_peer(sent: int, received: int) -> Callable[[], Any]:
-    """The bare all-to-all of so many float32 numbers to and from the other rank."""
+    """The bare all-to-all of `sent` float32 numbers to the other rank and `received` from it."""
     import torch.distributed as dist
 
     own = dist.get_rank()

@@ -1,12 +1,12 @@
-"""Training steps on two hosts of two ranks with 1 Gbit/s between them: measured, beside what is predicted.
+"""Training steps on two hosts of two ranks each, with 1 Gbit/s between them: measured and predicted times.
 
     python bench/bench_hosts.py --json build/bench/hosts.json
 
 The hosts are network namespaces on this machine (namespaces.py), each rank with its own share of a core. There
 `knapformer calibrate` measures blocks, the exchange inside a host and the one between hosts; then `knapformer simulate`
 runs steps of K micro-batches without a balancer, with flat bags inside the hosts (g2n2) and over both (g4n1), with
-nested bags (g4/2/1n1), and planned whole, which exchanges nothing. All of a run compute the same samples in turns. The
-planner and the prediction know what was calibrated, and nothing else of the machine.
+nested bags (g4/2/1n1), and planned whole, which exchanges nothing. All variants of a run compute the same samples, in
+turns. The planner and the prediction know the calibration, and nothing else about the machine.
 
 Prints why, and ends with 0, where namespaces cannot be made: it needs root, Linux and iproute2.
 """
@@ -25,7 +25,7 @@ from namespaces import CannotMakeHosts, Host, run_on, two_hosts
 
 NUM_LOCAL = 2
 TOPOLOGIES = ("g2n2", "g4n1", "g4/2/1n1")
-# Narrow, so that a link of 1 Gbit/s is to these ranks about what a network is to accelerators.
+# A narrow model: a link of 1 Gbit/s slows its ranks about as much as a real network slows accelerators.
 MODEL = {"kind": "transformer", "num_blocks": 4, "d_model": 128, "num_heads": 8, "num_kv_heads": 8}
 # Three ranks draw images of 256 tokens, the fourth of 1,024; and up to 32 tokens of text each.
 DATA = ("--data", "g3b4i512f1s0,g1b4i1024f1s0", "--scale", "2", "--max-text-tokens", "32")

@@ -2,19 +2,19 @@
 
     python bench/bench_launches.py [--device cuda] [--json build/bench/launches.json]
 
-On 2 ranks: the simulated accelerator of tests/simulated_device, which counts them (build it first: cmake --build
-build/release --target _simulated_device), or CUDA devices, by torch's profiler: two over NCCL, or one that the
-ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another, in "peers" attention writes to
-the peers' memory, and "device" is ATen's index operations. The kernel of attention launches nothing. Figures are of
-rank 0:
+Runs 2 ranks on the simulated accelerator of tests/simulated_device, which counts launches itself (build it first:
+cmake --build build/release --target _simulated_device), or on CUDA, where torch's profiler counts them: on two devices
+over NCCL, or on one that the ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another; in
+"peers" attention writes to the peers' memory; "device" uses ATen's index operations. The stand-in for attention's
+kernel launches nothing. Figures are of rank 0:
 
-    launches    on the device, collectives and barriers left out
-    packed      MB that the packing kernel reads; it writes as many, or fewer where it adds (counted on the simulated
-                device alone)
-    tensors     MB of the rows that the call takes: each is read once, and once more where it arrives by the wire
+    launches    on the device, without collectives and barriers
+    packed      MB that the packing kernel reads; it writes as many, or fewer where it adds rows up (only the simulated
+                device counts them)
+    tensors     MB of the rows that the call takes: each row is read once, and once more where it comes from a peer
 
-Exits with status 1 where a call on the kernel passes its limit, 2 for an exchange, so 4 for attention, or is packed by
-something else.
+Exits with status 1 where a call of "kernel" or "peers" has more launches than its limit (2 for an exchange, so 4 for
+attention), or is not packed by the kernel.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     for topology in TOPOLOGIES:
         for engine in ENGINES:
             if engine == "peers" and args.device == "cuda" and num_devices < NUM_RANKS:
-                continue  # torch has it for ranks with a device each
+                continue  # torch has peer memory only for ranks with a device each
             balancer = SequenceBalancer(
                 topology, group=group, engine="device" if engine == "device" else None, peer_memory=engine == "peers"
             )
@@ -113,13 +113,13 @@ def calls_of(balancer: Any, device: str) -> dict[str, tuple[Callable[[], list[An
     import torch.distributed as dist
 
     lens, width = LENS[dist.get_rank()], HEADS * HEAD_DIM
-    balancer.plan_routing(lens, 3072)  # as if for so wide a model, in which nested bags share the longest sequence
+    balancer.plan_routing(lens, 3072)  # as for a model this wide, in which nested bags share the longest sequence
 
     def rows(count: int, *shape: int) -> torch.Tensor:
         return torch.ones(count, *shape, dtype=torch.bfloat16).to(device).requires_grad_()
 
     x, feature, per_sequence = rows(sum(lens), width), rows(sum(lens), 3), rows(len(lens), 5)
-    # Not counted: the index tables reach the device with the first exchange.
+    # This call is not counted: the first exchange also copies the index tables to the device.
     num_rows = balancer.route(x)[1].shape[0]
     routed, q, k, v = (rows(num_rows, *shape) for shape in ((width,), *[(HEADS, HEAD_DIM)] * 3))
 
@@ -135,7 +135,7 @@ def calls_of(balancer: Any, device: str) -> dict[str, tuple[Callable[[], list[An
 
 
 def _no_launch() -> Callable[..., Any]:
-    """In place of a kernel of attention: no launch forward or backward, and a gradient for each of q, k and v."""
+    """Stands in for attention's kernel: launches nothing, forward or backward; gives gradients for q, k and v."""
     import torch
 
     class ReadsAll(torch.autograd.Function):
@@ -156,7 +156,7 @@ Counted = tuple[int, int, int | None]  # launches, those of the packing kernel, 
 
 
 def _count_on_sim(call: Callable[[], list[Any]]) -> tuple[Counted, list[Any]]:
-    """And what the call returned."""
+    """What the call launched, and what it returned."""
     import simulated_device as sim
 
     with sim.counted() as counted:
@@ -177,7 +177,7 @@ def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[Counted, list[Any]]:
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not any(word in event.name.lower() for word in ("nccl", "barrier"))
-        and not event.name.startswith(("Memcpy", "Memset"))  # no launches; Gloo stages its collectives by them
+        and not event.name.startswith(("Memcpy", "Memset"))  # no kernels; Gloo uses them to stage its collectives
     ]
     return (len(launched), sum(name.startswith("knapformer_move_rows") for name in launched), None), outputs
 

@@ -1,4 +1,4 @@
-"""What planning a whole optimizer step reaches: time over ideal, tokens exchanged, and planning time.
+"""How good plans of whole optimizer steps are: time over ideal, tokens exchanged, and planning time.
 
     python bench/bench_micro_batches.py --json build/bench/micro_batches.json
     python bench/bench_micro_batches.py --network 25e9 --sync step
@@ -9,10 +9,10 @@ the seeds. They are recomputed here from the chunks alone:
 
     time      sum over micro-batches of the slowest group's time, over (work / ranks / rate). A group of ranks that
               share sequences takes its longest per-token phase plus its longest attention phase, exchange included.
-    bound     the planner's lower bound, over the same
-    given     the same time where each rank's list is cut in K parts, each planned by itself
+    bound     the planner's lower bound, over the same ideal time
+    given     `time` where each rank's list is cut into K parts in its order, and each part is planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention
-    tokens    of the fullest rank of any micro-batch, over the mean of a rank and micro-batch
+    tokens    the most of any rank in any micro-batch, over the mean of a rank and micro-batch
     ms        time to plan
 """
 
@@ -60,7 +60,7 @@ def ideal_s(step: Lengths, gamma: float) -> float:
 
 
 def block_s(plan: knapformer.Plan, gamma: float, node_bytes_per_s: float) -> float:
-    """Of the slowest group, from the chunks."""
+    """Seconds of the slowest group, computed from the chunks."""
     token, attention = [0.0] * NUM_RANKS, [0.0] * NUM_RANKS
     leader = list(range(NUM_RANKS))
     lens = [length for per_rank in plan.seq_lens for length in per_rank]

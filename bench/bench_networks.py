@@ -1,10 +1,10 @@
-"""Predicted steps of nested bags beside every flat topology that they contain, on several networks.
+"""Predicted steps of nested bags, compared with those of each flat topology that they contain, on several networks.
 
     python bench/bench_networks.py --json build/bench/networks.json
 
-The lengths are those of bench_solvers.py; the cluster is the default but for its two bandwidths. Prints the mean step,
-and the largest ratio over the seeds of the nested plan's step to the best flat one's, both planned by the default
-solver: at most 1.
+The lengths are those of bench_solvers.py; the cluster is the default one, except for its two bandwidths. Prints the
+mean step, and the largest ratio, over the seeds, of the nested plan's step to that of the best flat plan. Both are
+planned by the default solver; the ratio is at most 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What `balancer.observe` makes of a wrong gamma, and in how many steps.
+"""How well `balancer.observe` corrects a wrong gamma, and in how many steps.
 
     python bench/bench_observe.py --json build/bench/observe.json
 
 8 local ranks (Gloo) plan the published mixes, each with the data of 4 of a mix's 32 ranks. After every plan each rank
-tells its balancer the seconds that its share takes at a true gamma, but for noise: drawn, not measured, so that the
-truth is known. What travels, what is fitted and what is planned with it is the balancer's own. `over` is the work of
-the slowest rank, at the true gamma, over what it is where plans are made at that gamma: ranks are equally fast.
+tells its balancer the seconds that its share takes at a true gamma, with noise. The seconds are computed and not
+measured, so that the truth is known. Communication, fit and planning are the balancer's own. `over` is the work of the
+slowest rank at the true gamma, over its work in a plan made at the true gamma. All ranks are equally fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOSE = 0.1
 def run_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")  # of a gamma that is wrong, which it is on purpose
+    warnings.simplefilter("ignore")  # the balancer warns of a wrong gamma, which is intended here
     rank = dist.get_rank()
     return [
         {"mix": mix, "topology": topology, "given": given, "noise": noise, **learned(rank, mix, topology, given, noise)}
@@ -41,7 +41,7 @@ def run_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def learned(rank: int, mix: str, topology: str, given: float, noise: float) -> dict[str, Any]:
-    """gammas: that each step was planned with. over: see above, of each step."""
+    """gammas: the one that each step was planned with. over: see above, for each step; on rank 0 alone."""
     data = knapformer.DataMix.parse(mix)
     rng = random.Random(f"{rank} {mix} {topology} {given} {noise}")
     balancer = knapformer.SequenceBalancer(topology, gamma=given)
@@ -62,7 +62,7 @@ def learned(rank: int, mix: str, topology: str, given: float, noise: float) -> d
 
 
 def steps_until_close(gammas: list[float]) -> int | None:
-    """The first step from which on all are close to the truth; None where there is none."""
+    """The first step from which on every gamma is close to the true one; None where there is no such step."""
     far = [step for step, gamma in enumerate(gammas) if abs(gamma / TRUE_GAMMA - 1) > CLOSE]
     first = far[-1] + 1 if far else 0
     return first if first < len(gammas) else None

@@ -1,18 +1,18 @@
-"""Predicted steps held against measured ones: ten traces of lengths, five ways to run them, 2 local ranks.
+"""Compares predicted steps with measured ones: ten traces of lengths, five ways to run them, on 2 local ranks.
 
     python bench/bench_reality.py --folder build/bench/reality
     python bench/bench_reality.py --folder build/bench/reality --traces uniform "two sizes"
 
-Calibrates the model and the exchange between 2 ranks once, then runs `knapformer simulate` for each trace: as it is,
-lockstep buckets, a time budget, static sequence parallelism, and the whole step planned, in turns on the same draws.
-Every result is a file in the folder: what is there is not run again, so the benchmark may be stopped at any time. The
-figures are of all that is there:
+Calibrates the model and the exchange between 2 ranks once, then runs `knapformer simulate` for each trace in five ways,
+in turns on the same draws: no balancer, lockstep buckets, a time budget, static sequence parallelism, and the whole
+step planned. Every result is a file in the folder. A trace that has its file is not run again, so the benchmark may be
+stopped at any time. The figures cover all results in the folder:
 
     step      predicted over measured seconds of a step
-    gain      predicted over measured gain on "no balancer", in work for time: what a verdict is made of. What slows all
-              ways alike, such as a busy machine, is not in it.
-    order     of two ways of a trace whose measured gains differ by more than 5 %: whether the predicted ones differ in
-              the same direction
+    gain      predicted over measured gain on "no balancer", in work per time: a verdict rests on it. What slows
+              all ways alike, such as a busy machine, cancels out.
+    order     for two ways of a trace whose measured gains differ by more than 5 %: whether the predicted gains differ
+              in the same direction
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CALIBRATED = "32,64,...,2048"
 
 
 def _of_mix(name: str, scale: float, max_tokens: int) -> Callable[[random.Random], list[int]]:
-    """The lengths of a published mix, its images and texts so many times smaller a side."""
+    """Draws from the lengths of a published mix, its images `scale` times smaller a side, its texts scale^2 times
+    shorter."""
 
     def draw(rng: random.Random) -> list[int]:
         mix = DataMix.parse(name, resolution_scale=scale, max_text_tokens=int(392 / scale**2))
@@ -111,7 +112,7 @@ def rows_of(trace: str, results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def order_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each pair of a trace's ways whose measured gains differ: whether the predicted ones differ alike."""
+    """For each pair of a trace's ways whose measured gains differ: whether the predicted ones differ likewise."""
     pairs = []
     for one, other in itertools.combinations(rows, 2):
         ratio = one["measured_gain"] / other["measured_gain"]

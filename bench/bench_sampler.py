@@ -1,11 +1,11 @@
-"""What BalancedBatchSampler costs the process of the loader: its start, and each optimizer step.
+"""Time that BalancedBatchSampler takes in the loader's process: at its start, and for each optimizer step.
 
     python bench/bench_sampler.py [--samples 10000000] [--json build/bench/sampler.json]
 
-Lengths are those of a published mix, in a memory map of int32. Start: from the constructor to the first list, with the
-shuffle of all samples. Step: all its lists, so planning is in it; in the mean, and the slowest. Both are processor time
-of this process, which has one thread, so that others on the machine do not count; beside it the start's wall clock. 4
-samples a list, width 3072.
+Lengths are those of a published mix, in a memory map of int32. Start: from the constructor to the first list, including
+the shuffle of all samples. Step: all lists of a step, including its planning; shown are the mean and the slowest step.
+Both are processor time of this process, which has one thread, so that other processes on the machine do not count; the
+start's wall-clock time is shown too. A list has 4 samples; the model is 3072 wide.
 """
 
 from __future__ import annotations

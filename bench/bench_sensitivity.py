@@ -1,14 +1,14 @@
-"""What a wrong gamma, another network, and data that need no balancing cost: predicted steps.
+"""What a wrong gamma, another network, and data that need no balancing cost, by predicted steps.
 
     python bench/bench_sensitivity.py --json build/bench/sensitivity.json
     python bench/bench_sensitivity.py --part losing
 
-    gamma     planned at one gamma, paid at another: the step over that of a plan made at the true one
+    gamma     a step planned at one gamma and timed at another, the true one, over a step planned at the true one
     network   each alternative of `knapformer doctor` from NVLink to 25 Gbit/s Ethernet between all ranks
-    losing    data where balancing has nothing to gain: what it costs there; samples above what a rank can hold
+    losing    data where balancing has nothing to gain: what it costs there; then samples longer than a rank can hold
 
-Means over steps of the published mixes and of made-up lengths, on 32 ranks. The clock is the cost model
-(docs/cluster_model.md) with the default cluster, FLUX's blocks, and nothing added to a step whatever its load.
+Figures are means over steps of the published mixes and of made-up lengths, on 32 ranks. The cost model predicts the
+times (docs/cluster_model.md), with the default cluster, but without its fixed time of a step, and with FLUX's blocks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
 
 
 def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
-    """Of each alternative, over no balancing; the best of several topologies counts as one."""
+    """The speed-up of each alternative over no balancing; of several topologies of bags the best one counts."""
     draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
     results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
     found: dict[str, float] = {}
@@ -156,7 +156,7 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
 
 
 def caps_rows(num_steps: int) -> list[dict[str, object]]:
-    """What is left of the gain where a rank holds few tokens, over no balancing where nothing limits it."""
+    """The speed-up that is left where a rank can hold few tokens, over no balancing without such a limit."""
     rows: list[dict[str, object]] = []
     for micro_batches in (1, 4):
         steps = steps_of("joint", num_steps, micro_batches)

@@ -3,16 +3,16 @@
     python bench/bench_simulate.py --json build/bench/simulate.json
     python bench/bench_simulate.py --runs "step of 2" "step of 4"
 
-Runs of `knapformer simulate` on 2 local ranks, one thread each. Every step of a run is measured without a balancer and
-in each other way, one after another on the same data, so that what else the machine does hits all alike; what is
-compared are the ratios inside a step, by their median.
+Runs `knapformer simulate` on 2 local ranks, one thread each. Every step of a run is measured without a balancer and in
+each of the other ways, one after another on the same data, so that other load on the machine affects all ways alike.
+The ratios within a step are compared, by their median.
 
-    mixed     one rank draws images of 512 pixels a side, the other of 1024: the plan promises a factor of about 1.5.
-              At least 90 % of what it promises is gained.
-    balanced  both ranks draw images of 1024, the work is even already: bags that need not share sequences (g1n2,
-              g2/1n1) cost at most 3 %. What it costs to share every sequence (g2n1), without need, is reported beside.
-    step of K the images of `mixed`, K micro-batches a step, planned whole: at least 95 % of what that promises is
-              gained, and the step takes at most 1.03 times what as much work takes in sequences of equal length.
+    mixed     one rank draws images of 512 pixels a side, the other of 1024: the plan promises a speed-up of about 1.5.
+              The step must reach at least 90 % of it.
+    balanced  both ranks draw images of 1024, so the work is even already: bags that need not share sequences (g1n2,
+              g2/1n1) may cost at most 3 %. What g2n1 costs, which shares every sequence without need, is only reported.
+    step of K the images of `mixed`, K micro-batches a step, planned whole: the step must reach at least 95 % of the
+              promised speed-up, and take at most 1.03 times as long as the same work in sequences of equal length.
 
 Exits with 1 where a limit is missed. Needs two idle cores; the results say how busy the machine was.
 """
@@ -65,7 +65,7 @@ def simulate(run: Run, steps: int, repeats: int, seed: int) -> dict[str, Any]:
 
 
 def checks(run: str, results: dict[str, Any]) -> list[Check]:
-    """Of every variant but the first, which has no balancer."""
+    """The checks of every variant except the first, which has no balancer."""
     variants = {variant["name"]: variant for variant in results["variants"][1:]}
     if run.startswith("step"):
         planned, equal = variants["step planned"], variants["equal lengths"]

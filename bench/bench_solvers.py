@@ -1,4 +1,4 @@
-"""The balanced solver beside its peers: one run, the same lengths, one yardstick.
+"""Compares the balanced solver with other planners: in one run, on the same lengths, by the same measures.
 
     python bench/bench_solvers.py --json build/bench/solvers.json
     python bench/bench_solvers.py --workloads B --seeds 1 --milp-seconds 30 --published ~/KnapFormer
@@ -7,12 +7,12 @@ Every planner's result is reduced to the ranks and chunk lengths of each sequenc
 
     eff       slowest group's predicted time of one block over (total work / ranks / rate). A group of ranks that share
               sequences takes its longest per-token phase plus its longest attention phase, exchange included.
-    strict    the same, with the longest exchange counted beside the longest attention: all-to-alls in lockstep.
-    max/mean  work of the fullest rank.
+    strict    the same, but the longest exchange is added to the longest attention, as for all-to-alls in lockstep.
+    max/mean  work of the fullest rank, over the mean.
     exchanged fraction of the tokens that are exchanged in attention.
-    tokens    of the fullest rank, over the mean.
+    tokens    the most of any rank, over the mean.
     home      share of the tokens that stay on their home rank.
-    ms        time to plan, best of several. Plans in Python include what Python costs.
+    ms        time to plan, best of several. That of planners in Python includes Python's overhead.
 
 Peers:
 
@@ -25,8 +25,8 @@ Peers:
     milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
                   FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
                   buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy`.
-    balanced      this project: low, default and high effort; and with communication rated free, where only max/mean
-                  says something.
+    balanced      this project: low, default and high effort; and with an exchange that costs nothing, where only
+                  max/mean is meaningful.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import knapformer
 Lengths = list[list[int]]
 FLOPS_PER_S, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S, ELEMENT_SIZE, RANKS_PER_NODE = 400e12, 200e9, 25e9, 2, 8
 D_MODEL = 3072
-# A block's forward pass and nothing else, as `measure` has it.
+# A block's forward pass and nothing else, as `measure` counts it.
 CLUSTER = knapformer.Cluster(
     flops_per_s=FLOPS_PER_S, node_bytes_per_s=NODE_BYTES_PER_S, network_bytes_per_s=NETWORK_BYTES_PER_S,
     ranks_per_node=RANKS_PER_NODE, node_latency_s=0, network_latency_s=0, fixed_s=0, overlaps_attention=False,
@@ -117,7 +117,7 @@ def exchange_s(tokens: float, degree: int, in_node: bool) -> float:
 
 
 def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]:
-    """From the shares alone: no planner's own figures."""
+    """Computes all figures from the shares, and takes none from a planner."""
     num_ranks = len(seq_lens)
     token, attention, exchange, tokens = ([0.0] * num_ranks for _ in range(4))
     leader = list(range(num_ranks))
@@ -173,7 +173,7 @@ def of_plan(plan: knapformer.Plan) -> Shares:
     return [Share(first, tuple(lens)) for first, lens in zip(plan.first_rank_of_sequence, chunks, strict=True)]
 
 
-# --- planners: lengths, gamma -> shares. The first call's time is what counts, repeated where it is short.
+# --- planners: lengths, gamma -> shares. A call that is short is repeated, and its shortest time counts (`timed`).
 
 
 def longest_first(seq_lens: Lengths, gamma: float) -> Shares:
@@ -231,7 +231,7 @@ class PublishedPlanner:
 
     def __init__(self, checkout: Path) -> None:
         self.module: Any = published_module(checkout)
-        self.module.UlyssesBag = lambda *_: None  # made last, and only moves data
+        self.module.UlyssesBag = lambda *_: None  # plan_routing makes it last, and it only moves data
 
     def __call__(self, seq_lens: Lengths, gamma: float, topology: str) -> tuple[Shares, float]:
         (size, count) = (int(n) for n in re.fullmatch(r"g(\d+)n(\d+)", topology).groups())  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from typing import Any
 from knapformer.tools.measure.environment import host_environment
 
 NUM_RANKS = 2
-# What the process has imported that ranks are forked from: none of it touches a device.
+# Imported by the process that ranks are forked from: none of these modules touches a device.
 PRELOADED = ["torch.distributed", "knapformer.balancer"]
 _LOAD = os.getloadavg()  # before the benchmark adds to it
 
@@ -37,10 +37,11 @@ def on_ranks(
     backend: str | None = "gloo",
     limit_s: float = 3600.0,
 ) -> Any:
-    """`run_rank(args)` on local ranks of one thread each, in a group of `backend`, None: in none; what rank 0 returned.
+    """Runs `run_rank(args)` on local ranks of one thread each, in a group of `backend` (None: without a group), and
+    returns what rank 0 returned.
 
-    They are forked from a process that has imported PRELOADED and has touched no device. Raises TimeoutError where they
-    take longer than limit_s; what a rank raises, with its traceback.
+    Ranks are forked from a process that has imported PRELOADED and has touched no device. Raises TimeoutError where
+    they take longer than limit_s; an exception of a rank is raised here, with its traceback.
     """
     import torch.multiprocessing as mp
 
@@ -78,13 +79,13 @@ def _rank_main(
     result = run_rank(args)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
-    # Not before the balancers are gone: the last to hold the group would take it apart.
+    # Only here, where the balancers are gone: otherwise the last of them to hold the group would tear it down.
     if backend is not None:
         dist.destroy_process_group()
 
 
 def bare_all_to_all(send_splits: list[int], recv_splits: list[int]) -> Callable[[], Any]:
-    """The collective alone: so many float32 numbers to and from each rank, from and into tensors that stay."""
+    """The collective alone, with as many float32 numbers to and from each rank; its tensors are made once."""
     import torch
     import torch.distributed as dist
 

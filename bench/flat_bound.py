@@ -1,15 +1,15 @@
-"""How even flat bags can be at best: plans of workload A on g4n8, held against a proven bound.
+"""How even flat bags can be at best: compares plans of workload A on g4n8 with a proven bound.
 
     python bench/flat_bound.py [--seeds 20]      (needs `pip install highspy`)
     python bench/flat_bound.py --batches 50      how much depends on the draws
-    python bench/flat_bound.py --batches 1000 --like 1.014      only draws on which greedy stands there
+    python bench/flat_bound.py --batches 1000 --like 1.014      only batches in which greedy's mean is 1.014
 
-The bound: long sequences have to be packed whole into the 8 bags, short ones are let flow like water. A share T of the
-mean is ruled out where an integer program says that the long ones cannot be packed into 8 bags of at most T: it covers
-them by sets that fill a bag. What could not be ruled out within a limit of time is not claimed.
+The bound: long sequences have to be packed whole into the 8 bags; short ones may be divided freely. A highest work of T
+times the mean is ruled out where an integer program, which covers the long sequences by sets that fill a bag, proves
+that they do not fit into 8 bags of at most T. A T that it does not rule out within its time limit is not claimed.
 
-How even a draw can be made varies much. With --batches the seeds are taken 20 at a time, and greedy's mean over a batch
-stands beside balanced's, batches by greedy's mean; with --like only batches where that is this, to 0.0005.
+How even a draw can be made varies much. With --batches the seeds are taken 20 at a time; for each batch the means of
+greedy and balanced are printed, in the order of greedy's. --like keeps the batches with that mean of greedy, to 0.0005.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREE = knapformer.Cluster(node_bytes_per_s=math.inf, network_bytes_per_s=math.in
 
 
 def fillings(items: list[float], capacity: float) -> Iterator[tuple[int, ...]]:
-    """Sets of items (descending) that fit, and to which none could be added."""
+    """Sets of items (given in descending order), by index, that fit and to which no further item can be added."""
     chosen: list[int] = []
 
     def extend(first: int, left: float) -> Iterator[tuple[int, ...]]:
@@ -49,7 +49,7 @@ def fillings(items: list[float], capacity: float) -> Iterator[tuple[int, ...]]:
 
 
 def cannot_be_packed(items: list[float], capacity: float, seconds: float) -> bool:
-    """Proven. False: it can, or nothing was proven in time."""
+    """Whether this is proven. False: the items can be packed, or nothing was proven in time."""
     if items[0] > capacity:
         return True
     highs = highspy.Highs()
@@ -69,7 +69,7 @@ def cannot_be_packed(items: list[float], capacity: float, seconds: float) -> boo
 
 
 def bound(lengths: list[int], reached: float, seconds: float) -> float:
-    """No plan has a lower highest work of a bag over the mean. `reached`: by some plan."""
+    """A lower bound, for all plans, of the highest work of a bag over the mean. `reached`: what some plan reaches."""
     mean = sum(work(length, 1.0) for length in lengths) / NUM_BAGS
     long = sorted((work(length, 1.0) for length in lengths if length > LONG_TOKENS), reverse=True)
     proven = 1.0
@@ -82,7 +82,7 @@ def bound(lengths: list[int], reached: float, seconds: float) -> float:
 
 
 def max_over_mean(seed: int, solver: str) -> float:
-    """Work of the fullest rank."""
+    """Work of the fullest rank, over the mean."""
     plan = knapformer.plan(WORKLOAD.lengths(seed), "g4n8", D_MODEL, solver=solver, effort="high", cluster=FREE)
     return plan.max_over_mean_after
 

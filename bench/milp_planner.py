@@ -1,16 +1,17 @@
 """A planner by mixed-integer programming, in the formulation of FlexSP (Wang et al., ASPLOS 2025), solved by HiGHS.
 
-Virtual groups of 1, 2, 4 and 8 ranks, as many of each size as the ranks make; m_p says whether group p is formed, and
-n_pk how many sequences of bucket k it takes:
+There are virtual groups of 1, 2, 4 and 8 ranks, as many of each size as the ranks allow; m_p says whether group p is
+formed, and n_pk how many sequences of bucket k it takes:
 
     minimise    T
     such that   sum_p size_p m_p <= ranks            sum_p n_pk = sequences of bucket k
                 sum_k cost(k, size_p) n_pk <= T      and 0 where the group is not formed
 
 Lengths are put into buckets by dynamic programming, so that the work inside a bucket differs as little as can be.
-Helped beyond the original, so that it shows what the formulation can do: a bucket costs its mean and not its longest;
-the search starts from the best plan with groups of one size, U its time; and two kinds of rows cut off what is no
-better, or the same again: sum_k cost n_pk <= U m_p, and m_p >= m_(p+1) for groups of one size.
+Three changes help it beyond the original, so that it shows what the formulation can do: a bucket costs the mean and not
+the longest of its sequences; the search starts from the best plan with groups of one size, whose time is U; and two
+kinds of rows exclude plans that are no better than that, or equal to another plan: sum_k cost n_pk <= U m_p, and
+m_p >= m_(p+1) for groups of one size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = (8, 4, 2, 1)
 
 
 def buckets_of(work: np.ndarray, num_buckets: int) -> list[list[int]]:
-    """Sequences by bucket, ascending in work: minimises the sum of (the bucket's most work - the sequence's)."""
+    """Sequences by bucket, ascending in work: minimises the sum, over sequences, of (bucket's most work - own work)."""
     values, inverse, counts = np.unique(work, return_inverse=True, return_counts=True)
     num = len(values)
     num_buckets = min(num_buckets, num)
@@ -75,7 +76,7 @@ class Program:
         return best
 
     def solve(self, seconds: float) -> np.ndarray:
-        """Sequences by group and bucket."""
+        """The number of sequences by group and bucket."""
         num_groups, num_buckets = len(self.sizes), len(self.counts)
         num_ranks = int(self.sizes[0]) * int(np.count_nonzero(self.sizes == self.sizes[0]))
         start_time, start = self.one_size_start()
@@ -124,8 +125,8 @@ def plan(
 ) -> list[tuple[int, int]]:
     """For each sequence the first rank and the size of its group.
 
-    work: FLOPs of each sequence. cost(sequence, size): what it takes each rank of a group, in units of the ideal time.
-    seconds: the limit of time of the search.
+    work: FLOPs of each sequence. cost(sequence, size): the time that the sequence takes each rank of a group of that
+    size, in units of the ideal time. seconds: the time limit of the search.
     """
     buckets = buckets_of(work, num_buckets)
     program = Program(

@@ -4,8 +4,8 @@
         run_on(hosts, ["-m", "knapformer", "simulate", ...], num_local=2, timeout_s=300)
 
 Each host is a namespace with its own loopback, over which its ranks talk to each other. The link is a veth pair; a
-token bucket (`tc tbf`) limits what each end sends. Where the kernel lets us, each rank has a share of a core of its own
-(cgroups): otherwise a rank that has nothing to do would lend its core to the others, which no cluster's does.
+token bucket (`tc tbf`) limits what each end sends. Where the kernel allows it, each rank has its own share of a core
+(cgroups): otherwise an idle rank would leave its core to the others, which does not happen on a cluster.
 
 Linux, root, and Debian's iproute2.
 """
@@ -40,7 +40,7 @@ class CannotMakeHosts(Exception):
 
 @contextlib.contextmanager
 def two_hosts(rate_mbit: float | None = 1000) -> Iterator[tuple[Host, Host]]:
-    """rate_mbit: of each direction of the link; None: as fast as it is. Raises CannotMakeHosts."""
+    """rate_mbit: the limit of each direction of the link; None: no limit. Raises CannotMakeHosts."""
     for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(program) is None:
             raise CannotMakeHosts(f"{program} is not installed (Debian: {package})")
@@ -79,8 +79,8 @@ def _in(host: Host, *command: str) -> None:
 
 @contextlib.contextmanager
 def cpu_shares(num_ranks: int) -> Iterator[Path | None]:
-    """A folder with a CPU control group for each rank, by number, with an even share of nine tenths of the cores; None
-    where there can be none."""
+    """A folder with a CPU control group for each rank, named by its number, with nine tenths of its even share of the
+    cores, or of one core if that is less. None where groups cannot be made."""
     folder = _CPU_GROUPS / f"knapformer{os.getpid()}"
     cores = len(os.sched_getaffinity(0))
     groups = [folder / str(rank) for rank in range(num_ranks)]
@@ -121,8 +121,8 @@ os.execv(sys.executable, [sys.executable, *command])
 def run_on(
     hosts: Sequence[Host], arguments: Sequence[str], num_local: int, timeout_s: float, shares_cpu: bool = True
 ) -> bool:
-    """Python with these arguments on `num_local` ranks of each host, started by torchrun. Whether each rank had its own
-    share of a core. Raises RuntimeError with what a host said where one fails or is not done in time."""
+    """Runs Python with these arguments on `num_local` ranks of each host, started by torchrun. Returns whether each had
+    its own share of a core. Raises RuntimeError with the hosts' output where one fails or is not done in time."""
     with contextlib.ExitStack() as stack:
         groups = stack.enter_context(cpu_shares(num_local * len(hosts))) if shares_cpu else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

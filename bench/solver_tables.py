@@ -61,7 +61,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def full(rows: list[Row]) -> str:
-    """All, without flat topologies other than the best one and g8."""
+    """All rows, except those of flat topologies other than the best one and g8."""
     cells = []
     for of_workload in _by_workload(rows).values():
         best_flat = _best(of_workload, _is_greedy)

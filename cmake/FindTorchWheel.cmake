@@ -1,8 +1,8 @@
 # Finds the Torch of the Python that the build serves. Sets KNAPFORMER_TORCH_FOUND, KNAPFORMER_TORCH_DIR (the package's
-# folder; set it to use that of a LibTorch without Python) and TORCH_PYTHON_LIBRARY, and defines the target
-# knapformer_libtorch.
+# folder; to use a LibTorch without Python, set it to LibTorch's folder) and TORCH_PYTHON_LIBRARY, and defines the
+# target knapformer_libtorch.
 #
-# Not by find_package(Torch): for a CUDA build of torch it insists on a CUDA toolkit, which nothing here needs.
+# find_package(Torch) is not used: for a CUDA build of torch it requires a CUDA toolkit, which nothing here needs.
 #
 # An isolated build (pip's default) hides the environment's packages through PYTHONPATH; `python -E` sees them again, so
 # that the extension is built against the torch that it will run with.
@@ -24,7 +24,7 @@ if(KNAPFORMER_TORCH_DIR)
   endforeach()
   find_library(TORCH_PYTHON_LIBRARY torch_python PATHS ${KNAPFORMER_TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
   add_library(knapformer_libtorch INTERFACE IMPORTED GLOBAL)
-  # As system headers: warnings in them are not ours. Defined as the wheels are built; c10d's headers ask.
+  # SYSTEM silences warnings in torch's headers. The definitions are those of torch's wheels; c10d's headers check them.
   target_include_directories(knapformer_libtorch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
   target_link_libraries(knapformer_libtorch INTERFACE ${TORCH_LIBRARIES})
   target_compile_definitions(knapformer_libtorch INTERFACE USE_DISTRIBUTED USE_C10D)
@@ -33,7 +33,8 @@ if(KNAPFORMER_TORCH_DIR)
   set(KNAPFORMER_TORCH_FOUND ON)
   message(STATUS "knapformer: building against torch in ${KNAPFORMER_TORCH_DIR}")
 elseif(KNAPFORMER_TORCH STREQUAL "ON" OR SKBUILD)
-  # A wheel that lacks what most users want must be asked for. uv builds where the environment's packages cannot be seen.
+  # A planner-only wheel lacks what most users want, so it must be asked for. uv builds where it cannot see the
+  # environment's packages.
   message(FATAL_ERROR "knapformer: this build sees no torch, and what it would install could only plan.\n"
     "With torch (pip; then uv):\n"
     "    pip install torch && pip install .\n"

@@ -1,6 +1,6 @@
 # The C++ library: `cmake --install BUILD --component cpp` puts headers, archives and a CMake package where
 # find_package(knapformer COMPONENTS core torch) finds them. Where Python's modules are built, a plain `cmake --install`
-# is theirs.
+# installs these modules alone.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 

@@ -8,9 +8,9 @@ Without --data it trains on the pictures inside scikit-image and scikit-learn. I
 step), checkpoints, and at the end `samples.png`.
 
 The lengths of all samples are known, so BalancedBatchSampler decides which rank computes a sample, and in which
-micro-batch: nothing travels between ranks. `--balancer g2/1n1` has the balancer in the model in its place, behind a
-BalancedLoader; `--balancer none` trains the same without balancing. `--compare` trains without it as well, a step of
-each in turn, on the same data and from the same weights.
+micro-batch: nothing travels between ranks. With `--balancer g2/1n1` a balancer in the model, behind a BalancedLoader,
+takes the sampler's place; `--balancer none` trains the same without balancing. `--compare` also trains without
+balancing, a step of each in turn, on the same data and from the same weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from knapformer import BalancedBatchSampler, BalancedLoader, Cluster, SequenceBalancer, TrainedModel, WorkloadModel
 
-# Of ranks that are processes on one CPU. Without a latency: it would outweigh sequences as short as the smallest here.
+# For ranks that are processes on one CPU. A latency would outweigh sequences as short as the smallest here.
 CPU_CLUSTER = Cluster("cpu", flops_per_s=1e10, node_latency_s=0, fixed_s=0)
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     device = choose_device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     train(arguments, device)
-    gc.collect()  # what still holds a group lets go of it first
+    gc.collect()  # frees what still holds a group, before it is destroyed
     dist.destroy_process_group()
 
 
@@ -146,7 +146,7 @@ def _batches(
     name: str,
     balancer: SequenceBalancer | None,
 ) -> Iterator[PictureBatch]:
-    """This rank's micro-batches of a run, from a step on. Of all ranks a step has the same samples in every run."""
+    """This rank's micro-batches of a run, from first_step on. Over all ranks a step has the same samples in any run."""
     batch_size = options.batch_size // dist.get_world_size() // arguments.micro_batches
     lists: Iterable[list[int]]
     if name == "balanced" and balancer is None:
@@ -181,12 +181,12 @@ def of_ranks(value: Any) -> list[Any]:
 
 
 def timed_step(run: TrainingRun, batches: Iterable[PictureBatch], gamma: float) -> dict[str, Any]:
-    """work, tokens: of each rank in each micro-batch. seconds: from a common start until the slowest rank is done,
-    without fetching data. cpu_seconds: what each rank computed, which other programs on the machine leave nearly alone.
-    """
+    """Runs a step; returns its figures. work, tokens: of each rank in each micro-batch. seconds: from a common start
+    until the slowest rank is done, without fetching data. cpu_seconds: CPU time of each rank, which other programs on
+    the machine hardly change."""
     workload = WorkloadModel(gamma)
     clock = _Clock()
-    gc.collect()  # now, and not in the middle
+    gc.collect()  # now, and not in the middle of the step
     gc.disable()
     work, tokens = [], []
     for batch in batches:
@@ -212,7 +212,7 @@ def timed_step(run: TrainingRun, batches: Iterable[PictureBatch], gamma: float) 
 
 
 class _Clock:
-    """Adds up what is done in it, by all ranks together."""
+    """Adds up the time of the blocks that it encloses, which all ranks enter and leave together."""
 
     seconds = cpu_seconds = 0.0
 

@@ -7,7 +7,7 @@ r"""Trains a LoRA of FLUX.1 on a folder of pictures and captions of any sizes, w
 
 A picture is trained at its own size, its caption (the .txt file beside it) at its own length. BalancedBatchSampler
 gives every rank pictures of equal work, and `knapformer.balance` lets the transformer take them in one packed call.
-`--plain` is the loop without either, on the same samples: one picture after another, whatever the ranks have to do.
+`--plain` is the loop without both, on the same samples: one picture after another, however uneven the ranks' work is.
 
 It runs without downloads, so three parts are stand-ins; a real training replaces them by the pipeline's own:
 `tiny_flux` (FluxTransformer2DModel.from_pretrained), `latents_of` (the VAE) and `embeddings_of` (the text encoders).
@@ -63,7 +63,7 @@ def embeddings_of(caption: str) -> tuple[Tensor, Tensor]:
 
 
 class Pictures(Dataset[dict[str, Any]]):
-    """Of each picture the arguments of FluxTransformer2DModel.forward, at a noise of its own, and the target.
+    """For each picture the arguments of FluxTransformer2DModel.forward, with its own noise, and the target.
 
     The noise is a function of the epoch and the picture: it does not depend on the rank that computes it.
     """
@@ -79,7 +79,7 @@ class Pictures(Dataset[dict[str, Any]]):
         self.epoch = 0
 
     def lengths(self) -> list[int]:
-        """Tokens of each, text and image: what is known before anything is loaded."""
+        """Tokens of each picture, text and image. They are known before any picture is loaded."""
         texts = (len(caption.split()) for caption in self.captions)
         return [text + (w // PATCH) * (h // PATCH) for (w, h), text in zip(self.sizes, texts, strict=True)]
 
@@ -106,7 +106,7 @@ class Pictures(Dataset[dict[str, Any]]):
 
 
 class Progress:
-    """How many optimizer steps were taken: what accelerate saves beside the models and the sampler."""
+    """The number of optimizer steps taken, which accelerate saves beside the models and the sampler."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -119,7 +119,7 @@ class Progress:
 
 
 class Average(EMAModel):
-    """The running average of weights, which FSDP2 may have sharded. Saved and loaded whole: all ranks call."""
+    """The running average of weights, which FSDP2 may have sharded. All ranks save and load it together, as a whole."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -166,9 +166,9 @@ def train(arguments: argparse.Namespace) -> list[float]:
     loader = DataLoader(data, batch_sampler=batches, collate_fn=list)
 
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    # Not the loader: the sampler gives each rank its own batches already.
+    # The loader is not prepared: the sampler already gives each rank its own batches.
     model, optimizer = accelerator.prepare(transformer, torch.optim.AdamW(trained, lr=arguments.learning_rate))
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]  # under FSDP2 others: shards
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]  # shards under FSDP2
     average = Average(weights, decay=0.99)
     progress, steps_an_epoch = Progress(), len(loader) // accumulated
     accelerator.register_for_checkpointing(average, progress, *([] if arguments.plain else [order]))

@@ -1,16 +1,16 @@
-"""Holds the order between the folders of the sources: which may include which (part of `make lint`).
+"""Checks the order between the folders of the sources: which may include which (part of `make lint`).
 
     python tests/include_order.py [ROOT]
 
 Reads the includes of the C++ sources and the imports of the Python package, also those inside functions and those for
-type checkers; but for what the package itself, __init__.py, tells type checkers that it hands out when asked for, which
-may stand above it. Fails, with file and line, where
+type checkers. It skips the `if TYPE_CHECKING:` block of the package's own __init__.py: the package imports these names
+only when they are asked for, so they may come from rooms above it. Fails, with file and line, where
 
-- a file includes one of a room that its own room may not include (MAY_INCLUDE);
+- a file includes a file of a room that its own room may not include (MAY_INCLUDE);
 - a layer includes a library that it must not know (FORBIDDEN);
 - files include each other in a circle; a header and its source count as one;
 - a file lies in no room;
-- a layer has more arrows than MAX_ARROWS. An arrow is a pair of rooms, however many of their files include each other.
+- a layer has more arrows than MAX_ARROWS. An arrow goes from a room to one that it includes, by any number of files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAY_INCLUDE = {
     "python/tools": f"{_FLOOR} python/tools/doctor python/tools/plan python/tools/calibrate python/tools/simulate "
     "python/tools/replay",
 }
-# Files whose room is not their folder: the floor that the commands stand on, and the way into them.
+# Files whose room is not their folder: modules that the commands share, and the entry point of the commands.
 ROOM_OF_FILE = {
     "python/tools/cli_args": "python/tools/shared",
     "python/tools/cost_args": "python/tools/shared",
@@ -72,14 +72,15 @@ FORBIDDEN = {
     "core": ("torch/", "ATen/", "c10/", "pybind11/", "Python.h"),
     "torch": ("pybind11/", "Python.h", "torch/extension.h", "torch/python.h", "torch/csrc/utils/pybind.h"),
 }
-# Of the core between its five folders; of the torch layer between its rooms and to the core's folders.
+# For the core, arrows between its five folders; for the torch layer, between its rooms and to the core's folders.
 MAX_ARROWS = {"core": 10, "torch": 12}
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(?:"knapformer/(?P<own>[^"]+)"|[<"](?P<other>[^>"]+)[>"])')
 
 
 class Include(NamedTuple):
-    """A line of `file` that includes `target`, both as "core/plan/plan", or another library's header."""
+    """A line of `file`, which is `unit`, that includes `target`. Both are like "core/plan/plan"; `target` may also be
+    another library's header."""
 
     file: Path
     line: int
@@ -178,7 +179,7 @@ def circles(includes: Iterable[Include]) -> Iterator[str]:
 
 
 def arrows(includes: Iterable[Include]) -> dict[str, dict[str, set[str]]]:
-    """By layer and room, the other rooms that its files include. Rooms in a folder of the core count as it."""
+    """By layer and room, the other rooms that its files include. Rooms in a folder of the core count as that folder."""
 
     def folder(unit: str) -> str:
         return "/".join(unit.split("/")[:2]) if unit.startswith("core/") else room_of(unit) or unit

@@ -1,4 +1,4 @@
-"""Builds the modules beside the sources with the torch that is there. Nothing is downloaded, unless by `install`."""
+"""Builds the modules beside the sources with the torch that is installed. Only `install` downloads anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_PYTHON, MIN_TORCH, MIN_CMAKE = (3, 10), (2, 11), (3, 25)
 
 
 def problems(builds: bool) -> list[str]:
-    """What running lacks, and building where that is wanted: one line each."""
+    """A line for each thing that is missing to run and, if `builds`, to build."""
     found = []
     if sys.version_info < MIN_PYTHON:
         found.append(f"Python {sys.version.split()[0]}, expected {_text(MIN_PYTHON)} or newer: make gpu PYTHON=...")
@@ -52,7 +52,7 @@ def _build_problems() -> Iterator[str]:
 
 
 def is_built() -> bool:
-    """Whether the modules of this Python and its torch are there, newer than every source."""
+    """Whether the modules for this Python and its torch exist and are newer than every source."""
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     modules = [ROOT / "python/knapformer" / f"{name}{suffix}" for name in ("_core", "_torch")]
     if not all(map(Path.exists, modules)):
@@ -66,10 +66,10 @@ def is_built() -> bool:
 
 
 def install() -> None:
-    """What building and running take, and torch where there is none. Raises subprocess.CalledProcessError."""
+    """Installs what building and running need, and torch if there is none. Raises subprocess.CalledProcessError."""
     torch = [] if importlib.util.find_spec("torch") else ["torch"]
     groups = [option for group in ("build", "run") for option in ("--group", f"{ROOT / 'pyproject.toml'}:{group}")]
-    for what in (["pip>=25.1"], [*torch, *groups]):  # from 25.1 on it knows groups
+    for what in (["pip>=25.1"], [*torch, *groups]):  # pip knows dependency groups from 25.1 on
         subprocess.run([sys.executable, "-m", "pip", "install", *what], check=True)
     importlib.invalidate_caches()
 
@@ -88,7 +88,7 @@ def build() -> None:
 
 
 def _tool(name: str) -> str | None:
-    """Beside this Python, as pip installs it, or on the path."""
+    """The tool's path: beside this Python, where pip installs it, or on PATH. None: there is none."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 

@@ -29,7 +29,7 @@ from settings import (
     sizes_of,
 )
 
-# Roundings of a few blocks, and products in TF32 (10 bits); what computes something else is off by a tenth or more.
+# They allow for the rounding of a few blocks, and products in TF32 (10 bits). Wrong results are off by a tenth or more.
 LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
 PEER_MEMORY = "attention by peer memory: numbers unlike those by all-to-all"
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_peer_memory(args: argparse.Namespace) -> Check:
-    """Last, and by two ranks of their own, which may share a device: what hangs there takes nothing else with it."""
+    """Runs last, on two ranks of its own, which may share a device: if they hang, no other check is lost."""
     try:
         differences = on_ranks(transport.compare_rank, args, 2, backend_of(args, 2), min(30.0, seconds_left(args)))
     except Exception:
@@ -63,7 +63,8 @@ def check_rank(args: argparse.Namespace) -> dict[str, Any]:
 
     device, num_ranks = rank_device(args), dist.get_world_size()
     torch.manual_seed(0)
-    # Alone also without a balancer; together in bags that share every sequence, and that share some.
+    # One rank also runs without a balancer; several run in a bag that shares every sequence, and in nested bags that
+    # share some of them.
     flat = f"g{num_ranks}n1"
     topologies = (None, flat) if num_ranks == 1 else (flat, nested_topology(num_ranks))
     agenda, checks = Agenda(args), list[Check]()
@@ -96,7 +97,7 @@ def _check_model(
     rank, num_ranks, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
     runs: list[tuple[str | None, bool, bool]] = list(itertools.product(topologies, (False, True), (False,)))
     if num_ranks == 1 and dtype_name == "bf16" and name in sizes_of(args).compiled:
-        runs.append((None, False, True))  # compiling takes most of the time: where kernels are fused, once a model
+        runs.append((None, False, True))  # compiling takes most of the time: one run a model, whose kernels are fused
     names = [
         ", ".join([name, run[0] or "plain", dtype_name, *["checkpointed"] * run[1], *["compiled"] * run[2]])
         for run in runs
@@ -137,7 +138,7 @@ def _check_model(
         agenda.keep({"checks": checks})
 
 
-_NO_NUMBER = 1e30  # of what raised, or came out as infinite or undefined
+_NO_NUMBER = 1e30  # the difference of a run that raised, or whose results are infinite or undefined
 
 
 def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, Any]:
@@ -154,7 +155,7 @@ def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, A
 
 
 def _on_cpu_in_double(batch: Any) -> Any:
-    """Numbers in float64, what else a batch has as it is."""
+    """The batch on the CPU, with its floating-point tensors in float64."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -166,7 +167,7 @@ def _on_cpu_in_double(batch: Any) -> Any:
 
 
 def _differences(computed: tuple[Any, Any], expected: tuple[Any, Any]) -> list[float]:
-    """Relative, of the rank where they are largest."""
+    """Relative differences, each from the rank where it is largest."""
     import torch
     import torch.distributed as dist
 
@@ -187,7 +188,7 @@ HEADS, HEAD_DIM = 8, 16  # of compiled attention
 
 
 def compiled_errors(topology: str, compiler: str, dtype_name: str, device: Any) -> list[float]:
-    """Of a compiled graph, forward and backward, that holds both exchanges of attention and what lies between."""
+    """Differences of a compiled graph, forward and backward, that holds attention and both of its exchanges."""
     import torch
     import torch.distributed as dist
     from knapformer.compile import AttentionTables

@@ -1,8 +1,8 @@
-"""`knapformer calibrate` of each model with each attention kernel that torch and diffusers have here.
+"""Runs `knapformer calibrate` for each model with each attention kernel that torch and diffusers have here.
 
-A kernel is there where it computes two sequences, forward and backward, on the device in the models' dtype. What is not
-there is named, with the reason that its own error gives. Nothing is downloaded: diffusers' kernels of the hub, which
-it would fetch, are not tried.
+A kernel is present if it computes two sequences, forward and backward, on the device in the models' dtype. An absent
+kernel is reported with its own error as the reason. Nothing is downloaded: diffusers' kernels from the hub, which
+diffusers would fetch, are not tried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def calibration_path(folder: Path, model: str, kernel: str) -> Path:
 
 
 def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
-    """The fits, and checks of them; of what is not there ("absent"), the reasons."""
+    """The fits and their checks; for each kernel that is not there ("absent"), the reason."""
     import torch
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
@@ -50,7 +50,7 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
         for model in sizes_of(args).calibrated
         for name, kernel in kernels.items()
     }
-    # The first kernel of each model before others of any: other parts want its calibration.
+    # Kernel by kernel, so that each model has its first one before any second: other parts need that calibration.
     for name in kernels:
         for model in sizes_of(args).calibrated:
             if (reason := reasons[model, name]) is not None:
@@ -67,7 +67,7 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model}, {name}: {error}")
                 fitted = False
             content = json.loads(path.read_text()) if fitted else {}
-            # What could not be fitted (it has said why, such as a noisy machine) is off by all of it.
+            # A failed fit (the command has printed why, such as a noisy machine) counts as an error of 100 %.
             error = at_most(content.get(_ERROR, 1.0), MAX_ERROR)
             checks.append({"name": f"{model}, {name}: error of the fit", **error})
             if fitted:
@@ -79,13 +79,13 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
     return {"fits": fits, "absent": absent, "checks": checks, **agenda.result()}
 
 
-Kernel = Callable[[], contextlib.AbstractContextManager[object]]  # inside, attention of the models is by it alone
+Kernel = Callable[[], contextlib.AbstractContextManager[object]]  # inside, the models' attention uses it alone
 
 
 def kernels_of_packages() -> dict[str, Kernel]:
-    """By name, in the order of what models would choose by themselves: torch's variable-length attention, all sequences
-    in one launch; the same by other implementations that torch knows; torch's attention by sequence; and what else
-    diffusers' models may be set to."""
+    """Kernels by name, in the order in which models would choose them: torch's variable-length attention, all sequences
+    in one launch; the same by other implementations that torch knows; torch's attention, one sequence at a time; and
+    the other backends that diffusers' models may be set to."""
     from torch.nn import attention
 
     kernels: dict[str, Kernel] = {"varlen": _varlen}
@@ -97,7 +97,7 @@ def kernels_of_packages() -> dict[str, Kernel]:
 
 
 def diffusers_backends() -> list[str]:
-    """Without torch's own (native), those that it downloads (hub), and the quantised ones (sage), which have no
+    """All but torch's own (native), those that diffusers downloads (hub), and the quantised ones (sage), which have no
     backward pass."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
@@ -106,7 +106,7 @@ def diffusers_backends() -> list[str]:
 
 
 def why_not(kernel: Kernel, device: Any, dtype: Any, head_dim: int) -> str | None:
-    """Why it does not run there; None where it does, forward and backward."""
+    """Why the kernel does not run on the device; None where it does, forward and backward."""
     import torch
 
     q, k, v = torch.ones(3, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True).unbind(0)
@@ -147,7 +147,7 @@ def _varlen(implementation: str | None = None) -> Iterator[Attend]:
 
 @contextlib.contextmanager
 def _by_sequence(backend: str) -> Iterator[Attend]:
-    """In all threads."""
+    """Applies to all threads."""
     from knapformer.models import attention
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -163,7 +163,7 @@ def _by_diffusers(backend: str) -> Iterator[Attend]:
     from torch import nn
 
     any_module = nn.Module()
-    any_module.processor = object()  # of diffusers: computes by the active backend
+    any_module.processor = object()  # as in diffusers' modules: computes by the active backend
     with attention_backend(backend):
         attend = attend_by(any_module)
         if attend is None:

@@ -1,9 +1,9 @@
 """Launches of the balancer's calls (bench_launches.py), and whether a step makes the host wait for the device.
 
-The second is torch's own check, `torch.cuda.set_sync_debug_mode("error")`, around a step of a model with the balancer,
-from the plan to the end of the backward pass. It sees what waits by way of torch: blocking copies, reads of values,
-waits for a stream. Gloo waits for the device, so on one device there is one rank, and no exchange is in that step; over
-NCCL there are as many as are asked for.
+The second part uses torch's own check, `torch.cuda.set_sync_debug_mode("error")`, around a step of a model with the
+balancer, from the plan to the end of the backward pass. It sees waits that go through torch: blocking copies, reads of
+values, waits for a stream. Gloo waits for the device, so one device runs one rank, whose step has no exchange; over
+NCCL there are as many ranks as are asked for.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def _launches_checked(counted: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_launches(args: argparse.Namespace) -> dict[str, Any]:
-    """What bench_launches.py found; why there is nothing to count."""
+    """The results of bench_launches.py, or why there is nothing to count."""
     if args.device == "cpu" and not list((BENCH.parent / "tests/simulated_device").glob("_simulated_device*.so")):
         return {"not_counted": "the CPU has no launches, and the simulated device of the tests is not built"}
     path = args.out / "launches-of-calls.json"
     path.unlink(missing_ok=True)
     device = {"cpu": "sim", "cuda": "cuda"}[args.device]
     command = [sys.executable, str(BENCH / "bench_launches.py"), "--device", device, "--json", str(path)]
-    subprocess.run(command, timeout=seconds_left(args), check=False)  # status 1 where a limit is passed: the file tells
+    subprocess.run(command, timeout=seconds_left(args), check=False)  # status 1 past a limit, which the file shows too
     if not path.exists():
         raise RuntimeError("bench_launches.py failed: its output is above")
     counted: dict[str, Any] = json.loads(path.read_text())

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 from cluster_model import PUBLISHED_HFU, PUBLISHED_S, TOPOLOGIES
 
 CORRELATION_GOAL = 0.99
-# Relative, of the loss and of the gradient's norm, against the step without a balancer.
+# Of the relative differences of the loss and of the gradient's norm from those of the step without a balancer.
 LOSS_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2}
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ def replay_all(args: argparse.Namespace) -> dict[str, Any]:
         result = results[mix] = json.loads(path.read_text())
         of_mix = rows_of(mix, result, num_ranks)
         rows += of_mix
-        uneven = result["variants"][0]["correlation"]  # nobody balances there, so ranks differ most
+        uneven = result["variants"][0]["correlation"]  # without a balancer, so that ranks differ most
         if uneven is not None:
             name = f"{mix}: measured seconds with planned work of the ranks, correlation"
             checks.append({"name": name, **at_least(uneven, CORRELATION_GOAL)})
@@ -94,7 +94,7 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(mix: str, result: dict[str, Any], num_ranks: int, micro_batches: int = 1) -> list[Row]:
-    """Of each way to place the sequences; published figures where the paper has that way."""
+    """A row for each way to place the sequences, with published figures where the paper has that way."""
     names = {ours: theirs for theirs, ours in flat_topologies(num_ranks).items()}
     rows = []
     for variant in result["variants"]:
@@ -112,15 +112,15 @@ def rows_of(mix: str, result: dict[str, Any], num_ranks: int, micro_batches: int
         if theirs in TOPOLOGIES and not planned_whole:
             column = TOPOLOGIES.index(theirs)
             row["published_s"], row["published_hfu"] = PUBLISHED_S[mix][column], PUBLISHED_HFU[mix][column] / 100
-            # Of the same tokens a rank, as the mixes' shares are the same.
+            # A published rank has as many tokens, since the mix has the same shares.
             row["published_tokens_per_rank_s"] = row["tokens_per_rank_s"] * row["fbl_s"] / row["published_s"]
         rows.append(row)
     return rows
 
 
 def _hfu_checks(rows: list[Row]) -> list[Check]:
-    """Of each mix in bags of 8, in which the highest was published: 29.7 %, of joint. None where the device's peak is
-    unknown."""
+    """A check for each mix in bags of 8, in which the highest HFU was published: 29.7 %, of joint. No checks where the
+    device's peak is unknown."""
     return [
         {"name": f"{row['mix']} {row['way']}: HFU above the published", **at_least(row["hfu"], row["published_hfu"])}
         for row in rows
@@ -133,7 +133,8 @@ def _peak(args: argparse.Namespace) -> list[str]:
 
 
 def _calibration(args: argparse.Namespace, model: str) -> list[str]:
-    """Of the kernel that the model chooses by itself: the first that was calibrated, where that part has run."""
+    """The option for the calibration of the kernel that the model chooses by itself, which is the first calibrated one;
+    no option where that part has not run."""
     part = args.out / "calibrate.json"
     fits = json.loads(part.read_text())["fits"] if part.exists() else []
     kernels = [fit["kernel"] for fit in fits if fit["model"] == model]

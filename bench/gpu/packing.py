@@ -1,10 +1,10 @@
 """Bandwidth of packing and unpacking an exchange, and of a rotation, beside that of a plain copy on the same device.
 
-Two ranks, of which one has the device to itself and the other computes on the host: so kernels of one process alone are
-timed. Both are in one Gloo group, which stages device memory through the host. Every sequence is shared: a rank keeps
-half of its rows (or heads) and sends the other half, so of S bytes S are read and written in packing, and S / 2, those
-that came, in unpacking. A rotation (rotary embedding of queries) reads and writes S. On the CPU, which has no launches,
-the whole call is timed.
+There are two ranks: one has the device to itself, the other computes on the host, so that the kernels of one process
+alone are timed. Both are in one Gloo group, which stages device memory through the host. Every sequence is shared: a
+rank keeps half of its rows (or heads) and sends the other half. Of S bytes, packing reads and writes all S, and
+unpacking the S / 2 that arrived. A rotation (rotary embedding of queries) reads and writes S. On the CPU, which has no
+launches, the whole call is timed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernel_seconds(call: Callable[[], object], device: Any, repeats: int) -> float:
-    """Of a call's kernels of ours, the mean of `repeats` calls after one that warms up. Collective."""
+    """Seconds of our kernels in a call, the mean of `repeats` calls after one that warms up. Collective. On the CPU the
+    median of whole calls."""
     import torch
 
     call()

@@ -1,4 +1,4 @@
-"""The page, the picture and the JSON file of all parts that have run. Measures nothing: it may be made elsewhere."""
+"""The page, the picture and the JSON file of all parts that have run. Measures nothing: any machine can make them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SERIES = ("measured", "published")
 
 
 def write_all(results: Results, folder: Path, error: str) -> tuple[list[Path], list[str]]:
-    """gpu.json; gpu.html and gpu.png where the packages for them are there; of those that are not, what lacks.
+    """Writes gpu.json, and gpu.html and gpu.png where their packages are installed. Returns the written files, and for
+    each file that could not be drawn what is missing.
 
-    error: of parts that failed, or none.
+    error: which parts failed; empty where none did.
     """
     device = next(iter(results.values()))["device"] if results else "nothing measured"
     written, not_drawn = [folder / "gpu.json"], []

@@ -1,24 +1,24 @@
-"""`make gpu`: on a machine with accelerators, whether this project is right there, and how fast.
+"""`make gpu`: checks on a machine with accelerators whether this project is right there, and how fast it is.
 
     python bench/gpu/run.py [--part correctness] [--again] [--ranks 8] [--device cpu] [--out FOLDER]
 
-Builds the modules with the torch that is there, downloads nothing without --install, and runs these parts, one after
-another:
+Builds the modules with the torch that is installed, downloads nothing without --install, and runs these parts, one
+after another:
 
     correctness   models, balancer and compiled attention against float64 on the CPU
     calibrate     FLUX and Wan with each attention kernel that is there
     packing       bandwidth of packing an exchange over that of a copy
-    launches      of the balancer's calls; and whether the host waits for the device in a step
+    launches      kernel launches of the balancer's calls; and whether the host waits for the device in a step
     replay        the published mixes: every rank's share measured on one device, beside the published table
     transport     with several ranks: attention's exchanges by all-to-all and by writing to the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
 The first five have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
-time, and says what it left out; --seconds gives each part as many to begin things in. What a part has done on this
-device is kept, as JSON in the output folder, and not done again without --again: run anew, it does what it left out.
-What is kept goes to gpu.html, gpu.png and gpu.json there; --part page makes these alone, on any machine. --device cpu
-runs the same lines at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is
-lacking; goals that were missed are shown.
+time, and says what it left out; --seconds sets for how long each part may begin new things. The results of a part on
+this device are kept as JSON in the output folder: without --again, another run only does what was left out. All kept
+results go to gpu.html, gpu.png and gpu.json there; --part page makes these files alone, on any machine. --device cpu
+runs the same code at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is
+missing; missed goals are only shown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 import build
 
 BENCH = Path(__file__).parents[1]
-# Each a function (args) -> a dictionary ready for JSON, with `checks`.
+# Each part is a function (args) -> a dictionary ready for JSON, with `checks`.
 PARTS = {
     "correctness": "correctness.run",
     "calibrate": "kernels.run",
@@ -75,9 +75,9 @@ def main() -> int:
         else [str(BENCH.parent / "python"), str(BENCH), str(BENCH / "gpu")]
     )
     sys.path[:0] = paths
-    # Of ranks, which are other processes.
+    # For the ranks, which are other processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Modules beside the sources do not lie beside torch, where they would look for it.
+    # Modules beside the sources do not lie beside torch, where they would look for its NVRTC.
     nvrtc = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib/libcaffe2_nvrtc.so"
     if nvrtc.exists():
         os.environ.setdefault("KNAPFORMER_NVRTC", str(nvrtc))
@@ -114,7 +114,8 @@ def run_parts(args: argparse.Namespace) -> int:
 
 
 def look_at_device(args: argparse.Namespace) -> str | None:
-    """Sets args.num_devices, args.device_name and args.peak_tflops; says what is wrong with what was asked for."""
+    """Sets args.environment, num_devices, device_name and peak_tflops. Returns what is wrong with the arguments, or
+    None."""
     from driver import PRELOADED, on_ranks
     from knapformer.tools.measure.figures import PEAK_TFLOPS
     from settings import sizes_of
@@ -147,7 +148,7 @@ def describe_rank(args: argparse.Namespace) -> Any:
 
 
 def finish(part: str, args: argparse.Namespace) -> bool:
-    """Runs a part, unless its result is kept. Returns whether there is one then."""
+    """Runs a part, or what its kept result has left out. Returns False where the part failed."""
     from settings import merged_results, start_part
 
     args.kept = {"done": []}
@@ -166,7 +167,7 @@ def finish(part: str, args: argparse.Namespace) -> bool:
     finished = True
     try:
         result = getattr(importlib.import_module(module), function)(args)
-    except Exception:  # the other parts are worth having, and what this one had done
+    except Exception:  # the other parts still run, and what this one had done is kept
         traceback.print_exc()
         if not args.so_far.exists():
             return False

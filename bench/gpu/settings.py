@@ -1,4 +1,4 @@
-"""What a run is asked for, and its sizes: those of an accelerator, and tiny ones by which a CPU runs the same lines."""
+"""The settings of a run and its sizes: those for an accelerator, and tiny ones for a CPU that runs the same code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from knapformer import DataMix
 
 MIXES = ("low", "mixed", "joint")
 
-# Seconds after which a part has failed: those of one GPU in 9 minutes.
+# Seconds after which a part has failed. The parts that run on one GPU have 9 minutes together.
 LIMITS_S = {
     "correctness": 130,
     "calibrate": 130,
@@ -25,14 +25,14 @@ LIMITS_S = {
     "steps": 400,
 }
 UNDER_WAY = "what was under way when its time was over, and what comes behind"
-SHARE_TO_BEGIN = 0.8  # of them, in which a part begins something new
+SHARE_TO_BEGIN = 0.8  # share of these seconds in which a part begins something new
 
 
 @dataclass(frozen=True)
 class Sizes:
     models: tuple[str, ...]  # of the correctness checks
-    samples: tuple[tuple[int, int], ...]  # there: text and visual tokens, dealt to the ranks in turn
-    compiled: tuple[str, ...]  # of these models, there
+    samples: tuple[tuple[int, int], ...]  # of the correctness checks: text and visual tokens, dealt to ranks in turn
+    compiled: tuple[str, ...]  # those of `models` that the correctness checks compile, too
     compiler: str
     calibrated: tuple[str, ...]
     calibration: tuple[str, ...]  # options
@@ -57,7 +57,7 @@ _SIZES = {
         calibrated=("flux", "wan"),
         calibration=("--repeats", "4", "--warmup", "2"),
         packed_tokens=1 << 15,
-        packing_repeats=4,  # of each call: the other rank is a CPU, and Gloo carries
+        packing_repeats=4,  # few, since the other rank is a CPU and Gloo moves the data
         transport_repeats=20,
         replay_model="flux",
         replay_ranks=32,
@@ -93,7 +93,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def start_part(args: argparse.Namespace, part: str) -> None:
-    """From now on the part's time counts. A CPU, which is there for tests, may be busy with others."""
+    """Starts the part's clock. A CPU, which only tests use, may be busy with other work, so it has an hour."""
     args.so_far = args.out / f"{part}.so-far.json"
     args.so_far.unlink(missing_ok=True)
     limit_s = LIMITS_S[part] if args.device == "cuda" else 3600.0
@@ -105,7 +105,7 @@ def start_part(args: argparse.Namespace, part: str) -> None:
 
 
 def seconds_left(args: argparse.Namespace) -> float:
-    """After which the part has failed."""
+    """Seconds after which the part has failed; at least 1."""
     return max(1.0, float(args.ends_at) - time.monotonic())
 
 
@@ -115,8 +115,8 @@ def may_begin(args: argparse.Namespace) -> bool:
 
 
 class Agenda:
-    """What a part does, one thing after another, while there is time; at least one thing. Of a part that is resumed,
-    what was done before is not done again. Each rank asks for the same things: rank 0's clock decides."""
+    """What a part does: one thing after another while there is time, and at least one. A resumed part does not repeat
+    what was done before. Each rank asks for the same things; rank 0's clock decides."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._done = args, frozenset(args.kept["done"])
@@ -125,7 +125,7 @@ class Agenda:
         self.left_out: list[str] = []
 
     def begins(self, thing: str) -> bool:
-        """Collective, where there is a group."""
+        """Whether to do this thing now. Collective, where there is a group."""
         import torch
         import torch.distributed as dist
 
@@ -138,7 +138,7 @@ class Agenda:
         return bool(in_time)
 
     def keep(self, result: dict[str, Any]) -> None:
-        """What there is after a thing is done: should the part be stopped in the next, this stays."""
+        """Saves the results so far, after a thing is done: they stay if the part is stopped in the next thing."""
         import torch.distributed as dist
 
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -149,13 +149,13 @@ class Agenda:
 
 
 def keep_so_far(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """What stays of a part that is stopped."""
+    """Writes the results that stay if the part is stopped."""
     write_atomically(str(args.so_far), json.dumps(result | {"left_out": [UNDER_WAY]}))
 
 
 def merged_results(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Of a part that was done in several goes: their lists and dictionaries together, and the rest as in the last that
-    has it. What the last left out is what is left."""
+    """Merges the results of a part that ran in several goes: lists and dictionaries are joined; for any other key the
+    last value wins. `left_out` is that of the last one, too."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -170,7 +170,7 @@ def merged_results(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def correctness_ranks(args: argparse.Namespace) -> int:
-    """As many as are asked for; on one accelerator four share it."""
+    """As many as are asked for; where that is one, four ranks share the accelerator."""
     return 4 if args.ranks == 1 else int(args.ranks)
 
 
@@ -180,7 +180,7 @@ def backend_of(args: argparse.Namespace, num_ranks: int) -> str:
 
 
 def rank_device(args: argparse.Namespace) -> Any:
-    """Of this rank (0 where there is no group); current from now on."""
+    """The device of this rank (of rank 0 where there is no group). Makes it the current one."""
     import torch
     import torch.distributed as dist
 
@@ -192,8 +192,8 @@ def rank_device(args: argparse.Namespace) -> Any:
 
 
 def scaled_mix(mix: str, num_ranks: int) -> str:
-    """Data codes with the shares of a published mix, of 32 ranks, on as many as there are: whole ranks, by largest
-    remainder. Equal remainders go to the codes with more ranks, then to the first."""
+    """Data codes for num_ranks ranks, with the shares of a published mix of 32 ranks, rounded to whole ranks by largest
+    remainder. Of equal remainders, codes with more ranks come first, then earlier ones."""
     codes = [code.split("b", 1) for code in str(DataMix.parse(mix)).split(",")]
     of = [int(ranks[1:]) for ranks, _ in codes]
     wanted = [num_ranks * share / sum(of) for share in of]
@@ -205,7 +205,7 @@ def scaled_mix(mix: str, num_ranks: int) -> str:
 
 
 def flat_topologies(num_ranks: int) -> dict[str, str]:
-    """By the name that the published table has for it (bags of 1, 2, 4, 8), those that these ranks can have."""
+    """The topologies of bags of 1, 2, 4 and 8 that these ranks can have, by their names in the published table."""
     bags = [(size, count) for size, count in ((1, 32), (2, 16), (4, 8), (8, 4)) if num_ranks % size == 0]
     return {f"g{size}n{count}": f"g{size}n{num_ranks // size}" for size, count in bags}
 

@@ -1,7 +1,7 @@
 """Attention's exchanges over a bag of all ranks: by the all-to-all, and by writing to the peers' memory.
 
-The same tensors either way, forward, there and back, in rounds that measure each once. Times are for ranks with a
-device each; whether both give the same bits is a part of the correctness, also for two ranks that share a device.
+Both ways exchange the same tensors, forward, there and back; each round measures each way once. Times are for ranks
+with a device each. The part `correctness` checks that both give the same bits, also for two ranks that share a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds: of the slowest rank, the median of the rounds."""
+    """Seconds of each way: the median over rounds, on the slowest rank of each round."""
     import torch
     import torch.distributed as dist
     from knapformer.tools.measure.timing import measured_rounds
@@ -44,12 +44,12 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_rank(args: argparse.Namespace) -> int:
-    """How many numbers differ, of all ranks."""
+    """How many numbers differ between both ways, over all ranks."""
     import torch
     import torch.distributed as dist
 
     if dist.get_world_size() > args.num_devices:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses ranks that share a device
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # else torch refuses ranks that share a device
     with torch.no_grad():
         by_all_to_all, by_peers = (call() for call in exchanges(args, 1000))
         differences = (by_all_to_all != by_peers).sum().cpu()
@@ -58,7 +58,7 @@ def compare_rank(args: argparse.Namespace) -> int:
 
 
 def exchanges(args: argparse.Namespace, num_tokens: int) -> list[Callable[[], torch.Tensor]]:
-    """Of each way: both exchanges of attention, around next to nothing."""
+    """A call for each way: both exchanges of attention, with almost no computation between them."""
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,7 @@ class ThreadWork : public c10d::Work {
   using Work::finish;
 };
 
-/// One rank's part in a collective: bytes to each peer, and room for those from each.
+/// One rank's part in a collective: the bytes for each peer, and room for those that each peer sends.
 struct Part {
   at::Tensor recv, send;
   std::vector<int64_t> recv_splits, send_splits;  // in elements

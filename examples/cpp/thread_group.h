@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-/// The groups of one program; every rank asks with the same ranks, and gets its own handle. Thread-safe.
+/// The groups of one program. Every rank of a group passes the same `ranks` and gets its own handle. Thread-safe.
 class ThreadGroups {
  public:
   ThreadGroups();

@@ -1,5 +1,5 @@
 // Trains a small packed transformer with SequenceBalancer, in C++ alone: each rank is a thread that draws sequences of
-// its own, and the gradients are those of one process that has them all. Ends with status 1 where they are not.
+// its own. Ends with status 1 unless the gradients equal those of one process that has all sequences.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -18,7 +18,7 @@ constexpr int64_t kWidth = 32, kHeads = 4, kNumBlocks = 2;
 constexpr double kLearningRate = 0.05;
 const std::vector<std::vector<int64_t>> kLengths = {{90, 7}, {12}, {5, 30}, {}};  // tokens, by rank
 
-/// Softmax attention within each of the sequences that lie behind each other.
+/// Softmax attention within each of the packed sequences.
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
   std::vector<at::Tensor> outputs;
   int64_t first = 0;
@@ -67,7 +67,7 @@ std::vector<at::Tensor> gradients(const at::Tensor& loss, const Model& model) {
                                /*allow_unused=*/true);
 }
 
-/// Tokens of a rank in a step, the same wherever they are drawn; the model learns to give them back.
+/// Tokens of a rank in a step, the same wherever they are drawn. The model learns to return them rolled by one channel.
 at::Tensor tokens_of(int64_t rank, int64_t step) {
   int64_t count = 0;
   for (const int64_t length : kLengths[static_cast<size_t>(rank)]) count += length;

@@ -1,1 +1,1 @@
-"""What examples/train_images.py is made of: the pictures, the training, its checkpoints, the figures."""
+"""The parts of examples/train_images.py: its pictures, training, checkpoints and samples."""

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, by number of steps. What a killed run left half-written is never taken for one."""
+"""Checkpoints in a folder, by number of steps. Half-written files of a killed run are never taken for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT = 2
 
 
 def save(run: TrainingRun, folder: Path) -> None:
-    """Collective. The shards of all ranks are written beside, then the whole is given its name."""
+    """Collective. All ranks write their shards into a folder with another name, which then gets the final name."""
     target = folder / f"step_{run.num_steps_done:06d}"
     partial = target.with_suffix(".partial")
     if dist.get_rank() == 0:
@@ -29,7 +29,7 @@ def save(run: TrainingRun, folder: Path) -> None:
 
 
 def check_none(folder: Path) -> None:
-    """Those of another run would be taken for this one's."""
+    """Exits where the folder has checkpoints: those of another run would be taken for this one's."""
     if _complete(folder):
         raise SystemExit(f"--out: got {folder}, which has checkpoints, expected another folder, or --resume")
 

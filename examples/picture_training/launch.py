@@ -13,7 +13,7 @@ _EXAMPLE = Path(__file__).parents[1] / "train_images.py"
 
 
 def start(out: Path, *options: str, num_ranks: int = 2) -> subprocess.Popen[str]:
-    """With a thread a rank. Its standard error is a pipe."""
+    """Starts the training, with one thread a rank. The launcher's standard error is a pipe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += [str(_EXAMPLE), "--out", str(out), *options]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
@@ -31,7 +31,7 @@ def finish(launcher: subprocess.Popen[str], timeout_s: float | None = None) -> N
 
 
 def kill_after(launcher: subprocess.Popen[str], out: Path, num_steps: int, timeout_s: float = 600) -> None:
-    """Once the log has so many steps, SIGKILL to all ranks. Finds them in /proc."""
+    """Sends SIGKILL to all ranks once the log has num_steps steps. Finds the ranks in /proc."""
     log, deadline = out / "log.jsonl", time.monotonic() + timeout_s
     while not log.exists() or log.read_text(encoding="utf-8").count("\n") < num_steps:
         if launcher.poll() is not None or time.monotonic() > deadline:

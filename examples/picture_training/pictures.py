@@ -1,8 +1,8 @@
 """Pictures with captions, as training samples of mixed resolutions and aspect ratios.
 
-A sample is a function of (seed, sample number) alone: which picture, which crop, how large, its noise and its place in
-time. Which rank draws it, how many ranks there are, and where the balancer then has it computed change nothing. So a
-run resumes from a step number, and two runs of one seed see the same data.
+A sample is a function of (seed, sample number) alone: its picture, crop, size, noise and time. It does not depend on
+the rank that draws it, on the number of ranks, or on the rank on which the balancer has it computed. So a run resumes
+from a step number, and two runs of one seed see the same data.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.utils.data import Dataset
 
 PATCH = 4  # pixels along a side; a token is PATCH x PATCH pixels of 3 colours
 TOKEN_CHANNELS = 3 * PATCH * PATCH
-WORD_CHANNELS = 256  # a word is one of so many, by its hash: no vocabulary to keep beside the weights
+WORD_CHANNELS = 256  # a word's hash is its channel, so that no vocabulary is kept beside the weights
 ASPECTS = (1.0, 4 / 3, 3 / 4, 16 / 9, 9 / 16)  # width over height
-CAPTION_DROPOUT = 0.1  # of the samples, for classifier-free guidance
+CAPTION_DROPOUT = 0.1  # share of samples without caption, for classifier-free guidance
 
 # Pictures that scikit-image and scikit-learn carry inside their wheels, so that nothing is downloaded.
 _INSIDE_PACKAGES = {
@@ -52,7 +52,7 @@ class Picture:
 
 
 def load_pictures(folder: str | None) -> list[Picture]:
-    """Of a folder and those below it, or, where it is None, those inside packages.
+    """The pictures of a folder and its subfolders; where it is None, those inside packages.
 
     The caption of `cat.jpg` is the text of `cat.txt` beside it, or else the words of its name.
     """
@@ -112,7 +112,7 @@ def to_pixels(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 @dataclass(frozen=True)
 class TrainingSample:
     tokens: Tensor  # (tokens, TOKEN_CHANNELS), colours in [-1, 1]
-    noise: Tensor  # as tokens
+    noise: Tensor  # of the same shape
     time: Tensor  # (), in (0, 1): 0 is the picture, 1 the noise
     grid: tuple[int, int]
     words: Tensor  # (words, WORD_CHANNELS)
@@ -120,8 +120,8 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class PictureData:
-    """What samples are drawn from. resolutions: one that is named twice is drawn twice as often. time_shift: draws more
-    times (> 1) near the noise; in pixels much noise is needed to hide what a picture shows."""
+    """What samples are drawn from. resolutions: one that is named twice is drawn twice as often. time_shift: above 1 it
+    draws more times near the noise; in pixels much noise is needed to hide what a picture shows."""
 
     pictures: Sequence[Picture]
     resolutions: Sequence[int]
@@ -131,7 +131,7 @@ class PictureData:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What of a sample is drawn first: all that its length follows from."""
+    """The part of a sample that is drawn first: its length follows from it."""
 
     picture: Picture
     rows: int
@@ -158,7 +158,7 @@ def _generator(data: PictureData, number: int) -> torch.Generator:
 
 
 def length_of_sample(data: PictureData, number: int) -> int:
-    """Tokens, words and patches, of draw_sample's; no picture is looked at."""
+    """The tokens (words and patches) that draw_sample's sample has; no picture is read."""
     shape = _draw_shape(data, _generator(data, number))
     return shape.rows * shape.columns + len(words_of(shape.caption))
 
@@ -167,7 +167,7 @@ def draw_sample(data: PictureData, number: int) -> TrainingSample:
     generator = _generator(data, number)
     shape = _draw_shape(data, generator)
     picture, rows, columns = shape.picture, shape.rows, shape.columns
-    # The largest part of this shape, or down to two thirds of it, anywhere.
+    # A crop of this shape at a random place: as large as the picture allows, or down to two thirds of that a side.
     width, height = picture.image.size
     scale = min(width / columns, height / rows) * (1 - shape.zoom / 3)
     left, top = shape.across * (width - scale * columns), shape.down * (height - scale * rows)
@@ -186,12 +186,12 @@ def draw_sample(data: PictureData, number: int) -> TrainingSample:
 
 
 def arguments(tokens: Tensor, time: Tensor, grid: tuple[int, int], words: Tensor) -> dict[str, Tensor]:
-    """Of FluxTransformer2DModel.forward, for one sample; all on one device. tokens: with the noise of `time`."""
+    """Those of FluxTransformer2DModel.forward for one sample, on one device. tokens: mixed with the noise of `time`."""
     rows, columns = (torch.arange(size, device=tokens.device, dtype=torch.float32) for size in grid)
     return {
         "hidden_states": tokens.unsqueeze(0),
         "encoder_hidden_states": words.unsqueeze(0),
-        "pooled_projections": words.sum(0, keepdim=True),  # all words at once, zeros of none
+        "pooled_projections": words.sum(0, keepdim=True),  # the sum of all words; zeros if there are none
         "timestep": time.reshape(1),
         "img_ids": torch.cartesian_prod(rows.new_zeros(1), rows, columns),  # frame, row, column
         "txt_ids": rows.new_zeros(len(words), 3),
@@ -200,7 +200,7 @@ def arguments(tokens: Tensor, time: Tensor, grid: tuple[int, int], words: Tensor
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """The samples of one rank in one micro-batch, and what the model shall answer. May hold none."""
+    """The samples of one rank in one micro-batch, and the model's targets. May hold no sample."""
 
     samples: list[dict[str, Tensor]]  # the arguments of each
     lens: list[int]  # image tokens of each
@@ -236,5 +236,5 @@ class PictureSamples(Dataset[TrainingSample]):
         return draw_sample(self._data, number)
 
     def lengths(self) -> list[int]:
-        """Of each sample, in tokens."""
+        """The length of each sample, in tokens."""
         return [length_of_sample(self._data, number) for number in range(self._num_samples)]

@@ -21,7 +21,7 @@ _NUM_STEPS = 30
 
 
 def save_samples(run: TrainingRun, data: PictureData, path: Path, num: int = 10) -> None:
-    """Collective: the ranks share the requests. Rank 0 writes the sheet, captions in turn, shapes in turn."""
+    """Collective: each rank takes some of the requests. Rank 0 writes the sheet. Captions and shapes take turns."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     grids = [grid_of_size(round(share * max(data.resolutions)), aspect) for share, aspect in _SHAPES]
     requests = [_request(run, data, grids[i % len(grids)], i) for i in range(rank, num, num_ranks)]
@@ -56,7 +56,7 @@ def _follow(model: nn.Module, requests: Sequence[_Request], times: Tensor) -> li
     """Euler's steps along the flow, from noise at 1 to pictures at 0; classifier-free guidance. Collective.
 
     A request is two samples of one packed call, with its words and without: a balancer has them computed wherever
-    there is room, and both velocities come home.
+    there is room, and both velocities return to this rank.
     """
     pictures = [request.noise for request in requests]
     for now, after in itertools.pairwise(times):
@@ -75,7 +75,7 @@ def _follow(model: nn.Module, requests: Sequence[_Request], times: Tensor) -> li
 
 
 def _sheet(pictures: Sequence[torch.Tensor], columns: int = 5, margin: int = PATCH) -> Image.Image:
-    """(3, height, width) uint8 each, in rows, each in the middle of a cell."""
+    """Places pictures, each (3, height, width) uint8, in rows, each in the middle of a cell."""
     cell = max(max(picture.shape[1:]) for picture in pictures) + margin
     rows = -(-len(pictures) // columns)
     sheet = Image.new("RGB", (columns * cell + margin, rows * cell + margin), "white")

@@ -1,4 +1,4 @@
-"""One training run: model, average of its weights, optimizer, and a step of them."""
+"""One training run: model, average of its weights, optimizer, and its optimizer step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from picture_training.pictures import TOKEN_CHANNELS, WORD_CHANNELS, PictureBatc
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    precision: str = "fp32"  # "fp64"; "bf16" computes in it, with parameters and gradients in float32
+    precision: str = "fp32"  # or "fp64", or "bf16": computes in bfloat16, with parameters and gradients in float32
     batch_size: int = 12  # samples of a step, of all ranks and micro-batches
     learning_rate: float = 1e-3
     warmup_steps: int = 20
@@ -40,7 +40,7 @@ class TrainingOptions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and data."""
+        """The dtype of parameters and data."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
     @property
@@ -84,7 +84,7 @@ def on_device(batch: PictureBatch, device: torch.device) -> PictureBatch:
 
 
 class TrainingRun(Stateful):
-    """Made and called by all ranks. With a balancer its steps compute the same, elsewhere."""
+    """Made and called by all ranks. With a balancer its steps compute the same, but on other ranks."""
 
     def __init__(self, options: TrainingOptions, device: torch.device, balancer: SequenceBalancer | None) -> None:
         self.options = options
@@ -101,14 +101,14 @@ class TrainingRun(Stateful):
         self._average = get_ema_multi_avg_fn(options.ema_decay)
 
     def step(self, batches: Iterable[PictureBatch]) -> tuple[float, float]:
-        """An optimizer step: this rank's micro-batches, which may be fetched while it runs. The mean loss over the
-        samples of all ranks and micro-batches, and the norm of its gradient."""
+        """An optimizer step over this rank's micro-batches, which may be fetched while it runs. Returns the mean loss
+        over the samples of all ranks and micro-batches, and the norm of its gradient."""
         for batch in batches:
             self.accumulate(batch)
         return self.finish_step()
 
     def accumulate(self, batch: PictureBatch) -> None:
-        """Forward and backward of a micro-batch. A balancer, where there is one, holds its plan."""
+        """Forward and backward of a micro-batch. Where there is a balancer, it holds the micro-batch's plan."""
         batch = on_device(batch, self.device)
         predictions = self.model(batch.samples, planned=self.balancer is not None)
         velocity = torch.cat([batch.target[:0], *(prediction[0] for prediction in predictions)])
@@ -129,7 +129,7 @@ class TrainingRun(Stateful):
         return global_mean(loss).item(), norm.full_tensor().item()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """For torch.distributed.checkpoint. The data needs none: a step's samples follow from its number."""
+        """For torch.distributed.checkpoint. The data needs no state: a step's samples follow from its number."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,

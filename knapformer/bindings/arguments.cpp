@@ -58,7 +58,7 @@ std::optional<std::string> as_text(py::handle object) {
     return std::nullopt;
   }
   std::string value(utf8, static_cast<size_t>(size));
-  // It would end the message of an error that quotes it.
+  // A zero byte would end the message of an error that quotes the text.
   if (value.find('\0') != std::string::npos) return std::nullopt;
   return value;
 }
@@ -136,7 +136,7 @@ void for_each_item(py::handle list, std::string_view argument, std::string_view 
 std::vector<std::vector<int64_t>> lengths_per_rank_from(py::handle lists, std::string_view argument) {
   std::vector<std::vector<int64_t>> lens;
   for_each_item(lists, argument, "for each rank a list of lengths", [&](py::handle list) {
-    // Not text(): this is on the way of every rank's list.
+    // Not text(), which is slower: this runs for every rank's list.
     const std::string name = std::string(argument).append("[").append(std::to_string(lens.size())).append("]");
     lens.push_back(list_from<int64_t>(list, name, "a list of lengths, in tokens", "a length, in tokens", as_integer));
   });

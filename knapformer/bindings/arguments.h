@@ -1,8 +1,8 @@
 // Arguments as Python has them.
 //
 // They are converted here rather than by pybind11's casters, so that a wrong type is an error like any other: one line
-// that names the argument, what came and what was expected; and one that a balancer can tell to other ranks. Stubs are
-// made from the signatures, so parameters that take any object say what they are good for: Given.
+// that names the argument, what came and what was expected. A balancer can tell such an error to other ranks. Stubs are
+// made from the signatures, so a parameter that takes any object names its type there: Given.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -48,10 +48,11 @@ using GivenModel = Given<"knapformer._core.TrainedModel | None">;
 /// What came, on one line: its repr, or its type where that is long.
 std::string shown(pybind11::handle object);
 std::string type_of(pybind11::handle object);
-/// The first line of an error's message: those of Python and of torch go on with where they come from.
+/// The first line of an error's message. Further lines, in messages of Python and torch, say where the error comes
+/// from.
 std::string first_line(const std::exception& error);
 
-// Nothing where the object is of another kind. A bool is no number here.
+// These return nothing where the object is of another kind. A bool is no number here.
 std::optional<int64_t> as_integer(pybind11::handle object);   // anything with __index__
 std::optional<double> as_number(pybind11::handle object);     // anything with __float__ or __index__
 std::optional<std::string> as_text(pybind11::handle object);  // without zero bytes
@@ -67,14 +68,16 @@ Cluster cluster_from(pybind11::handle object);
 /// None stands for the default.
 TrainedModel model_from(pybind11::handle object);
 
-/// What the plans of a run share, as `plan`, `rank_topologies` and the balancer take it. num_heads: 0 for the model's.
+/// The settings that all plans of a run share, from the arguments of `plan`, `rank_topologies` and the balancer.
+/// num_heads: 0 for the model's.
 PlanInput settings_from(pybind11::handle gamma, pybind11::handle num_heads, pybind11::handle max_tokens_per_rank,
                         pybind11::handle rank_speed, pybind11::handle cluster, pybind11::handle model);
 
-/// What interrupt_check is set to: throws what a signal raises, on the thread that Python gives them to.
+/// The function for interrupt_check: throws what a signal raises. It acts on the main thread alone, to which Python
+/// gives signals.
 void check_signals();
 
-/// Visits what an iterable has; text is none here.
+/// Visits the items of an iterable. Text is no iterable here.
 void for_each_item(pybind11::handle list, std::string_view argument, std::string_view expected,
                    const std::function<void(pybind11::handle)>& visit);
 

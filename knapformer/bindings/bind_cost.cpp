@@ -13,7 +13,7 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
-/// Of a record, by name.
+/// Fields of a record, by name.
 using Fields = py::KWArgs<Given<"float | bool | str">>;
 
 std::string to_python(StepMode mode) { return std::string(step_mode_name(mode)); }
@@ -61,7 +61,7 @@ py::class_<Record> bind_record(py::module_& m, const char* name, const std::stri
   record
       .def(
           "replace", [](const Record& r, const Fields& changes) { return changed(r, changes); },
-          "The same with other values of some fields. Raises ArgumentError.")
+          "A copy with other values of some fields. Raises ArgumentError.")
       .def(
           "to_dict",
           [](const Record& r) {
@@ -69,7 +69,7 @@ py::class_<Record> bind_record(py::module_& m, const char* name, const std::stri
             for_each_field<Record>([&](const auto& f) { fields[f.name] = to_python(r.*f.member); });
             return fields;
           },
-          "The fields by name, as keyword arguments that make an equal one.")
+          "The fields by name: keyword arguments that make an equal record.")
       .def(py::self == py::self)
       .def("__repr__", [name](const Record& r) {
         std::string fields;
@@ -96,27 +96,29 @@ py::typing::Dict<py::str, py::str> term_labels() {
 
 void bind_step_time(py::module_& m) {
   py::class_<PassTime>(m, "PassTime",
-                       "One pass over one block on one rank, in seconds; fields follow one another in time (backward, "
-                       "from the last on).")
+                       "One pass over one block on one rank, in seconds. The fields follow one another in time; in the "
+                       "backward pass, from the last to the first.")
       .def_readonly("token_s", &PassTime::token_s, "Per-token layers.")
-      .def_readonly("wait_before_s", &PassTime::wait_before_s, "For the group's longest per-token phase.")
-      .def_readonly("pre_attn_s", &PassTime::pre_attn_s, "All of it.")
-      .def_readonly("hidden_s", &PassTime::hidden_s, "Of pre_attn_s, behind whole_attention_s.")
-      .def_readonly("whole_attention_s", &PassTime::whole_attention_s, "On sequences that are whole on the rank.")
-      .def_readonly("shared_attention_s", &PassTime::shared_attention_s, "On sequences that others share.")
+      .def_readonly("wait_before_s", &PassTime::wait_before_s, "The wait for the group's longest per-token phase.")
+      .def_readonly("pre_attn_s", &PassTime::pre_attn_s, "The exchange before attention, hidden or not.")
+      .def_readonly("hidden_s", &PassTime::hidden_s, "The part of pre_attn_s that hides behind whole_attention_s.")
+      .def_readonly("whole_attention_s", &PassTime::whole_attention_s,
+                    "Attention on sequences that are whole on the rank.")
+      .def_readonly("shared_attention_s", &PassTime::shared_attention_s,
+                    "Attention on sequences that other ranks share.")
       .def_readonly("post_attn_s", &PassTime::post_attn_s, "The exchange after attention.")
-      .def_readonly("wait_after_s", &PassTime::wait_after_s, "For the group's longest attention phase.");
+      .def_readonly("wait_after_s", &PassTime::wait_after_s, "The wait for the group's longest attention phase.");
 
   py::class_<RankTime>(m, "RankTime", "A block on one rank: its passes.")
       .def_property_readonly(
           "group", [](const RankTime& t) { return t.group.value; }, "The first rank of its connected group.")
-      .def_readonly("forward", &RankTime::forward, "Recomputed alike.")
-      .def_readonly("backward", &RankTime::backward, "Zeros where there is none.");
+      .def_readonly("forward", &RankTime::forward, "The forward pass; a recomputation takes as long.")
+      .def_readonly("backward", &RankTime::backward, "The backward pass; zeros where there is none.");
 
   py::class_<Traffic>(m, "Traffic", "Bytes, by where they go.")
       .def_readonly("inside", &Traffic::inside, "To ranks of the same node.")
       .def_readonly("between", &Traffic::between, "To ranks of other nodes.")
-      .def_property_readonly("total", &Traffic::total, "Both.");
+      .def_property_readonly("total", &Traffic::total, "inside plus between.");
 
   py::class_<StepTime> step(m, "StepTime",
                             "Predicted time of a step: the terms of its slowest replica and group, in seconds.");
@@ -124,18 +126,19 @@ void bind_step_time(py::module_& m) {
     step.def_property_readonly(f.name, [member = f.member](const StepTime& t) { return t.*member; }, f.doc);
   });
   step.def_property_readonly("terms", &terms_of, "Seconds of each term, by name; they add up to total_s.")
-      .def_static("labels", &term_labels, "In words what each of terms is, in the same order.")
-      .def_property_readonly("blocks_s", &StepTime::blocks_s, "token_s, attention_s, exchange_s and host_s.")
-      .def_property_readonly("total_s", &StepTime::total_s, "All terms.")
-      .def_readonly("ideal_s", &StepTime::ideal_s, "The work divided evenly, and nothing else.")
+      .def_static("labels", &term_labels, "What each of terms is, in words, in the same order.")
+      .def_property_readonly("blocks_s", &StepTime::blocks_s, "The sum of token_s, attention_s, exchange_s and host_s.")
+      .def_property_readonly("total_s", &StepTime::total_s, "The sum of all terms.")
+      .def_readonly("ideal_s", &StepTime::ideal_s, "Seconds of the work alone, divided evenly.")
       .def_property_readonly("efficiency", &StepTime::efficiency, "ideal_s over total_s.")
       .def_property_readonly("over_ideal", &StepTime::over_ideal, "total_s over (ideal_s + fixed_s).")
       .def_property_readonly(
-          "slowest_group", [](const StepTime& t) { return t.slowest_group.value; }, "Its first rank.")
-      .def_readonly("route_bytes", &StepTime::route_bytes, "Of all ranks, in a step.")
-      .def_readonly("attention_bytes", &StepTime::attention_bytes, "Of all ranks, in a step.")
-      .def_readonly("fsdp_bytes", &StepTime::fsdp_bytes, "Of all ranks, in a step, hidden or not.")
-      .def_readonly("ranks", &StepTime::ranks, "One block on each rank.")
+          "slowest_group", [](const StepTime& t) { return t.slowest_group.value; },
+          "The first rank of the slowest group.")
+      .def_readonly("route_bytes", &StepTime::route_bytes, "Bytes that all ranks send by routes in a step.")
+      .def_readonly("attention_bytes", &StepTime::attention_bytes, "Bytes that all ranks send for attention in a step.")
+      .def_readonly("fsdp_bytes", &StepTime::fsdp_bytes, "Bytes that all ranks send for FSDP in a step, hidden or not.")
+      .def_readonly("ranks", &StepTime::ranks, "Per rank, the time of one block.")
       .def("__repr__", [](const StepTime& t) {
         std::string terms;
         for_each_field<StepTerms>([&](const auto& f) { terms += text(", ", f.name, "=", t.*f.member); });
@@ -188,9 +191,9 @@ void bind_cost(py::module_& m) {
       py::arg("measured") = std::vector<std::tuple<double, double, double>>(),
       R"(Predicted time of a step under `plan`, by phase.
 
-cluster, model: None for those that it was planned for. measured: per rank the seconds of one block's forward pass in
-the per-token layers, in attention on whole sequences, and in attention on shared ones, in place of the plan's work
-over cluster.flops_per_s. Raises ArgumentError.)");
+cluster, model: None for those that it was planned for. measured: per rank three numbers, which replace the plan's work
+over cluster.flops_per_s: the seconds of one block's forward pass in the per-token layers, in attention on whole
+sequences, and in attention on shared ones. Raises ArgumentError.)");
   m.def(
       "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
       "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");
@@ -205,7 +208,7 @@ sequence parallelism. Raises ArgumentError where bags are nested.)");
         return std::make_tuple(matrix.num_blocks, std::move(matrix.route), std::move(matrix.attention));
       },
       py::arg("plan"), py::arg("ranks_per_block") = 1,
-      R"((number of blocks, route, attention): bytes that blocks of so many consecutive ranks send each other in a
-step, as flat lists, senders first. What ranks of one block send each other is on the diagonal; what stays on its rank
-is nowhere. Raises ArgumentError.)");
+      R"(Returns (number of blocks, route, attention): the bytes that blocks of ranks_per_block consecutive ranks send
+each other in a step, as flat lists [sender * number of blocks + receiver]. What ranks of one block send each other is
+on the diagonal; what stays on its rank is not counted. Raises ArgumentError.)");
 }

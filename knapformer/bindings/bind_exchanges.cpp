@@ -12,7 +12,7 @@ using GivenKernel = Given<
     "collections.abc.Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "
     "torch.Tensor | tuple[torch.Tensor, torch.Tensor]]">;
 
-/// Called under the GIL, by whoever holds it or not.
+/// Calls `attend` under the GIL, whether or not the caller holds it.
 Attend attend_from(SequenceBalancer& self, const GivenKernel& attend) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
   return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -58,11 +58,11 @@ x, features: (tokens of this rank's sequences, ...), packed in the order of seq_
 each, moved bit for bit. sequence_features: (sequences of this rank, ...), one row a sequence: it goes to every rank
 that holds a chunk of the sequence, and its gradient is the sum of theirs. Returns chunk_lens, int32 on the CPU: the
 tokens of each chunk that this rank now holds; x and features of these tokens; sequence_features with one row a chunk.
-Several routes a plan are fine.
+route may be called several times with one plan.
 
 Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks pass
-tensors that differ in their rows alone, and backward runs on all ranks or none; a rank without rows follows the
-others in whether gradients travel. With a group of one the tensors come back as views.)")
+tensors that differ only in their number of rows, and backward runs on all ranks or none; a rank without rows follows
+the others in whether gradients travel. With a group of one the tensors come back as views.)")
       .def(
           "reverse_route",
           [](SequenceBalancer& self, const GivenTensor& x) {
@@ -74,10 +74,10 @@ others in whether gradients travel. With a group of one the tensors come back as
           py::arg("x"),
           R"(Sends tokens home: (seq_lens, x).
 
-x: (tokens of the chunks that this rank holds, ...), any dtype and trailing shape. Returns x of this rank's own
-sequences, in the order of plan_routing's seq_lens, which come first, int32 on the CPU.
+x: (tokens of the chunks that this rank holds, ...), any dtype and trailing shape. Returns plan_routing's seq_lens,
+int32 on the CPU, and x of this rank's own sequences, in their order.
 
-Collective over the balancer's group, one all-to-all, as route.)")
+Collective over the balancer's group, one all-to-all, as route is.)")
       .def(
           "pre_attn",
           [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v) {
@@ -90,9 +90,9 @@ Collective over the balancer's group, one all-to-all, as route.)")
           R"(From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
 
 q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
-seq_lens, int32 on the CPU, of the sequences of this rank's bag; q, k and v of these, whole, packed one after another,
-with this rank's share of the heads: plain grouped-query attention, where there is a share (a bag of more ranks than
-heads leaves some without). Shares are uneven where the bag's size does not divide the heads.
+seq_lens, int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed one after
+another, with this rank's share of the heads, so that attention is plain grouped-query attention. Shares are uneven
+where the bag's size does not divide the heads; in a bag of more ranks than heads some ranks have none.
 
 Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.)")
       .def(
@@ -128,9 +128,9 @@ Collective over the ranks of this rank's bag, one all-to-all; none in a bag of o
 q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns (chunk
 tokens, heads, ...). attend(q, k, v, seq_lens) is the attention kernel: it sees whole sequences, packed, with a share of
 the heads (see pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It
-is called once for each number of ranks that sequences here are shared by; on a rank without tokens once, without any.
-What is whole on this rank attends while the rest travels, forward and backward. Where attend raises, the other ranks
-hear of it.
+is called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is called
+once, with none. Sequences that are whole on this rank attend while the others travel, forward and backward. Where
+attend raises, the other ranks raise the error, too.
 
 Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no sequence
 of the bag is shared.)")
@@ -157,6 +157,6 @@ of the bag is shared.)")
 
 Returns (rows, seq_lens, travels, to_sequences, to_rows). The first three have an entry for each level of attention:
 (rows of this rank, 0); the lengths of the sequences that attention sees, int32 on the CPU; whether the level's rows
-travel. The others are the last arguments of the op knapformer::exchange for the levels that travel: tables, layout,
-group, label. Not collective.)");
+travel. The others are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, group,
+label). Not collective.)");
 }

@@ -23,7 +23,8 @@ void bind_workload(py::module_& m) {
              return model;
            }),
            py::arg("gamma") = kDefaultGamma)
-      .def_readonly("gamma", &WorkloadModel::gamma, "Attention's cost per FLOP over that of the matrix products.")
+      .def_readonly("gamma", &WorkloadModel::gamma,
+                    "The cost of a FLOP of attention over that of a FLOP of the matrix products.")
       .def(
           "work",
           [](const WorkloadModel& w, int64_t seq_len, int64_t d_model, const std::string& mask) {
@@ -35,11 +36,12 @@ void bind_workload(py::module_& m) {
 
   py::class_<WorkloadFit>(m, "WorkloadFit", "k and gamma of t = k (24 l d^2 + gamma 4 l^2 d), fitted by least squares.")
       .def_readonly("seconds_per_flop", &WorkloadFit::seconds_per_flop, "k, in seconds per FLOP.")
-      .def_readonly("gamma", &WorkloadFit::gamma, "Cost of attention's FLOPs over that of the matrix products'.")
+      .def_readonly("gamma", &WorkloadFit::gamma,
+                    "The cost of a FLOP of attention over that of a FLOP of the matrix products.")
       .def_readonly("relative_rms_error", &WorkloadFit::relative_rms_error,
                     "Root mean square of (fitted - measured) / measured.")
       .def_readonly("relative_rms_error_without_gamma", &WorkloadFit::relative_rms_error_without_gamma,
-                    "The same, of the best k with gamma 1.")
+                    "The same for gamma 1 and the k that is best with it.")
       .def("__repr__", [](const WorkloadFit& f) {
         return text("WorkloadFit(seconds_per_flop=", f.seconds_per_flop, ", gamma=", f.gamma,
                     ", relative_rms_error=", f.relative_rms_error, ")");
@@ -80,15 +82,16 @@ void bind_topology(py::module_& m) {
            }),
            py::arg("text"), py::arg("num_ranks") = py::none(),
            "Parses one replica, repeated over `num_ranks` ranks where given. Raises ArgumentError.")
-      .def_property_readonly("num_ranks", &Topology::num_ranks, "Of all replicas.")
+      .def_property_readonly("num_ranks", &Topology::num_ranks, "How many ranks all replicas have.")
       .def_property_readonly("num_replicas", &Topology::num_replicas, "How often the text's bags are repeated.")
-      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica, "Of the text's bags, once.")
+      .def_property_readonly("num_ranks_per_replica", &Topology::num_ranks_per_replica,
+                             "How many ranks the text's bags have.")
       .def_property_readonly("is_flat", &Topology::is_flat,
-                             "Whether every bag shares its sequences by all of its ranks: none is nested.")
+                             "Whether all ranks of a bag share each of its sequences: no bag is nested.")
       .def_property_readonly(
           "bags",
           [](const Topology& t) {
-            // Ranges, as a million ranks have as many lists or one of a million.
+            // Ranges, as a million ranks would need a million lists, or a list of a million.
             const py::handle range(reinterpret_cast<PyObject*>(&PyRange_Type));
             py::list bags(t.bags().size());
             for (size_t b = 0; b < t.bags().size(); ++b) {
@@ -97,7 +100,7 @@ void bind_topology(py::module_& m) {
             }
             return py::reinterpret_steal<Given<"list[range]">>(bags.release());
           },
-          "The ranks of each bag, of all replicas.")
+          "The ranks of each bag, over all replicas.")
       .def(
           "bag_of",
           [](const Topology& t, int64_t rank) {
@@ -118,10 +121,10 @@ void bind_data_mix(py::module_& m) {
              if (visual_tokens < 0) throw_argument("visual_tokens", visual_tokens, "at least 0");
              return Sample{.text_tokens = text_tokens, .visual_tokens = visual_tokens};
            }),
-           py::arg("text_tokens"), py::arg("visual_tokens"), "In tokens. Raises ArgumentError.")
-      .def_readonly("text_tokens", &Sample::text_tokens, "Of its text.")
-      .def_readonly("visual_tokens", &Sample::visual_tokens, "Of its picture or video.")
-      .def_property_readonly("num_tokens", &Sample::num_tokens, "Of both.")
+           py::arg("text_tokens"), py::arg("visual_tokens"), "Both are numbers of tokens. Raises ArgumentError.")
+      .def_readonly("text_tokens", &Sample::text_tokens, "Tokens of its text.")
+      .def_readonly("visual_tokens", &Sample::visual_tokens, "Tokens of its picture or video.")
+      .def_property_readonly("num_tokens", &Sample::num_tokens, "Tokens of both.")
       .def("__repr__", [](const Sample& s) {
         return text("Sample(text_tokens=", s.text_tokens, ", visual_tokens=", s.visual_tokens, ")");
       });
@@ -129,10 +132,10 @@ void bind_data_mix(py::module_& m) {
       .def_static("parse", &DataMix::parse, py::arg("text"), py::arg("resolution_scale") = 1.0,
                   py::arg("max_text_tokens") = DataMix::kMaxTextTokens,
                   "Data codes such as 'g8b4i256f1s0,g4b1i2048f1s0', or 'low', 'mixed', 'joint'. Raises ArgumentError.")
-      .def_static("names", &DataMix::names, "Of the published mixes.")
-      .def_property_readonly("num_ranks", &DataMix::num_ranks, "Of one repetition of the codes.")
+      .def_static("names", &DataMix::names, "The names of the published mixes.")
+      .def_property_readonly("num_ranks", &DataMix::num_ranks, "How many ranks one repetition of the codes has.")
       .def("check_divides", &DataMix::check_divides, py::arg("num_ranks"),
-           "Raises ArgumentError where the mix does not divide them.")
+           "Raises ArgumentError where the mix's number of ranks does not divide num_ranks.")
       .def(
           "draw",
           [](const DataMix& mix, uint64_t seed, int64_t step, int64_t rank) {

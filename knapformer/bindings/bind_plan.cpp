@@ -20,7 +20,7 @@ auto listed(std::span<const T> (Plan::*values)() const) {
   return [values](const Plan& plan) { return std::vector<T>((plan.*values)().begin(), (plan.*values)().end()); };
 }
 
-/// By rank, of each chunk there, in row order.
+/// By rank, a value for each chunk there, in row order.
 template <class Field>
 auto per_chunk(Field field) {
   return [field](const Plan& plan) {
@@ -93,13 +93,13 @@ void bind_plan(py::module_& m) {
                    "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
       .def_property_readonly("topology", &Plan::topology, "The bags, over all ranks.")
       .def_property_readonly(
-          "workload", [](const Plan& p) { return p.input().workload; }, "The FLOP formula that it was planned by.")
+          "workload", [](const Plan& p) { return p.input().workload; }, "The FLOP formula that the plan was made with.")
       .def_property_readonly(
           "d_model", [](const Plan& p) { return p.input().d_model; }, "Width of the blocks, in features.")
-      .def_property_readonly("solver", &Plan::solver, "The name of the solver that made it.")
-      .def_property_readonly("num_ranks", &Plan::num_ranks, "Of all replicas.")
-      .def_property_readonly("num_sequences", &Plan::num_sequences, "Of all ranks.")
-      .def_property_readonly("num_tokens", &Plan::num_tokens, "Of all sequences.")
+      .def_property_readonly("solver", &Plan::solver, "The name of the solver that made the plan.")
+      .def_property_readonly("num_ranks", &Plan::num_ranks, "How many ranks all replicas have.")
+      .def_property_readonly("num_sequences", &Plan::num_sequences, "How many sequences all ranks have.")
+      .def_property_readonly("num_tokens", &Plan::num_tokens, "How many tokens all sequences have.")
       .def_property_readonly(
           "seq_lens",
           [](const Plan& p) {
@@ -156,28 +156,28 @@ void bind_plan(py::module_& m) {
           "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
           "ideal_time", [](const Plan& p) { return predict_step(p).ideal_step_s(); },
-          "Seconds of a step with the work spread evenly, no exchange, and what is fixed.")
+          "Seconds of a step with the work spread evenly and no exchange, plus the fixed time.")
       .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
       .def_property_readonly(
-          "cluster", [](const Plan& p) { return p.input().cluster; }, "What times are predicted with.")
+          "cluster", [](const Plan& p) { return p.input().cluster; }, "The cluster that times are predicted with.")
       .def_property_readonly(
-          "model", [](const Plan& p) { return p.input().model; }, "What a step runs.")
+          "model", [](const Plan& p) { return p.input().model; }, "The model that a step runs.")
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),
            "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
            "Raises ArgumentError.")
       .def_property_readonly("sequence_works", &sequence_works, "Per sequence, FLOPs of one block forward.")
       .def_property_readonly("chunk_works", &chunk_works,
-                             "Of each of chunks, FLOPs of one block forward that are done on its rank.")
+                             "For each of `chunks`, FLOPs of one block forward that are done on its rank.")
       .def_property_readonly(
           "attention_pairs", [](const Plan& p) { return p.input().attention_pairs; },
-          "Of each sequence the (query, key) pairs that its mask leaves. Empty: full attention everywhere.")
+          "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.")
       .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
       .def(
           "to_json", [](const Plan& p) { return plan_to_json(p, prediction_of(p)); },
-          "As text, to be read by from_json.")
+          "The plan as text, to be read by from_json.")
       .def_static(
           "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"),
-          "The plan that to_json wrote. Raises ArgumentError where the text is none, or the plan is not valid.")
+          "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p, {})); },
                       [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))

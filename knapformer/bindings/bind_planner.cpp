@@ -80,7 +80,7 @@ std::vector<double> work_from(const py::object& lists, const SequenceLengths& se
   return work;
 }
 
-/// Of each batch, for each rank a list of numbers.
+/// Takes for each batch, for each rank a list of numbers.
 void give_work(std::vector<PlanInput>& batches, const py::object& lists) {
   size_t num_lists = 0;
   for_each_item(lists, "work", "None, or a list like batches, of numbers", [&](py::handle of_batch) {
@@ -135,14 +135,15 @@ void bind_planner(py::module_& m) {
       R"(Plans the sequences of all ranks, without process groups.
 
 seq_lens_per_rank: for each rank the lengths of its sequences, in tokens. topology: its text, or 'auto' for the best of
-rank_topologies for these lengths. d_model: width, in features. solver: one of solver_names(). effort ('balanced'):
-'low', 'default', 'high', or a number of moves; the plan depends on it and not on the machine. masks: the mask of all
-sequences, or of each, in lists like the lengths' (see attention_pairs). max_tokens_per_rank: a limit that the plan
-keeps or that is refused, 0 for none. rank_speed: per rank, relative; none where all are equal. cluster: a Cluster, or
-the name of one; None: the default. model: a TrainedModel; None: the default. num_heads: in place of model's; where a
-group's ranks do not divide them, some have more attention to compute. work: of each sequence, in lists like the
-lengths', in place of what the formula says of its length: FLOPs of one block forward, as WorkloadModel.work has them
-(seconds over seconds per FLOP), positive. Tokens still count for the exchanges and for max_tokens_per_rank.
+rank_topologies for these lengths. d_model: width, in features. solver: one of solver_names(). effort (of the solver
+'balanced'): 'low', 'default', 'high', or a number of moves; the plan depends on it and not on the machine. masks: one
+mask for all sequences, or one for each, in lists like the lengths' (see attention_pairs). max_tokens_per_rank: a limit
+that every rank keeps; lengths that cannot keep it are refused; 0 for none. rank_speed: per rank, relative; empty where
+all are equal. cluster: a Cluster, or the name of one; None: the default. model: a TrainedModel; None: the default.
+num_heads: in place of the model's; where the number of a group's ranks does not divide it, some ranks have more
+attention to compute. work: the work of each sequence, in lists like the lengths', in place of what the formula gives
+for its length: FLOPs of one block forward, as from WorkloadModel.work (seconds over seconds per FLOP), positive. Tokens
+still count for the exchanges and for max_tokens_per_rank.
 
 Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
   m.def(
@@ -182,20 +183,22 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
 
 micro_batches: how many; 'auto': as few as keep max_tokens_per_rank, which holds in each. sync: where ranks wait for
 each other, in every 'micro_batch' (FSDP2, ZeRO-3) or once, at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
-The rest as without micro_batches. The step takes no longer than each rank's list cut in consecutive parts would, each
-planned by itself (knapformer/core/planners/whole_step/micro_batches.h). Without max_tokens_per_rank, time alone counts: few
-micro-batches may hold most tokens.
+The other arguments are as without micro_batches. The step is predicted to take no longer than if each rank's list were
+cut in consecutive parts and each part planned by itself (knapformer/core/planners/whole_step/micro_batches.h). Without
+max_tokens_per_rank, time alone counts: few micro-batches may hold most tokens.
 
 Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.)");
   py::class_<TopologyOption>(m, "TopologyOption", "A topology and what it is predicted to do.")
       .def_readonly("topology", &TopologyOption::topology, "Its text.")
       .def_readonly("predicted_time", &TopologyOption::predicted_time_s, "Seconds of a step; mean over the batches.")
-      .def_readonly("efficiency_loss", &TopologyOption::efficiency_loss, "Predicted over ideal time.")
+      .def_readonly("efficiency_loss", &TopologyOption::efficiency_loss,
+                    "Predicted time over ideal time; mean over the batches.")
       .def_readonly("exchanged_fraction", &TopologyOption::exchanged_fraction,
-                    "Of the tokens, in each all-to-all of an attention.")
+                    "The part of the tokens that each all-to-all of an attention moves.")
       .def_readonly("max_tokens_over_mean", &TopologyOption::max_tokens_over_mean,
-                    "Of the fullest rank, over the mean of all ranks.")
-      .def_readonly("reason", &TopologyOption::reason, "What its time goes to, or why it is not kept.")
+                    "Tokens of the fullest rank, over the mean of all ranks.")
+      .def_readonly("reason", &TopologyOption::reason,
+                    "What its time goes to, or why the limit of tokens cannot be kept.")
       .def("__repr__", [](const TopologyOption& o) {
         return text("TopologyOption('", o.topology, "', predicted_time=", o.predicted_time_s, ", reason='", o.reason,
                     "')");
@@ -224,10 +227,11 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
       py::arg("batches"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma, py::arg("num_heads") = 0,
       py::arg("mask") = "full", py::arg("max_tokens_per_rank") = 0, py::arg("rank_speed") = py::tuple(),
       py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::kw_only(), py::arg("work") = py::none(),
-      R"(Topologies for a sample of batches (each: for each rank a list of lengths, in tokens), best predicted time
-first, with reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Within a
-thousandth of the time the one that exchanges less comes first. mask: of all sequences. work: a list like `batches`,
-of numbers. The rest as in plan. Where max_tokens_per_rank cannot be kept a topology comes last, its predicted_time infinite.
+      R"(Topologies for a sample of batches (each batch: for each rank a list of lengths, in tokens), best predicted
+time first, with reasons: flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Of
+topologies within a thousandth of the time, the one that exchanges less comes first. mask: one for all sequences. work:
+a list like `batches`, of numbers. The other arguments are as in plan. Topologies that cannot keep max_tokens_per_rank
+come last, with an infinite predicted_time.
 
 Raises ArgumentError.)");
   m.def("head_shares", &head_shares, py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("degree"),
@@ -241,5 +245,5 @@ Raises ArgumentError.)");
         for (const Planner& planner : planners()) names.push_back(planner.name);
         return names;
       },
-      "What `solver` may be, the default first.");
+      "The names that `solver` may be, the default first.");
 }

@@ -49,8 +49,8 @@ std::vector<int32_t> values_of(const std::vector<SequenceId>& ids) {
 
 void bind_step_plan(py::module_& m) {
   py::class_<StepPlan>(m, "StepPlan",
-                       "An optimizer step of several micro-batches: which one computes each sequence, and a Plan of "
-                       "each. Constant;\nequal inputs give equal plans.")
+                       "An optimizer step of several micro-batches: which of them computes each sequence, and a Plan "
+                       "of each. Constant;\nequal inputs give equal plans.")
       .def_property_readonly(
           "micro_batches",
           [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },
@@ -64,8 +64,9 @@ void bind_step_plan(py::module_& m) {
             }
             return plans;
           },
-          "Per micro-batch, the Plan of its sequences. Its ids count up through these alone: see sequences_of.")
-      .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches, "Of the step; some may be empty.")
+          "Per micro-batch, the Plan of its sequences. A Plan numbers these sequences alone: see sequences_of.")
+      .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches,
+                             "How many the step has; some may be empty.")
       .def_property_readonly(
           "sync", [](const StepPlan& p) { return step_sync_name(p.input().sync); },
           "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.")
@@ -75,7 +76,8 @@ void bind_step_plan(py::module_& m) {
             check_micro_batch(p, micro_batch);
             return values_of(p.sequences_of(micro_batch));
           },
-          py::arg("micro_batch"), "The step's ids of a micro-batch's sequences: the n-th is sequence n of its plan.")
+          py::arg("micro_batch"),
+          "The step's ids of a micro-batch's sequences. Entry n is sequence n of the micro-batch's plan.")
       .def(
           "sequences_on",
           [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
@@ -99,7 +101,7 @@ void bind_step_plan(py::module_& m) {
             return chunks;
           },
           py::arg("rank"), py::arg("micro_batch"),
-          "The same with the tokens that the rank holds: (the step's id, begin, end) of each chunk.")
+          "As sequences_on, with the tokens that the rank holds: (the step's id, begin, end) of each chunk.")
       .def(
           "home_sequences",
           [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
@@ -107,23 +109,24 @@ void bind_step_plan(py::module_& m) {
             return p.home_sequences(Rank(rank), micro_batch);
           },
           py::arg("rank"), py::arg("micro_batch"),
-          "Of a rank's own list, the indices of the sequences that a micro-batch computes, in their order.")
+          "The indices, in a rank's own list, of the sequences that a micro-batch computes; ascending.")
       .def("fill_ranks", &fill_ranks,
-           "The plan with a sequence on every rank in every micro-batch, as far as whole ones are there for it: short "
-           "ones move.")
-      .def_property_readonly("num_tokens", &StepPlan::num_tokens, "Of all sequences.")
+           "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are whole "
+           "sequences for it: short ones move.")
+      .def_property_readonly("num_tokens", &StepPlan::num_tokens, "How many tokens all sequences have.")
       .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
       .def_property_readonly("tokens_moved", &StepPlan::tokens_moved,
                              "Tokens held by another rank than their home, over all micro-batches.")
       .def_property_readonly("attention_tokens_moved", &StepPlan::attention_tokens_moved,
                              "Tokens that leave their rank in each all-to-all of an attention, over all micro-batches.")
-      .def_property_readonly("exchanged_fraction", &StepPlan::exchanged_fraction, "The same, of all tokens.")
+      .def_property_readonly("exchanged_fraction", &StepPlan::exchanged_fraction,
+                             "attention_tokens_moved over num_tokens.")
       .def_property_readonly(
           "predicted_time", [](const StepPlan& p) { return predict_accumulated(p).total_s; },
           "Predicted seconds of the step.")
       .def_property_readonly(
           "predicted_times", [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; },
-          "Per micro-batch, predicted seconds; they add up to predicted_time where ranks wait in each.")
+          "Per micro-batch, predicted seconds. They add up to predicted_time where ranks wait in every micro-batch.")
       .def_property_readonly(
           "lower_bound", [](const StepPlan& p) { return lower_bound_s(p.input()); },
           "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.")
@@ -132,13 +135,13 @@ void bind_step_plan(py::module_& m) {
           "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
           "ideal_time", [](const StepPlan& p) { return predict_accumulated(p).ideal_s; },
-          "Seconds of the step with the work spread evenly, no exchange, and what is fixed in each micro-batch.")
+          "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.")
       .def("validate", &StepPlan::validate,
            "Checks every promise of the plan; raises StateError with the first one broken.")
-      .def("to_json", &to_json, "As text, to be read by from_json.")
+      .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
           "from_json", [](const std::string& json) { return step_plan_from_json(json); }, py::arg("json"),
-          "The plan that to_json wrote. Raises ArgumentError where the text is none, or the plan is not valid.")
+          "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
                       [](const py::str& s) { return step_plan_from_json(s.cast<std::string>()); }))

@@ -109,7 +109,7 @@ bool fits(py::handle object, std::string_view type) {
   });
 }
 
-/// A type's text as messages have it.
+/// A type's text in the words of messages.
 std::string in_words(std::string type) {
   constexpr std::pair<std::string_view, std::string_view> kWords[] = {
       {"typing.SupportsInt | typing.SupportsIndex", "an integer"},

@@ -1,4 +1,5 @@
-// Arguments of the balancer: arguments.h, with tensors, and with other ranks that wait for this one.
+// Arguments of the balancer: like arguments.h, but with tensors, and errors are reported to the ranks that wait for
+// this one.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -33,7 +34,7 @@ std::vector<Mask> masks_from(const pybind11::object& names);
 /// A list of numbers, or None.
 std::vector<double> work_from(const pybind11::object& work);
 
-/// `convert` under the GIL; what it throws is handed to `report` first, whatever it is.
+/// Runs `convert` under the GIL. Whatever it throws is handed to `report` first.
 template <class Convert, class Report>
 auto convert_or_report(Convert convert, Report report) {
   try {
@@ -47,9 +48,9 @@ auto convert_or_report(Convert convert, Report report) {
   }
 }
 
-/// `convert` under the GIL, then `call` with the tuple that it returns and without it: others of this process run while
-/// ranks wait for each other. What convert throws is reported: `call` reports itself. What Python raised inside of
-/// torch, in a hook of saved tensors say, goes on as it is.
+/// Runs `convert` under the GIL, then `call`, with the tuple that `convert` returns, without the GIL: other threads of
+/// this process run while ranks wait for each other. What `convert` throws is reported; `call` reports its own errors.
+/// An error that Python raised inside of torch, in a hook of saved tensors say, is passed on as it is.
 template <class Convert, class Call>
 auto convert_then_call(SequenceBalancer& self, Convert convert, Call call) {
   auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });

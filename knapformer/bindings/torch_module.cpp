@@ -39,7 +39,7 @@ void drop_without_gil(ProcessGroupPtr group) {
   group.reset();
 }
 
-/// As the exception that the module translates it to.
+/// Raises the Python exception that the module translates the error to.
 [[noreturn]] void raise_as_python(const Error& error) {
   const py::gil_scoped_acquire gil;
   const bool is_argument = dynamic_cast<const ArgumentError*>(&error) != nullptr;
@@ -78,23 +78,24 @@ BalancerClass bind_balancer(py::module_& m) {
            py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
            py::arg("model"), py::arg("engine"), py::arg("peer_memory"), py::arg("group"), py::arg("make_bag_group"),
            py::arg("make_cpu_group"),
-           R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several,
-counted inside `group`, and returns their group. make_cpu_group() is called once by all ranks where `group` has no
-backend for the CPU, and returns one of the same ranks that has. engine: 'cpu' (CPU tensors), 'device' (ATen's operations, any
-device), None: what suits the tensors: the packing kernel on devices that have it.)")
+           R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several ranks
+(`ranks`: their numbers in `group`), and returns a group of these. make_cpu_group() is called once by all ranks where
+`group` has no backend for the CPU, and returns a group of the same ranks that has one. engine: 'cpu' (CPU tensors),
+'device' (ATen's operations, any device), or None for the one that suits the tensors: the packing kernel on devices
+that have it.)")
       .def(
           "expect_device", [](SequenceBalancer& self, const at::Device& device) { self.expect_device(device); },
           py::arg("device"),
-          R"(Tensors on this device will come: what is planned ahead from now on (start_planning, BalancedLoader) packs its
-index tables for it, on the planning thread. Without, a balancer knows a device, with its index, from the first
-exchange there. Not collective.)")
+          R"(Announces tensors on this device: plans that are made ahead from now on (start_planning, BalancedLoader)
+have their index tables packed for it, on the planning thread. Without this call a balancer learns of a device, with its
+index, at the first exchange there. Not collective.)")
       .def(
           "report", [](SequenceBalancer& self, const std::string& message) { self.report(StateError(message)); },
           py::arg("message"),
           R"(Tells the other ranks that this one failed and will not come to the calls they wait in: they raise
 StateError with this message. Not collective.)")
-      .def_property_readonly("rank", &SequenceBalancer::rank, "Inside the balancer's group.")
-      .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks, "Of the balancer's group.");
+      .def_property_readonly("rank", &SequenceBalancer::rank, "This rank's number inside the balancer's group.")
+      .def_property_readonly("num_ranks", &SequenceBalancer::num_ranks, "How many ranks the balancer's group has.");
 }
 
 }  // namespace
@@ -111,13 +112,13 @@ PYBIND11_MODULE(_torch, m) {
   set_raise_in_backward(raise_as_python);
   interrupt_check = check_signals;
   m.def("release_groups", &CommGroup::release_process_groups, py::call_guard<py::gil_scoped_release>(),
-        "Lets the groups of all balancers go, which can start no collective after it. For the end of the process.");
+        "Releases the groups of all balancers, which can start no collective afterwards. For the end of the process.");
   m.def(
       "timeout_of", [](const ProcessGroupPtr& group) { return timeout_of(*group); }, py::arg("group"),
       "How long collectives of this group may take: a timedelta.");
   m.def("rotate", &rotate, py::arg("x"), py::arg("turns"), py::arg("back") = false,
         py::call_guard<py::gil_scoped_release>(),
-        "Rotates each pair of features of each head by its token's angle, by its negative with `back`.\n\n"
+        "Rotates each pair of features of each head by its token's angle, or with `back` by the negative angle.\n\n"
         "x (tokens, heads, head_dim) of any floating type; turns (tokens, 1, head_dim / 2, 2), float32 or float64: "
         "cosine and sine. Computed in the type of turns, returned in that of x. ValueError where they do not fit.");
   make_call_errors_readable(m);

@@ -93,7 +93,8 @@ at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts hea
   return o;
 }
 
-/// Whether torch.func or forward-mode differentiation sees them, which the halves of an exchange do not pass.
+/// Whether torch.func or forward-mode differentiation tracks the tensors: the halves of an exchange do not support
+/// either.
 static bool is_transformed(at::TensorList tensors) {
   constexpr c10::DispatchKeySet kWrappers{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
   return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) {
@@ -137,7 +138,7 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
     }
   }
   std::vector<at::Tensor> moved;
-  if (joined && first_shared == 1 && has_tokens(0)) {  // what is whole here attends while the rest travels
+  if (joined && first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
     const StartedExchange in_flight = start_exchange(std::move(there));
     outputs[0] = attend_level(0, in_flight.local, heads, attend);
     moved = finish_exchange(in_flight.started);
@@ -165,7 +166,7 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return returned.size() == 1 ? returned[0] : at::cat(returned);
 }
 
-/// Levels without tokens here give an output of no rows, of the shape that the others have.
+/// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs.
 void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
                                           HeadCounts heads, const Attend& attend) const {
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
@@ -185,8 +186,8 @@ void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std
     outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
   }
   if (any_shared_here) return;
-  // What attention gave on tensors without rows need not depend on them. What came by an exchange must, or this rank
-  // would be missing in the exchange of its gradients.
+  // The kernel's result for tensors without rows need not depend on them. It must depend on tensors that came by an
+  // exchange, or this rank would be missing in the exchange of their gradients.
   for (size_t level = first_shared; level < inputs.size(); ++level) {
     for (const at::Tensor& input : inputs[level]) {
       if (input.requires_grad()) *shared = *shared + input.sum().to(shared->scalar_type());

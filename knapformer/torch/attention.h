@@ -3,17 +3,18 @@
 //
 //   rows of this rank   | whole here (degree 1) | shared by 2 | shared by 4 |   all heads
 //                             |                      `------------'
-//                             |                     one all-to-all, in flight while what is whole here attends
+//                             |                     one all-to-all, in flight while sequences that are whole here
+//                             attend
 //                           attend                        |
 //                             |                   attend      attend            whole sequences, heads / 2, heads / 4
 //                             |                      `------------'
 //                             |                     one all-to-all
 //   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
 //
-// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. It takes the same: a
-// step's AttentionTables, the packed tables, the bag's group and the kernel, which may give its log-sum-exp to combine
-// partial results by; and it offers the same: run() for SequenceBalancer::attention, and for compiled blocks the
-// ExchangeArguments of what it moves. SequenceBalancer::ulysses_on is where one is chosen.
+// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. Its inputs are the same:
+// a step's AttentionTables, the packed tables, the bag's group and the kernel, which may return a log-sum-exp for
+// combining partial results. It offers the same, too: run() for SequenceBalancer::attention, and for compiled blocks
+// the ExchangeArguments of what it moves. SequenceBalancer::ulysses_on chooses the composer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,10 +29,10 @@
 
 namespace knapformer {
 
-/// What an attention kernel gives.
+/// The result of an attention kernel.
 struct Attended {
   at::Tensor o;            // (tokens, heads, ...)
-  at::Tensor log_sum_exp;  // (tokens, heads) of the scores, or none. Ulysses needs and reads none.
+  at::Tensor log_sum_exp;  // (tokens, heads) of the scores, or undefined. Ulysses does not read it.
 
   Attended(at::Tensor output, at::Tensor lse = {}) : o(std::move(output)), log_sum_exp(std::move(lse)) {}  // NOLINT
 };
@@ -43,23 +44,23 @@ using Attend =
 /// A step's attention on one rank.
 struct Ulysses {
   const AttentionTables& tables;
-  std::span<const at::Tensor> seq_lens;        // of each level: int32 CPU
-  std::span<const PackedTable> shared_tables;  // of each level of several ranks
-  std::string group;                           // of the bag; empty where no level has several ranks
+  std::span<const at::Tensor> seq_lens;        // for each level: int32 CPU
+  std::span<const PackedTable> shared_tables;  // for each level that several ranks share
+  std::string group;                           // the bag's, by name; empty where no level has several ranks
 
   /// q: (rows of this rank, heads, head_dim); k, v: (rows, kv heads, ...). Returns (rows, heads, ...). Collective over
   /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
-  /// once for each level that has tokens here; on a rank without any, once without tokens.
+  /// once for each level that has tokens on this rank; on a rank without tokens it is called once, with none.
   at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
 
-  /// The two exchanges of run, without tensors: level by level q, k, v of this rank's rows -> of whole sequences, and
-  /// o back. No segments where nothing of the bag is shared.
+  /// The two exchanges of run(), without their tensors. Level by level, the first moves q, k, v from this rank's rows
+  /// to whole sequences, and the second moves o back. They have no segments where no level travels.
   ExchangeArguments to_sequences(HeadCounts heads) const;
   ExchangeArguments to_rows(HeadCounts heads) const;
 
   /// Whether rows of this level travel in this step.
   bool travels(size_t level) const;
-  /// This rank's share of the query heads where sequences of this level are whole.
+  /// How many query heads this rank has while sequences of this level are whole.
   int64_t num_query_heads(size_t level, HeadCounts heads) const;
 
  private:
@@ -73,10 +74,11 @@ struct Ulysses {
                                    HeadCounts heads, const Attend& attend) const;
 };
 
-/// `o`, and a recomputation of it (activation checkpointing) begins before the first exchange of gradients and comes
-/// this far. Torch begins one where a backward first needs what the forward pass saved, and ends it by an exception
-/// once it has all of that. On a rank where `attend` saves nothing, or runs on other sequences than its peers', that
-/// would be behind an exchange of gradients, and before an exchange that its peers repeat.
+/// Returns `o`, and makes a recomputation of it (activation checkpointing) begin before the first exchange of gradients
+/// and run up to this point. Torch begins a recomputation where the backward pass first needs a saved tensor, and stops
+/// it by an exception once it has all of them. On a rank where `attend` saves nothing, or runs on other sequences than
+/// its peers', the recomputation would begin after an exchange of gradients, and stop before an exchange that the peers
+/// repeat.
 at::Tensor recomputed_to_the_end(const at::Tensor& o);
 
 }  // namespace knapformer

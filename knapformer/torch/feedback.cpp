@@ -33,7 +33,7 @@ bool StepFeedback::add(std::span<const ObservedStep> observed) {
   for (size_t r = 0; r < observed.size(); ++r) {
     const auto loads =
         std::find_if(recent_.begin(), recent_.end(), [&](const Loads& l) { return l.plan == observed[r].plan; });
-    if (loads == recent_.end()) continue;  // nothing to tell, or of too long ago
+    if (loads == recent_.end()) continue;  // nothing was measured, or its plan is no longer kept
     measured.push_back({.rank = static_cast<int32_t>(r),
                         .token_work = loads->token_work[r],
                         .attention_work = loads->attention_work[r],

@@ -1,7 +1,7 @@
 // Feedback of measured step times into later plans.
 //
-// What a rank measured of a step travels with the lengths of a later one. So all ranks get the same measurements at the
-// same plan, learn the same from them, and go on making the same plans.
+// A rank's measurement of a step travels with the lengths of a later step. So all ranks get the same measurements at
+// the same plan, learn the same from them, and go on making the same plans.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ class StepFeedback {
   StepFeedback(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
       : observer_(gamma, std::move(rank_speed), num_ranks) {}
 
-  /// What is observed from now on is of this plan.
+  /// From now on, observations are of this plan.
   void begin_plan(const Plan& plan);
   /// Throws ArgumentError where seconds are not positive and finite.
   void observe(double seconds);
   /// What this rank observed since the last call, for the other ranks.
   ObservedStep take();
-  /// Learns from what all ranks observed, in rank order. True where that shows for the first time that the workload
-  /// model has drifted.
+  /// Learns from the observations of all ranks, in rank order. Returns true where they show for the first time that the
+  /// workload model has drifted.
   bool add(std::span<const ObservedStep> observed);
   const LoadObserver& observer() const { return observer_; }
   std::string drift_message() const;
@@ -41,7 +41,7 @@ class StepFeedback {
     int64_t plan = 0;
     std::vector<double> token_work, attention_work;  // per rank; attention at gamma = 1
   };
-  /// Of micro-batches too: with BalancedLoader a measurement is heard two steps later.
+  /// Plans of micro-batches count, too: with BalancedLoader a measurement arrives two steps later.
   static constexpr size_t kPlansKept = 64;
 
   LoadObserver observer_{1.0, {}, 1};

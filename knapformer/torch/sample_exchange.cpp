@@ -14,7 +14,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of the widest element
+constexpr int64_t kAlignment = 16;  // bytes: the widest element
 
 int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -32,7 +32,7 @@ at::Tensor checked(const at::Tensor& tensor, const std::string& name) {
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 
-/// The order of tensors in a record: so each lies at a multiple of its element's size.
+/// The order of tensors in a record: by descending element size, so that each begins at a multiple of its element size.
 std::vector<size_t> widest_first(const std::vector<int64_t>& element_sizes) {
   std::vector<size_t> order(element_sizes.size());
   std::iota(order.begin(), order.end(), 0);
@@ -57,7 +57,7 @@ void write_record(std::byte* out, const SampleTensors& tensors) {
   }
 }
 
-/// Views of `record`, which is one of bytes.
+/// The tensors of `record`, which is a tensor of bytes, as views.
 SampleTensors read_record(const at::Tensor& record, size_t num_tensors) {
   const std::byte* begin = static_cast<const std::byte*>(record.const_data_ptr());
   const std::byte* next = begin;
@@ -152,7 +152,7 @@ SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, cons
     : group_(std::move(group)), own_(std::move(own)), rounds_(1) {
   const SequenceLengths& of_step = plan.input().sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(of_step.num_ranks());
-  std::vector<int64_t> sent(num_ranks), received(num_ranks);  // in the present round, by every rank
+  std::vector<int64_t> sent(num_ranks), received(num_ranks);  // bytes in the present round, by rank
   for (int32_t k = 0; k < plan.num_micro_batches(); ++k) {
     const Plan& micro_batch = plan.plans()[k];
     const std::vector<SequenceId> ids = plan.sequences_of(k);

@@ -1,14 +1,15 @@
 // Samples that move before the model sees them: from the rank that loaded them to those that compute them.
 //
-// A sample goes to every rank that holds a chunk of it, as one record: its tensors, of any dtype and shape. Those with
-// a row for each token are cut to the chunk's tokens, the others go whole.
+// A sample goes to every rank that holds a chunk of it, as one record: its tensors, of any dtype and shape. Tensors
+// with a row for each token are cut to the chunk's tokens, the others go whole.
 //
-//   | of each tensor: dtype, dimensions, sizes | to 16 bytes | bytes of each tensor, widest elements first | to 16
-//   bytes
+//   record = | of each tensor: dtype, dimensions, sizes | pad | bytes of each tensor, widest elements first | pad |
+//
+// Padding is to a multiple of 16 bytes.
 //
 // All ranks know the bytes of all samples, which are gathered with their lengths (comm/gather_lengths.h). So every rank
-// knows what each sends to each: one all-to-all of bytes, without a word before it. What arrives are views of its
-// buffer. No gradient travels, and nothing comes back.
+// knows how much each rank sends to each other, and one all-to-all of bytes suffices, without an exchange of sizes.
+// Received tensors are views of its buffer. No gradient travels, and nothing comes back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,21 +31,21 @@ struct SampleField {
   bool per_token = false;
 };
 
-/// Of one sample or chunk, in the order of the fields.
+/// The tensors of one sample or chunk, in the order of the fields.
 using SampleTensors = std::vector<at::Tensor>;
 
 /// What one rank loaded.
 class Samples {
  public:
-  /// seq_lens: of each sample, in tokens. Throws ArgumentError where a tensor is not a dense one on the CPU, where it
-  /// requires a gradient, or has a row for each token but another number of rows.
+  /// seq_lens: tokens of each sample. Throws ArgumentError where a tensor is not dense or not on the CPU, where it
+  /// requires a gradient, or where a per-token tensor has another number of rows than the sample has tokens.
   Samples(std::vector<SampleField> fields, std::vector<SampleTensors> samples, std::vector<int64_t> seq_lens);
 
   const std::vector<SampleField>& fields() const { return fields_; }
   const std::vector<int64_t>& seq_lens() const { return seq_lens_; }
-  /// Of each sample.
+  /// The bytes of each sample.
   std::vector<SampleBytes> bytes() const;
-  /// Views.
+  /// The chunk's tensors, as views.
   SampleTensors chunk_of(size_t sample, const Chunk& chunk) const;
 
  private:
@@ -56,28 +57,28 @@ class Samples {
 /// The exchange of an optimizer step's samples.
 class SampleExchange {
  public:
-  /// group: null for one rank alone. bytes: of all samples of the step, by id. max_bytes_in_flight: what a rank sends
-  /// in an all-to-all, and what it receives, is at most so much; 0 for no limit. Where the step has more, it goes by
-  /// several. Throws ArgumentError, on all ranks alike, where one sample has more.
+  /// group: null for one rank alone. bytes: of all samples of the step, by id. max_bytes_in_flight: the most bytes that
+  /// a rank sends, and the most that it receives, in one all-to-all; 0 for no limit. A step that has more takes several
+  /// all-to-alls. Throws ArgumentError, on all ranks alike, where a single chunk has more.
   SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, std::shared_ptr<const Samples> own,
                  const std::vector<SampleBytes>& bytes, int64_t max_bytes_in_flight);
 
   /// Packs and launches the first all-to-all. Collective.
   void start();
-  /// Waits for it, and runs those after it, one at a time. Once. By micro-batch the chunks of this rank, in the order
-  /// of its rows. Collective.
+  /// Waits for the first all-to-all, and runs the others one at a time. Returns by micro-batch the chunks of this rank,
+  /// in the order of its rows. To be called once. Collective.
   std::vector<std::vector<SampleTensors>> finish();
 
  private:
   struct Record {  // a chunk that is sent or received
     int32_t peer = 0;
     int32_t micro_batch = 0;
-    int32_t position = 0;  // where it is received: among this rank's chunks of the micro-batch
-    size_t sample = 0;     // where it is sent: among this rank's samples
+    int32_t position = 0;  // at the receiver: among this rank's chunks of the micro-batch
+    size_t sample = 0;     // at the sender: among this rank's samples
     Chunk chunk;
     int64_t num_bytes = 0;
   };
-  /// An all-to-all. Records by peer, and for a peer in the order of micro-batches and sequences.
+  /// One all-to-all. Records are ordered by peer, then by micro-batch, then by sequence.
   struct Round {
     std::vector<Record> sent, received;
   };

@@ -65,7 +65,7 @@ void TaskThread::run(const std::stop_token& ends) {
     place->runs = true;
     lock.unlock();
     place->work(place->stop.get_token());
-    place->work = nullptr;  // what it holds goes here, and not with the lock
+    place->work = nullptr;  // what the work holds is freed here, without the lock
     lock.lock();
     line_.pop_front();
     changed_.notify_all();

@@ -20,8 +20,8 @@ class TaskThread {
   /// Never throws; returns soon after a stop is requested.
   using Work = std::function<void(const std::stop_token&)>;
 
-  /// A place in the line. Its destructor takes the work out of the line or, where it runs, requests a stop and waits
-  /// for its end.
+  /// A task's place in the queue. Its destructor removes the work from the queue or, if the work runs already, requests
+  /// a stop and waits for its end.
   class Task {
    public:
     Task() = default;
@@ -38,14 +38,14 @@ class TaskThread {
     std::shared_ptr<Place> place_;
   };
 
-  /// In a process that is forked from this one there is no such thread: what it would do stays undone, nothing waits
-  /// for it, and it is not let go of.
+  /// A process that is forked from this one does not have the thread. There, its tasks stay undone, nothing waits for
+  /// them, and the TaskThread is never destroyed.
   static std::shared_ptr<TaskThread> make();
   ~TaskThread() = default;
   TaskThread(const TaskThread&) = delete;
   TaskThread& operator=(const TaskThread&) = delete;
 
-  /// Begins the thread with the first task. Tasks keep their thread.
+  /// Queues the work. The first task starts the thread. A task keeps its TaskThread alive.
   static Task start(const std::shared_ptr<TaskThread>& thread, Work work);
 
  private:
@@ -56,7 +56,7 @@ class TaskThread {
   const pid_t process_ = ::getpid();
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  std::deque<std::shared_ptr<Task::Place>> line_;  // the first of it runs
+  std::deque<std::shared_ptr<Task::Place>> line_;  // the queue; its first entry runs
   std::jthread thread_;                            // the last member: it ends first
 };
 

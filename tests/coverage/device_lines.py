@@ -1,10 +1,10 @@
-"""Lines of ours that no test runs, and of these what stands behind a branch for a device: the end of `make coverage`.
+"""Lines of ours that no test runs, and those of them behind a branch for a device: the last step of `make coverage`.
 
     python tests/coverage/device_lines.py --cpp build/coverage/cpp.json --python build/coverage/python.json
 
-cpp.json is gcovr's, python.json that of coverage.py. A line stands behind a branch for a device where it names one (see
-DEVICE), or where what leads to it does: a line above it in its function that is indented less, or an `if` before it
-that leaves. docs/gpu.md lists the files that such lines are in, with reasons; others end this with status 1.
+cpp.json is gcovr's, python.json that of coverage.py. A line is behind a branch for a device if it names a device (see
+DEVICE), or if a line that leads to it does: one above it in its function that is indented less, or an `if` before it
+whose body leaves. docs/gpu.md lists the files with such lines, with reasons; one in another file gives exit status 1.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def leading_to(lines: list[str], number: int) -> Iterator[str]:
     """The line itself, the lines above it that it is inside of, and each `if` before it whose body leaves."""
     yield lines[number - 1]
     depth = _indentation(lines[number - 1])
-    last = ""  # line of the body of the line at hand
+    last = ""  # the last line of the deeper body below `line`, or empty
     for line in reversed(lines[: number - 1]):
         if not line.strip() or depth == 0:
             continue

@@ -1,4 +1,4 @@
-"""In every Python process that `make coverage` starts: counts lines, also of processes that end by os._exit."""
+"""Runs in every Python process that `make coverage` starts: counts lines, even if the process ends by os._exit."""
 
 from __future__ import annotations
 

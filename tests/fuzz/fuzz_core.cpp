@@ -1,5 +1,6 @@
-// libFuzzer on what reads input of anybody, and on the planner. KNAPFORMER_FUZZ in the environment names the function
-// that is given the input. Any outcome but a result or an Error is a fault, and so is a result that breaks its promise.
+// libFuzzer on the functions that read input from anybody, and on the planner. KNAPFORMER_FUZZ in the environment names
+// the function that gets the input. Any outcome but a result or an Error is a fault, and so is a result that breaks its
+// promise.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -78,7 +79,7 @@ void plan_json(std::string_view text) {
 
 void step_plan_json(std::string_view text) { step_plan_from_json(text).validate(); }
 
-/// Any lengths and limits, in a few topologies: the plan is valid, keeps its limit, and is the same again.
+/// Any lengths and limits, in a few topologies: the plan is valid, keeps its limit, and is the same when made again.
 void planner(std::string_view bytes) {
   static constexpr const char* kTopologies[] = {"g1n2",        "g2n2",       "g4/2/1n1",
                                                 "g1n1+g2/1n1", "g8/4/2/1n1", "g3n1+g6/3/1n1"};

@@ -1,6 +1,6 @@
 #!/bin/sh
-# run.sh BUILD SECONDS: each target of fuzz_core.cpp for that long, from its corpus and from what earlier runs found
-# (BUILD/found). Prints how many inputs each took. Ends with 1 at a fault, whose input is left in BUILD.
+# run.sh BUILD SECONDS: runs each target of fuzz_core.cpp for SECONDS, from its corpus and from the inputs that earlier
+# runs found (BUILD/found). Prints how many inputs each target ran. At a fault ends with 1; its input is left in BUILD.
 set -eu
 build=$1 seconds=$2
 for corpus in "$(dirname "$0")"/corpus/*; do

@@ -1,9 +1,9 @@
-"""The suite over versions of Python and torch, each in an environment of its own: `make versions`.
+"""Runs the tests on several versions of Python and torch, each in its own environment: `make versions`.
 
     python tests/package/versions.py python3.10:2.11.0 python3.13:none -- tests/python/distributed
 
-An argument is an interpreter and a torch, or "none" for the planner alone, with the tests that need none. Behind --
-stand pytest's arguments, in place of the whole suite. Prints a row of a table for each; ends with 1 where one failed.
+An argument is an interpreter and a torch, or "none" for the planner alone, with the tests that need no torch. Arguments
+after -- go to pytest, in place of the whole suite. Prints a row of a table for each; ends with 1 where one failed.
 """
 
 from __future__ import annotations

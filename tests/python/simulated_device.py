@@ -7,8 +7,8 @@
         ...
     assert counted.syncs == []
 
-Memory that the host cannot read: code that touches it outside of a kernel ends the process. Two devices, "sim:0" and
-"sim:1", in one memory. What it is not: fast, and a CUDA device (`tensor.is_cuda` is False).
+The host cannot read its memory: code that touches it outside of a kernel ends the process. Two devices, "sim:0" and
+"sim:1", share one memory. It is not fast, and not a CUDA device (`tensor.is_cuda` is False).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 
 
 class Counted(types.SimpleNamespace):
-    """Of the code inside `counted`, once it is left: launches, copies_to_device, collectives, packed_bytes (read by
-    the packing kernel): numbers; launched, syncs, pageable_copies: what it was, by name; copies: of each one to the
-    device, the thread that launched it (threading.get_native_id) and that thread's current device."""
+    """What the code inside `counted` did, once that block is left. Numbers: launches, copies_to_device, collectives,
+    packed_bytes (read by the packing kernel). Lists of names: launched, syncs, pageable_copies. copies: for each copy
+    to the device the thread that launched it (threading.get_native_id) and that thread's current device."""
 
 
 def register() -> Any:
@@ -74,7 +74,7 @@ def _device_module() -> types.ModuleType:
 
 
 def new_group(timeout_s: float = 60, backend: str = "cpu:gloo,sim:late") -> Any:
-    """Of all ranks, with a backend for either device. Collective over the default group."""
+    """A group of all ranks, by default with backends for the CPU and "sim". Collective over the default group."""
     import torch.distributed as dist
 
     module = register()

@@ -1,4 +1,4 @@
-"""Every way, number of ranks and of micro-batches, topology, wrapper and mean of test_whole_step (`make exactness`).
+"""test_whole_step for every way, number of ranks and of micro-batches, topology, wrapper and mean (`make exactness`).
 
 python tests/python/whole_step_product.py [--ranks 2 3 ...]
 """
@@ -17,7 +17,7 @@ LIMIT = 1e-10
 
 
 def topologies(world: int) -> list[str]:
-    """Whole samples alone, one flat bag, and nested ones."""
+    """Bags of one rank, which share no sample; one flat bag of all ranks; and nested bags."""
     nested = "/".join(str(degree) for degree in (8, 4, 2, 1) if world % degree == 0 and degree <= world)
     return list(dict.fromkeys([f"g1n{world}", f"g{world}n1", f"g{nested}n{world // int(nested.split('/')[0])}"]))
 

@@ -68,7 +68,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: Tensor, position: Tensor, attention: Attention, balancer: SequenceBalancer | None) -> Tensor:
-        """With a balancer tokens are taken to their chunks and back."""
+        """With a balancer, tokens are routed to the ranks of their chunks, and back."""
         x = self.embed(torch.cat([x, (0.1 * position).sin().unsqueeze(1)], 1))
         if balancer is not None:
             _, x, _ = balancer.route(x)
@@ -104,12 +104,12 @@ def alone(mean: str, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 def gradient_error(outcome: Outcome, wanted: dict[str, Tensor]) -> float:
-    """Of the worst parameter, relative."""
+    """The relative error of the parameter's gradient that is furthest off."""
     return max(float((outcome.gradients[name] - g).norm() / g.norm()) for name, g in wanted.items())
 
 
 def uncovered(outcomes: Sequence[Outcome], lengths: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Samples whose tokens ranks did not compute once each: their pieces."""
+    """The pieces of each sample whose tokens the ranks did not compute exactly once each."""
     pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(lengths))}
     for number, begin, end in sorted(piece for outcome in outcomes for piece in outcome.pieces):
         pieces[number].append((begin, end))
@@ -137,8 +137,8 @@ class Step:
     def micro_batch(
         self, pieces: Sequence[Piece], x: Tensor, target: Tensor, *, local: bool = False, routed: bool = False
     ) -> None:
-        """x, target: of the pieces, packed. local: no sample is shared, and there is no balancer. routed: pieces are
-        at home, and travel."""
+        """x, target: of the pieces, packed. local: no sample is shared, and no balancer is used. routed: the pieces are
+        on their home ranks, and the balancer routes them."""
         position = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(b, e) for _, b, e in pieces)])
         lens = torch.tensor([end - begin for _, begin, end in pieces], dtype=torch.int32)
 
@@ -197,7 +197,7 @@ def by_sampler(case: Case, step: Step, balancer: SequenceBalancer) -> int:
 
 
 def own_numbers(num_samples: int) -> range:
-    """Of the samples that this rank's data has: uneven, and none on the last rank."""
+    """The numbers of the samples that this rank's data has: uneven, and none on the last rank."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     each = num_samples // last
     return range(rank * each, num_samples if rank == last - 1 else (rank + 1) * each) if rank < last else range(0)

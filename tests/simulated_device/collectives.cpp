@@ -49,7 +49,7 @@ struct LateCollectives::Task final : c10d::Work {
   }
   bool isSuccess() const override { return error == nullptr; }
   std::exception_ptr exception() const override { return error; }
-  /// On a GPU the stream would wait and the host go on. The one stream here is the host.
+  /// On a GPU the stream would wait, and the host would go on. Here the host is the one stream, so it waits.
   bool wait(std::chrono::milliseconds timeout) override {
     struct Counted {
       Counted() { ++Counters::instance().waits_begun; }
@@ -107,7 +107,7 @@ void LateCollectives::run_tasks() {
       const auto host_tensor = [](const at::Tensor& like) {
         return at::empty(like.sizes(), like.options().device(at::kCPU));
       };
-      const at::Tensor from = task->input, to = task->output;  // an abort lets the task's go
+      const at::Tensor from = task->input, to = task->output;  // an abort resets those of the task
       at::Tensor input = host_tensor(from), output = host_tensor(to);
       if (input.nbytes() > 0) std::memcpy(input.mutable_data_ptr(), memory_of(from), input.nbytes());
       task->run(input, output);

@@ -1,7 +1,7 @@
 // Collectives of device tensors that run late, on a thread of their own: as on the stream of a communicator.
 //
 // A collective reads its input when it runs, and not when it is launched. Until then its output is filled with 0xff. So
-// an output that is read without waiting, or an input that is overwritten before, shows as wrong numbers.
+// an output that is read without waiting, or an input that is overwritten too early, shows as wrong numbers.
 #pragma once
 
 #include <condition_variable>
@@ -14,7 +14,7 @@
 
 namespace simulated_device {
 
-/// Collectives launched from now on do not begin until this is called with false.
+/// With true, collectives that have not begun do not begin until this is called with false.
 void hold_collectives(bool held);
 
 /// Stages device memory through the hosts' own backend.

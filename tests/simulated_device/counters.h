@@ -15,11 +15,11 @@ namespace simulated_device {
 struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> collectives = 0;
-  /// The host's waits for collectives. Never reset: by these other threads see how far the one stream is.
+  /// The host's waits for collectives. Never reset: other threads see by them how far the one stream has come.
   std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
-  std::atomic<int64_t> packed_bytes = 0;  // read by the packing kernel, and as many written
+  std::atomic<int64_t> packed_bytes = 0;  // read by the packing kernel; it writes as many, or fewer where it adds
 
-  /// A copy to the device, by the thread that launches it and that thread's current device.
+  /// A copy to the device: the thread that launches it, and that thread's current device.
   void add_copy_to_device(int current_device) {
     const std::lock_guard lock(mutex_);
     copies_to_device_.emplace_back(::gettid(), current_device);

@@ -1,8 +1,8 @@
 // Torch's `privateuse1` device, simulated: allocator, guard, hooks and kernels.
 //
 // Every operation runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the fallback
-// copies and would break aliasing. What runs late: the collectives, as on a stream of their own (collectives.cpp), and
-// copies to the device on another stream than the default one, when a stream waits for an event behind them.
+// copies and would break aliasing. Two things run late: collectives, as on a stream of their own (collectives.cpp), and
+// copies to the device on a stream other than the default one, which run when a stream waits for an event behind them.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -70,7 +70,7 @@ class LateCopies {
     const std::lock_guard lock(mutex_);
     return num_launched_;
   }
-  /// The first `count` of all.
+  /// Runs what has not run yet of the first `count` that were launched.
   void run(int64_t count) {
     const std::lock_guard lock(mutex_);
     for (; num_launched_ - static_cast<int64_t>(waiting_.size()) < count; waiting_.pop_front()) waiting_.front()();
@@ -82,14 +82,14 @@ class LateCopies {
   int64_t num_launched_ = 0;
 };
 
-/// What an event is recorded behind.
+/// How much was launched before the event was recorded.
 struct Event {
   int64_t waits_begun = 0;
-  int64_t late_copies = 0;  // 0: it is on the default stream, behind none
+  int64_t late_copies = 0;  // 0: on the default stream, which has none
   std::chrono::steady_clock::time_point time = {};
 };
 
-/// 0: the default one.
+/// 0: the default stream.
 thread_local c10::StreamId current_stream = 0;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -116,8 +116,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
-  // Work of the default stream is done when its call returns: it is late copies alone that a stream waits for. Other
-  // threads may ask how far the default stream has come.
+  // Work on the default stream is done when its call returns, so a stream waits for late copies alone. Other threads
+  // may ask how far the default stream has come.
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
@@ -164,7 +164,7 @@ Hooks hooks;
   return true;
 }();
 
-/// A kernel of torch runs on copies of its tensors: these copies are not the program's.
+/// While a kernel of torch runs, which copies its tensors: these copies are not counted as the program's.
 thread_local bool inside_kernel = false;
 
 c10::DeviceIndex index_of(std::optional<c10::Device> device) {
@@ -289,10 +289,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool outermost = !std::exchange(inside_kernel, true);
   if (outermost) {
     const std::string& name = op.schema().name();
-    // As on a GPU, filling no numbers is no launch.
+    // As on a GPU, filling an empty tensor launches nothing.
     const bool fills_nothing = name == "aten::zero_" && stack->back().toTensor().numel() == 0;
     if (!fills_nothing) counters.add_launch(name);
-    // Its values, or how many there are, decide what the host does next.
+    // The host waits for these: what it does next depends on the result's values, or on how many there are.
     if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) counters.add_sync(name);
   }
   try {
@@ -320,7 +320,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view_as_real", &view_as_real);
   library.impl("view_as_complex", &view_as_complex);
 }
-// These bits are resolved by as_cpu; torch's own kernels for them would copy, and so come back here without end.
+// as_cpu resolves these bits. Torch's own kernels for them would copy, and so call this operation again without end.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 

@@ -1,4 +1,4 @@
-// knapformer's kernels on the simulated device: as they are, thread by thread, in kernels' memory.
+// Runs knapformer's own kernels on the simulated device, thread by thread, on the mapping of its memory for kernels.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

@@ -1,10 +1,10 @@
 // Memory of the simulated device: two mappings of the same pages. Tensors hold addresses of the first, which cannot be
 // read or written: host code that touches device memory ends the process. Kernels go through the second.
 //
-// Another process may map the pages as well, in the same two ways: as memory that devices read in each other.
+// Another process may map the pages in the same two ways: this simulates memory that devices access in each other.
 //
-// What is allocated or freed is filled with 0xff (a NaN, -1): a value that was never written, or not written yet,
-// shows.
+// Memory is filled with 0xff (a NaN, -1) when it is allocated and when it is freed: a value that was never written, or
+// not yet, shows.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -31,7 +31,7 @@ class DeviceMemory {
 
   /// The memory of this process's device, as others open it.
   std::string file() const;
-  /// Where an address of its device is, with the memory of another process mapped here.
+  /// The address here of what is at `offset` in another process's `file`, which is mapped if it is not yet.
   void* of_peer(const std::string& file, size_t offset);
   size_t offset_of(const void* address) const { return static_cast<const std::byte*>(address) - own_.base; }
 

@@ -1,4 +1,4 @@
-// The simulated device as a Python module: its counters, its collectives, and the switch that holds these back.
+// The simulated device as a Python module: its counters, its collectives, and the switch that holds collectives back.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 

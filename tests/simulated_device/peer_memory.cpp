@@ -1,7 +1,7 @@
 // Torch's symmetric memory on the simulated device: the ranks of a group map each other's pages.
 //
-// A barrier is on the one stream, which is the host: all that was launched before has run. It counts as a wait for a
-// collective, and as a launch by its own name.
+// A barrier runs on the one stream, which is the host, so all that was launched before it has run. It counts as a
+// collective, as a wait for one, and as a launch named "barrier".
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
@@ -25,7 +25,7 @@ using c10d::symmetric_memory::SymmetricMemory;
 using c10d::symmetric_memory::SymmetricMemoryAllocator;
 
 constexpr size_t kMaxRanks = 64;
-constexpr size_t kPadBytes = kMaxRanks * sizeof(uint32_t);  // before the memory: a signal of each rank
+constexpr size_t kPadBytes = kMaxRanks * sizeof(uint32_t);  // they lie before the memory: a signal from each rank
 
 std::runtime_error not_simulated() { return std::runtime_error("simulated device: not simulated"); }
 
@@ -34,7 +34,7 @@ class Memory final : public SymmetricMemory {
   Memory(int rank, std::vector<void*> pointers) : rank_(rank), pointers_(std::move(pointers)) {}
 
   std::vector<void*> get_buffer_ptrs() override { return pointers_; }
-  /// Each rank raises its signal at all others, and takes back those that it got.
+  /// Each rank raises its signal at all others, then waits for theirs and clears them.
   void barrier(int, size_t timeout_ms) override {
     Counters& counters = Counters::instance();
     counters.add_launch("barrier");
@@ -86,7 +86,7 @@ class PeerAllocator final : public SymmetricMemoryAllocator {
     std::memset(device.for_kernels(memory), 0, kPadBytes);
     return memory + kPadBytes;
   }
-  /// Not given back: where it is mapped, on a GPU it lives on.
+  /// Frees nothing: on a GPU, memory lives on where peers have it mapped.
   void free(void*) override {}
   size_t get_alloc_size(void*) override { throw not_simulated(); }
   c10::intrusive_ptr<SymmetricMemory> rendezvous(void* memory, const std::optional<std::string>& name) override {

@@ -9,14 +9,14 @@
 namespace knapformer {
 namespace {
 
-// Of each announced call the store holds what the first rank said (its number, a space, the text), and how many ranks
+// For each announced call the store holds what the first rank said (its number, a space, the text), and how many ranks
 // have come.
 constexpr const char* kFields = "fields";
 constexpr const char* kGradients = "gradients";              // of the first rank with rows
-constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: counts where none has any
+constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: used where none has any
 constexpr const char* kNumCome = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
-constexpr const char* kNumGone = "num_gone";              // of the group's ranks, whose objects have ended
+constexpr const char* kNumGone = "num_gone";              // how many ranks' objects have ended
 
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
 
@@ -30,7 +30,7 @@ Said parse_said(const std::string& value) {
   return {.rank = std::stoi(value.substr(0, space)), .text = value.substr(space + 1)};
 }
 
-/// What the first rank said under this key, which may be this one.
+/// What the first rank said under this key. The first rank may be this one.
 Said say_first(c10d::Store& store, const std::string& key, int32_t rank, const std::string& value) {
   const std::string own = text(rank, ' ', value);
   const std::string first = store.compareSet(key, "", own);
@@ -52,7 +52,7 @@ std::string value_of(const std::string& name, const std::string& fields) {
   return found == std::string::npos ? "none" : lines.substr(begin, lines.find('\n', begin) - begin);
 }
 
-/// Two lines for each tensor, of which the last lines of `fields` are.
+/// Two lines for each tensor. The last lines of `fields` are the tensors'.
 std::string gradient_lines(const std::string& fields, const std::string& gradients) {
   const std::vector<std::string> names = names_of(fields);
   const size_t first_tensor = names.size() - gradients.size();
@@ -78,7 +78,7 @@ CallFingerprints::~CallFingerprints() {
     if (store_->add(kNumGone, 1) < place_.num_ranks) return;
     for (const char* name : {kLastAnnounced, kNumGone}) store_->deleteKey(name);
     erase_call(last_announced_);
-    erase_call(num_calls_);  // which not all ranks came to
+    erase_call(num_calls_);  // a call that not all ranks came to
   } catch (...) {            // NOLINT: a store that is gone
   }
 }

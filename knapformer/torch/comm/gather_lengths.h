@@ -21,10 +21,10 @@
 
 namespace knapformer {
 
-/// In place of a number of pairs: that of the balancer's mask.
+/// In place of a number of pairs: the number that the balancer's own mask leaves.
 constexpr int64_t kDefaultPairs = -1;
 
-/// What a rank has besides lengths to say: whether its data goes on.
+/// Whether a rank's data goes on: sent beside its lengths.
 enum class DataStatus : int64_t { kActive, kEnded, kFailed };
 
 /// What a rank measured of an earlier step.
@@ -33,18 +33,18 @@ struct ObservedStep {
   double seconds = 0;
 };
 
-/// What a sample is in bytes, where samples move (torch/sample_exchange.h).
+/// The size of a sample in bytes, where samples move (torch/sample_exchange.h).
 struct SampleBytes {
   int64_t fixed = 0, per_token = 0;
 };
 
-/// What ranks said: all of them, or one before it is gathered.
+/// What all ranks sent; before the gather, what one rank sends.
 struct GatheredLengths {
   SequenceLengths lengths;
-  /// Of each sequence the (query, key) pairs that its mask leaves; kDefaultPairs where its rank said none. Empty where
-  /// no rank did.
+  /// For each sequence, how many (query, key) pairs its mask leaves; kDefaultPairs where its rank sent none. Empty
+  /// where no rank sent any.
   std::vector<int64_t> attention_pairs = {};
-  std::vector<double> work = {};               // of each sequence, as given (PlanInput::give_work); empty: none is
+  std::vector<double> work = {};               // of each sequence, as given (PlanInput::give_work); empty: not given
   std::vector<SampleBytes> sample_bytes = {};  // of each sequence; empty where no samples move
   std::vector<DataStatus> statuses = {};       // one a rank
   std::vector<ObservedStep> observed = {};     // one a rank
@@ -52,25 +52,25 @@ struct GatheredLengths {
 
 class LengthGatherer {
  public:
-  /// Of all ranks.
+  /// `group`: of all ranks.
   explicit LengthGatherer(std::shared_ptr<CommGroup> group);
 
   /// A gather in flight: start it for the next step while this one computes.
   struct Pending {
-    GatheredLengths said;  // by this rank
+    GatheredLengths said;  // what this rank sends
     int64_t d_model = 0;
     at::Tensor own = {}, gathered = {};
     WorkPtr work = {};
   };
 
-  /// Collective over the group, also for ranks without sequences. `own`: of this rank alone; d_model: width of the
+  /// Collective over the group, also for ranks without sequences. `own`: what this rank sends; d_model: width of the
   /// blocks, on which ranks must agree.
   Pending start(GatheredLengths own, int64_t d_model);
-  /// Waits; on any thread, as it starts nothing. Returns nothing where some rank's lengths did not fit. Throws on every
-  /// rank alike where ranks disagree (on the width, and whether work is given), and on this one where `stop` asks for
-  /// it.
+  /// Waits for the gather. Any thread may call it, as it starts no collective. Returns nothing where some rank's
+  /// lengths did not fit. Throws on every rank alike where ranks disagree (on the width, or on whether work is given),
+  /// and on this rank alone where `stop` asks for it.
   std::optional<GatheredLengths> wait(const Pending& pending, const std::stop_token& stop = {}) const;
-  /// Waits, and gathers once more where lengths did not fit: collective then.
+  /// Waits, and where lengths did not fit gathers once more, which is collective.
   GatheredLengths finish(Pending pending);
 
  private:

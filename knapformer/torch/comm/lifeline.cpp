@@ -67,7 +67,7 @@ std::string own_address(const std::string& to_host) {
   return "127.0.0.1";
 }
 
-/// -1 where it cannot be. `port`: that it listens on.
+/// The listening socket, or -1 where there can be none. Sets `port` to the one that it listens on.
 int listen_at(const std::string& host, std::string& port) {
   const AddressList list(host.c_str(), "0", SOCK_STREAM, AI_NUMERICHOST);
   if (list.first == nullptr) return -1;
@@ -134,7 +134,7 @@ void Lifeline::run() {
   for (;;) {
     std::vector<pollfd> fds = {{.fd = wake_, .events = POLLIN, .revents = 0},
                                {.fd = listener_, .events = POLLIN, .revents = 0},
-                               {.fd = to_next_, .events = POLLIN, .revents = 0}};  // poll skips those below 0
+                               {.fd = to_next_, .events = POLLIN, .revents = 0}};  // poll skips descriptors below 0
     if (::poll(fds.data(), fds.size(), -1) < 0) {
       if (errno == EINTR) continue;
       return;

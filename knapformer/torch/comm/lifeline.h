@@ -1,10 +1,10 @@
 // A lifeline: how ranks learn that the process of one of them is gone.
 //
 // A rank that is killed says nothing, and ranks that wait for it in the store see no transport fail. So each rank of a
-// balancer holds a connection to the next one, the last to the first. The system closes it where that process ends,
-// however it ends; on a process that is stopped, or busy, it stays open, and nothing has to answer: a rank that goes on
-// after any time was never gone. Where a whole host vanishes, the system's keep-alive probes find out within 10 s. A
-// rank that leaves says goodbye first.
+// balancer holds a connection to the next rank, the last one to the first. The system closes the connection when that
+// process ends, however it ends. While the process is stopped or busy the connection stays open, and needs no answer: a
+// rank that goes on after any time never counts as gone. Where a whole host vanishes, the system's keep-alive probes
+// find out within 10 s. A rank that leaves says goodbye first.
 //
 // Nothing travels but a number at the start and a byte at the end; one thread sleeps in poll(). Where ranks cannot
 // reach each other this way (a firewall) there are no lifelines, and a killed rank is noticed at the group's timeout.
@@ -26,11 +26,11 @@ class Lifeline {
   /// Listens, and leaves its address in the store. on_end(rank): that rank's process ended without a goodbye; called on
   /// the lifeline's thread, once at most.
   Lifeline(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks, std::function<void(int32_t)> on_end);
-  /// After all ranks have made theirs: connects to the next one, and starts the thread.
+  /// After all ranks have made theirs: connects to the next rank, and starts the thread.
   void connect();
   /// After all ranks have connected: takes the address out of the store.
   void withdraw_address();
-  /// Says goodbye. Not in a process that was forked from the one that made it.
+  /// Says goodbye, except in a process that was forked from the one that made it.
   ~Lifeline();
   Lifeline(const Lifeline&) = delete;
   Lifeline& operator=(const Lifeline&) = delete;
@@ -45,7 +45,7 @@ class Lifeline {
   int32_t rank_, next_;
   std::function<void(int32_t)> on_end_;
   pid_t process_;
-  uint64_t number_ = 0, next_number_ = 0;  // by which one knows that a connection reaches the other's lifeline
+  uint64_t number_ = 0, next_number_ = 0;  // proof that a connection reaches the right lifeline
   int listener_ = -1, to_next_ = -1, wake_ = -1;
   bool is_known_ = false;           // the next rank has sent its number
   std::vector<int> from_previous_;  // connections to this rank

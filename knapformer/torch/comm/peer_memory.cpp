@@ -12,8 +12,9 @@ namespace {
 
 namespace symmetric_memory = c10d::symmetric_memory;
 
-constexpr int kChannel = 0;  // of the barriers: one comes after another
-/// The kept part, in landing parts: room for the results that are held at a time where blocks are checkpointed.
+constexpr int kChannel = 0;  // for all barriers, which come one after another
+/// The size of the kept part in landing parts: room for the results that are held at one time where blocks are
+/// checkpointed.
 constexpr int64_t kKept = 3;
 
 int64_t aligned(int64_t num_bytes) {
@@ -60,7 +61,7 @@ std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device
   std::shared_ptr<Region> region = take_free(need, device);
   if (!region) {
     region = std::make_shared<Region>();
-    // Steps differ: room for a longer one.
+    // With room for a longer step, as steps differ.
     region->room = {.num_words = need.num_words, .landing_bytes = aligned(need.landing_bytes + need.landing_bytes / 4)};
     const int64_t num_bytes = region->kept_at() + kKept * region->room.landing_bytes;
     region->memory =

@@ -1,7 +1,8 @@
-// Memory that the ranks of a group write in each other: torch's symmetric memory, over NVLink on GPUs.
+// Peer memory: each rank of a group writes into the memory of the others. It is torch's symmetric memory, over NVLink
+// on GPUs.
 //
-// In place of an all-to-all, a rank writes what it sends straight to where it belongs in the memory of each peer. Only
-// the receiver knows where that is, so it says so, in words that the peers' kernels read:
+// In place of an all-to-all, a rank writes its rows straight to their place in the memory of each peer. Only the
+// receiver knows that place, so it publishes the offsets, in words that the peers' kernels read:
 //
 //   region of a rank = | words: where each slot of each sender lands | landing | kept |
 //
@@ -10,11 +11,11 @@
 //   finish   barrier: all ranks have written
 //
 // Results stay in the kept part for as long as somebody holds them. Where it has no room, peers write to the landing
-// part, and the results are copied from there: the receiver decides alone, exchange by exchange, as nobody else needs
-// to know. What peers may still write is written before the second barrier, and what this rank still reads is read
-// before the first of the next exchange: so a region serves any number of exchanges, one after another; each that is in
-// flight beside others has its own. The ranks of a group start and finish their exchanges in one order, so they choose
-// the same regions without a word.
+// part, and the results are copied from there: the receiver decides this alone, for each exchange, as its peers need
+// not know. Peers write nothing after the second barrier, and this rank reads nothing of the landing part after the
+// first barrier of the next exchange. So a region serves any number of exchanges one after another, and exchanges that
+// are in flight at the same time have a region each. The ranks of a group start and finish their exchanges in one
+// order, so they choose the same regions without communication.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +37,7 @@ namespace knapformer {
 /// Thread-safe.
 class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
  public:
-  /// group: the name that torch knows a process group by; all its ranks make one. timeout: of a barrier.
+  /// group: torch's name of a process group, all of whose ranks make a PeerMemory. timeout: of a barrier.
   PeerMemory(std::string group, std::chrono::milliseconds timeout) : group_(std::move(group)), timeout_(timeout) {}
 
   /// Whether torch has symmetric memory for such devices.
@@ -47,7 +48,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     int64_t num_words = 0;
     int64_t landing_bytes = 0;
   };
-  /// What parts of a region begin at a multiple of.
+  /// Parts of a region begin at multiples of this many bytes.
   static constexpr int64_t kAlignment = 16;
 
  private:
@@ -62,11 +63,11 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     int64_t kept_at() const { return landing_at() + room.landing_bytes; }
 
     std::mutex mutex;
-    std::map<int64_t, int64_t> kept = {};  // bytes by offset, of places that somebody holds
+    std::map<int64_t, int64_t> kept = {};  // sizes by offset, of places that somebody holds
   };
 
  public:
-  /// Of the kept part, for as long as it lives.
+  /// A place in the kept part, reserved for as long as this object lives.
   class Place {
    public:
     Place(std::shared_ptr<Region> region, int64_t offset) : region_(std::move(region)), offset_(offset) {}
@@ -74,7 +75,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
 
-    /// In the region.
+    /// Bytes from the beginning of the region.
     int64_t offset() const { return offset_; }
 
    private:
@@ -91,22 +92,23 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
 
-    /// This rank's, of bytes.
+    /// This rank's memory of the region, as bytes.
     const at::Tensor& memory() const { return region_->memory; }
     /// Where the landing part begins in it.
     int64_t landing_at() const { return region_->landing_at(); }
-    /// Null: there is no room.
+    /// Reserves a place in the kept part. Null where there is no room.
     std::shared_ptr<Place> keep(int64_t num_bytes);
-    /// Says where senders write: offsets in this rank's memory. Without waiting.
+    /// Publishes where senders write: offsets in this rank's memory. Does not wait.
     void set_words(const std::vector<int64_t>& words);
 
     /// A peer's memory, for kernels of this rank.
     std::byte* of_peer(int32_t peer) const { return region_->of_peers[static_cast<size_t>(peer)]; }
-    /// Where a word of a peer lies, for kernels of this rank: behind the first barrier.
+    /// Where a word of a peer lies, for kernels of this rank that run after the first barrier.
     const std::byte* word_of_peer(int32_t peer, int64_t word) const {
       return of_peer(peer) + word * static_cast<int64_t>(sizeof(int64_t));
     }
-    /// Behind it on the present stream all ranks have done what they launched before theirs. Collective.
+    /// What the current stream runs after this barrier begins when all ranks have done what they launched before
+    /// theirs. Collective.
     void barrier();
 
    private:
@@ -114,13 +116,14 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     std::shared_ptr<Region> region_;
   };
 
-  /// Collective; waits for the others, and for the device, where no region is free that is large enough: after
-  /// meet(number of the new region), by which all ranks know that all come.
+  /// Takes the first free region. Where none is free or it is too small, makes a new one: this is collective, and waits
+  /// for the other ranks and for the device. It calls meet(number of the new region) first, by which all ranks know
+  /// that all come.
   std::unique_ptr<Lease> take(Need need, at::Device device, const std::function<void(int64_t)>& meet);
 
  private:
   std::shared_ptr<Region> take_free(Need need, at::Device device);
-  /// Orders what this rank does on another stream than before behind all that it did there.
+  /// Where the current stream is not that of the last exchange, makes it wait for all work on that one.
   void follow_stream(at::Device device);
 
   std::string group_;

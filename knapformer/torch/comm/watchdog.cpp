@@ -15,7 +15,7 @@ namespace {
 constexpr std::chrono::milliseconds kFirstLook{200}, kMaxPatience{1000};
 constexpr int32_t kMaxNamed = 8;  // ranks in a message
 constexpr const char* kPositionNote = "position";
-constexpr const char* kLeftNote = "left";  // like a position
+constexpr const char* kLeftNote = "left";  // in the form of a position
 constexpr const char* kNumLeftKey = "num_left";
 constexpr const char* kErrorKey = "error";
 constexpr char kArgument = 'A', kState = 'S';
@@ -45,7 +45,7 @@ void Watchdog::post_end_of(int32_t rank) noexcept {
       if (!first_error_.empty()) return;
     }
     store_->compareSet(kErrorKey, "", kState + message);
-  } catch (...) {  // NOLINT: a store that is gone: those that wait notice
+  } catch (...) {  // NOLINT: a store that is gone: ranks that wait notice
   }
 }
 
@@ -78,7 +78,7 @@ void Watchdog::check_usable() {
 
 /// A store that fails has most likely ended with the process that serves it.
 void Watchdog::throw_store_lost(const std::exception& error) {
-  std::this_thread::sleep_for(std::chrono::seconds(1));  // the lifeline may hear of it a moment later, and know more
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // the lifeline may notice a moment later, and know more
   const std::lock_guard lock(mutex_);
   const std::string reason = error.what();
   const std::string message =
@@ -142,7 +142,7 @@ void Watchdog::check_ranks_left() {
       const int32_t rank = here->place().number_of(j);
       const std::optional<Position> last = position_of(rank, kLeftNote);
       if (!last || last->counts[i] >= here->num_calls_begun()) continue;
-      check_errors();  // where it has raised it said so before it left, maybe in the middle of this look
+      check_errors();  // a rank that raises posts that before it leaves, maybe in the middle of this look
       throw StateError(text("rank ", rank,
                             ": has left (its balancer or its process has ended), expected it in the call ",
                             "that rank ", rank_, " waits in"));
@@ -205,7 +205,7 @@ void Watchdog::wait(std::string_view label, const Poll& poll, bool in_background
   if (!shown) return;
   try {
     show(position(""));
-  } catch (const std::exception&) {  // NOLINT: messages alone need what it shows
+  } catch (const std::exception&) {  // NOLINT: only messages need the position
   }
 }
 

@@ -2,17 +2,17 @@
 //
 // A rank that raises leaves its peers waiting in a collective that it will not join. Without this they would wait for
 // the group's timeout and learn nothing. So a rank that raises first posts its message in the group's store (the error
-// store). A rank that has waited for a moment looks there; for a call that others announced and this rank took for
-// another (fingerprint.h); and for calls in another order. A balancer has two groups, its own and the bag's, so ranks
-// may wait for each other crosswise. Each rank counts the calls that it has come to in either group. Of two ranks of a
-// bag that call in the same order, one is behind the other in no group. A rank that is ahead in one group and behind in
-// the other has called in another order. Counts that are out of date tell it too.
+// store). A rank that has waited for a moment looks for three things: a posted error; a call that others announced and
+// this rank took for another (fingerprint.h); and calls in another order. A balancer has two groups, its own and the
+// bag's, so ranks may wait for each other crosswise. Each rank counts the calls that it has come to in either group. If
+// two ranks of a bag call in the same order, one of them is at least as far as the other in both groups. So a rank that
+// is ahead in one group and behind in the other has called in another order. Counts that are out of date show it, too.
 //
-// A rank that leaves, because its balancer or its process ends, says to how many calls it came: whoever waits in a
-// later one raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
+// A rank that leaves, because its balancer or its process ends, says how many calls it has come to: a rank that waits
+// in a later call raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
 //
-// A step without errors and long waits does not ask the store. Where the host runs ahead of an accelerator, a thread of
-// its own looks (patrol.h).
+// A step without errors and long waits does not ask the store. Where the host runs ahead of an accelerator, a separate
+// thread looks (patrol.h).
 #pragma once
 
 #include <unistd.h>
@@ -36,7 +36,8 @@
 
 namespace knapformer {
 
-/// This rank in a group whose ranks have consecutive numbers in a larger one, by which messages name them.
+/// This rank's place in a group. The group's ranks have consecutive numbers in a larger group, and messages name them
+/// by these numbers.
 struct RankInGroup {
   int32_t rank = 0, num_ranks = 1;
   int32_t first_number = 0;
@@ -54,7 +55,7 @@ class WatchedGroup {
   /// Throws where others announced a call that this rank took for another.
   virtual void check_announcements() = 0;
   const RankInGroup& place() const { return place_; }
-  /// Calls that this rank has come to, with the one that it is in.
+  /// Calls that this rank has come to, including the one that it is in.
   int64_t num_calls_begun() const { return *num_calls_begun_; }
 
  protected:
@@ -64,36 +65,36 @@ class WatchedGroup {
   std::shared_ptr<std::atomic<int64_t>> num_calls_begun_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
-/// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. Errors and notes
-/// are thread-safe.
+/// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. The methods for
+/// errors and notes are thread-safe.
 class Watchdog {
  public:
   /// The note that says why this rank will raise later. It stays until the last rank has left, as ranks that lag behind
-  /// read it then.
+  /// may still read it.
   static constexpr const char* kFailureNote = "failure";
 
-  /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that leaves unsaid
-  /// when this rank leaves.
+  /// `store`: shared by all ranks, with keys of this balancer alone. num_ranks: 0 for a watchdog that does not say when
+  /// this rank leaves.
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks = 0)
       : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), process_(::getpid()) {}
   ~Watchdog() { leave(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// Three steps by which ranks hold on to each other; between one and the next all ranks have come by.
+  /// Three steps that connect all ranks' lifelines. Between two of them, all ranks must have done the first.
   void make_lifeline();
   void connect_lifeline() { lifeline_->connect(); }
   void withdraw_lifeline_address() { lifeline_->withdraw_address(); }
-  /// Tells the other ranks that this one will come to no more calls. The last to leave takes the balancer's keys out of
-  /// the store.
-  /// at_end: the process ends, and perhaps the store with it: rank 0 gives the others a second to leave, too.
+  /// Tells the other ranks that this one will come to no more calls. The last rank to leave removes the balancer's keys
+  /// from the store. at_end: the process ends, and perhaps the store with it. Then rank 0 waits up to a second for the
+  /// others to leave, too.
   void leave(bool at_end = false) noexcept;
 
   /// Tells the other ranks of an error of this one. Never throws: there is an error to raise already.
   void post(const std::exception& error) noexcept;
-  /// The same, of a rank whose process has ended.
+  /// The same, about a rank whose process has ended.
   void post_end_of(int32_t rank) noexcept;
-  /// Throws what another rank posted, as that rank's kind of error and with its name. Asks the store.
+  /// Throws what another rank posted: an error of the same kind, which names that rank. Asks the store.
   void check_errors();
   /// Throws StateError where this rank has posted or found an error before. Does not ask the store.
   void check_usable();
@@ -110,21 +111,23 @@ class Watchdog {
     }
   }
 
-  /// A note of this rank for the others: in which call it waits, or kFailureNote.
+  /// Leaves a note for the other ranks: the position of this one, or kFailureNote.
   void leave_note(std::string_view name, const std::string& note);
   /// Nothing where `rank` has left none.
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
 
-  /// First the balancer's group, then the bag's where that is another. abort: ends its collectives in flight.
+  /// Watches a group: first the balancer's, then the bag's where that is another one. abort: ends the group's
+  /// collectives in flight.
   void watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort = {});
-  /// An accelerator was given a collective that no call waits for: looks from now on while it is in flight.
+  /// To be called when an accelerator was given a collective that no call waits for. From now on a thread looks while
+  /// it is in flight.
   void device_works(Patrol::Mark mark);
-  /// Waits in `label` ("route(x)") until poll returns true, and looks each time it does not; throws what it sees. poll
-  /// gets the time that it may take itself: longer each time, up to a second. in_background: on a thread beside the one
-  /// that makes the calls, which knows nothing of their order.
+  /// Waits in `label` ("route(x)") until poll returns true. Each time poll returns false, looks, and throws what it
+  /// finds. poll is given the time that it may take: longer each time, up to a second. in_background: this is not the
+  /// thread that makes the calls, so their order is not checked.
   using Poll = std::function<bool(std::chrono::milliseconds)>;
   void wait(std::string_view label, const Poll& poll, bool in_background = false);
-  /// Throws what other ranks have posted and announced.
+  /// Throws where another rank has posted an error, announced another call, or left. Asks the store.
   void look();
   /// The ranks that have not come as far as this one: "rank 1 (in route), rank 3 (in no call)". For messages: it asks
   /// the store for each rank.
@@ -135,7 +138,7 @@ class Watchdog {
   /// Where a rank is, as others see it in the store.
   struct Position {
     std::array<int64_t, kMaxGroups> counts = {};  // calls begun, by group
-    std::string call;                             // that the rank waits in; empty: in none
+    std::string call;                             // the one that the rank waits in; empty: none
   };
   std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
   Position position(const std::string& call) const;
@@ -149,11 +152,11 @@ class Watchdog {
   int32_t rank_ = 0, num_ranks_ = 0;
   pid_t process_;
   std::mutex mutex_;
-  std::string first_error_;  // that this rank knows of; empty: none
-  std::string ended_;        // which rank's process has; empty: none
+  std::string first_error_;  // the first that this rank knows of; empty: none
+  std::string ended_;        // the message where a rank's process has ended; empty: none has
   bool has_left_ = false;
   std::vector<std::weak_ptr<WatchedGroup>> groups_;
-  std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of these
+  std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of groups_
   std::vector<std::function<void()>> aborts_;
   // The last members: their threads end first.
   std::unique_ptr<Lifeline> lifeline_;

@@ -11,8 +11,8 @@
 namespace knapformer {
 namespace {
 
-/// Rows dense in themselves, so that a row is one run of bytes; what lies between rows does not matter (a view into a
-/// fused q, k, v projection travels without a copy).
+/// The tensor, or a copy of it, in which each row is one run of bytes. Gaps between rows do not matter: a view into a
+/// fused q, k, v projection travels without a copy.
 at::Tensor with_dense_rows(const at::Tensor& tensor) {
   at::Tensor plain = tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
   int64_t expected = 1;
@@ -32,8 +32,8 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 /// The widest word that divides a number of bytes.
 int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
 
-/// Bytes that can land at a rank, where ExchangeCall::bounds_bytes: by the most rows that any rank has, so that all
-/// ranks know it without each other's tables.
+/// The most bytes that can land at a rank, where ExchangeCall::bounds_bytes. It follows from the most rows that any
+/// rank has, so all ranks know it without each other's tables.
 int64_t max_landing_bytes(std::span<const Segment> segments) {
   const int32_t num_peers = segments[0].send.num_peers(), this_peer = segments[0].send.this_peer();
   std::vector<int64_t> from_peer(static_cast<size_t>(num_peers), 0);  // this rank's own rows included
@@ -49,7 +49,8 @@ int64_t max_landing_bytes(std::span<const Segment> segments) {
       for (const Slot& slot : segment.slots) bytes += shared.wire_bytes(slot, peer);
       row_bytes = std::max(row_bytes, bytes);
     }
-    // Of all segments together a rank has at most max_rows, so of those that it shares with a peer the widest counts.
+    // A rank has at most max_rows rows in all segments together, so of the segments that it shares with a peer the one
+    // with the widest rows counts.
     for (int32_t peer = 0; peer < num_peers; ++peer) {
       int64_t& bytes = from_peer[static_cast<size_t>(peer)];
       if (peer / degree == this_peer / degree) bytes = std::max(bytes, shared.max_rows() * row_bytes);
@@ -58,11 +59,11 @@ int64_t max_landing_bytes(std::span<const Segment> segments) {
     sums |= std::ranges::any_of(segment.slots, [&](const Slot& slot) { return segment.sums(slot); });
   }
   const int64_t all = std::reduce(from_peer.begin(), from_peer.end());
-  // What adds up lands beside the outputs.
+  // Rows that add up land beside the outputs.
   return (sums ? 2 : 1) * all + num_tensors * (num_peers + 1) * PeerMemory::kAlignment;
 }
 
-/// What the tables say, against what the arguments say of them.
+/// Checks that the tables say what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
   const int32_t num_peers = first.send.num_peers(), index = sharing.index_in_group;
   const int32_t first_sharer = segment.send.this_peer() - index;
@@ -212,7 +213,7 @@ void ExchangeCall::use_peer_memory(CommGroup& group) {
   const PeerMemory::Need need{.num_words = num_peers() * num_slots_, .landing_bytes = max_landing_bytes(segments_)};
   lease_ = group.take_peer_memory(need, device_, label_);
   wire_ = lease_->memory();
-  // What several ranks send of one row is added in this order, as by an all-to-all.
+  // Values that several ranks send for one row are added in this order, as in an exchange by all-to-all.
   add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
   for (int32_t peer = 0; peer < num_peers(); ++peer) {
     if (peer == this_peer()) continue;
@@ -234,7 +235,7 @@ void ExchangeCall::use_peer_memory(CommGroup& group) {
   std::vector<at::Tensor> landing;
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto* const begin = static_cast<std::byte*>(wire_.mutable_data_ptr()) + first_byte + offsets[i];
-    // The tensor holds its place, or the memory that it is a part of.
+    // The tensor keeps its place, or the memory that it is a part of, alive.
     const auto release = [kept, memory = wire_](void*) {};
     landing.push_back(at::from_blob(begin, outputs[i].shape, release, outputs[i].options, device_));
   }
@@ -245,7 +246,7 @@ void ExchangeCall::use_peer_memory(CommGroup& group) {
     allocate_outputs();
   }
 
-  int64_t next_byte = lease_->landing_at() + (kept ? 0 : num_bytes);  // of what adds up
+  int64_t next_byte = lease_->landing_at() + (kept ? 0 : num_bytes);  // for rows that add up
   words_.assign(static_cast<size_t>(need.num_words), 0);
   for (const WireBlock& block : received_blocks_) {
     if (block.peer == this_peer()) continue;

@@ -1,17 +1,20 @@
-// One exchange, resolved: which bytes of which rows meet which peer.
+// One exchange, resolved: which bytes of which rows travel to and from which peer.
 //
 // One buffer holds what the all-to-all sends and what it receives. This rank's own rows lie between the two, as the
-// last of those sent and the first of those received, so an engine may bring them there, and they need no copy further:
+// last of the rows sent and the first of the rows received. So an engine may pack them there, and need not copy them
+// from one part to the other:
 //
 //   bytes of the buffer = | sent to others, by peer | own | received from others, by peer |
 //   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
 //   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
 //
-// Where the ranks of a group write in each other's memory (peer_memory.h), there is no buffer: a row goes from the
-// input of one rank to the output of another, and waits beside it only where several add up.
+// Where the ranks of a group write into each other's memory (peer_memory.h), there is no buffer: a row goes from the
+// input of one rank to the output of another. It lands beside the output where several rows add up, or where the region
+// has no room to keep the output.
 //
-// The columns of a slot begin at a multiple of its word, and a segment's rows of a peer at one of 16 bytes, by padding:
-// so one narrow feature does not make the wide ones beside it move byte by byte, neither here nor in the transport.
+// By padding, the columns of a slot begin at a multiple of the slot's word, and a segment's rows of a peer at a
+// multiple of 16 bytes. So one narrow feature does not make the wide features beside it move byte by byte, neither here
+// nor in the transport.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,27 +32,27 @@
 
 namespace knapformer {
 
-/// Bytes of a tensor's row, from its first.
+/// Consecutive bytes of a tensor's row, counted from the row's first byte.
 struct ColumnRun {
   int64_t first_byte = 0;
   int64_t num_bytes = 0;
 };
 
-/// The widest word that rows are moved by, and what the parts of the buffer are aligned to.
+/// The widest word that rows are moved by, and the alignment of the buffer's parts.
 constexpr int64_t kMaxWordBytes = 16;
 
 constexpr int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
 /// A tensor of a segment.
 struct Slot {
-  at::Tensor input;  // rows are dense in themselves; between them input.stride(0)
+  at::Tensor input;  // each row is dense; rows are input.stride(0) apart
   std::vector<int64_t> output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
-  at::Tensor landing = {};             // by peer memory: where peers write of it, the output itself or beside it
-  at::Tensor sum = {};                 // of what add_block added, which becomes the output (duplicates.h)
-  const HeadShares* shares = nullptr;  // of its role; null: all columns meet every peer
+  at::Tensor landing = {};             // by peer memory: where peers write, the output itself or beside it
+  at::Tensor sum = {};                 // what add_block has added up, which becomes the output (duplicates.h)
+  const HeadShares* shares = nullptr;  // by its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
-  int64_t input_row_bytes = 0;         // of all columns, as the next
+  int64_t input_row_bytes = 0;         // all columns, as in the next
   int64_t output_row_bytes = 0;
   int64_t input_stride_bytes = 0;  // between rows
   int64_t word_bytes = 1;          // the widest word that divides its rows or heads: the same on all ranks
@@ -60,19 +63,20 @@ struct SegmentEnd : PackedEndView {
   HeadSharing::End kind;  // kSend or kRecv
   HeadSharing sharing;
 
-  /// Of the slot's tensor at this end.
+  /// Bytes of a row of the slot's tensor at this end.
   int64_t row_bytes(const Slot& slot) const {
     return kind == HeadSharing::kSend ? slot.input_row_bytes : slot.output_row_bytes;
   }
-  /// The heads of a slot that meet `peer` here; null: all columns meet it.
+  /// How the peers share a slot's heads at this end; null: all columns meet every peer.
   const HeadShares* shares_of(const Slot& slot) const { return heads_shared() ? slot.shares : nullptr; }
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
-  /// visit(slot, the byte of a row on the wire where its columns begin). Returns the bytes of a row of all slots.
+  /// visit(slot, the byte of a row on the wire where the slot's columns begin). Returns the bytes of a row with all
+  /// slots.
   template <class Slots, class Visit>
   int64_t for_each_slot(Slots& slots, int32_t peer, Visit visit) const;
-  /// The runs of columns that meet `peer` here.
+  /// visit(run) for each run of columns that meets `peer` here.
   template <class Visit>
   void for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const;
 };
@@ -82,7 +86,7 @@ struct Segment {
   SegmentEnd recv;
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
-  int64_t first_slot = 0;  // number of the first among those of all segments
+  int64_t first_slot = 0;  // number of its first slot among those of all segments
 
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
   bool sums(const Slot& slot) const {
@@ -103,43 +107,44 @@ struct WireBlock {
 
 class ExchangeCall {
  public:
-  /// Throws ArgumentError where the tensors do not fit the tables. Next comes allocate_wire, or use_peer_memory.
+  /// Throws ArgumentError where the tensors do not fit the tables. The next call is allocate_wire or use_peer_memory.
   explicit ExchangeCall(const ExchangeArguments& arguments);
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   /// Lays out and allocates the buffer.
   void allocate_wire();
-  /// Whether all ranks know how many bytes each of them can have to send: where heads are shared. The same on all.
+  /// Whether all ranks know the most bytes that can land at any of them, which is so where heads are shared. The same
+  /// on all ranks.
   bool bounds_bytes() const;
-  /// In place of allocate_wire and allocate_outputs, where it bounds bytes: says to the peers where they write.
-  /// Collective.
+  /// In place of allocate_wire and allocate_outputs, where bounds_bytes(): tells the peers where to write. Collective.
   void use_peer_memory(CommGroup& group);
-  /// Null: it has a buffer.
+  /// Null where the call has a buffer.
   PeerMemory::Lease* peer_memory() const { return lease_.get(); }
   /// By peer memory: bytes that this rank writes to its peers.
   int64_t num_bytes_written() const;
-  /// Where a slot begins at a peer, for kernels of this rank, and where the offset stands that the peer adds to it.
+  /// For kernels of this rank: where a peer's memory begins, and the address of the word by which the peer says at
+  /// which offset of it a slot of this rank lands.
   const std::byte* base_at(int32_t peer) const { return lease_->of_peer(peer); }
   const std::byte* offset_at(int32_t peer, int64_t slot) const {
     return lease_->word_of_peer(peer, this_peer() * num_slots_ + slot);
   }
-  /// Where a peer wrote what adds up with that of others: the rows of a slot (by its number), dense.
+  /// Where a peer wrote the rows of a slot (by its number) that add up with those of other peers. They are dense.
   const std::byte* landed_from(int32_t peer, int64_t slot) const {
     return wire_bytes_at(words_[static_cast<size_t>(peer * num_slots_ + slot)]);
   }
 
   void allocate_outputs();
-  /// Of outputs that are joined, the rows that do not travel: copied by unpack. Before it.
+  /// Sets the rows of joined outputs that do not travel. Call it before unpack, which copies them.
   void set_local(const std::vector<at::Tensor>& local);
   struct LocalRows {
-    at::Tensor from;  // rows are dense in themselves
+    at::Tensor from;  // each row is dense
     at::Tensor to;
     int64_t row_bytes = 0;
   };
-  /// After allocate_outputs.
+  /// To be called once outputs are allocated.
   std::vector<LocalRows> local_rows() const;
-  /// Of an exchange that is unpacked.
+  /// The outputs, once the exchange is unpacked.
   std::vector<at::Tensor> outputs() const;
 
   std::span<Segment> segments() { return segments_; }
@@ -151,14 +156,14 @@ class ExchangeCall {
 
   /// The buffer, or this rank's region of peer memory: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
-  /// Where a block of others lies, for kernels.
+  /// Where a block of another rank lies, for kernels.
   const std::byte* sent_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
   const std::byte* received_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
 
-  /// What the all-to-all sends and receives, and its splits. What a rank sends to itself does not enter it: 0.
+  /// What the all-to-all sends and receives, and its splits. A rank's rows for itself are not in it: their split is 0.
   at::Tensor sent() const { return wire_.as_strided({own_begin_}, {1}, 0); }
   at::Tensor received() const { return wire_.as_strided({wire_.numel() - own_end_}, {1}, own_end_); }
   const std::vector<int64_t>& sent_bytes() const { return sent_bytes_; }
@@ -166,7 +171,7 @@ class ExchangeCall {
 
  private:
   void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing, size_t number);
-  /// Appends the blocks that meet a peer, from a byte on. Returns the byte behind them.
+  /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   struct NewTensor {
     std::vector<int64_t> shape;
@@ -174,7 +179,7 @@ class ExchangeCall {
   };
   /// All outputs, joined or not.
   std::vector<NewTensor> new_outputs() const;
-  /// Tensors of these shapes as outputs, or where they land.
+  /// Sets tensors of the shapes of new_outputs() as the slots' outputs or landing.
   void set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor> tensors);
   const std::byte* wire_bytes_at(int64_t byte) const {
     return static_cast<const std::byte*>(wire_.const_data_ptr()) + byte;

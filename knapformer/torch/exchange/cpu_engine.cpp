@@ -43,7 +43,7 @@ void copy_narrow_rows(const RowCopy& copy, const std::byte* from, std::byte* to,
   for (; num_rows > 0; --num_rows, from += copy.from_stride, to += copy.to_stride) std::memcpy(to, from, kWidth);
 }
 
-/// visit(what copies rows that are one after another at either end: (from, to, number of rows)).
+/// visit(copier): copier(from, to, number of rows) copies rows that are consecutive at both ends.
 template <class Visit>
 void with_copier(const RowCopy& copy, Visit visit) {
   const auto narrow = [&]<int64_t kWidth>(std::integral_constant<int64_t, kWidth>) {
@@ -80,7 +80,7 @@ void copy_rows(const RowCopy& copy) {
   with_copier(copy, [&](auto copy_run) { for_each_run(copy, copy_run); });
 }
 
-/// The rows [begin, end) of the copy.
+/// Copies the rows [begin, end) of the copy.
 void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
   with_copier(copy, [&](auto copy_run) {
     int64_t first = 0;  // of the run at hand, among the rows of the copy
@@ -93,7 +93,7 @@ void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
   });
 }
 
-/// The rows whose first byte, counted through the list, lies in [begin, end).
+/// Copies the rows whose first byte, counted through the whole list, lies in [begin, end).
 void copy_bytes(std::span<const RowCopy> copies, int64_t begin, int64_t end) {
   int64_t first = 0;  // byte of the copy at hand
   for (const RowCopy& copy : copies) {
@@ -156,7 +156,7 @@ class CpuEngine final : public Engine {
     CopyList copies;
     for_each_slot(call_.sent_blocks(), [&](const WireBlock& block, const Segment& s, const Slot& slot, int64_t byte) {
       if (block.peer != call_.this_peer()) return;
-      if (s.sums(slot)) {  // together with those of others, in unpack
+      if (s.sums(slot)) {  // unpack adds them to those of others
         add_wire_copies(copies, slot, block, byte);
       } else {
         add_own_copies(copies, place_of(slot, s.send, block.peer), place_of(slot, s.recv, block.peer), block.num_rows);
@@ -203,7 +203,7 @@ class CpuEngine final : public Engine {
     return place;
   }
 
-  /// Between a slot's tensor and its columns of a block, which begin at `first_byte` of the buffer.
+  /// Adds the copies between a slot's tensor and its columns of a block, which begin at `first_byte` of the buffer.
   void add_wire_copies(CopyList& copies, const Slot& slot, const WireBlock& block, int64_t first_byte) const {
     const bool sends = block.end->kind == HeadSharing::kSend;
     const Place place = place_of(slot, *block.end, block.peer);

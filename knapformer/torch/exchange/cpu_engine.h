@@ -13,8 +13,8 @@
 
 namespace knapformer {
 
-/// Of two lists of runs that are equally long in all, the runs that both have where they are cut wherever either is:
-/// visit(begin of the run in one, begin in the other, length).
+/// Cuts two lists of runs, which have the same total length, wherever either list is cut, and visits the pieces:
+/// visit(begin of the piece in one list, begin in the other, length).
 template <class Run, class Visit>
 void for_each_common_run(std::span<const Run> from, std::span<const Run> to, int64_t Run::*begin, int64_t Run::*length,
                          Visit visit) {
@@ -31,7 +31,7 @@ void for_each_common_run(std::span<const Run> from, std::span<const Run> to, int
   KNAPFORMER_ASSERT(f == from.size() && t == to.size());
 }
 
-/// The same columns of rows, in one order at either end.
+/// A copy of the same columns of rows, which have one order at both ends.
 struct RowCopy {
   const std::byte* from = nullptr;  // these columns of row 0
   std::byte* to = nullptr;
@@ -39,7 +39,7 @@ struct RowCopy {
   int64_t to_stride = 0;
   int64_t width = 0;
   int64_t num_rows = 0;
-  std::span<const RowRun> from_runs = {};  // none: rows one after another from row 0. They outlive the copy.
+  std::span<const RowRun> from_runs = {};  // empty: consecutive rows from row 0. Must outlive the copy.
   std::span<const RowRun> to_runs = {};
 };
 
@@ -50,7 +50,7 @@ class CopyList {
   void run() const;
 
  private:
-  c10::SmallVector<RowCopy, 8> copies_;  // of so many peers and tensors without memory from the heap
+  c10::SmallVector<RowCopy, 8> copies_;  // so many need no memory from the heap
   int64_t num_bytes_ = 0;
 };
 

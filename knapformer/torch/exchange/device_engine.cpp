@@ -1,7 +1,8 @@
 // The engine for any device. The rows of each segment are gathered into a matrix of bytes in the buffer's order, and
-// what arrives is gathered out of such a matrix: own rows too, which need no copy between the two.
+// received rows are gathered out of such a matrix. Own rows belong to both matrices, so they need no copy between the
+// two.
 //
-// Each slot's bytes are moved as the widest words that divide its rows and where they begin.
+// Each slot's bytes are moved as the widest words that divide the length of its rows and the place where they begin.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
@@ -15,7 +16,7 @@
 namespace knapformer {
 namespace {
 
-/// A type of that many bytes, to copy as.
+/// A dtype of that many bytes, by which words are copied.
 at::ScalarType dtype_of_word(int64_t num_bytes) {
   switch (num_bytes) {
     case 16:
@@ -31,17 +32,17 @@ at::ScalarType dtype_of_word(int64_t num_bytes) {
   }
 }
 
-/// Complex numbers of 16 bytes are not on every device.
+/// Not every device has complex numbers of 16 bytes.
 int64_t widest_word_on(at::Device device) { return device.is_mps() || device.is_xpu() ? 8 : kMaxWordBytes; }
 
-/// (rows, words) of columns of rows that lie in flat memory of bytes from `first_byte` on.
+/// (rows, words): columns of rows that lie in a flat tensor of bytes, from `first_byte` on.
 at::Tensor columns_of(const at::Tensor& bytes, int64_t first_byte, int64_t num_rows, int64_t row_bytes,
                       int64_t num_bytes, int64_t word) {
   return bytes.view(dtype_of_word(word))
       .as_strided({num_rows, num_bytes / word}, {row_bytes / word, 1}, first_byte / word);
 }
 
-/// (rows, words) of a dense tensor's rows.
+/// (rows, words): the rows of a tensor, each of them dense.
 at::Tensor rows_as_words(const at::Tensor& tensor, int64_t row_bytes, int64_t stride_bytes, int64_t word) {
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   return tensor.as_strided({tensor.size(0), row_bytes / item_bytes}, {stride_bytes / item_bytes, 1})
@@ -81,7 +82,8 @@ class DeviceEngine final : public Engine {
  private:
   int64_t word_of(const Slot& slot) const { return std::min(slot.word_bytes, widest_word_); }
 
-  /// An input is read in words too, from where it begins and a row's stride at a time.
+  /// The word by which an input is read. It also divides the place where the input begins and the stride between its
+  /// rows.
   int64_t input_word_of(const Slot& slot) const {
     const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(slot.input.const_data_ptr()));
     const int64_t offset = slot.input.storage_offset() * static_cast<int64_t>(slot.input.itemsize());
@@ -102,8 +104,8 @@ class DeviceEngine final : public Engine {
     return found;
   }
 
-  /// Rows of a segment in the buffer's order: into the buffer where they lie there one after another, and otherwise
-  /// returned, as bytes.
+  /// Gathers rows of a segment in the buffer's order: straight into the buffer where they are consecutive there;
+  /// otherwise into a tensor of bytes, which is returned.
   at::Tensor gather(size_t s) const {
     const Segment& segment = call_.segments()[s];
     const WireBlock& first = call_.sent_blocks()[s];

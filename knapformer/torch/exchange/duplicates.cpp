@@ -16,7 +16,7 @@ void add_block(const SegmentEnd& recv, Slot& slot, int32_t peer, const at::Tenso
   std::vector<int64_t> shape = slot.output.sizes().vec();
   shape[0] = columns.size(0);
   if (recv.heads_shared()) shape[1] = -1;
-  // A copy also where it is contiguous: what is read as another type must begin at a multiple of its size.
+  // Copied even where it is contiguous: a view as another dtype must begin at a multiple of its element size.
   const at::Tensor values = columns.clone(at::MemoryFormat::Contiguous)
                                 .view(slot.output.scalar_type())
                                 .view(shape)

@@ -92,7 +92,7 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
   return arguments;
 }
 
-/// A function of the dispatcher's signature from one of ExchangeArguments.
+/// Makes a function of the dispatcher's signature from one that takes ExchangeArguments.
 template <auto kCall>
 auto kernel(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads, at::TensorList tables,
             at::IntArrayRef layout, std::string_view group, std::string_view label, at::IntArrayRef joined,
@@ -150,7 +150,7 @@ Tensors exchange_meta(const ExchangeArguments& arguments) {
 
 using torch::autograd::AutogradContext;
 
-/// Arguments that autograd keeps for the backward, and need not look into.
+/// Arguments that autograd keeps for the backward, without looking into them.
 struct KeptArguments : torch::CustomClassHolder {
   explicit KeptArguments(ExchangeArguments kept)
       : arguments(std::move(kept)), group(CommGroup::find_if_alive(arguments.group)) {
@@ -161,7 +161,7 @@ struct KeptArguments : torch::CustomClassHolder {
     arguments.tensors.clear();
     arguments.local.clear();
   }
-  /// Gradients that the backward pass did not bring are zero. Of outputs without a gradient none is made.
+  /// Puts zeros for gradients that the backward pass did not bring; outputs whose gradient does not travel get none.
   Tensors with_zeros(Tensors gradients) const {
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (gradients[i].defined() || (arguments.derivatives_at(i) & kGradient) == 0) continue;
@@ -170,8 +170,8 @@ struct KeptArguments : torch::CustomClassHolder {
     return gradients;
   }
 
-  /// Of inputs that are joined and whose gradient travels: the gradients of their rows that did not travel. `given`: of
-  /// each input, or none; zero where there is none.
+  /// For joined inputs whose gradient travels: the gradients of their rows that did not travel. `given`: one for each
+  /// input, or empty; zeros where one is missing.
   Tensors local_gradients(at::TensorList given) const {
     Tensors gradients;
     for (size_t i = 0; i < local_options.size(); ++i) {
@@ -183,11 +183,11 @@ struct KeptArguments : torch::CustomClassHolder {
   }
 
   ExchangeArguments arguments;
-  std::vector<std::vector<c10::SymInt>> output_shapes;  // where known: not of a start
+  std::vector<std::vector<c10::SymInt>> output_shapes;  // where known: empty for a start
   std::vector<at::TensorOptions> output_options;
-  std::vector<std::vector<c10::SymInt>> local_shapes;  // of inputs that are joined: of rows that do not travel
+  std::vector<std::vector<c10::SymInt>> local_shapes;  // joined inputs: of their rows that do not travel
   std::vector<at::TensorOptions> local_options;
-  std::shared_ptr<CommGroup> group;  // for the backward, also where the balancer goes before it; null while tracing
+  std::shared_ptr<CommGroup> group;  // alive for the backward, even if the balancer ends before; null while tracing
 };
 
 KeptArguments& keep_arguments(AutogradContext& context, ExchangeArguments arguments) {
@@ -201,7 +201,7 @@ const KeptArguments& kept_by(AutogradContext& context) {
   return static_cast<const KeptArguments&>(*context.saved_data["arguments"].toCapsule());
 }
 
-/// Outputs of a forward, with all that its backward needs kept. local: rows of joined ones.
+/// Returns the outputs of a forward, and keeps all that its backward needs. local: the given rows of joined outputs.
 Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArguments arguments, at::TensorList local) {
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -243,7 +243,7 @@ at::Tensor start_autograd(ExchangeArguments arguments);
 
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
  public:
-  /// tensors: of the arguments, then their local ones.
+  /// tensors: those of the arguments, then their local ones.
   static Tensors forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     Tensors outputs = call_exchange(arguments);
@@ -262,12 +262,12 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
       });
     }
     append_local_gradients(results, gradients, forward.arguments);
-    results.emplace_back();  // of the arguments
+    results.emplace_back();  // for the arguments, which have no gradient
     return results;
   }
 };
 
-/// Gives what is in flight, and the rows that do not travel.
+/// Returns the tensor that stands for what is in flight, then the rows that do not travel.
 class StartFunction : public torch::autograd::Function<StartFunction> {
  public:
   static Tensors forward(AutogradContext* context, at::TensorList, ExchangeArguments& arguments) {
@@ -314,7 +314,7 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
   }
 };
 
-/// torch passes no autograd function of C++ through its transforms of functions.
+/// torch's function transforms (torch.func) do not support autograd functions of C++.
 void refuse_transforms(const ExchangeArguments& arguments) {
   if (!arguments.tensors[0].key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) return;
   throw ArgumentError(text(arguments.label, ": got tensors inside torch.func.grad or vjp, expected plain ones: ",
@@ -337,15 +337,15 @@ Tensors exchange_with_gradients(ExchangeArguments arguments) {
   return call_exchange(arguments);
 }
 
-/// Of arguments whose derivatives are decided. The dispatcher leads to torch.func's transforms, to forward-mode
-/// differentiation, and else to what is called here.
+/// For arguments whose derivatives are decided. Only torch.func's transforms and forward-mode differentiation need the
+/// dispatcher, which otherwise leads to the function that is called here.
 Tensors exchange_decided(ExchangeArguments arguments) {
   const bool plain = !arguments.any(kTangent) &&
                      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   return plain ? exchange_with_gradients(std::move(arguments)) : call_exchange(arguments);
 }
 
-/// What is in flight, then the rows that do not travel.
+/// Returns the tensor that stands for what is in flight, then the rows that do not travel.
 Tensors start_with_gradients(ExchangeArguments arguments) {
   if (arguments.any(kGradient)) {
     refuse_transforms(arguments);
@@ -362,7 +362,7 @@ Tensors exchange_autograd(ExchangeArguments arguments) {
   if (!arguments.any(kTangent)) return exchange_with_gradients(std::move(arguments));
   ExchangeArguments tangents = arguments.take_tangents();
   Tensors outputs = exchange_with_gradients(arguments);
-  tangents.decide_derivatives();  // behind the first exchange, as it may be collective itself
+  tangents.decide_derivatives();  // after the first exchange, as this may be collective itself
   arguments.set_tangents(outputs, call_exchange(tangents));
   return outputs;
 }
@@ -373,7 +373,7 @@ at::Tensor start_autograd(ExchangeArguments arguments) {
   return start_with_gradients(std::move(arguments))[0];
 }
 
-/// torch.func.vmap. A batch of calls would be as many collectives, in an order that it does not promise.
+/// Refuses torch.func.vmap: a batch of calls would be as many collectives, in an order that vmap does not promise.
 [[noreturn]] void throw_vmap(const ExchangeArguments& arguments) {
   throw ArgumentError(text(arguments.label,
                            ": got tensors inside torch.func.vmap, expected plain ones: put the mapped dimension behind "

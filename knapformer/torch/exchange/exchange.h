@@ -5,9 +5,8 @@
 //                                    sum; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
-//            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how many
-//            tensors
-//                                    it has, and the HeadRole of each
+//            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how
+//                                    many tensors it has, and the HeadRole of each
 //            str group,              CommGroup::name
 //            str label,              "route(x,features[0])": the call and its tensors, for messages
 //            int[] joined,           the joined end of ExchangeArguments, and its rows that do not travel
@@ -20,15 +19,15 @@
 // In C++ these arguments are one struct, ExchangeArguments.
 //
 // Collective over the group: all its ranks call it, in the same order relative to the group's other collectives, with
-// tensors that differ in their rows alone, and with the same `differentiable`. A rank without rows takes part like any
-// other, forward and backward. One all-to-all, forward and backward each.
+// tensors that differ only in their number of rows, and with the same `differentiable`. A rank without rows takes part
+// like any other, forward and backward. One all-to-all, forward and backward each.
 //
 // An exchange is linear: in forward-mode differentiation (torch.func.jvp) its tangents travel by a second exchange of
 // the same tables. The two halves take no tangents.
 //
 // The backward of an exchange is the exchange with the ends swapped. Where a row or head went to several peers, its
-// gradients add up. The backward of a finish starts that exchange, and the backward of its start finishes it: what was
-// computed between the halves overlaps with the transport in the backward pass too.
+// gradients add up. The backward of exchange_finish starts that exchange, and the backward of exchange_start finishes
+// it. So what was computed between the halves overlaps with the transport in the backward pass, too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,15 +46,15 @@ std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 /// The same in two halves.
 struct StartedExchange {
   at::Tensor started;
-  /// Of tensors that are joined at the send end: their rows that do not travel, as views. Their gradients are written
-  /// beside those that arrive.
+  /// Where the send end is joined: the rows of each tensor that do not travel, as views. The backward writes their
+  /// gradients beside those that arrive.
   std::vector<at::Tensor> local;
 };
 StartedExchange start_exchange(ExchangeArguments arguments);
 std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 
-/// How an error of a backward pass is raised, in place of throwing it: torch's engine would make any exception Python's
-/// RuntimeError. The function throws something else.
+/// Sets the function that raises an error of a backward pass. If the error itself were thrown, torch's engine would
+/// turn it into Python's RuntimeError; the function throws another exception in its place.
 void set_raise_in_backward(void (*raise)(const Error& error));
 
 /// `tables` and `layout` of the op, for callers of the op itself (a traced graph).

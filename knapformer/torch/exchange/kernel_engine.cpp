@@ -1,6 +1,6 @@
-// The engine that packs by one launch of the packing kernel, and unpacks by another (packing_kernel.h): lists, from the
-// tables, of what is copied or added from where to where. Every byte is read once and written once on each side, and
-// own rows go from input to output.
+// The engine that packs by one launch of the packing kernel, and unpacks by another (packing_kernel.h). From the tables
+// it makes lists of copies and sums for the kernel. Every byte is read once and written once on each side, and own rows
+// go straight from input to output.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -32,14 +32,14 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
-/// Rows in memory: `row` of them lies at base + index[row] * stride. Those of a peer: at the offset from base that it
-/// says.
+/// Rows in memory: row i lies at base + index[i] * stride. Rows in a peer's memory lie further by an offset that the
+/// peer publishes.
 struct Rows {
   Address base = 0;
   Address index = 0;  // 0: in order
   int64_t stride = 0;
-  Address offset = 0;                  // where the peer says it; 0: none
-  int64_t word_bytes = kMaxWordBytes;  // that divides the offset
+  Address offset = 0;                  // the address of the peer's offset; 0: none
+  int64_t word_bytes = kMaxWordBytes;  // a word that divides the offset
 
   Rows columns_from(int64_t byte) const {
     Rows columns = *this;
@@ -70,7 +70,7 @@ class WorkList {
     num_bytes_ += num_bytes * num_rows;
   }
 
-  /// Of `sum`: where its result lies, its places and item. Of its sources: those of this sum alone.
+  /// sum: with the place of its result, its places, item and rows set. sources: those of this sum alone.
   void add(packing::Sum sum, const std::vector<packing::Source>& sources, int64_t num_bytes) {
     sum.first_source = to_int(static_cast<int64_t>(sources_.size()));
     sum.num_sources = to_int(static_cast<int64_t>(sources.size()));
@@ -97,7 +97,7 @@ class WorkList {
                              .num_sources = to_int(static_cast<int64_t>(sources_.size())),
                              .num_tiles = to_int(num_tiles)};
     const int64_t num_bytes = work.sources_at() + work.num_sources * static_cast<int64_t>(sizeof(packing::Source));
-    // What does not fit into the arguments of a launch is copied to the device before, without waiting.
+    // A list that does not fit into the launch's arguments is copied to the device first, without a wait.
     const bool by_table = num_bytes > packing::kMaxArgumentBytes && !wire.is_cpu();
     at::Tensor list = at::empty({num_bytes}, at::TensorOptions(at::kByte).pinned_memory(by_table));
     auto* bytes = static_cast<std::byte*>(list.mutable_data_ptr());
@@ -181,11 +181,11 @@ class KernelEngine final : public Engine {
   }
 
  private:
-  /// visit(block, its segment, the rows of its tensor that meet it: an index, or 0 for all in order), in the buffer's
-  /// order, where there are rows.
+  /// visit(block, its segment, index) for each block that has rows, in the buffer's order. The index lists the tensor's
+  /// rows that are in the block; 0: all of them, in order.
   template <class Visit>
   void for_each_block(const std::vector<WireBlock>& blocks, Visit visit) {
-    std::vector<int64_t> next_row(call_.segments().size(), 0);  // of others, in the gather index
+    std::vector<int64_t> next_row(call_.segments().size(), 0);  // the next of the others' rows in the gather index
     for (const WireBlock& block : blocks) {
       if (block.num_rows == 0) continue;
       visit(block, call_.segments()[block.segment], index_of(block, next_row[block.segment]));
@@ -193,7 +193,7 @@ class KernelEngine final : public Engine {
     }
   }
 
-  /// The gather index has the rows that meet others, by peer, then the own ones.
+  /// The gather index lists the rows that meet others, by peer, then the own rows.
   Address index_of(const WireBlock& block, int64_t row_of_others) const {
     if (block.end->heads_shared()) return 0;
     const bool own = block.peer == call_.this_peer();
@@ -216,12 +216,13 @@ class KernelEngine final : public Engine {
         blocks, [&](const WireBlock& block) { return block.segment == segment && block.peer == call_.this_peer(); });
   }
 
-  /// From the input to where the rows belong. Both ends list the same rows and columns in the same order; at most one
-  /// of them has the columns in several runs. `dense`: there they are dense.
+  /// Copies rows from the input to where they belong. Both ends list the same rows and columns in the same order; at
+  /// most one end has the columns in several runs. `dense`: the target's columns are dense, so the runs are the
+  /// input's.
   void copy_through(WorkList& work, const Segment& segment, const Slot& slot, int32_t peer, Rows from, Rows to,
                     int64_t num_rows, bool dense) const {
     int64_t next = 0;
-    // The heads of this rank, where it sends them to a rank that has others too.
+    // If not dense, the target may have columns of other ranks' heads, too: the runs are those of this rank's heads.
     (dense ? segment.send : segment.recv)
         .for_each_column_run(slot, dense ? peer : call_.this_peer(), [&](ColumnRun run) {
           work.copy(from.columns_from(dense ? run.first_byte : next), to.columns_from(dense ? next : run.first_byte),
@@ -236,7 +237,7 @@ class KernelEngine final : public Engine {
                  of_output(slot, own_index(segment)), num_rows, segment.send.heads_shared());
   }
 
-  /// The ranks that share heads have the same rows in the same order: at a peer, rows of this rank lie where they lie
+  /// Ranks that share heads have the same rows in the same order, so rows of this rank have the same index at a peer as
   /// here.
   void write_to_peer(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
                      Address from_index) const {
@@ -249,7 +250,7 @@ class KernelEngine final : public Engine {
     copy_through(work, segment, slot, block.peer, of_input(slot, from_index), to, block.num_rows, dense);
   }
 
-  /// Where the output lies elsewhere, to the same rows and columns of it.
+  /// If rows landed beside the output, copies them to the same rows and columns of the output.
   static void copy_landed(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
                           Address index) {
     const Address landing = address_of(slot.landing.const_data_ptr());
@@ -282,7 +283,7 @@ class KernelEngine final : public Engine {
     for_each_block(call_.received_blocks(), [&](const WireBlock& block, Segment& segment, Address) {
       if (block.segment != s) return;
       if (block.peer == call_.this_peer()) {
-        // Straight from the input, in which they may lie apart (add_rows).
+        // Read straight from the input, where their columns may lie apart (add_rows).
         const Address index = index_of(own_block(call_.sent_blocks(), s), 0);
         all.push_back({.peer = block.peer, .rows = of_input(slot, index), .num_rows = block.num_rows});
         return;
@@ -301,7 +302,7 @@ class KernelEngine final : public Engine {
     return all;
   }
 
-  /// Where one row of the output has several places on the wire.
+  /// Adds the sums of a slot of which a row of the output has several places on the wire.
   void add_rows(WorkList& work, size_t s, size_t slot_index) {
     const Segment& segment = call_.segments()[s];
     const Slot& slot = segment.slots[slot_index];
@@ -334,7 +335,7 @@ class KernelEngine final : public Engine {
     });
   }
 
-  /// Where one head came from several peers: each sent all rows.
+  /// Adds the sums of a slot of which a head came from several peers. Each of these sent all rows.
   void add_heads(WorkList& work, size_t s, size_t slot_index) {
     const Segment& segment = call_.segments()[s];
     const Slot& slot = segment.slots[slot_index];

@@ -111,7 +111,7 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       tensors.table = PackedEndView::pack(end, *tables[i], engine);
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
-      // A shared end needs none: the same rows, in order, meet every peer.
+      // A shared end needs no index: all its rows, in order, meet every peer.
       if (engine != ExchangeEngine::kCpu && !end.heads_shared) PackedEndView(tensors).append_index(index);
     }
   }

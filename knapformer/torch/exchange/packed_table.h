@@ -61,11 +61,11 @@ class PackedEndView {
   /// In wire order.
   std::span<const RowRun> runs_of(int32_t peer) const;
 
-  /// (num_wire_rows): the row of the tensor at each place of the sending wire, which has the rows for others by peer,
-  /// then the own ones.
+  /// (num_wire_rows): for each place on the sending wire, the tensor's row there. The sending wire has the rows for
+  /// others by peer, then the own rows.
   at::Tensor gather_index() const;
-  /// (num_rows, max_duplicates): the places of each row on the receiving wire, which has the own rows, then those of
-  /// others by peer. They ascend; num_wire_rows fills up where a row has fewer places.
+  /// (num_rows, max_duplicates): for each row, its places on the receiving wire, ascending. The receiving wire has the
+  /// own rows, then those of others by peer. Where a row has fewer places, num_wire_rows fills the rest.
   at::Tensor scatter_index() const;
 
  private:

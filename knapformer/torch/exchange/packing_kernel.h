@@ -1,8 +1,8 @@
 // The packing kernel: moves rows by lists of copies and sums, in one launch, however many tensors and peers there are.
 //
 // This one source is compiled with the project, where a loop takes the place of threads, and at run time by NVRTC for
-// the GPU that is there (kernels/cuda_kernel.h). So it is plain C++ with numbers.h alone, and what a GPU will run is
-// tested on the CPU. Addresses are numbers: they are those of the memory that the kernel sees.
+// the GPU that is there (kernels/cuda_kernel.h). So it is plain C++ that includes numbers.h alone, and what a GPU will
+// run is tested on the CPU. Addresses are numbers, in the memory that the kernel sees.
 //
 //   work  = | Work | Copy ... | Sum ... | Source ... |     (in the arguments of the launch, or in the device's memory)
 //   tiles = | those of the first copy | of the second | ... | of the first sum | ... |
@@ -19,11 +19,12 @@ using namespace kernels;
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
 constexpr int kTile = kThreads * kPerThread;
-/// Of work in the arguments of a launch, which may be 4096 bytes.
+/// The most bytes of work in the arguments of a launch, which may have 4096 bytes.
 constexpr int kMaxArgumentBytes = 4080;
 
-/// Of num_rows rows, the same columns: as many words. A row lies at `from` + its number, or the one that `from_index`
-/// has for it (0: none), times `from_stride`; likewise at `to`, or with to_offset (0: none) at `to` + the number there.
+/// Copies the same columns, num_words words, of num_rows rows. Row i is read at `from` + j * `from_stride`, where j is
+/// from_index[i], or i if from_index is 0. It is written likewise, at `to`; if to_offset is not 0, the number at that
+/// address is added to `to`.
 struct Copy {
   Address from = 0, to = 0;
   Address to_offset = 0;                 // of an int64
@@ -33,7 +34,7 @@ struct Copy {
   int num_rows = 0, first_tile = 0;
 };
 
-/// Rows that a sum may add. With places: those from first_place on.
+/// Rows that a sum may add. If the sum has places, these are the rows from first_place on.
 struct Source {
   Address from = 0, from_index = 0;
   Index from_stride = 0;
@@ -41,7 +42,7 @@ struct Source {
 };
 
 /// Each row of the result is the sum of the same row of all sources; or, with places, of the rows at its max_places
-/// places, up to the one past the end. In the order of sources or places, from zero on.
+/// places, up to the first that is end_place. Terms are added to zero in the order of sources or places.
 struct Sum {
   Address to = 0;
   Index to_stride = 0;
@@ -75,7 +76,7 @@ KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
   const Address base = copy.to + (copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset));
   Word words[kPerThread];
   Address to[kPerThread];
-  for (int k = 0; k < kPerThread; ++k) {  // all reads under way before the first write waits for its own
+  for (int k = 0; k < kPerThread; ++k) {  // all reads are under way before the first write waits for its data
     const Index word = first + k * kThreads + thread;
     to[k] = 0;
     if (word >= end) continue;

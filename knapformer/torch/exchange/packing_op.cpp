@@ -69,7 +69,7 @@ void move_rows(const at::Tensor& wire, const at::Tensor& work, int64_t num_tiles
   move_rows_op().call(wire, work, num_tiles, num_bytes);
 }
 
-// A fragment: exchange.cpp has the library.
+// A fragment, as exchange.cpp defines the library.
 TORCH_LIBRARY_FRAGMENT(knapformer, library) {
   library.def("move_rows(Tensor(a!) wire, Tensor work, int num_tiles, int num_bytes) -> ()");
   library.impl("move_rows", c10::DispatchKey::CPU, &move_rows_cpu);

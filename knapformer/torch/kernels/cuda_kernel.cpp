@@ -41,7 +41,7 @@ class Library {
     error_ = what_ + ": no library " + expected;
   }
 
-  /// Also of the libraries that it links to.
+  /// Finds a function, also in the libraries that this one links to.
   template <class Function>
   void find(const char* name, Function*& function) {
     if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
@@ -55,7 +55,7 @@ class Library {
   std::string what_, error_;
 };
 
-// Of nvrtc.h and cuda.h: handles are pointers, results are 0 where all went well.
+// As in nvrtc.h and cuda.h: handles are pointers, results are 0 where all went well.
 using Program = void*;
 
 struct Nvrtc {
@@ -79,8 +79,8 @@ struct Nvrtc {
 
  private:
   Nvrtc() {
-    // libcaffe2_nvrtc is torch's, and knows where torch's wheels have NVRTC. By its name alone it is found where the
-    // module that asks has torch's folder in its search path.
+    // libcaffe2_nvrtc is torch's own library, and knows where torch's wheels have NVRTC. Its bare name is found where
+    // the calling module has torch's folder in its search path.
     const std::string of_torch = path_beside_torch("libcaffe2_nvrtc.so");
     Library library("NVRTC", "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
                     {std::getenv("KNAPFORMER_NVRTC"), of_torch.c_str(), "libcaffe2_nvrtc.so", "libnvrtc.so.13",
@@ -132,8 +132,8 @@ struct Driver {
   }
 };
 
-/// The runtime makes a device's primary context current in a thread at the thread's first call of it, which may not
-/// have come yet.
+/// CUDA's runtime makes a device's primary context current in a thread at that thread's first call of the runtime,
+/// which may not have come yet.
 int enter_primary_context(const Driver& driver, int device) {
   void* context = nullptr;
   if (const int result = driver.current_context(&context); result != 0 || context != nullptr) return result;

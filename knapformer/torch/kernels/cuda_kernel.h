@@ -19,7 +19,7 @@ std::string path_beside_torch(std::string_view name);
 
 /// What NVRTC makes of a source.
 struct CompiledKernel {
-  std::vector<char> image;  // machine code for the architecture; PTX of the newest known one where NVRTC is older
+  std::vector<char> image;  // machine code; if NVRTC does not know the architecture, PTX for the newest older one
   std::string log;
   std::string error;  // why there is no image; otherwise empty
 };
@@ -35,8 +35,8 @@ class CudaKernel {
 
   /// Why it cannot be launched; otherwise empty. The first call compiles.
   const std::string& error();
-  /// On the current stream of the device. function: by its place in the source's. argument: the only one of it, of the
-  /// type that it takes. Returns why it did not start; otherwise empty.
+  /// Launches on the current stream of the device. function: an index into the source's functions. argument: points to
+  /// the function's only argument, of the type that it takes. Returns why the launch did not start; otherwise empty.
   std::string launch(size_t function, int64_t num_blocks, int num_threads, void* argument);
 
  private:

@@ -8,7 +8,8 @@
 
 namespace knapformer::kernels {
 
-/// What kernels compute with for this type (complex numbers: for each half of one); none: they do not.
+/// The item type by which kernels compute with this dtype (for complex numbers, with each half of one); none: they do
+/// not.
 inline std::optional<Item> item_of(at::ScalarType type) {
   switch (c10::isComplexType(type) ? c10::toRealValueType(type) : type) {
     case at::kFloat:

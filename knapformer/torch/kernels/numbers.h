@@ -13,7 +13,7 @@
 
 namespace knapformer::kernels {
 
-/// Of the memory that the kernel sees.
+/// An address in the memory that the kernel sees.
 using Address = unsigned long long;
 using Index = long long;
 

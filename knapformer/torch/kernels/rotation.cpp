@@ -43,13 +43,13 @@ const c10::TypedOperatorHandle<RotateRows>& rotate_rows_op() {
   return op;
 }
 
-/// x, or a copy, in which each pair lies at a multiple of its size. first: where x begins, in numbers.
+/// x, or a copy, in which each pair lies at a multiple of its size. first: where x begins, in elements.
 at::Tensor with_aligned_pairs(const at::Tensor& x, int64_t first) {
   const bool aligned = x.stride(2) == 1 && (first | x.stride(0) | x.stride(1)) % 2 == 0;
   return aligned ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-/// By operations that are differentiable themselves.
+/// Rotates by operations that are differentiable themselves.
 at::Tensor rotate_by_aten(const at::Tensor& x, const at::Tensor& turns, bool back) {
   const at::Tensor pairs = with_aligned_pairs(x, x.storage_offset()).to(turns.scalar_type()).unflatten(-1, {-1, 2});
   const at::Tensor turn = at::view_as_complex(turns.contiguous());
@@ -145,7 +145,7 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& turns, bool back) {
       "rotate: got turns of shape ", turns.sizes(), " and ", turns.scalar_type(), " on ", turns.device(), " for x of ",
       x.sizes(), " on ", x.device(), ", expected (tokens, 1, head_dim / 2, 2) of float32 or float64 there");
   TORCH_CHECK_VALUE(!turns.requires_grad(), "rotate: got turns that want a gradient, expected constants");
-  // torch passes no autograd function of C++ through its transforms of functions.
+  // torch's function transforms (torch.func) do not support autograd functions of C++.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
     return rotate_by_aten(x, turns, back);
   }

@@ -4,10 +4,11 @@
 //   rotate_rows(Tensor(a!) out, Tensor work, int num_blocks) -> ()
 //
 // The second is a launch of the rotation kernel: `work` is its Rotation, on the host. It is an operation so that a
-// device of torch's `privateuse1` can bring its own. On CUDA it is NVRTC's; on the CPU a loop, for tests.
+// device of torch's `privateuse1` can bring its own kernel. On CUDA it is the kernel that NVRTC compiled; on the CPU it
+// is a loop, for tests.
 //
-// On devices without it, on the CPU and where NVRTC cannot be had, rotate takes operations of ATen: three launches that
-// move 20 bytes a number of bfloat16, in place of one and 4.
+// On devices without the kernel, on the CPU and where NVRTC cannot be had, rotate takes operations of ATen: three
+// launches that move 20 bytes for each number of bfloat16, in place of one launch that moves 4 bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +27,7 @@ const KernelSource& rotation_source();
 /// and backward. Throws c10::ValueError where they do not fit each other.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& turns, bool back = false);
 
-/// The same by rotate_rows, on a device that has it: what rotate() does there, below autograd.
+/// The same by rotate_rows, on a device that has the kernel. This is what rotate() does there, below autograd.
 at::Tensor rotate_by_kernel(const at::Tensor& x, const at::Tensor& turns, bool back);
 
 }  // namespace knapformer

@@ -1,6 +1,6 @@
 // The rotation kernel: rotary position embedding in one pass over memory, each number read once and written once.
 //
-// As the packing kernel it is one source for the CPU, where tests run it thread by thread, and for NVRTC.
+// Like the packing kernel, it is one source for the CPU, where tests run it thread by thread, and for NVRTC.
 //
 // A thread rotates one pair of features of up to kHeads heads of a token, so that it reads their angle once. Threads
 // beside each other take pairs beside each other.
@@ -15,7 +15,7 @@ using namespace kernels;
 constexpr int kThreads = 256;
 constexpr int kHeads = 4;
 
-/// Of (tokens, heads, pairs): x, which may lie in wider rows, and the result, which is dense.
+/// Both x and the result are (tokens, heads, pairs). x may lie in wider rows, the result is dense.
 struct Rotation {
   Address from = 0, to = 0;
   Address turns = 0;                        // (tokens, pairs) of cosine and sine
@@ -23,7 +23,7 @@ struct Rotation {
   Index num_tokens = 0;
   int num_heads = 0, num_pairs = 0;
   Item item = Item::kFloat;
-  bool in_double = false;  // the turns are, and so is what is computed
+  bool in_double = false;  // the turns are double, and the computation, too
   bool back = false;       // by the negative angle
 
   KNAPFORMER_KERNEL int num_groups() const { return (num_heads + kHeads - 1) / kHeads; }
@@ -42,7 +42,7 @@ KNAPFORMER_KERNEL void rotate_heads(const Rotation& r, Index thread) {
   if (token >= r.num_tokens) return;
   Total a[kHeads] = {}, b[kHeads] = {};
   const Address from = r.from + token * r.token_stride + pair * 2 * Items::kBytes;
-  for (int k = 0; k < kHeads; ++k) {  // all reads under way before the first write waits for its own
+  for (int k = 0; k < kHeads; ++k) {  // all reads are under way before the first write waits for its data
     if (first_head + k < r.num_heads) Items::read_pair(from + (first_head + k) * r.head_stride, a[k], b[k]);
   }
   Number cos, sin;

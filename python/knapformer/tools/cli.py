@@ -1,7 +1,7 @@
-"""The command `knapformer`: its subcommands, each of which lives beside what it does, and how they end.
+"""The command `knapformer`: its subcommands, each defined beside the code that does its work, and their exit statuses.
 
-Whatever is wrong with the input ends in one line on standard error and exit status 2, before any work is done. What
-goes wrong later ends in one line and status 1. `plan` needs no torch.
+An error in the input ends in one line on standard error and exit status 2, before any work is done. A later error
+ends in one line and status 1. `plan` needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from knapformer.tools.replay import command as replay
 from knapformer.tools.simulate import command as simulate
 
 _COMMANDS = (doctor, plan_command, calibrate, simulate, replay)
-# What former commands did, and how it is asked for.
+# Former commands, and which command now does the same.
 _MOVED = {
     "tune": "knapformer doctor --topologies, with the same options (or plan --topology auto)",
     "predict": "knapformer plan, with the same options; --predictions in place of --json, and --steps 3 for its mean",
@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(given[0], f"is part of another command now: {_MOVED[given[0]]}", 2)
     try:
         args = _parser().parse_args(given)
-    except SystemExit as asked:  # of argparse, for wrong arguments, --help and --version
+    except SystemExit as asked:  # argparse raises it for wrong arguments, --help and --version
         return int(asked.code or 0)
     if sys.stdout is None:
         return _complain(args.command, "standard output: got a closed one, expected one that is open", 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not be valid text
     try:
         _check_texts(args)
         args.argv = given  # for ranks, which run the command again
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutputError as error:
         return _complain(args.command, f"{error.filename}: {error.strerror}", 1)
     except OSError as error:
-        if error.filename is not None:  # of a file to read
+        if error.filename is not None:  # a file could not be read
             return _complain(args.command, f"{error.filename}: {error.strerror}", 2)
         try:
             sys.stdout.flush()
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_texts(args: argparse.Namespace) -> None:
-    """None is empty, and only a file's name may be other bytes than UTF-8. Raises ArgumentError."""
+    """No text may be empty; a topology, data, mix or mask must be printable UTF-8. Raises ArgumentError."""
     for name, given in vars(args).items():
         option = "--from" if name == "plan" else "--" + name.replace("_", "-")
         for text in given if isinstance(given, list) else [given]:
@@ -106,13 +106,14 @@ def _check_texts(args: argparse.Namespace) -> None:
 
 
 def _complain(command: str, error: object, status: int) -> int:
-    # Ranks see the same input, and one of them says so. Those that were started here have somebody who speaks for them.
+    # All ranks see the same input, so rank 0 alone reports an error in it. For ranks that run_on_ranks started, the
+    # process that started them reports.
     if speaks() or (status != 2 and not started_here()):
         print(f"knapformer {command}: {_one_line(error)}", file=sys.stderr)
     return status
 
 
 def _one_line(message: object) -> str:
-    """What came may be long: then the middle is left out, since what was expected stands at the end."""
+    """A long message loses its middle, since it says at its end what was expected."""
     line = " ".join(str(message).split())
     return line if len(line) <= 800 else f"{line[:400]} ... {line[-400:]}"

@@ -1,5 +1,5 @@
-"""What commands take alike: numbers with bounds, the lengths or the plan to work on, how blocks are run, and where
-results go. What a prediction rests on is in cost_args."""
+"""Options that commands share: numbers with bounds, the lengths or the plan to work on, how blocks are run, and where
+results go. The options that a prediction depends on are in cost_args."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from knapformer.json_file import parse_json
 
 T = TypeVar("T")
 MAX_RANKS = 1 << 20
-Lengths = list[list[int]]  # for each rank those of its sequences, in tokens
+Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
 
 def _bounded(kind: Callable[[str], T], fits: Callable[[T], bool], expected: str) -> Callable[[str], T]:
@@ -84,7 +84,7 @@ def speeds(text: str) -> list[float]:
 def add_count(
     parser: argparse._ActionsContainer, option: str, default: int, of: str, low: int = 1, high: int = 10**6
 ) -> None:
-    """of: what is counted."""
+    """of: what is counted, for the help."""
     text = f"{of} (default {default})"
     parser.add_argument(option, type=integer(low, high), default=default, metavar="N", help=text)
 
@@ -117,14 +117,14 @@ def add_micro_batches(parser: argparse._ActionsContainer) -> None:
 
 
 def add_max_tokens(parser: argparse._ActionsContainer, default: str) -> None:
-    """--max-tokens-per-rank, 0 where it is not given. default: what then holds."""
+    """--max-tokens-per-rank, 0 where it is not given. default: the limit that then holds, for the help."""
     parser.add_argument(
         "--max-tokens-per-rank", type=integer(1, 2**62), default=0, metavar="N",
         help=f"that a rank may hold in a micro-batch (default: {default})",
     )  # fmt: skip
 
 
-#: Of add_max_tokens, where steps may be planned whole.
+#: `default` of add_max_tokens where steps may be planned whole.
 UNPLANNED_PEAK = "of a step planned whole, what the fullest rank holds where it is not; else no limit"
 
 
@@ -134,12 +134,12 @@ def batches_of_step(step: int, num_micro_batches: int) -> range:
 
 
 def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
-    """Of each rank its sequences in all micro-batches, one batch after another."""
+    """For each rank the lengths of all micro-batches, one batch after another."""
     return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
 
 
 def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
-    """[micro-batch][rank]: of each rank its sequences of a step in consecutive parts, as even as may be."""
+    """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers."""
     cuts = [[len(lens) * part // count for part in range(count + 1)] for lens in lengths]
     return [[list(lens[of[k] : of[k + 1]]) for lens, of in zip(lengths, cuts, strict=True)] for k in range(count)]
 
@@ -153,7 +153,7 @@ def add_seed(parser: argparse._ActionsContainer) -> None:
 
 
 def add_d_model(parser: argparse._ActionsContainer, otherwise: str | None = None) -> None:
-    """otherwise: what holds where it is not given, and is None then."""
+    """otherwise: what holds where the option is not given, for the help; args.d_model is then None."""
     default = 3072 if otherwise is None else None
     parser.add_argument(
         "--d-model", type=integer(1, 1 << 20), default=default, metavar="D",
@@ -170,7 +170,7 @@ def add_draw(parser: argparse._ActionsContainer) -> None:
 
 
 def add_lengths_file(source: argparse._ActionsContainer, what: str | None = None) -> None:
-    """what: other than `read_lengths` reads."""
+    """what: the help, where the file holds something else than `read_lengths` reads."""
     what = what or "JSON: lengths in tokens, a list for each rank, or a list of such steps"
     source.add_argument("--lengths", metavar="FILE|-", help=what)
 
@@ -185,8 +185,8 @@ def longest_of(lengths: Lengths) -> int:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """--dtype, --device, --no-checkpoint, --mode and --threads: how blocks are run. `run_settings` reads them, but for
-    --mode, None where it is not given: a calibration may say it."""
+    """--dtype, --device, --no-checkpoint, --mode and --threads: how blocks are run. `run_settings` reads all but
+    --mode, which is None where it is not given, since a calibration may state it."""
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16 on CUDA, fp32 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument(
@@ -203,7 +203,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def run_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of RunSettings, but for num_ranks. Raises ArgumentError, OSError."""
+    """Fields of RunSettings, except num_ranks and mode. Raises ArgumentError, OSError."""
     from knapformer.adapters.named import load_config
 
     given = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
@@ -212,14 +212,14 @@ def run_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mode_of(args: argparse.Namespace, mode: str) -> str:
-    """Of the trained model, as blocks are run in it. Raises ArgumentError."""
+    """The mode in which blocks are run for a trained model of this mode. Raises ArgumentError."""
     if mode == "lora" and args.peak_tflops is not None:
         raise ArgumentError("--peak-tflops: got one with mode lora, expected none: HFU is of training all parameters")
     return "lora" if mode == "lora" else "training"
 
 
 def add_results(parser: argparse.ArgumentParser, device: str) -> None:
-    """--peak-tflops, of the `device`, --json and --report: what measured steps come to, and where it goes."""
+    """--peak-tflops (of `device`), --json and --report: the figures of measured steps, and where they go."""
     parser.add_argument("--peak-tflops", type=number(0, inclusive=False), metavar="F", help=f"of {device}; reports HFU")
     parser.add_argument("--json", metavar="FILE", help="writes the results as JSON")
     parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline: plan and step times")
@@ -235,24 +235,24 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
 
 
 def add_plan(source: argparse._ActionsContainer) -> None:
-    """What `read_plan` reads, in args.plan."""
+    """--from, in args.plan: the file that `read_plan` reads."""
     source.add_argument("--from", dest="plan", metavar="PLAN.json", help="a plan that knapformer plan --json wrote")
 
 
 def read_plan(path: str) -> Plan | StepPlan:
-    """Of a micro-batch, or of a step of several. Raises ArgumentError, OSError."""
+    """The plan of a micro-batch, or of a step of several. Raises ArgumentError, OSError."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     content: Any = None
-    with contextlib.suppress(ArgumentError):  # what is no JSON is Plan's to complain of
+    with contextlib.suppress(ArgumentError):  # Plan.from_json reports what is no JSON
         content = parse_json(text.encode(), path)
     is_step = isinstance(content, dict) and str(content.get("format")).startswith("knapformer.step_plan/")
     return StepPlan.from_json(text) if is_step else Plan.from_json(text)
 
 
 def read_lengths(path: str, num_ranks: int | None = None) -> list[Lengths]:
-    """Of steps: JSON, for each rank a list of integers, or a list of those; '-' is standard input.
+    """Lengths of steps, from JSON: a list of integers for each rank, or a list of such steps; '-' is standard input.
 
-    num_ranks: what --ranks says of them. Raises ArgumentError for other content, OSError where it cannot be read.
+    num_ranks: as --ranks gives it. Raises ArgumentError for other content, OSError where it cannot be read.
     """
     if path == "-" and sys.stdin is None:
         raise ArgumentError("--lengths: got '-', expected a standard input that is open")
@@ -278,7 +278,7 @@ def read_lengths(path: str, num_ranks: int | None = None) -> list[Lengths]:
 
 
 def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:
-    """The steps of --lengths, of which so many are used. Raises ArgumentError, OSError."""
+    """All steps of --lengths, of which `count` are used, beginning with `first`. Raises ArgumentError, OSError."""
     steps = read_lengths(args.lengths, num_ranks)
     if first + count > len(steps):
         option, got, most = (

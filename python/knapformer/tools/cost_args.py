@@ -1,5 +1,5 @@
-"""What plans and predictions rest on, as commands take it: gamma or a calibration, the cluster, the trained model, and
-what a plan must keep to."""
+"""The options that plans and predictions depend on: gamma or a calibration, the cluster, the trained model, and what a
+plan must respect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None:
     """--gamma, or --calibration in its place; `gamma_and_calibration` reads them.
 
-    can_fit: --gamma takes 'fit' as well, which is then its default: None in args.gamma.
+    can_fit: --gamma also takes 'fit', which is then the default and makes args.gamma None.
     """
     options = parser.add_mutually_exclusive_group()
     default = "; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"
@@ -41,7 +41,7 @@ def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None
 def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
     """What add_gamma took: gamma (None where it is to be fitted), and the calibration it came from.
 
-    Says on standard error what the calibration warns of. Raises ArgumentError, OSError.
+    Prints the calibration's warnings on standard error. Raises ArgumentError, OSError.
     """
     if args.calibration is None:
         return args.gamma, None
@@ -52,8 +52,8 @@ def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | 
 
 
 def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
-    """Says on standard error where --calibration was measured far from what it is used for. longest: sequence, in
-    tokens. Raises ArgumentError, OSError."""
+    """Warns on standard error where --calibration was measured far from what it is used for. longest: tokens of the
+    longest sequence. Raises ArgumentError, OSError."""
     if args.calibration is not None and speaks():
         for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
             print(f"{args.calibration}: {why}", file=sys.stderr)
@@ -102,8 +102,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     """The arguments `gamma`, `cluster` and `model` of `plan`.
 
-    The named cluster, or that of a plan; over it what was measured, over that what single options say. Raises
-    ArgumentError, OSError.
+    The named cluster, or that of the plan `of`. Measured values of a calibration replace its fields, and single options
+    replace both. Raises ArgumentError, OSError.
     """
     gamma, calibration = gamma_and_calibration(args)
     if args.cluster is None:
@@ -122,8 +122,9 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
 
 
 def without_foreign_fixed(args: argparse.Namespace, cluster: Cluster) -> Cluster:
-    """Of what `costs` gave. A named cluster's fixed time was fitted to somebody else's steps, and which part of it
-    comes with every micro-batch is not known: it counts where a calibration, or the user's own cluster, states it."""
+    """The cluster that `costs` gave, without a fixed time that does not belong to it. A named cluster's was fitted to
+    somebody else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only
+    where a calibration, or the user's own cluster, states it."""
     named = (args.cluster or Cluster.names()[0]) in Cluster.names()
     measured = args.calibration is not None and Calibration.load(args.calibration).fixed is not None
     return cluster.replace(fixed_s=0.0) if named and not measured else cluster
@@ -132,7 +133,7 @@ def without_foreign_fixed(args: argparse.Namespace, cluster: Cluster) -> Cluster
 def assumed(
     args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel, of: str | None = None
 ) -> str:
-    """In a line what a prediction rests on, of the same arguments as `costs`, which gave the rest.
+    """One line that says what a prediction depends on. args: as for `costs`, which gave the other values.
 
     of: the file that the plan is from, if any.
     """
@@ -192,5 +193,5 @@ def trained_model(
 
 
 def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:
-    """What --cluster would read."""
+    """The content of a file that --cluster reads."""
     return {"cluster": cluster.to_dict(), "model": model.to_dict()}

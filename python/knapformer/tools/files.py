@@ -24,11 +24,11 @@ _NEEDED = {"--picture": ("matplotlib",), "--report": ("plotly", "numpy")}
 
 
 class OutputError(OSError):
-    """A file could not be written: what it is, and at which path."""
+    """A file could not be written: strerror says why, filename which one."""
 
 
 def check_outputs(paths: Mapping[str, str | None]) -> None:
-    """Of one command: the path of each file that it is to write, by option; None where none is asked for.
+    """paths: of each file that a command is to write, by option; None where the option is not given.
 
     Raises ArgumentError, naming the option, where a file could not be drawn or written, or another one goes to the same
     place.
@@ -49,7 +49,7 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
 
 
 def check_packages(option: str) -> None:
-    """Raises ArgumentError where what an option asks for could not be drawn."""
+    """Raises ArgumentError where a package that an option needs is missing."""
     missing = [name for name in _NEEDED.get(option, ()) if importlib.util.find_spec(name) is None]
     if missing:
         raise ArgumentError(
@@ -58,7 +58,7 @@ def check_packages(option: str) -> None:
 
 
 def _what_is_missing(path: str) -> str | None:
-    """For a file to be written there."""
+    """What to expect of a path to which a file can be written; None where this one will do."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def _what_is_missing(path: str) -> str | None:
         return f"the path of a file ({error.strerror})"
     if not path or path.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
         return "the path of a file"
-    # Root may write to what nobody may; whoever took the permission away meant it.
+    # Root may write to every file. One without any write permission is refused all the same: somebody took it away.
     if mode is not None and not (os.access(path, os.W_OK) and mode & 0o222):
         return "a file that may be written to"
     if mode is not None and not stat.S_ISREG(mode):
@@ -90,9 +90,10 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 def write_atomically(path: str, content: str | bytes) -> None:
-    """Whoever looks at the file sees the old content or the new, never a part. Of a link the target is replaced.
+    """A reader of the file sees the old content or the new, never a part. A link stays, and its target is replaced.
 
-    What is no regular file (a device, a pipe), or is open as this process's standard output or error, is written into.
+    A path that is no regular file (a device, a pipe), or that is this process's standard output or error, is written
+    into.
     Raises OutputError.
     """
     data = content.encode() if isinstance(content, str) else content
@@ -102,7 +103,7 @@ def write_atomically(path: str, content: str | bytes) -> None:
             _replace(os.path.realpath(path), data)
         else:
             if sys.stdout is not None:
-                sys.stdout.flush()  # what was printed before comes before
+                sys.stdout.flush()  # what was printed earlier comes first
             with os.fdopen(through, "wb") as file:
                 file.write(data)
     except BrokenPipeError:
@@ -112,13 +113,13 @@ def write_atomically(path: str, content: str | bytes) -> None:
 
 
 def _descriptor_of(path: str) -> int | None:
-    """To write into; None where there is no file yet, or a regular one to replace."""
+    """A descriptor to write into; None where there is no file yet, or a regular one to replace."""
     try:
         there = os.stat(path)
     except FileNotFoundError:
         return None
     for standard in (1, 2):
-        # Not opened anew: that would begin at the start of a file that the output was redirected to.
+        # Duplicated, not opened again: opening would start at the beginning of a file that output is redirected to.
         with contextlib.suppress(OSError):  # it may be closed
             if os.path.samestat(there, os.fstat(standard)):
                 return os.dup(standard)
@@ -141,7 +142,7 @@ def _replace(target: str, data: bytes) -> None:
 
 
 def _mode_of(target: str) -> int:
-    """As open() would leave it."""
+    """The permissions that the file would have if open() had written it."""
     try:
         return stat.S_IMODE(os.stat(target).st_mode)
     except FileNotFoundError:
@@ -155,8 +156,8 @@ def table_of(
 ) -> Group:
     """Tables, one below the other, of at most TABLE_WIDTH columns of text where their cells allow it.
 
-    rows: at least one, each with its cells by heading. left: the column of words; the others are of numbers. keys: the
-    columns that say what a row is of, which each of the tables has (default: left).
+    rows: at least one, each with its cells by heading. left: the heading of the column of words; the others hold
+    numbers. keys: the columns that identify a row, which every table repeats (default: left).
     """
     rows = list(rows)
     widths = {heading: max(len(heading), *(len(row[heading]) for row in rows)) + 3 for heading in rows[0]}
@@ -178,12 +179,12 @@ def table_of(
 
 
 def text_or(value: float | None, style: str, otherwise: str) -> str:
-    """A cell: a figure that may be missing."""
+    """The text of a cell whose figure may be missing."""
     return otherwise if value is None else format(value, style)
 
 
 def show(*parts: str | Group) -> None:
-    """On standard output. As wide as the terminal; into a file or pipe wide enough that no table is cut, nor text."""
+    """Prints on standard output, as wide as the terminal; in a file or pipe, so wide that no table or text is cut."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 200

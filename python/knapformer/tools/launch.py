@@ -1,7 +1,7 @@
-"""A command on ranks: those that torchrun has started, or local ones that torchrun's launcher starts here.
+"""Runs a command on ranks: those that torchrun has started, or local ones that torchrun's launcher starts here.
 
-A rank that is started here runs the command again, with the same arguments. Where one fails, it hands the reason to the
-launcher, and the command ends in one line.
+A rank that is started here runs the command again, with the same arguments. A rank that fails hands the reason to the
+launcher, and the command ends with one line of error.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from knapformer import ArgumentError, StateError
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
 
-_RUN_ID = "knapformer"  # torchrun's name of a run: tells ranks that were started here
-_TRACEBACK = "KNAPFORMER_TRACEBACK"  # in the environment: failures print theirs
+_RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
+_TRACEBACK = "KNAPFORMER_TRACEBACK"  # environment variable: if it is set, failures print a traceback
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a command on ranks is asked for, whichever it is."""
+    """The settings that all commands on ranks share."""
 
     model: BaseConfig
     model_name: str
@@ -47,7 +47,7 @@ def started_here() -> bool:
 
 
 def speaks() -> bool:
-    """Whether this process is the one that tells what all ranks of a command find alike."""
+    """Whether this process reports what all ranks of a command find in the same way."""
     return os.environ.get("RANK", "0") == "0" and not started_here()
 
 
@@ -73,7 +73,7 @@ def check_ranks(asked: int | None) -> int:
 
 
 def check_device(name: str, num_local: int) -> bool:
-    """Whether this machine has a GPU for each of its ranks. Raises ArgumentError where name, "cuda", asks for them."""
+    """Whether this machine has a GPU for each of its ranks. Raises ArgumentError where not, if name is "cuda"."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,10 +83,10 @@ def check_device(name: str, num_local: int) -> bool:
 
 
 def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> None:
-    """Runs run_rank(settings) of the module `worker` on every rank; rank 0 reports. A rank's process ends in here.
+    """Runs run_rank(settings) of the module `worker` on every rank; rank 0 reports. The process of a rank ends here.
 
-    argv: of the command. Raises ArgumentError where this machine lacks the devices, StateError, in one line, where a
-    rank fails.
+    argv: of the command. Raises ArgumentError where this machine lacks the devices, and a StateError of one line where
+    a rank fails.
     """
     started = started_ranks()
     num_local = settings.num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
@@ -116,7 +116,7 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The launcher logs what ChildFailedError says again, with a traceback.
+    # The launcher would log, with a traceback, what ChildFailedError says already.
     for name in ("elastic", "launcher"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     for name, value in {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
@@ -137,7 +137,7 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
             elastic_launch(config, sys.executable)("-m", "knapformer", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # What the rank recorded; one that was killed leaves the launcher's own words.
+        # The error that the rank recorded, or the launcher's own message where the rank was killed.
         message: object = failure.message
         reason = str(message["message"] if isinstance(message, dict) else message).strip()
         if failure.exitcode > 0 and not isinstance(message, dict):
@@ -154,8 +154,8 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
 def _leave(status: int) -> NoReturn:
     """Ends this rank without the interpreter's own end.
 
-    That would take the groups apart: with collectives in flight it could wait for ranks that wait for this one, and now
-    and then it aborts in a thread of theirs when all is done.
+    The interpreter's end would destroy the process groups. With collectives in flight it could wait for ranks that wait
+    for this one, and even when all is done it sometimes aborts in one of the groups' threads.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Plots by matplotlib, of the extra `report`: PNG, SVG or PDF by the file's name."""
+"""Plots by matplotlib (extra `report`): PNG, SVG or PDF, by the suffix of the file's name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_figure(num_panels: int, width: float, height: float) -> tuple[Figure, li
 
 
 def save_figure(figure: Figure, path: str, title: str) -> None:
-    """Whole or not at all. title: may hold a file's name, which may be no text. Raises OSError."""
+    """Writes it whole or not at all. title: may hold a file's name, which may not be valid text. Raises OSError."""
     import matplotlib.pyplot as plt
 
     figure.suptitle(title.encode(errors="backslashreplace").decode())

@@ -1,4 +1,4 @@
-"""Models by name, as far as lengths, cost and memory depend on them: their published configurations.
+"""Published configurations of models, by name: the parts that lengths, cost and memory depend on.
 
 Not imported from knapformer.models, which needs torch.
 """
@@ -12,12 +12,12 @@ from knapformer import ArgumentError, TrainedModel
 
 @dataclass(frozen=True)
 class Preset:
-    """A model and the way from a picture's or video's size to tokens.
+    """A model, and how the size of a picture or video becomes tokens.
 
-    num_parameters: of all blocks together with the little around them. patch: pixels (frames) of one token, of the
-    autoencoder and the patch embedding together: (frames, height, width). A causal video autoencoder codes the first
-    frame alone: 1 + (frames - 1) / patch[0] of them, rounded up.
-    text_beside: captions are attended to across, and are no part of the sequence.
+    num_parameters: of all blocks and the little around them. patch: frames, height and width (in pixels) of one token,
+    through autoencoder and patch embedding: (frames, height, width). A causal video autoencoder codes the first frame
+    alone: tokens cover 1 + (frames - 1) / patch[0] frames, rounded up.
+    text_beside: captions enter by cross-attention and are not part of the sequence.
     """
 
     d_model: int
@@ -28,7 +28,7 @@ class Preset:
     text_beside: bool = False
 
     def num_tokens(self, width: int, height: int, frames: int, text_tokens: int) -> int:
-        """Of a sample; width and height in pixels, rounded down to whole tokens as croppers do."""
+        """Tokens of a sample; width and height in pixels, rounded down to whole tokens as croppers do."""
         of_frames, of_height, of_width = self.patch
         visual = -(-(frames - 1) // of_frames) + 1
         visual *= (height // of_height) * (width // of_width)
@@ -40,7 +40,7 @@ class Preset:
         )
 
 
-# Of the configurations that are published with the weights. Parameters in the models' own words.
+# From the configurations published with the weights; numbers of parameters as their authors state them.
 PRESETS = {
     "flux": Preset(3072, 57, 24, 12e9, (1, 16, 16)),
     "flux2": Preset(6144, 56, 48, 32e9, (1, 16, 16)),

@@ -1,6 +1,6 @@
-"""Lengths of samples from whatever file they stand in: one length a sample, or sizes that a model turns into tokens.
+"""Reads the lengths of samples from files of many kinds: a length a sample, or sizes that a model turns into tokens.
 
-Rows are read in a stream. What cannot be read is counted, and the first of it is named.
+Rows are read as a stream. Rows that cannot be read are counted, and the first of them is named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
 from knapformer.tools.presets import Preset
 
-# By what they hold, the names that columns have in the field's data sets and tools.
+# Names of columns in common data sets and tools, by what the columns hold.
 _NAMES = {
     "length": ("length", "num_tokens", "tokens", "seq_len", "len", "sequence_length", "seq_lens"),
     "width": ("width", "image_width", "w", "original_width"),
@@ -39,8 +39,8 @@ _BATCH_ROWS = 1 << 16
 class Samples:
     """What a file held.
 
-    lengths: in tokens, of each sample. steps: where the file has batches as they were drawn, [step][rank], lists of
-    lengths. bad_rows: of them none is used; first_bad names the first.
+    lengths: in tokens, of each sample. steps: lists of lengths, [step][rank], where the file has batches as they were
+    drawn. bad_rows: how many rows are not used; first_bad names the first.
     """
 
     lengths: array[int] = field(default_factory=lambda: array("q"))
@@ -56,12 +56,12 @@ class Samples:
 def read_samples(
     path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int
 ) -> Samples:
-    """path: '-' for standard input, JSON, JSON lines or CSV, told apart by its beginning; a file; or a folder that
+    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder that
     knapformer.record wrote.
 
-    preset: turns sizes into tokens; None where samples must have lengths. columns: by what they hold ('length',
-    'width', 'height', 'frames', 'text'), the names that are not recognised by themselves. on_rows: called now and then
-    with the number of rows read.
+    preset: turns sizes into tokens; None where samples must have lengths. columns: names of columns that are not
+    recognised without it, by what they hold ('length', 'width', 'height', 'frames', 'text'). on_rows: called now and
+    then with the number of rows read.
 
     Raises ArgumentError where nothing usable is found, OSError where the file cannot be read.
     """
@@ -155,7 +155,7 @@ def _take_values(
     values: Iterator[Any], samples: Samples, preset: Preset | None, columns: Mapping[str, str],
     on_rows: Callable[[int], object],
 ) -> None:  # fmt: skip
-    """Of JSON: numbers, objects, lists of numbers (a batch as it was drawn), lists of these (with a list per rank)."""
+    """Takes JSON values: numbers, objects, and lists with a list of numbers for each rank (a batch as it was drawn)."""
     readers: dict[tuple[str, ...], _Reader] = {}
     for number, value in enumerate(values, 1):
         try:
@@ -166,7 +166,7 @@ def _take_values(
                         readers[names] = _Reader(names, preset, columns)
                     except ArgumentError:
                         if not samples.lengths and not samples.bad_rows:
-                            raise  # no row is of any use, most likely
+                            raise  # most likely no row can be used
                         raise ValueError(f"got the fields {', '.join(map(repr, names[:20]))}") from None
                 samples.lengths.append(readers[names].tokens(list(value.values())))
             elif isinstance(value, list):
@@ -217,7 +217,7 @@ def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Seque
             raise ArgumentError(
                 f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples"
             )
-        # Lists of numbers are one step's; lists of those are steps.
+        # A list of lists of numbers is one step; a list of such lists is several steps.
         one_step = content and all(isinstance(item, list) for item in content)
         one_step = one_step and not any(isinstance(lens, list) for item in content for lens in item)
         return iter([content] if one_step else content), None
@@ -266,7 +266,7 @@ def _parquet_rows(path: str) -> tuple[Iterator[Sequence[Any]], Sequence[str]]:
         file = parquet.ParquetFile(path)
     except ArrowException as error:
         raise ArgumentError(f"LENGTHS: {path}: {error}") from None
-    # Of wide tables only what may be of use: captions and pictures are not read.
+    # Only columns of numbers are read, not the captions and pictures of wide tables.
     names = [field.name for field in file.schema_arrow if field.type.id in _arrow_numbers()]
     batches = file.iter_batches(_BATCH_ROWS, columns=names)
     return (row for batch in batches for row in zip(*(c.to_pylist() for c in batch.columns), strict=True)), names

@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def balanced_step(balancer: SequenceBalancer, rank: int, device: str) -> list[Tensor]:
-    """Everything that a balancer moves, forward and backward: odd widths, all dtypes, duplicates of rows and heads."""
+    """Everything that a balancer moves, forward and backward: odd widths, several dtypes, duplicate rows and heads."""
     generator = torch.Generator().manual_seed(rank)
 
     def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -76,7 +76,7 @@ def balanced_step(balancer: SequenceBalancer, rank: int, device: str) -> list[Te
 def balancers_agree(
     rank: int, world: int, topologies: list[str], peer_memory: bool
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By topology, what two steps gave on the CPU and on the device."""
+    """By topology, the results of a step on the CPU, paired with those of each of two steps on the device."""
     group = sim.new_group()
     results = {}
     for topology in topologies:
@@ -88,12 +88,12 @@ def balancers_agree(
 
 
 def lens_to_share(rank: int) -> list[int]:
-    """Of which nested bags share the longest, where models are 3072 wide."""
+    """Lengths of which nested bags share the longest, where models are 3072 wide."""
     return lens_of(rank) if rank else [300, 20]
 
 
 class Launches(NamedTuple):
-    """Of one call on the device: what was launched, by name, beside the user's kernel."""
+    """What one call launched on the device, by name, without the user's kernel."""
 
     forward: list[str]
     backward: list[str]
@@ -102,7 +102,7 @@ class Launches(NamedTuple):
 def launches_of_calls(
     rank: int, world: int, topologies: list[str], peer_memory: bool
 ) -> dict[str, dict[str, Launches]]:
-    """By topology: of a route, of its way back, and of attention, with duplicates of rows and of heads."""
+    """By topology, the launches of route, reverse_route and attention, with duplicates of rows and of heads."""
     group = sim.new_group()
 
     def balancer(topology: str) -> SequenceBalancer:
@@ -145,7 +145,7 @@ def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
 
 
 def _counted_passes(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> tuple[sim.Counted, sim.Counted]:
-    """Forward and backward. Gradients are there before the backward begins, so that nothing but the exchanges is
+    """What forward and backward counted. Gradients are made before the backward begins, so that only the exchanges are
     counted."""
     with sim.counted() as forward:
         outputs = [t for t in call() if t.requires_grad]
@@ -156,12 +156,12 @@ def _counted_passes(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> t
     return forward, backward
 
 
-# Of packed_bytes_of_calls: of a routed token, in widths that no wide word divides; heads, which all degrees divide.
+# For packed_bytes_of_calls: bytes of a routed token, which no wide word divides; heads, which all degrees divide.
 ROUTED_BYTES, NUM_HEADS, HEAD_BYTES = 24 * 4 + 3 * 2, 12, 5 * 2
 
 
 class PackedBytes(NamedTuple):
-    """Of one call on the device: what the packing kernel read."""
+    """The bytes that the packing kernel read in one call on the device."""
 
     forward: int
     backward: int
@@ -170,7 +170,7 @@ class PackedBytes(NamedTuple):
 def packed_bytes_of_calls(
     rank: int, world: int, topologies: list[str], peer_memory: bool
 ) -> dict[str, tuple[Plan, dict[str, PackedBytes]]]:
-    """By topology: the plan, and by call what it packed, without duplicates of rows or heads."""
+    """By topology: the plan, and the bytes that each call packed, without duplicates of rows or heads."""
     group = sim.new_group()
     return {
         topology: _packed_bytes(SequenceBalancer(topology, group=group, peer_memory=peer_memory), rank)
@@ -201,7 +201,7 @@ def _packed_bytes(balancer: SequenceBalancer, rank: int) -> tuple[Plan, dict[str
 
 
 class _ReadsAll(torch.autograd.Function):
-    """In place of a kernel of attention: no launch, forward or backward, and a gradient for each of q, k, v."""
+    """Stands in for attention's kernel: launches nothing, forward or backward; gives gradients for q, k, v."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> t
 
 
 def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
-    """What a convolution is whose steps are as long as its kernel: the simulated device has no other."""
+    """A convolution whose strides equal its kernel's size, as a product: the simulated device has no convolution."""
     for axis, size in enumerate(conv.kernel_size):
         video = video.unflatten(2 + axis, (-1, size)).movedim(3 + axis, -1)
     rows = video.movedim(1, -4).flatten(-4)  # (videos, *grid, numbers of a patch)
@@ -254,7 +254,7 @@ def models_agree(
 ) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
-    A step is checkpointed, from after the plan to the end of the backward pass.
+    Steps are checkpointed. They are counted from after the plan to the end of the backward pass.
     """
     group = sim.new_group()
     balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
@@ -263,7 +263,7 @@ def models_agree(
         by_device = {}
         for device in ("cpu", "sim"):
             model, batch, target, config = _model_and_batch(name, rank, device, dtype)
-            for step in range(2):  # the second as every further one
+            for step in range(2):  # the second is like every later one
                 model.zero_grad()
                 plan = balancer.plan_routing(batch.seq_lens, config.d_model)
                 with sim.counted() as counted:
@@ -282,7 +282,7 @@ def models_agree(
 
 
 class VarlenKernel:
-    """In place of torch's variable-length attention, for the device: matrix products that wait for nothing."""
+    """Stands in for torch's variable-length attention on the device: matrix products that never make the host wait."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -299,14 +299,14 @@ class VarlenKernel:
 
 
 def a_model_with_the_kernel_agrees(rank: int, world: int, name: str, topology: str) -> tuple[dict[Any, Any], int]:
-    """What models_agree says of a model in bfloat16, and how often the kernel was called: it is not known yet whether
-    the device has one when the first block runs."""
+    """The results of models_agree for a model in bfloat16, and how often the kernel was called. When the first block
+    runs, it is not known yet whether the device has the kernel."""
     with mock.patch.object(attention, "varlen_attn", VarlenKernel()) as kernel:
         return models_agree(rank, world, [name], topology, dtype=torch.bfloat16)[name], kernel.num_calls
 
 
 def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches planned ahead, with the batch on the device."""
+    """The results of batches that are planned ahead, on the CPU and on the device."""
     group = sim.new_group()
     results = []
     for device in ("cpu", "sim"):
@@ -324,7 +324,7 @@ def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class CopiesOfTables(NamedTuple):
-    """Of a pass over a loader: what the steps gave, and who copied index tables to the device."""
+    """A pass over a loader: the results of its steps, and which threads copied index tables to the device."""
 
     values: list[Tensor]
     num_by_training_thread: int
@@ -333,7 +333,7 @@ class CopiesOfTables(NamedTuple):
 
 
 def tables_of_a_loader(rank: int, world: int, micro_batches: int | None, told: bool) -> dict[str, CopiesOfTables]:
-    """By device, of which the loader was told or not. Nothing else is copied there: the batches are made on it."""
+    """Copies by device. told: whether the loader gets the device. Only tables are copied: batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = {}
@@ -365,8 +365,8 @@ def tables_of_a_loader(rank: int, world: int, micro_batches: int | None, told: b
 
 
 def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
-    """Rank 0 has given the device a collective; rank 1 fails, or comes with other tensors. What each raises, and after
-    how many seconds."""
+    """Rank 0 has launched a collective on the device; rank 1 fails, or comes with other tensors. For both cases: what
+    this rank raises, and after how many seconds."""
     raised = {}
     for name in ("failed", "differs"):
         group = sim.new_group()
@@ -392,7 +392,7 @@ def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, st
 
 
 def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float]:
-    """Rank 1 fails where both would get more memory for their peers to read: what it raises, and after what seconds."""
+    """Rank 1 fails where both would get more memory that peers write to. What this rank raises, and after how long."""
     balancer = SequenceBalancer("g2n1", group=sim.new_group(timeout_s=45), peer_memory=True)
     begin = 0.0
     try:
@@ -408,8 +408,8 @@ def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float
 
 
 def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
-    """By all-to-all and by peer memory: what attention gives whose one key/value head goes to all ranks, and its
-    gradients, in float32. Odd ranks hold the results on the device to the end, beside what comes later."""
+    """Outputs and gradients of attention in float32, by all-to-all and by peer memory. Its one key/value head goes to
+    all ranks. Odd ranks keep the results on the device to the end, beside later ones."""
     group, results = sim.new_group(), []
     for peer_memory in (False, True):
         balancer = SequenceBalancer("g4/2/1n1", group=group, peer_memory=peer_memory)
@@ -428,7 +428,7 @@ def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]
 
 
 def peer_memory_without_the_kernel(rank: int, world: int) -> str:
-    """What a rank raises whose device has symmetric memory, and no packing kernel."""
+    """What a rank raises whose device has symmetric memory, but no packing kernel."""
     balancer = SequenceBalancer("g2n1", group=sim.new_group(), engine="device", peer_memory=True)
     balancer.plan_routing([4], 4)
     try:
@@ -467,8 +467,8 @@ def an_input_overwritten_too_soon(rank: int, world: int) -> bool:
 def steps_without_a_cpu_backend(
     rank: int, world: int
 ) -> tuple[list[Tensor], list[Tensor], sim.Counted, list[int], int]:
-    """What a step on the device gives by a group for either device, and by one for the device alone; what planning took
-    by the latter; numbers that all ranks' hosts exchanged there; and how many groups a second balancer on it made."""
+    """The results of a step on the device with a group for CPU and device, and with one for the device alone. For the
+    latter also: what planning counted, CPU numbers that route exchanged, and how many groups a second balancer made."""
     expected = balanced_step(SequenceBalancer("g2/1n1", group=sim.new_group()), rank, "sim")
     alone = sim.new_group(backend="sim:late")
     balancer = SequenceBalancer("g2/1n1", group=alone)

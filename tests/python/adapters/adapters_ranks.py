@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import knapformer
 from knapformer import SequenceBalancer
 
-# Which of SIZES are whose: a rank without samples among them.
+# By number of ranks, which of SIZES each rank has: one rank has none.
 HOMES = {2: [[], [0, 1, 2, 3, 4]], 4: [[4], [], [0, 2], [1, 3]]}
 TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
 FROZEN, ADAPTED, COMPILED, HYBRID, TENSOR_PARALLEL = "frozen", "adapted", "compiled", "hybrid", "tensor parallel"
@@ -63,7 +63,7 @@ def sharded_and_balanced(mesh: DeviceMesh, balancer: SequenceBalancer) -> dict[s
 
 
 def ddp_with_frozen_base(rank: int, pair: DeviceMesh) -> Outcome:
-    """Only the projections of attention train. All samples are one rank's."""
+    """Only the query projections of attention train. One rank has all samples."""
     model = FLUX.make()
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(".to_q." in parameter_name)
@@ -73,7 +73,7 @@ def ddp_with_frozen_base(rank: int, pair: DeviceMesh) -> Outcome:
 
 
 def adapted() -> nn.Module:
-    """With a LoRA of PEFT. Its B, which PEFT starts as zeros, would hide A's gradients."""
+    """FLUX with a LoRA of PEFT, drawn at random: B, which PEFT starts as zeros, would hide A's gradients."""
     from peft import LoraConfig
 
     model = FLUX.make().requires_grad_(False)
@@ -86,8 +86,8 @@ def adapted() -> nn.Module:
 
 
 def ddp_with_adapters(rank: int, pair: DeviceMesh) -> Outcome:
-    """Each rank is a replica of its own, so that one of them holds no token: its gradients are zeros, and DDP's hooks
-    run, without which the other would wait."""
+    """Each rank is its own replica, so that one rank holds no token. Its gradients are zeros, but DDP's hooks must run
+    there: else the other rank would wait."""
     model = adapted()
     balancer = SequenceBalancer("g1n1", group=pair.get_group(), cluster=CLUSTER)
     wrapped = DistributedDataParallel(knapformer.balance(model, balancer), process_group=pair.get_group())
@@ -97,7 +97,7 @@ def ddp_with_adapters(rank: int, pair: DeviceMesh) -> Outcome:
 
 
 def compiled(rank: int, pair: DeviceMesh) -> Outcome:
-    """Traced forward and backward, under FSDP2. The default backend, which takes minutes here, adds code generation."""
+    """Traces forward and backward, under FSDP2. The default backend would add code generation, which takes minutes."""
     model = COMPILED_CASE.make()
     balancer = SequenceBalancer(TOPOLOGIES[2], group=pair.get_group(), cluster=CLUSTER)
     knapformer.balance(model, balancer)
@@ -110,7 +110,7 @@ def compiled(rank: int, pair: DeviceMesh) -> Outcome:
 
 
 def hybrid_sharding(rank: int, mesh: DeviceMesh) -> Outcome:
-    """Weights are sharded inside a node and the same on all; bags lie inside a node, too."""
+    """Weights are sharded inside a node and replicated over nodes; bags lie inside a node, too."""
     balancer = SequenceBalancer("g2/1n2", cluster=CLUSTER)
     model = knapformer.balance(FLUX.make(), balancer)
     _shard(model, mesh)
@@ -118,7 +118,7 @@ def hybrid_sharding(rank: int, mesh: DeviceMesh) -> Outcome:
 
 
 def tensor_parallel(rank: int, mesh: DeviceMesh) -> Outcome:
-    """The layers of the first blocks are shared inside a node, the balancer's bags are over the nodes."""
+    """The layers of the double-stream blocks are split inside a node; the balancer's bags span the nodes."""
     case = TENSOR_PARALLEL_CASE
     data, layers = mesh["replicate"], mesh["shard"]
     balancer = SequenceBalancer("g2/1n1", group=data.get_group(), cluster=CLUSTER)
@@ -132,13 +132,13 @@ def tensor_parallel(rank: int, mesh: DeviceMesh) -> Outcome:
     _shard(model, data)
     outcome = outcome_of(model, case, HOMES[2][rank // 2], 2, balancer, call=model)
     for name, gradient in outcome[2].items():
-        if name.startswith("transformer_blocks") and ".attn.norm_" in name:  # of this rank's heads
+        if name.startswith("transformer_blocks") and ".attn.norm_" in name:  # of this rank's heads alone
             dist.all_reduce(gradient, group=layers.get_group())
     return outcome
 
 
 def on_ranks(rank: int, world: int) -> dict[tuple[str, int], Outcome]:
-    """By name and number of ranks."""
+    """Outcomes by name and number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     pair = mesh["shard"]
     if rank < 2:

@@ -158,7 +158,7 @@ def wan(per_token: bool = False, **config: Any) -> Case:
         drawn = {
             "hidden_states": draw.normal(1, 3, frames, 2 * rows, 2 * columns),
             "timestep": 1000 * draw.uniform(),
-            # With an image diffusers takes for text what comes behind all but 512 tokens.
+            # With an image, diffusers takes the last 512 tokens for the text.
             "encoder_hidden_states": draw.normal(1, 512 if image_dim else num_text, settings["text_dim"]),
         }
         if per_token:  # the first frame is known: its time step is 0
@@ -229,7 +229,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 5e-5) -> None:
-    """Relative to the largest of each parameter; what is zero but for rounding, to the largest of all."""
+    """Relative to each parameter's largest value; where that is only rounding, to a thousandth of that of all."""
     assert got.keys() >= expected.keys()
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in got.items():

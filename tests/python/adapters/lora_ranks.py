@@ -15,7 +15,7 @@ LAUNCHED_WITH = {
 
 
 def _take_fsdp2() -> None:
-    """accelerate gives FSDP to processes with an accelerator. What it does then runs on CPUs as well."""
+    """Makes accelerate use FSDP2 here: it would do so only with an accelerator, but its code runs on CPUs as well."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
@@ -49,7 +49,7 @@ def trainings(rank: int, world: int, data: Path, out: Path, steps: int) -> dict[
 
 
 def _losses(*options: str) -> list[float]:
-    """options: of the program; "--fsdp2" stands for that of accelerate."""
+    """options: those of the program; "--fsdp2" stands for accelerate's own launch options."""
     sys.path.insert(0, str(EXAMPLES))
     from accelerate.state import AcceleratorState
     from train_lora import parse_arguments, train

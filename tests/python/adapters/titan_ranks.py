@@ -18,12 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 import knapformer
 
 NUM_TEXT, NUM_CLIP = 5, 7
-# Of a step what each rank draws: a batch has one size, (pictures, height, width in pixels).
+# [step][rank]: the batch that a rank draws. It has one size: (pictures, height, width in pixels).
 BATCHES = [[(2, 32, 32), (1, 64, 96)], [(1, 16, 48), (3, 32, 48)], [(2, 96, 64), (1, 16, 16)]]
 
 
 def _on_cpu() -> None:
-    """torchtitan asks torch for an accelerator, once, when it is imported. What it wants of one, of the CPU."""
+    """Makes the CPU torchtitan's device: it asks torch for an accelerator once, when it is imported, and calls these
+    functions of it."""
     import torch._utils
 
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -70,7 +71,7 @@ def _tiny_flux(folder: Path) -> Any:
     model.final_layer_config.hidden_size = width
     model.double_blocks = [flux._make_double_block_config(width, heads, 4.0, True) for _ in model.double_blocks]
     model.single_blocks = [flux._make_single_block_config(width, heads, 4.0) for _ in model.single_blocks]
-    # What starts as zeros would hide the blocks from the first losses.
+    # Weights that start as zeros would hide the blocks from the first losses.
     modulations = [m.lin for block in model.double_blocks for m in (block.img_mod, block.txt_mod)]
     modulations += [block.modulation.lin for block in model.single_blocks]
     for linear in (*modulations, model.final_layer_config.linear, model.final_layer_config.adaln_linear):
@@ -96,7 +97,7 @@ def _config(folder: Path, name: str, steps: int, parallelize: Any) -> Any:
     class Pictures(BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            img_size: int = 32  # of what torchtitan counts as tokens of a sample
+            img_size: int = 32  # torchtitan computes from it the tokens of a sample
 
         def __init__(self, config: Any, *, dp_rank: int, **_: Any) -> None:
             self.rank, self.step = dp_rank, 0
@@ -106,7 +107,7 @@ def _config(folder: Path, name: str, steps: int, parallelize: Any) -> Any:
                 count, height, width = BATCHES[self.step % len(BATCHES)][self.rank]
                 torch.manual_seed(
                     100 * self.step + self.rank
-                )  # of the trainer's noise, too: a resumed run has the same
+                )  # seeds the trainer's noise, too: a resumed run has the same
                 self.step += 1
                 texts = {"clip": torch.randint(64, (count, 1, NUM_CLIP)), "t5": torch.randint(64, (count, 1, NUM_TEXT))}
                 yield texts, torch.randn(count, 3, height, width)
@@ -156,7 +157,7 @@ def _losses(config: Any) -> list[float]:
 
 
 def _errors_of_a_packed_call(folder: Path) -> tuple[float, float]:
-    """Against the model's own calls, sample by sample: of outputs and gradients, relative to the largest of each."""
+    """Errors of outputs and gradients against the model's own calls, one a sample, relative to the largest of each."""
     model = seeded(_tiny_flux(folder).model.build())
     samples = []
     for seed, ((_, rows, columns), num_text) in enumerate(SIZES):
@@ -182,7 +183,7 @@ def _errors_of_a_packed_call(folder: Path) -> tuple[float, float]:
 
 
 def on_ranks(rank: int, world: int, folder: Path, steps: int) -> tuple[dict[str, list[float]], tuple[float, float]]:
-    """Losses of torchtitan as it is, of the balanced model, and of one that goes on from a checkpoint; and parity."""
+    """Losses of torchtitan as it is, of the balanced model, and of one resumed from a checkpoint; errors of a call."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     _on_cpu()
     from torchtitan.models.flux import parallelize_flux
@@ -191,7 +192,7 @@ def on_ranks(rank: int, world: int, folder: Path, steps: int) -> tuple[dict[str,
         parallelize_flux(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction
         return model
 
     shared: list[int] = []  # sequences of a step that both ranks share

@@ -31,7 +31,7 @@ STOP_S = 9.0
 LIMIT_S = 10.0
 GROUP_TIMEOUT_S = 120.0
 HEADS, HEAD_DIM = 4, 2
-D_MODEL = 3072  # that lengths are planned for: so wide that sharing the longest pays
+D_MODEL = 3072  # the width that is planned for, so large that sharing the longest sequence pays
 
 
 class Case(NamedTuple):
@@ -63,7 +63,7 @@ def all_cases() -> list[Case]:
 
 
 class _Victim:
-    """Commits the fault of a case as soon as its call comes in its step. Other ranks never do."""
+    """Commits the case's fault at its call in STEP_OF_FAULT, if this rank is the victim; other ranks never do."""
 
     def __init__(self, case: Case, rank: int, report: Connection) -> None:
         self._case, self._rank, self._report = case, rank, report
@@ -73,7 +73,7 @@ class _Victim:
         return self._rank == self._case.victim and (call, self.step) == (self._case.call, STEP_OF_FAULT)
 
     def times(self, call: str) -> int:
-        """How often to make this call; commits what ends or stops the process."""
+        """How often to make this call. Commits the faults that end or stop the process, raise, or leave the loop."""
         if not self.is_due(call):
             return 1
         self._report.send(("fault", time.time()))
@@ -88,7 +88,7 @@ class _Victim:
         return {"skipped": 0, "doubled": 2}.get(fault, 1)
 
     def lengths(self, step: int) -> list[int]:
-        """Of the data, which a loader takes ahead of the steps."""
+        """The lengths of a step's data, which a loader takes ahead of the step."""
         if (*self._case[:2], self._case.victim, STEP_OF_FAULT) != ("shape", "loader", self._rank, step):
             return _lengths(self._rank, step)
         self._report.send(("fault", time.time()))
@@ -168,7 +168,7 @@ def _rank_main(rank: int, case: Case, port: int, report: Connection) -> None:
     except _Left:
         outcome = Outcome("", "left", time.time())
     except BaseException as error:
-        # As the interpreter does with an exception that nobody catches: frames go, then exit functions run.
+        # As the interpreter does with an uncaught exception: frames are freed, then exit functions run.
         outcome = Outcome(type(error).__name__, str(error), time.time())
         error.__traceback__ = None
     with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ def _rank_main(rank: int, case: Case, port: int, report: Connection) -> None:
 
 
 def run(case: Case) -> tuple[float, list[Outcome | None]]:
-    """When the fault came, and what each rank raised; None for one that ended without a word."""
+    """When the fault came, and what each rank raised; None for a rank that ended without a report."""
     from torch.distributed import TCPStore
 
     context = mp.get_context("forkserver")
@@ -221,7 +221,7 @@ def run(case: Case) -> tuple[float, list[Outcome | None]]:
 
 
 def problem(case: Case, fault_time: float, outcomes: list[Outcome | None]) -> str:
-    """What is not as promised; empty: all is."""
+    """What is not as promised; empty where all is."""
     if fault_time == 0:
         return f"the fault never came: {outcomes}"
     others = [rank for rank in range(case.num_ranks) if rank != case.victim]

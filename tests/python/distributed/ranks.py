@@ -28,7 +28,7 @@ from typing import Any
 
 GROUP_TIMEOUT_S = 60
 _IMPORTED = ("torch", "torch.distributed", "torch.distributed.fsdp", "knapformer.balancer")
-# What takes a rank two to four seconds more to import. The tests that were collected have imported what they use.
+# Modules that take a rank two to four seconds more to import. Imported beforehand only if a collected test uses them.
 _IMPORTED_WHERE_USED = ("torch._dynamo", "diffusers.models.transformers.transformer_flux", "knapformer.adapters.named")
 
 
@@ -40,10 +40,11 @@ def run_ranks(
     env: dict[str, str] | None = None,
     group_timeout_s: float = GROUP_TIMEOUT_S,
 ) -> list[Any]:
-    """`fn(rank, world_size, *args)` on `world_size` processes with a default Gloo group; what each returned (pickled).
+    """Runs `fn(rank, world_size, *args)` on `world_size` processes with a default Gloo group. Returns what each rank
+    returned (pickled).
 
-    Each rank computes with one thread. env: set on each rank before `fn`, after the import of torch. timeout_s: for all
-    of it.
+    Each rank computes with one thread. env: set on each rank before `fn`, after the import of torch. timeout_s: for the
+    whole call.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(name for name in _IMPORTED_WHERE_USED if name in sys.modules)])
@@ -57,7 +58,7 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        # For the process that ranks are forked from, which the first start of one starts.
+        # For the process that ranks are forked from: the first start() below starts it.
         with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
             for process in processes:
                 process.start()
@@ -129,7 +130,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _tcp_store(rank: int, world_size: int, port_path: str, timeout: datetime.timedelta) -> Any:
-    """The store that launchers use. Rank 0 serves it on a port that is free, and leaves its number in a file."""
+    """The store that launchers use. Rank 0 serves it on a free port, and writes the port's number into a file."""
     from torch.distributed import TCPStore
 
     if rank == 0:
@@ -174,6 +175,6 @@ def _rank_main(
     # Rank 0 serves the store, which a slower rank may still need to join the group: nobody leaves before all are done.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
-    # Not through the interpreter's end: a group whose ranks raised in the middle of a collective waits there for its
-    # timeout.
+    # Skips the interpreter's normal exit, in which a group whose ranks raised in the middle of a collective waits for
+    # its timeout.
     os._exit(0)

@@ -1,11 +1,11 @@
-"""Steps over hours: what a process holds must not grow, and every result stays that of a rank alone.
+"""Runs steps over hours: what a process holds must not grow, and every result must equal that of a rank alone.
 
     PYTHONPATH=python:tests/python:tests/python/distributed python tests/python/distributed/soak.py --steps 100000
 
-is `make soak`; test_soak.py runs a few seconds of it. Balancers live for a round and are made again, flat and nested in
-turn. In a round each rank's lengths are random; every second round plans ahead in a loader, which is left in the middle
-and taken up again from its state by another one. Steps observe their time. Each rank prints its figures as it goes; the
-status at the end is 1 where threads, open files or keys of the store became more.
+is `make soak`; test_soak.py runs a few seconds of it. Each round makes a new balancer, flat and nested in turn. Each
+rank's lengths are random; every second round plans ahead in a loader, which stops in the middle and is resumed from its
+state by another loader. Each step observes seconds in proportion to its planned work. Each rank prints its figures on
+the way; the exit status is 1 where the number of threads, open files or keys of the store grew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Held(NamedTuple):
-    """By one rank, between two rounds."""
+    """What one rank holds between two rounds."""
 
     step: int
     resident_kib: int
@@ -49,7 +49,7 @@ def _random_lengths(seed: int, rank: int, step: int) -> list[int]:
 
 
 def _check_step(balancer: SequenceBalancer, lens: list[int], seed: int) -> None:
-    """Attention over what was routed, against this rank's own sequences by themselves: output and gradient."""
+    """Compares attention over routed tokens with attention over this rank's own sequences: output and gradient."""
     x = torch.randn(sum(lens), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     both = []
     for moves in (True, False):
@@ -124,7 +124,7 @@ def soak(rank: int, world_size: int, num_steps: int, seed: int, seconds: float, 
 
 
 def growth(held: list[Held]) -> dict[str, float]:
-    """Between the first and the last third, of the medians: every topology and both ways of planning ran in each."""
+    """How much medians grew from the first to the last third. Each third has every topology and way of planning."""
 
     def median(rows: list[Held], name: str) -> float:
         return sorted(getattr(row, name) for row in rows)[len(rows) // 2]

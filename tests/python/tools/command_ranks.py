@@ -1,6 +1,6 @@
-"""A command of knapformer on ranks that are forked, and not started: an interpreter needs seconds to import torch.
+"""Runs a command of knapformer on forked ranks: a new interpreter would need seconds to import torch.
 
-How a command starts its ranks, or joins those of torchrun, and how they end is not in it.
+So this does not test how a command starts its ranks or joins those of torchrun, and how ranks end.
 """
 
 from __future__ import annotations

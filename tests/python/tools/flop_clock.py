@@ -26,19 +26,19 @@ _ATTENTION = {
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Runs it. Of its matrix products and attention, forward and backward."""
+    """Runs the work; returns the FLOPs of its matrix products and attention, forward and backward."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         work()
     return int(counter.get_total_flops())
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """At a GFLOP a second. An exchange, which computes nothing, takes what the wall clock says."""
+    """Seconds at 1 GFLOP/s. An exchange, which computes nothing, takes its wall-clock time."""
     start = time.perf_counter()
     flops = flops_of(work)
     return flops / 1e9 if flops else time.perf_counter() - start
 
 
 def install() -> None:
-    """In place of the clock of all measurements of this process."""
+    """Replaces the clock of all measurements in this process."""
     timing.seconds_of = seconds_of

@@ -1,4 +1,4 @@
-"""Commands that are run here, and what they printed."""
+"""Runs commands in this process, and reads what they printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 
 def rows_of_tables(text: str) -> list[dict[str, str]]:
-    """Of all tables: cells by heading."""
+    """The rows of all tables: cells by heading."""
     headings: list[str] = []
     rows = []
     for line in text.splitlines():
@@ -28,7 +28,7 @@ def rows_of_tables(text: str) -> list[dict[str, str]]:
 
 
 def check_tables(text: str) -> None:
-    """They fit 80 columns, and their abbreviations are explained."""
+    """Checks that tables fit 80 columns, and that their abbreviations are explained."""
     table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
     assert len(table) >= 5
     assert max(map(len, table)) <= 80

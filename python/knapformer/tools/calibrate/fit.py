@@ -13,14 +13,14 @@ from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
 MIN_LENGTHS = 4  # two numbers are fitted
 MIN_SPAN = 8.0  # longest over shortest: attention's share has to change
-MIN_ATTENTION = 0.10  # of the time at the longest length: less of it than noise cannot tell gamma
+MIN_ATTENTION = 0.10  # attention's share of the time at the longest length: below it, noise hides gamma
 MAX_NOISE = 0.10  # median over the lengths of the relative spread between repeats
 MAX_ERROR = 0.10  # relative RMS of the fit
-MAX_EXCHANGE_ERROR = 0.25  # the same of an all-to-all's fit: a line over sizes of three orders of magnitude
+MAX_EXCHANGE_ERROR = 0.25  # the same for an all-to-all: one line is fitted over three orders of magnitude
 
 
 def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float, d_model: int, mask: str = "full") -> list[str]:
-    """Why a fit is poor, one sentence each; none where it is not."""
+    """The reasons why a fit is poor, one sentence each; none where it is good."""
     found = []
     distinct = sorted(set(lengths))
     if len(distinct) < MIN_LENGTHS:
@@ -45,7 +45,7 @@ def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float, d_model
 
 
 def exchange_warnings(name: str, cost: ExchangeCost) -> list[str]:
-    """As `fit_warnings`, of the all-to-all of a kind of group ("node", "network")."""
+    """As `fit_warnings`, for the all-to-all of a kind of group: name is "node" or "network"."""
     if cost.relative_rms_error <= MAX_EXCHANGE_ERROR:
         return []
     return [
@@ -55,13 +55,16 @@ def exchange_warnings(name: str, cost: ExchangeCost) -> list[str]:
 
 
 def token_backward(calibration: Calibration, all_train: Calibration) -> float:
-    """Of a calibration of mode "lora", in forward passes. all_train: of the same blocks, whose parameters all train."""
+    """What a backward pass over the per-token layers costs in mode "lora", in forward passes.
+
+    all_train: calibration of the same blocks, whose parameters all train.
+    """
     passes = TrainedModel(recomputes=all_train.recomputes).token_passes  # of which two are the backward pass
     return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
 
 
 def step_warnings(name: str, relative_rms_error: float) -> list[str]:
-    """As `fit_warnings`, of whole steps. name: of which."""
+    """As `fit_warnings`, for whole steps. name: which steps they are."""
     if relative_rms_error <= MAX_ERROR:
         return []
     return [f"poor fit: {name} are off by {relative_rms_error:.0%} (RMS), expected at most {MAX_ERROR:.0%}"]
@@ -71,8 +74,8 @@ def step_warnings(name: str, relative_rms_error: float) -> list[str]:
 class MeasuredSteps:
     """Whole steps in which all ranks do the same.
 
-    apart: plans in which every rank computes what it has, with apart_s, what they took. shared: of the same lengths,
-    plans whose ranks share them, with shared_s; none where there was nobody to share with.
+    apart: plans in which every rank computes its own sequences; apart_s: their measured seconds. shared, shared_s: the
+    same for plans of the same lengths whose ranks share sequences; empty where a rank had nobody to share with.
     """
 
     apart: Sequence[Plan]
@@ -82,8 +85,8 @@ class MeasuredSteps:
 
 
 def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster) -> Calibration:
-    """`calibration` with what whole steps took beyond what is predicted of its blocks and exchanges: a fixed time, and
-    a wait of each exchange inside the node. cluster: as calibrated so far; its own fixed time does not count."""
+    """`calibration` with what whole steps took beyond the prediction from its blocks and exchanges: a fixed time, and a
+    wait in each exchange inside the node. cluster: as calibrated so far; its own fixed time is ignored."""
     num_ranks = steps.apart[0].num_ranks
     cluster = cluster.replace(fixed_s=0.0)
 
@@ -101,7 +104,7 @@ def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster)
         expected_s = [apart_s + more_s for apart_s, more_s in zip(steps.apart_s, added_s, strict=True)]
         beyond_s = fit_fixed(expected_s, steps.shared_s, num_ranks).seconds
         cluster = cluster.replace(node_latency_s=latency_s + little_s)
-        # A latency that is longer by a little shows how many exchanges a step waits for.
+        # A slightly longer latency shows how many exchanges a step waits for.
         num_exchanges = (statistics.fmean(sharing_s()) - statistics.fmean(added_s)) / little_s
         node = replace(node, wait_s=beyond_s / num_exchanges if num_exchanges > 0 else 0.0)
         cluster = cluster.replace(node_latency_s=latency_s + node.wait_s)

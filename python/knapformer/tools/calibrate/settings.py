@@ -11,7 +11,7 @@ from knapformer.tools.measure.figures import equal_ratios
 
 _NUM_LENGTHS = 7
 _NUM_STEP_LENGTHS = 5
-# Of attention's FLOPs to those of the matrix products, l / 6 d, at the shortest and the longest length.
+# Attention's FLOPs over those of the matrix products, l / 6 d, at the shortest and the longest length.
 _ATTENTION_SHARES = (1 / 72, 8 / 9)
 
 
@@ -21,14 +21,14 @@ class CalibrationSettings(RunSettings):
     num_rounds: int
     num_warmup_rounds: int
     plot_path: str | None
-    block: str | None = None  # module:function of the user's own, which is measured in the model's place
-    block_d_model: int | None = None  # its width
+    block: str | None = None  # module:function of the user's own block, measured in the model's place
+    block_d_model: int | None = None  # that block's width
 
-    measures_steps: bool = True  # where there are ranks, and the model fits
+    measures_steps: bool = True  # where there are several ranks, and the model fits
 
     @property
     def step_lengths(self) -> list[int]:
-        """Of whole steps: some of the lengths, from the shortest to the longest."""
+        """The lengths of whole steps: at most _NUM_STEP_LENGTHS of `lengths`, evenly picked from the shortest on."""
         every = sorted(set(self.lengths))
         return every[:: max(1, -(-len(every) // _NUM_STEP_LENGTHS))]
 

@@ -34,8 +34,8 @@ from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, equal_plan, fits, time_steps
 
-# Bytes of a rank's rows: from what latency decides to what the rate does.
 _EXCHANGE_ROUNDS = 20
+# Bytes of a rank's rows: from sizes whose time is mostly latency to sizes whose time is mostly the transfer.
 _EXCHANGE_SIZES = {"cpu": [1 << e for e in range(14, 23, 2)], "cuda": [1 << e for e in range(16, 29, 2)]}
 
 
@@ -99,7 +99,7 @@ def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
 
 
 def _sharing(settings: CalibrationSettings) -> int:
-    """The ranks of a node that share sequences in whole steps: as many as there are heads for."""
+    """How many ranks share sequences in whole steps: the largest divisor of a node's ranks with a head for each."""
     num_local, num_heads = int(os.environ["LOCAL_WORLD_SIZE"]), settings.model.num_kv_heads or settings.model.num_heads
     return max(of for of in range(1, num_local + 1) if num_local % of == 0 and of <= num_heads)
 
@@ -121,7 +121,7 @@ class _ExchangeTimes:
 
 
 def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
-    """Inside the node and between nodes, as far as this world has them, by Calibration's field. Collective."""
+    """Exchanges inside the node and between nodes, where this world has them, by Calibration's field. Collective."""
     measured = {}
     for name, group in zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"])), strict=True):
         if group is not None:
@@ -137,7 +137,7 @@ def _calibration(
     device: torch.device,
     mode: str | None = None,
 ) -> Calibration:
-    """mode: None stands for the settings'."""
+    """mode: default settings.mode."""
     on = environment(device)
     calibration = calibration_of(
         settings.lengths,

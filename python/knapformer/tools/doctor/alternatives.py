@@ -1,7 +1,7 @@
-"""What people do with sequences of different lengths, and what this project does, simulated on the same samples.
+"""The usual ways to train on sequences of different lengths, and this project's, simulated on the same samples.
 
-Every alternative is a function of a `Draw` that yields what its optimizer steps cost. All are priced by the one cost
-model (docs/cluster_model.md); ranks wait for each other in every micro-batch, as under FSDP2.
+Every alternative is a function of a `Draw` that yields what its optimizer steps cost. One cost model prices them all
+(docs/cluster_model.md); ranks wait for each other in every micro-batch, as under FSDP2.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from knapformer.tools.cli_args import Lengths, micro_batches_of_step
 
 @dataclass(frozen=True)
 class Setting:
-    """What is alike for all alternatives.
+    """What all alternatives have in common.
 
-    max_tokens: that a rank may hold in a micro-batch, where memory is limited; 0: it is not.
+    max_tokens: tokens that a rank may hold in a micro-batch; 0: memory is not limited.
     """
 
     num_ranks: int
@@ -50,7 +50,7 @@ class Setting:
 class Draw:
     """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
 
-    pool: lengths to draw others from, where an alternative takes other samples.
+    pool: the lengths that an alternative draws from where it takes other samples.
     """
 
     setting: Setting
@@ -65,10 +65,10 @@ class Draw:
 
 @dataclass
 class Step:
-    """One optimizer step, its micro-batches added up."""
+    """One optimizer step: sums over its micro-batches."""
 
     seconds: float = 0
-    work_s: float = 0  # of its samples, spread evenly over the ranks, and nothing else
+    work_s: float = 0  # of its samples' work alone, spread evenly over the ranks
     compute_s: float = 0  # of the slowest ranks
     samples: int = 0
     tokens: int = 0
@@ -79,7 +79,7 @@ class Step:
     plan_work_s: float = 0  # as work_s, with padding
 
     def add(self, plan: Plan, real_work_s: float | None = None) -> None:
-        """A micro-batch. real_work_s: where part of the plan's work is padding."""
+        """Adds a micro-batch. real_work_s: the ideal time without padding, where part of the plan's work is padding."""
         time = predict_step(plan)
         self.plans.append(plan)
         self.seconds += time.total_s
@@ -95,8 +95,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Alternative:
-    """name: in tables. change: what the user has to do. effect: on which samples a step has, '' for none. degree: of
-    static sequence parallelism, 0 for none."""
+    """name: in tables. change: what the user has to do. effect: how it changes which samples a step has, '' for not at
+    all. degree: of static sequence parallelism, 0 for none."""
 
     key: str
     name: str
@@ -117,7 +117,7 @@ def as_drawn(draw: Draw) -> Iterator[Step]:
 
 
 def one_by_one(draw: Draw) -> Iterator[Step]:
-    """A micro-batch of one sample on each rank, as often as it takes."""
+    """Micro-batches of at most one sample a rank, as many as the rank with the most samples needs."""
     for lengths in draw.steps:
         step = Step()
         for micro_batch in micro_batches_of_step(lengths, max(1, *map(len, lengths))):
@@ -129,7 +129,8 @@ _MAX_BUCKETS = 32
 
 
 def _bucket_tops(pool: Sequence[int]) -> list[int]:
-    """The longest sample of each bucket, ascending: one for each length where there are few, else of equal ratio."""
+    """The longest sample of each bucket, ascending: a bucket for each length where there are few lengths, else buckets
+    whose upper bounds have equal ratios."""
     distinct = sorted(set(pool))
     if len(distinct) <= _MAX_BUCKETS:
         return distinct
@@ -139,7 +140,7 @@ def _bucket_tops(pool: Sequence[int]) -> list[int]:
 
 
 def lockstep_buckets(draw: Draw) -> Iterator[Step]:
-    """All ranks in one bucket in each micro-batch, drawn in proportion to its samples; padded to the bucket's longest.
+    """In each micro-batch all ranks use one bucket, drawn in proportion to its samples and padded to its longest.
 
     Where memory is limited, batches of long buckets are smaller.
     """
@@ -147,8 +148,8 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
     tops = _bucket_tops(pool)
     ends = [bisect.bisect_right(pool, top) for top in tops]
     rng = random.Random(draw.seed)
-    # Systematic draws: buckets come as often as they should, in an order of their own. Their steps differ more than
-    # those of others, so there are more.
+    # Systematic sampling: each bucket is drawn as often as its share of the samples says, in shuffled order. These
+    # steps differ more than those of other alternatives, so more of them are simulated.
     num_steps = 8 * len(draw.steps)
     count = num_steps * setting.micro_batches
     start = rng.random()
@@ -172,7 +173,7 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
 def time_budget(draw: Draw) -> Iterator[Step]:
     """Each rank fills its micro-batch from its own stream until its predicted seconds, or its memory, are full.
 
-    The seconds are those of the micro-batch that it would have drawn, and at least those of the longest sample.
+    The budget is the mean time of batch_size samples of the pool, and at least the time of its longest sample.
     """
     setting, pool = draw.setting, draw.pool
     works = {length: setting.work(length) for length in set(pool)}
@@ -195,7 +196,7 @@ def time_budget(draw: Draw) -> Iterator[Step]:
 
 
 def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
-    """Sequence parallelism of one degree for everything: the ranks of a group share what they would have drawn."""
+    """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn."""
 
     def steps(draw: Draw) -> Iterator[Step]:
         for lengths in draw.steps:
@@ -210,7 +211,7 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
 
 
 def longest_first(draw: Draw) -> Iterator[Step]:
-    """Each micro-batch's samples, the longest first, to the rank that has the least."""
+    """Assigns each micro-batch's samples, the longest first, to the rank that has the least work."""
     for lengths in draw.steps:
         step = Step()
         for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
@@ -238,7 +239,7 @@ def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[St
 
 
 def baselines(num_ranks: int) -> list[Alternative]:
-    """What people do without this project, what needs least change first: those that so many ranks allow."""
+    """The alternatives without this project that this number of ranks allows, the least change first."""
     found = [
         Alternative("as_drawn", "no balancing", as_drawn),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
@@ -266,7 +267,7 @@ def baselines(num_ranks: int) -> list[Alternative]:
 
 
 def alternatives(setting: Setting, topologies: Sequence[str]) -> list[Alternative]:
-    """Those that these ranks allow, what needs least change first. topologies: of the balancer in the model."""
+    """The baselines that these ranks allow, then this project's. topologies: of the balancer in the model."""
     num_ranks = setting.num_ranks
     found = baselines(num_ranks)
     sampler = planned_step(f"g1n{num_ranks}", routed=False)
@@ -280,7 +281,7 @@ def alternatives(setting: Setting, topologies: Sequence[str]) -> list[Alternativ
 
 @dataclass(frozen=True)
 class Result:
-    """What an alternative's steps came to. problem: why it cannot be had, and then there are no steps."""
+    """The simulated steps of an alternative. problem: why it is not possible; then there are no steps."""
 
     alternative: Alternative
     steps: list[Step]
@@ -291,7 +292,7 @@ class Result:
 
     @property
     def efficiency(self) -> float:
-        """The samples' own work over what the step takes: what alternatives are compared by."""
+        """The time of the samples' own work over the time of the step. Alternatives are compared by it."""
         return self.mean(lambda step: step.work_s) / self.mean(lambda step: step.seconds)
 
     @property
@@ -305,7 +306,7 @@ class Result:
 
 
 def simulate(alternative: Alternative, draw: Draw) -> Result:
-    """Keeps the plans of the first step alone."""
+    """Simulates all steps; only the first one keeps its plans."""
     steps: list[Step] = []
     try:
         for step in alternative.steps(draw):
@@ -320,7 +321,7 @@ def simulate(alternative: Alternative, draw: Draw) -> Result:
 def gain(one: Result, other: Result) -> tuple[float, float]:
     """How many times as fast `one` is as `other`, and the standard error of that over the draws (jackknife).
 
-    Of one step alone the error is not known: NaN.
+    The error is NaN where there is only one step.
     """
     count = min(len(one.steps), len(other.steps))
 

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class _Source:
-    """Where lengths come from, and steps of them."""
+    """The source of the lengths, and the steps drawn from it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -385,7 +385,7 @@ def _cells(result: Result, figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digits(value: float) -> str:
-    """Three significant ones, and all before the point."""
+    """Three significant digits, and all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

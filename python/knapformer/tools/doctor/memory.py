@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from knapformer import TrainedModel
 
 GIB = 2**30
-# Of one accelerator, by the names of clusters (Cluster.names()), in GiB: data sheets, less 5 % for the runtime.
+# GiB of one accelerator, by cluster name (Cluster.names()): from data sheets, less 5 % for the runtime.
 DEVICE_GIB = {"h100": 76.0, "h200": 134.0, "h100-pcie": 76.0, "b200": 171.0, "a100": 76.0}
 
-# Bytes of a parameter, sharded: weight and gradient in the model's type, and in fp32 the master copy and two moments.
+# Sharded bytes of a parameter in fp32: the master copy and two moments. Weight and gradient, in the model's type, are
+# counted beside them.
 _OPTIMIZER_BYTES = 12
-# Numbers that a block's backward keeps of a token, in units of d_model, attention's matrix not among them (flash
+# Numbers that a block keeps of a token for its backward pass, in units of d_model, without attention's matrix (flash
 # attention): 34 bytes at 2 a number, without dropout's masks (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
 _KEPT_PER_TOKEN = 17 - 1.5
 # FSDP holds the gathered parameters of this block and the next, and one block's gradients before they are reduced.
@@ -21,7 +22,7 @@ _GATHERED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes on the fullest rank: those that every rank has, and those of each token that it holds in a micro-batch."""
+    """Bytes on the fullest rank: a fixed part, and a part for each token that the rank holds in a micro-batch."""
 
     fixed_bytes: float
     bytes_per_token: float
@@ -43,13 +44,13 @@ class MemoryModel:
         return cls(fixed, per_token)
 
     def measured(self, tokens: int, gib: float) -> MemoryModel:
-        """Through one measured point: the fixed part stays, and tokens take what is left of it."""
+        """The model put through one measured point: the fixed part stays, and the tokens take the rest of `gib`."""
         return replace(self, bytes_per_token=(gib * GIB - self.fixed_bytes) / tokens)
 
     def gib(self, tokens: int) -> float:
-        """Of a rank that holds so many tokens."""
+        """GiB on a rank that holds this many tokens."""
         return (self.fixed_bytes + tokens * self.bytes_per_token) / GIB
 
     def max_tokens(self, limit_gib: float) -> int:
-        """That fit; 0 where the fixed part alone does not."""
+        """The tokens that fit; 0 where even the fixed part does not fit."""
         return max(0, int((limit_gib * GIB - self.fixed_bytes) / self.bytes_per_token))

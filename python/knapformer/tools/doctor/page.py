@@ -18,7 +18,7 @@ from knapformer.tools.report.html_page import HtmlPage
 # Okabe and Ito: legible on light and dark grounds, and without colour vision.
 _COLOURS = {"computing": "#2b8cd6", "exchanging": "#E69F00", "waiting": "#999999", "the rest": "#CC79A7"}
 _LINES = ("#2b8cd6", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
-_MAX_RANKS = 64  # of a step's picture: the first ones
+_MAX_RANKS = 64  # only the first ranks are drawn in a step's picture
 _NUM_BINS = 40
 
 
@@ -28,8 +28,8 @@ def write_page(
     efficiency_by_count: Mapping[str, Mapping[int, float]], subtitle: str, top: Sequence[tuple[str, str]],
     settings: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """rows: of the printed table. figures: of each result. efficiency_by_count: of alternatives, by micro-batches.
-    top: figures to begin with, each with what it is.
+    """rows: the printed table. figures: one for each result. efficiency_by_count: by alternative, then by number of
+    micro-batches. top: (figure, label) pairs at the top of the page.
 
     Raises OSError.
     """
@@ -89,7 +89,7 @@ def _distribution(lengths: Sequence[int], setting: Setting) -> go.Figure:
 
 
 def _seconds(plans: Sequence[Plan]) -> dict[str, np.ndarray[Any, Any]]:
-    """Of each rank in the micro-batches, by what it does."""
+    """Seconds of each rank over all micro-batches, by what the rank does."""
     total = {name: np.zeros(plans[0].num_ranks) for name in _COLOURS}
     for plan in plans:
         step, model = predict_step(plan), plan.model

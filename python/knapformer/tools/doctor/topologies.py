@@ -14,11 +14,11 @@ from knapformer.tools.cli_args import Lengths, micro_batches_of_step
 from knapformer.tools.doctor.alternatives import Setting
 from knapformer.tools.files import table_of
 
-_MAX_STEPS, _MAX_BATCHES = 2, 4  # of the sample: more change the order by less than predictions are off
+_MAX_STEPS, _MAX_BATCHES = 2, 4  # a larger sample changes the order by less than the predictions' error
 
 
 def ranked(setting: Setting, steps: Sequence[Lengths]) -> list[TopologyOption]:
-    """Each micro-batch planned by itself, tokens routed in the model."""
+    """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     drawn = (
         micro_batch for step in steps[:_MAX_STEPS] for micro_batch in micro_batches_of_step(step, setting.micro_batches)
     )
@@ -30,7 +30,7 @@ def ranked(setting: Setting, steps: Sequence[Lengths]) -> list[TopologyOption]:
 
 
 def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
-    """The best that share sequences."""
+    """The best `count` topologies in which ranks share sequences."""
     return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
 
 

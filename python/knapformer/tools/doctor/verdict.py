@@ -11,16 +11,16 @@ from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, gain, simulate
 
 WORTH = 0.03  # a gain below this is none
-# What published figures leave open, as factors: of gamma and the rate, and of what links carry.
+# Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
 _UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
 _LEVERS = {"gamma": (0.5, 2.0), "bandwidth": (0.25, 4.0)}
-# What takes least change comes first; alternatives that change which samples a step has are not advised.
+# The least change comes first; alternatives that change which samples a step has are not advised.
 _CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
 
 
 @dataclass(frozen=True)
 class Lever:
-    """What the gain is with something else than the setting has. name: with its two values. taken: instead of now."""
+    """The gain of `taken` with a lower and with a higher value of one setting. name: the setting and both values."""
 
     name: str
     taken: str
@@ -30,11 +30,11 @@ class Lever:
 
 @dataclass(frozen=True)
 class Verdict:
-    """now, taken: what was compared; equal where nothing is better. speedup: how many times as fast; 1 for none.
+    """now, taken: what was compared; equal where nothing is better. speedup: how many times as fast as now; 1: equal.
 
-    low, high: where speedup lies, by the draw of data (twice its standard error) and by what is uncertain of the
-    cluster. problem: why nothing can be taken. faster: than taken, by alternatives that are not advised because they
-    change which samples a step has; the fastest first.
+    low, high: the range of speedup, given the draw of data (two standard errors) and the uncertainty of gamma and the
+    cluster. problem: why nothing can be taken. faster: alternatives that are faster than taken but not advised, because
+    they change which samples a step has; the fastest first.
     """
 
     now: Result
@@ -66,7 +66,7 @@ class Verdict:
         )
 
     def aside(self) -> str | None:
-        """What is faster, and not advised."""
+        """A sentence on what is faster but not advised; None where nothing is."""
         if not self.faster:
             return None
         named = ", ".join(f"{r.alternative.name} {gain(r, self.now)[0]:.2f} times" for r in self.faster)
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def decide(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
-    """The one with the least change among those that are as fast as the fastest, but for what is not worth a change."""
+    """Takes the alternative with the least change among those that are as fast as the fastest, within WORTH."""
     verdict = _of_same_samples(results, now, draw)
     if verdict.problem is not None or now.problem is not None:
         return verdict
@@ -106,9 +106,9 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
 def levers(
     verdict: Verdict, results: Sequence[Result], draw: Draw, steps_of: Callable[[int], Sequence[Lengths]]
 ) -> list[Lever]:
-    """What changes the gain most, first. steps_of: draws steps of another number of micro-batches.
+    """The levers, first the one that changes the gain most. steps_of: draws steps with another number of micro-batches.
 
-    Where nothing is worth it: the gain of what comes next to it.
+    Where nothing is worth it, the gain is that of the fastest of this project's alternatives.
     """
     taken, now = verdict.taken, verdict.now
     others = [r for r in results if r.problem is None and _rank(r) is not None and r is not now and r.alternative.ours]
@@ -159,7 +159,7 @@ def _scaled(draw: Draw, what: str, factor: float) -> Draw:
 
 
 def _speedup(draw: Draw, taken: Result, now: Result) -> float:
-    """Of the same two alternatives elsewhere; NaN where one of them cannot be had there."""
+    """How many times as fast taken is as now on another draw; NaN where one of the two is not possible there."""
     results = [simulate(result.alternative, draw) for result in (taken, now)]
     if any(result.problem is not None for result in results):
         return math.nan

@@ -1,7 +1,7 @@
 """A model's blocks of each kind, alone and ready to run, and their times over a range of lengths. Needs torch.
 
-One block of a kind stands for all: they are alike. A model of as few blocks as may be is built for each, so that a
-model whose blocks together would fill many devices fits one.
+One block of a kind stands for all, since they are alike. For each kind a model with as few blocks as possible is built,
+so that a model whose blocks would fill many devices fits on one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from knapformer.models.parallel import init_weights
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 
-# Short sequences are measured several at a time, packed, as they run.
+# Several short sequences are packed and measured together, as they run in training.
 _TOKENS_PER_RUN = {"cpu": 1024, "cuda": 8192}
 _TEXT_SHARE = 0.1  # of a sequence's length: both halves of a double-stream block run, and neither decides the time
 
 
 def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
-    """Of a sequence of which only the length is known."""
+    """The text tokens assumed in a sequence of which only the length is known."""
     num_tokens = int(_TEXT_SHARE * seq_len)
     return num_tokens if config.text_limit is None else min(num_tokens, config.text_limit)
 
 
 def packed_lengths(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each length the sequences of a run."""
+    """For each length, the lengths of the sequences that are packed into a run."""
     return [[n] * max(1, _TOKENS_PER_RUN[device.type] // n) for n in lengths]
 
 
@@ -109,7 +109,7 @@ class BlockTimes:
     seconds: list[list[list[float]]]
 
     def per_block(self, of: Callable[[Sequence[float]], float] = statistics.median) -> list[float]:
-        """For each length the mean over the model's blocks, from `of` the rounds of each kind."""
+        """For each length the mean over the model's blocks. of: turns the rounds of a kind into one time."""
         num_blocks = sum(count for _, count in self.kinds)
         return [
             sum(count * of(times) for (_, count), times in zip(self.kinds, column, strict=True)) / num_blocks
@@ -117,12 +117,12 @@ class BlockTimes:
         ]
 
     def kinds_from(self, first: int, count: int) -> BlockTimes:
-        """Of so many kinds alone."""
+        """The times of `count` kinds alone, from number `first` on."""
         of = slice(first, first + count)
         return BlockTimes(self.kinds[of], self.lengths, self.seconds[of])
 
     def spreads(self) -> list[float]:
-        """For each length the relative spread of its rounds, of the kind where that is largest."""
+        """For each length the relative spread of its rounds: the largest over the kinds."""
         return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]
 
 
@@ -132,7 +132,7 @@ KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
 def block_works(
     config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
 ) -> list[KindOfWork]:
-    """Of each kind of block, as time_works takes it."""
+    """The works of each kind of block, as time_works takes them."""
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=config.mask)

@@ -17,7 +17,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1) -> torch.device:
-    """Of this rank among those of its machine; computing goes there from now on.
+    """The device of this rank among the ranks of its machine, made the current device.
 
     name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". Raises ArgumentError where CUDA lacks devices.
     """
@@ -31,7 +31,7 @@ def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of a rank: its accelerator's, or its share of the host's."""
+    """The memory of a rank: its accelerator's, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -39,13 +39,13 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def default_dtype(device: torch.device) -> str:
-    """Of knapformer.models.parallel.DTYPES."""
+    """A name in knapformer.models.parallel.DTYPES."""
     return "fp32" if device.type == "cpu" else "bf16"
 
 
 @contextlib.contextmanager
 def joined_group(name: str, threads: int, num_ranks: int) -> Iterator[torch.device]:
-    """The world that torchrun's environment variables describe, joined; gives this rank's device."""
+    """Joins the world that torchrun's environment variables describe; yields this rank's device."""
     device = use_device(name, threads, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
@@ -53,5 +53,5 @@ def joined_group(name: str, threads: int, num_ranks: int) -> Iterator[torch.devi
         raise RuntimeError(f"ranks: got {num_ranks}, expected {dist.get_world_size()}, as were started")
     yield device
     # Not after an error: taking groups apart waits for collectives in flight, which other ranks may never join.
-    gc.collect()  # what still holds a group lets go of it first
+    gc.collect()  # frees objects that still hold a group
     dist.destroy_process_group()

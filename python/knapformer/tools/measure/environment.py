@@ -1,4 +1,4 @@
-"""What figures belong to: hardware, versions, commit."""
+"""The environment in which figures were measured: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit that figures of a device belong to."""
+    """Hardware, versions and commit with which figures of a device were measured."""
     import torch
 
     return {
@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def host_environment() -> dict[str, Any]:
-    """The part that is known without torch running."""
+    """The part that is known without importing torch."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -52,7 +52,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that runs, or of the one that it was started in; None outside any."""
+    """The commit of the checkout that holds this file, else the working directory's; None where neither is in one."""
     for folder in (Path(__file__).parent, Path.cwd()):
         git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
         try:

@@ -11,19 +11,20 @@ import torch.distributed as dist
 from knapformer import SequenceBalancer
 from knapformer.tools.measure.timing import Work, measured_rounds
 
-# What a rank gets of a token: three heads of 128 numbers in bfloat16, as of FLUX in a bag of 8.
+# What a rank receives of a token: three heads of 128 numbers in bfloat16, as with FLUX in a bag of 8.
 _HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
-_MEAN_TENSORS = 2  # three there, one back
+_MEAN_TENSORS = 2  # the mean of three on the way there and one on the way back
 
 
 def time_exchanges(
     sizes: Sequence[int], device: torch.device, num_rounds: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[float], list[float]]:
-    """Bytes that a rank sends in an all-to-all of the balancer, and the median seconds of it on the slowest rank.
+    """For each size, the bytes that a rank sends in an all-to-all, and its median seconds on the slowest rank.
 
-    Each is what attention exchanges in one bag of all ranks of `group`, packing included, as the cluster model counts
-    it: the mean of the way there (queries, keys and values) and the way back (outputs), which pack otherwise. sizes:
-    bytes of a rank's rows in that mean, each rounded to whole rows. Collective over `group`.
+    An all-to-all is what attention exchanges in one bag of all ranks of `group`, packing included, as the cluster model
+    counts it: the mean of the way there (queries, keys and values) and the way back (outputs), which pack differently.
+    sizes: bytes of a rank's rows in that mean, rounded down to whole rows, at least one for each rank. Collective over
+    `group`.
     """
     num_ranks = dist.get_world_size(group)
     balancer = SequenceBalancer(f"g{num_ranks}n1", group=group, solver="greedy")  # even chunks
@@ -47,7 +48,7 @@ def time_exchanges(
 
 
 def node_groups(num_local: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's group inside its node, and that of one rank of each node; None where it would be alone.
+    """This rank's group inside its node, and its group with one rank of each node; None where it would be alone.
 
     Collective over the world, whose nodes have `num_local` consecutive ranks each.
     """

@@ -1,4 +1,4 @@
-"""What commands that measure make of their numbers alike. Needs no torch."""
+"""Calculations that all measuring commands share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from knapformer import Plan, TrainedModel, WorkloadModel
 
 GAMMA_RANGE = (0.1, 10.0)
 
-# By the name of a cluster: of a rank's accelerator, dense bf16 without sparsity, TFLOP/s, from data sheets.
+# Peak of a rank's accelerator by cluster name: dense bf16 without sparsity, TFLOP/s, from data sheets.
 PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}
 
 
 def plausible(gamma: float) -> bool:
     """Whether a fitted gamma may decide plans.
 
-    Attention's FLOPs cost some factor of those of matrix products, but not a hundred: what is far off was measured on a
-    disturbed machine.
+    Attention's FLOPs cost some factor of those of matrix products, but not a hundred: a value that is far off was
+    measured on a disturbed machine.
     """
     return GAMMA_RANGE[0] <= gamma <= GAMMA_RANGE[1]
 
 
 def forward_flops(plan: Plan, mask: str) -> float:
-    """Of one block on all tokens of a step; attention counted in full, whatever it costs."""
+    """FLOPs of one block on all tokens of a plan. Attention's count in full, whatever gamma the plan has."""
     in_full = WorkloadModel(gamma=1.0)
     return sum(in_full.work(length, plan.d_model, mask) for lens in plan.seq_lens for length in lens)
 
@@ -43,7 +43,7 @@ def hardware_flops_utilization(
 
 
 def scale_of(value: float, unit: str) -> tuple[float, str]:
-    """What to divide by to show a number, and the unit then: (1e9, "GB") for some billions of "B"."""
+    """The divisor and the unit with which to show a number: (1e9, "GB") for some billions of "B"."""
     for exponent, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**exponent:
             return 10.0**exponent, prefix + unit

@@ -28,7 +28,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._bar.disable:  # it would end a line that it has not begun
+        if not self._bar.disable:  # a disabled bar would end a line that it has not begun
             self._bar.stop()
 
     def describe(self, text: str) -> None:

@@ -32,11 +32,11 @@ def sharded_model(
     keep_exchanges: bool = False,
     seed: int = 0,
 ) -> PackedModel:
-    """Over all ranks of the world. Never whole on a rank: built without memory, sharded, then filled. Collective.
+    """A model sharded over all ranks, never whole on any: built without memory, sharded, then filled. Collective.
 
     mode: "training", or "lora" with adapters on a frozen base.
     """
-    # Parameters are kept in float32 where bfloat16 is computed in.
+    # Where the model computes in bfloat16, its parameters are kept in float32.
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = build_model(config, kept, "meta")
     if mode == "lora":
@@ -59,20 +59,20 @@ def fits(config: BaseConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of steps of one micro-batch in which every rank has the same lengths, so that none waits for another.
+    """Times of steps of one micro-batch in which every rank has the same lengths, so that none waits for another.
 
-    Seconds are of each step, a round each: forward, recompute and backward of the slowest rank.
+    Seconds are by step and round: forward, recompute and backward of the slowest rank.
     """
 
     num_parameters: int  # of the blocks
-    seq_lens: list[list[int]]  # of a rank in each step
-    seconds: list[list[float]]  # where every rank computes its own
-    shared_by: int  # ranks
-    shared_seconds: list[list[float]]  # where so many share all that they have; none where it is 1
+    seq_lens: list[list[int]]  # for each step, those of a rank
+    seconds: list[list[float]]  # where every rank computes its own sequences
+    shared_by: int  # how many ranks share a sequence in shared_seconds
+    shared_seconds: list[list[float]]  # where that many ranks share all sequences; empty if shared_by is 1
 
 
 def equal_plan(seq_lens: Sequence[int], num_ranks: int, shared_by: int, d_model: int, **given: Any) -> Plan:
-    """Of a step of StepTimes. given: arguments of `plan`."""
+    """The plan of a step of StepTimes. given: further arguments of `plan`."""
     topology = f"g{shared_by}n{num_ranks // shared_by}"
     return plan_home_bags(plan([list(seq_lens)] * num_ranks, topology, d_model, solver="greedy", **given))
 
@@ -90,7 +90,7 @@ def time_steps(
 ) -> StepTimes:
     """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world.
 
-    shared_by: steps in which so many consecutive ranks share every sequence are timed too, in turns; 1 for none.
+    shared_by: also times, in turns, steps in which this many consecutive ranks share every sequence; 1: none.
     """
     model = sharded_model(config, device, dtype, checkpointing, mode)
     num_ranks = dist.get_world_size()

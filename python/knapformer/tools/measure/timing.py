@@ -1,4 +1,4 @@
-"""Seconds of work on a device, and rounds of measurements that disturbances hit alike."""
+"""Seconds of work on a device, measured in rounds so that a disturbance hits all measurements alike."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Work = Callable[[], object]
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what an accelerator was given."""
+    """Waits until an accelerator has finished the work that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """From an idle device to one that has finished `work`; on accelerators between events, without the host's way
-    there."""
+    """Seconds from an idle device to the end of `work`; on accelerators between two events, without the latency between
+    host and device."""
     if device.type != "cpu":
         begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         synchronize(device)
@@ -43,12 +43,13 @@ def measured_rounds(
 ) -> list[list[float]]:
     """For each of `prepare` the seconds of its work, one per round.
 
-    A round measures each once, so that what disturbs the machine for a while hits a round and not one of them. Each
-    prepares its work anew before it is timed: only one at a time holds memory. on_done: called after each measurement.
+    A round measures each work once, so that a temporary disturbance hits a whole round and not one of the works. Each
+    is prepared anew right before it is timed, so only one at a time holds memory. on_done: called after each
+    measurement.
     """
     times: list[list[float]] = [[] for _ in prepare]
     for round_ in range(num_warmup_rounds + num_rounds):
-        gc.collect()  # now, and not in the middle
+        gc.collect()  # now, not within a timed part
         gc.disable()
         try:
             for index, make in enumerate(prepare):

@@ -30,7 +30,7 @@ from knapformer.tools.plan.tables import print_plan, print_step_plan
 from knapformer.tools.report import write_report
 from knapformer.tools.report.points import Point
 
-# What a plan from a file has already.
+# Options that a plan from a file has fixed already.
 _OF_PLANNING = (
     "topology", "ranks", "micro_batches", "sync", "step", "steps", "seed", "scale", "max_text_tokens", "solver",
     "effort", "gamma", "d_model", "mask", "max_tokens_per_rank", "rank_speed",
@@ -159,7 +159,7 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
     workload, ranks = _workload(args, cost_args.costs(args))
     is_one = len(ranks) == len(args.topology) == args.steps == 1
-    # Where ranks wait once a step, a step is not the sum of its micro-batches, of which predictions are made.
+    # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
     predicts = args.sync == "micro_batch" or args.micro_batches is None
     if not predicts and (not is_one or args.picture is not None or args.predictions is not None):
         raise ArgumentError(
@@ -197,7 +197,7 @@ def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload,
 
 
 def _peak_tflops(args: argparse.Namespace) -> float | None:
-    # A calibration is of a device that has no name here.
+    # A calibrated device has no name here, so its peak is unknown.
     named = None if args.calibration is not None else PEAK_TFLOPS.get(args.cluster or Cluster.names()[0])
     return args.peak_tflops or named
 
@@ -205,7 +205,7 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
 def _first_plan(
     workload: Workload, first: list[cli_args.Lengths], asked: str, num_ranks: int
 ) -> tuple[Plan | StepPlan, float]:
-    """Of the first step, and the seconds that planning took."""
+    """The plan of the first step, and the seconds that planning took."""
     topology = asked if asked == "auto" else topology_for(asked, num_ranks)
     start = time.perf_counter()
     if workload.micro_batches is None:

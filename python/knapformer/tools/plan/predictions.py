@@ -75,7 +75,7 @@ def print_points(points: Sequence[Point], num_steps: int) -> None:
 
 
 def _keys(point: Point) -> dict[str, str]:
-    # One that is planned whole follows its topology.
+    # The row of steps planned whole stands below that of their topology.
     topology = f"  {PLANNED_STEP}" if point.topology.startswith(PLANNED_STEP) else point.topology
     return {"ranks": f"{point.num_ranks:,}", "topology": topology}
 

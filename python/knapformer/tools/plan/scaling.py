@@ -42,10 +42,10 @@ NO_BALANCER = "none"  # in place of a topology
 class Workload:
     """What is planned, and how. One step's lengths come from the mix, or are given for one number of ranks.
 
-    given: lengths of steps, [step][rank], in place of the mix. micro_batches: of a step, which is then planned whole as
-    well; None: one, and it is not. max_tokens_per_rank: kept by every plan, or, of steps of several micro-batches, by
-    those planned whole; 0: no limit, and for those what the fullest rank holds in the same step planned by micro-batch.
-    peak_tflops: of a rank's device; None: unknown, and then no HFU is told.
+    given: lengths of steps, [step][rank], in place of the mix. micro_batches: of a step, which is then also planned
+    whole; None: one, which is not. max_tokens_per_rank: a limit of every plan or, with micro_batches, only of steps
+    planned whole; 0: no limit, and for steps planned whole what the fullest rank holds in the same step planned by
+    micro-batch. peak_tflops: of a rank's device; None: unknown, so HFU is not given.
     """
 
     d_model: int
@@ -67,13 +67,13 @@ class Workload:
     peak_tflops: float | None = None
 
     def plan(self, seq_lens: Lengths, topology: str) -> Plan:
-        """Of a micro-batch."""
+        """The plan of a micro-batch."""
         limit = self.max_tokens_per_rank if self.micro_batches is None else 0
         planned: Plan = knapformer.plan(seq_lens, topology, **self._options(), max_tokens_per_rank=limit)
         return planned
 
     def plan_step(self, micro_batches: Sequence[Lengths], topology: str, max_tokens: int, routed: bool) -> StepPlan:
-        """Of all micro-batches at once. routed: tokens travel in the model; else ranks load what they compute."""
+        """All micro-batches planned at once. routed: tokens travel in the model; else ranks load what they compute."""
         planned: StepPlan = knapformer.plan(
             lengths_of_step(micro_batches), topology, **self._options(routed=routed), sync=self.sync,
             micro_batches=len(micro_batches), max_tokens_per_rank=self.max_tokens_per_rank or max_tokens,
@@ -97,7 +97,7 @@ class Workload:
                 yield [self.mix.draw_lengths(self.seed, batch, num_ranks) for batch in batches_of_step(step, count)]
 
     def topology(self, text: str, num_ranks: int) -> str:
-        """Bags for so many ranks: of 'g8n*', and of 'auto' the best for the first step. Raises ArgumentError."""
+        """Bags for this number of ranks: expands 'g8n*'; 'auto' is the best of the first step. Raises ArgumentError."""
         if text != "auto":
             return topology_for(text, num_ranks)
         first = next(self.steps(num_ranks))
@@ -130,12 +130,12 @@ class PlannedStep:
 
     @property
     def max_tokens(self) -> int:
-        """Of the fullest rank in any micro-batch."""
+        """Tokens of the fullest rank in any micro-batch."""
         return max(plan.max_tokens for plan in self.plans)
 
 
 def plan_micro_batches(workload: Workload, topology: str, num_ranks: int) -> list[PlannedStep]:
-    """Each micro-batch of each step by itself, as a balancer in the model plans."""
+    """Plans each micro-batch of each step by itself, as a balancer in the model does."""
     steps = []
     for micro_batches in workload.steps(num_ranks):
         start = time.perf_counter()
@@ -145,7 +145,7 @@ def plan_micro_batches(workload: Workload, topology: str, num_ranks: int) -> lis
 
 
 def plan_steps(workload: Workload, topology: str, num_ranks: int, max_tokens: Sequence[int]) -> list[PlannedStep]:
-    """Each step whole. max_tokens: for each step, of a rank in a micro-batch where the workload has no limit."""
+    """Plans each step whole. max_tokens: for each step, the limit per rank and micro-batch if the workload has none."""
     steps = []
     for micro_batches, limit in zip(workload.steps(num_ranks), max_tokens, strict=True):
         start = time.perf_counter()
@@ -168,7 +168,7 @@ def summary(steps: Sequence[PlannedStep], name: str, mask: str, peak_tflops: flo
 
 
 def _figures(step: PlannedStep, mask: str) -> dict[str, float]:
-    """Sums over the micro-batches, between which ranks wait for each other; of WIR the mean."""
+    """Sums over the micro-batches, since ranks wait for each other in each; the mean WIR and the highest max_tokens."""
     times = [predict_step(plan) for plan in step.plans]
     sums = {term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()}
     return {
@@ -188,7 +188,7 @@ def _figures(step: PlannedStep, mask: str) -> dict[str, float]:
 
 
 def check_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> None:
-    """What could not be planned is not drawn. Raises ArgumentError."""
+    """Checks topologies and numbers of ranks before any lengths are drawn. Raises ArgumentError."""
     for num_ranks in ranks:
         if workload.mix is not None:
             workload.mix.check_divides(num_ranks)
@@ -198,12 +198,12 @@ def check_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence
 
 
 def predict_scaling(workload: Workload, ranks: Sequence[int], topologies: Sequence[str]) -> list[Point]:
-    """For each number of ranks: no balancer, then each topology, by micro-batch and, where steps are of several
-    micro-batches, by whole step. Raises ArgumentError.
+    """For each number of ranks: no balancer, then each topology, planned by micro-batch and, if micro_batches is given,
+    also by whole step. Raises ArgumentError.
     """
     points = []
     for num_ranks in ranks:
-        # The plan at home does not depend on the solver: the fastest one.
+        # The plan at home does not depend on the solver, so the fastest one is taken.
         fastest = replace(workload, solver=solver_names()[-1], effort="default", max_tokens_per_rank=0)
         planned_somehow = plan_micro_batches(fastest, "g1n1", num_ranks)
         home = [PlannedStep([plan_home(plan) for plan in step.plans], 0.0) for step in planned_somehow]

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     model_name = args.model or _DEFAULT_MODELS[device.type]
     config = load_config(model_name)
     gamma, cluster, model = cost_args.costs(args).values()
-    # What does not come from a plan is either measured here or not known.
+    # Costs that do not follow from a plan are either measured here or not known.
     cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
     dtype = args.dtype or default_dtype(device)
     model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
@@ -143,7 +143,7 @@ class _Way:
 def _ways(
     args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel
 ) -> list[_Way]:
-    """Of which the first leaves every sequence at home. Raises ArgumentError, OSError."""
+    """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.plan is not None:
         plan = _read_plan(args, config)
         if isinstance(plan, StepPlan):
@@ -179,7 +179,7 @@ _NOTHING = "plan: got a step without sequences, expected at least one sequence t
 
 
 def _ways_of_step(step: StepPlan, config: BaseConfig) -> list[_Way]:
-    """As planned; before it every sequence at home, the micro-batches in the order in which a rank's list has them."""
+    """The step as planned, and before it with every sequence at home, in micro-batches cut from each rank's list."""
     if step.num_tokens == 0:
         raise ArgumentError(_NOTHING)
     if step.sync != "micro_batch":
@@ -209,7 +209,7 @@ def _ways_of_step(step: StepPlan, config: BaseConfig) -> list[_Way]:
 
 
 def _lengths_of(step: StepPlan) -> cli_args.Lengths:
-    """For each rank those of its sequences, in the order in which it drew them."""
+    """For each rank the lengths of its sequences, in the order in which it drew them."""
     length_of = dict(
         pair
         for k, plan in enumerate(step.plans)
@@ -223,7 +223,7 @@ def _lengths_of(step: StepPlan) -> cli_args.Lengths:
 def _planned_whole(
     args: argparse.Namespace, config: BaseConfig, gamma: float, way: _Way, options: dict[str, Any]
 ) -> _Way:
-    """The steps of `way`, each planned at once."""
+    """The steps of `way`, each planned whole."""
     assert way.topology is not None
     plans, texts = [], []
     for of_step, text_tokens in zip(way.plans, way.text_tokens, strict=True):
@@ -232,7 +232,7 @@ def _planned_whole(
             cli_args.lengths_of_step([plan.seq_lens for plan in of_step]), way.topology, config.d_model, gamma,
             args.solver, max_tokens_per_rank=limit, micro_batches=len(of_step), **options,
         )  # fmt: skip
-        # The step's sequences count through ranks first, and then through each one's micro-batches.
+        # A step's sequences are numbered rank by rank and, within a rank, micro-batch by micro-batch.
         by_micro_batch = [iter(of) for of in text_tokens]
         text_of = [
             next(by_micro_batch[k])
@@ -266,7 +266,7 @@ def _check_model(path: str, plan: Plan, config: BaseConfig) -> None:
 
 
 def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
-    """Of each step and micro-batch: lengths of each rank, and text tokens of each sequence."""
+    """For each step and micro-batch, the lengths of each rank and the text tokens of each sequence."""
     if args.lengths is not None:
         if args.micro_batches is not None:
             raise ArgumentError(

@@ -1,8 +1,8 @@
 """Runs shares on a device and times them. Needs torch.
 
-A rank's block is run in two phases, since the ranks that share sequences meet between them: the per-token layers over
-its chunks (the whole block, with attention replaced by passing its queries on), and attention over whole sequences on
-the rank's heads. What lies between the phases on a cluster, the exchanges, is modelled and not run.
+A rank's block is run in two phases, between which ranks that share sequences meet: the per-token layers over its chunks
+(the whole block, with attention replaced by passing its queries on), and attention over whole sequences on the rank's
+heads. What lies between the phases on a cluster, the exchanges, is modelled and not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from knapformer.tools.replay.shares import AttentionShare, RankShare
 
 
 class _PassThrough(torch.autograd.Function):
-    """In attention's place: q -> o, and o's gradient to q, k and v, without a computation."""
+    """Replaces attention without computing it: q becomes o, and o's gradient goes to q, k and v."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Replayer:
         return sum(kind.count * parameter.numel() for kind in self._kinds for parameter in kind.block.parameters())
 
     def num_measurements(self, shares: Sequence[RankShare]) -> int:
-        """In a round."""
+        """The number of measurements in a round."""
         return len(self._pieces_of(shares))
 
     def _pieces_of(self, shares: Sequence[RankShare]) -> list[_Piece]:
@@ -99,7 +99,7 @@ class Replayer:
         """Seconds of each share over all blocks of the model, forward, recompute and backward, medians of the rounds;
         and the median spread between rounds, relative, where there are several.
 
-        on_done is called after each of num_measurements in a round.
+        on_done is called after each measurement: num_measurements times in a round.
         """
         pieces = self._pieces_of(shares)
         rounds = measured_rounds(

@@ -12,7 +12,7 @@ from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
 from knapformer.tools.measure.figures import forward_flops, hardware_flops_utilization, number_or_none
 from knapformer.tools.report import PLANNED_STEP
 
-# Planned work that differs less than this between ranks has nothing to correlate with.
+# Standard deviation over mean of the ranks' planned work, below which no correlation is computed.
 _MIN_SPREAD_OF_WORK = 0.01
 
 
@@ -31,10 +31,10 @@ class Variant:
     name: str | None  # the topology; None: every sequence at home
     plans: list[list[Plan]]
     measured: list[list[list[RankSeconds]]]  # of each rank
-    planned_whole: bool = False  # the micro-batches of a step at once, by ranks that load what they compute
+    planned_whole: bool = False  # the micro-batches of a step are planned at once
 
     def micro_batches(self, cluster: Cluster, model: TrainedModel) -> list[list[StepTime]]:
-        """Measured compute, and around it what the cluster model says of waits and communication."""
+        """The measured compute, with the waits and communication that the cluster model adds."""
         # The model wants seconds of one block's forward pass.
         layers, attention = model.num_blocks * model.token_passes, model.num_blocks * model.attention_passes
 
@@ -50,14 +50,14 @@ class Variant:
         ]
 
     def figures(self, cluster: Cluster, model: TrainedModel, mask: str, peak_tflops: float | None) -> dict[str, Any]:
-        """Means over the steps, ready for JSON: what is infinite or undefined is None there. Work and seconds of ranks
-        stand there by micro-batch, all steps one after another."""
+        """Means over the steps, ready for JSON: infinite or undefined figures become None. Work and seconds of ranks
+        are listed by micro-batch, all steps one after another."""
         times = self.micro_batches(cluster, model)
         plans = [plan for of_step in self.plans for plan in of_step]
         of_ranks = [ranks for of_step in self.measured for ranks in of_step]
         seconds = [[sum(rank) for rank in ranks] for ranks in of_ranks]
         work = [plan.workload_after for plan in plans]
-        busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may leave one empty
+        busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
         busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
         num_steps, num_ranks = len(self.plans), plans[0].num_ranks
         fbl_s = [math.fsum(time.total_s for time in of_step) for of_step in times]
@@ -92,7 +92,7 @@ class Variant:
 
 
 def correlation(work: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> float | None:
-    """Planned work with measured seconds of the ranks, each over its step's mean. None where the work is even."""
+    """Correlation of planned work and measured seconds, each over its micro-batch's mean; None where one is even."""
     planned, measured = ([v / statistics.fmean(of) for of in values for v in of] for values in (work, seconds))
     if statistics.pstdev(planned) < _MIN_SPREAD_OF_WORK:
         return None

@@ -11,7 +11,7 @@ from knapformer._core import head_shares
 
 @dataclass(frozen=True)
 class AttentionShare:
-    """Sequences, shared by equally many ranks, of which a rank computes these heads."""
+    """Sequences of one degree of which a rank computes this many heads."""
 
     degree: int
     num_heads: int
@@ -22,14 +22,15 @@ class AttentionShare:
 @dataclass(frozen=True)
 class RankShare:
     chunk_lens: tuple[int, ...]  # in row order
-    text_lens: tuple[int, ...]  # of each chunk, its first tokens; or of the text beside it
+    text_lens: tuple[int, ...]  # text tokens of each chunk: its first ones, or those of the text beside it
     attention: tuple[AttentionShare, ...]
 
 
 def shares_of(
     plan: Plan, num_heads: int, num_kv_heads: int, text_tokens: Sequence[int], text_beside: bool = False
 ) -> list[RankShare]:
-    """Of each rank. text_tokens: of each sequence, at its front; or beside it, where each of its chunks takes them all.
+    """The share of each rank. text_tokens: of each sequence, its first tokens or, with text_beside, tokens beside it,
+    all of which go with each of its chunks.
 
     Raises ArgumentError where num_kv_heads does not divide num_heads.
     """

@@ -1,4 +1,4 @@
-"""The report's charts, as plotly figures. Colours that must follow the page's theme are left to it (page.js)."""
+"""The report's charts, as plotly figures. The script in page.html sets colours that must follow the page's theme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from knapformer.tools.report.traffic import NodeTraffic, Traffic
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
 _TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
-# Viridis without its darkest part, which a dark ground swallows.
+# Viridis without its darkest part, which is invisible on a dark ground.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 _MAX_BARS = 128  # more ranks are drawn as lines
 _MAX_RANKS_IN_ORDER = 2048
@@ -27,7 +27,7 @@ _MAX_LABELLED_BARS = 16  # more leave no room for the sequences' numbers
 
 
 def work_per_rank(plan: Plan) -> go.Figure:
-    """In rank order; of more ranks than the picture has columns, in descending order of work."""
+    """In rank order; in descending order of work where there are more ranks than the picture has columns."""
     mean = statistics.fmean(plan.workload_before) or 1.0
     in_order = plan.num_ranks <= _MAX_RANKS_IN_ORDER
     figure = go.Figure()
@@ -69,7 +69,7 @@ def work_per_micro_batch(step: StepPlan) -> go.Figure:
 
 
 def placement(bars: Bars, plan: Plan) -> go.Figure:
-    """Before above after: one bar a rank (or bag), cut into what lies there; the colour is the sequence's length."""
+    """Bars before above bars after: one for each rank (or bag), cut into its sequences, coloured by their length."""
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07,
         subplot_titles=("before: every sequence at home", f"after: {plan.topology}, {plan.solver}"),
@@ -141,7 +141,7 @@ def heat_maps(traffic: Traffic) -> go.Figure:
         figure.update_yaxes(
             title=f"from {unit}", row=1, col=column, autorange="reversed", scaleanchor=f"x{column}", constrain="domain"
         )
-        if traffic.num_blocks <= _MAX_LABELLED_BARS:  # no halves between them
+        if traffic.num_blocks <= _MAX_LABELLED_BARS:  # else ticks may stand between two blocks
             figure.update_xaxes(dtick=1, row=1, col=column)
             figure.update_yaxes(dtick=1, row=1, col=column)
         ranks_per_node = traffic.ranks_per_node

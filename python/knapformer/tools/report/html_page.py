@@ -22,7 +22,7 @@ class HtmlPage:
         self._charts: list[str] = []
 
     def add(self, heading: str, text: str, figure: go.Figure, height: int) -> None:
-        """height: in pixels. Colours that must follow the page's theme are left to it."""
+        """height: in pixels. The page sets the colours that must follow its theme."""
         figure.update_layout(
             template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
             legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
@@ -47,7 +47,7 @@ class HtmlPage:
     def write(
         self, path: str, title: str, subtitle: str, figures: Iterable[tuple[str, str]], settings: Mapping[str, Any]
     ) -> None:
-        """Writes it whole or not at all. figures: of the top, each with what it is; HTML, as is subtitle.
+        """Writes the page whole or not at all. figures: (value, label) pairs at its top, in HTML. subtitle: HTML.
 
         Raises OSError.
         """
@@ -65,7 +65,7 @@ class HtmlPage:
             "@PLOTLY@": get_plotlyjs().replace("</script", "<\\/script"),
         }
         page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
-        # One pass over the template, so that nothing that was put in is searched for places.
+        # One pass over the template, so that inserted text is not searched for placeholders.
         write_atomically(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
 
     def _add_section(self, heading: str, text: str, content: str) -> None:

@@ -14,7 +14,7 @@ from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import HtmlPage
 from knapformer.tools.report.points import Point
 
-# Of step times, measured and predicted, where it is not a topology alone.
+# Names of step times, measured or predicted, that are not those of a topology alone.
 NO_BALANCER = "no balancer"
 PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
 
@@ -28,11 +28,11 @@ def write_report(
     title: str | None = None,
     predicts: bool = True,
 ) -> None:
-    """Writes the report of a plan to `path`, whole or not at all. Of a step of several micro-batches all are shown, and
-    the one that takes longest in detail.
+    """Writes the report of a plan to `path`, whole or not at all. For a step it shows all micro-batches, and the
+    one that takes longest in detail.
 
     measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
-    points: predictions over the number of ranks. predicts: whether to show predicted step times; not where what was
+    points: predictions over the number of ranks. predicts: whether to show predicted step times; False where what was
     measured ran on other hardware. Raises ArgumentError, OSError.
     """
     check_packages("--report")
@@ -95,7 +95,7 @@ def write_report(
 
 
 def _add_step(page: HtmlPage, step: StepPlan) -> tuple[tuple[str, str], ...]:
-    """The step's own charts, and the figures for the top."""
+    """Adds the charts of the whole step, and returns its figures for the top of the page."""
     from knapformer.tools.report import charts
 
     waits = "in each" if step.sync == "micro_batch" else "once, at the end of the step"

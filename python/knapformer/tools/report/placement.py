@@ -11,7 +11,7 @@ from knapformer import Plan
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a sequence on a rank (or all of it, in a bag). Or, with no sequence, several small ones together."""
+    """The part of a sequence on a rank, or a whole sequence in a bag. Where sequence is None, several short ones."""
 
     bar: int  # rank or bag
     sequence: int | None
@@ -31,7 +31,7 @@ class Bars:
 
 
 def bars_of(plan: Plan, max_ranks: int = 128, max_segments: int = 5000) -> Bars:
-    """Largest first in every bar. Of too many, each bar keeps its largest and shows the others as one."""
+    """The longest is first in every bar. Above max_segments, each bar keeps its longest and merges the others."""
     bag_of_rank = {rank: bag for bag, ranks in enumerate(plan.topology.bags) for rank in ranks}
     by_rank = plan.num_ranks <= max_ranks
     bar_of_rank = {rank: rank for rank in bag_of_rank} if by_rank else bag_of_rank

@@ -15,7 +15,7 @@ class Point:
 
     num_ranks: int
     topology: str  # as planned, or "none"
-    asked: str  # as asked for: "g8n*" is another topology on every number of ranks
+    asked: str  # as asked for, such as "g8n*", a different topology on every number of ranks
     plan_s: float  # median wall time of the planner on this machine; 0 without a balancer
     mean: Mapping[str, float]  # over steps: seconds, bytes and tokens by name
     hfu: float | None = None  # hardware FLOPs utilization, 0 to 1; None where the device's peak is not known
@@ -39,7 +39,7 @@ PANELS: tuple[tuple[str, Callable[[Point], float]], ...] = (
 
 
 def lines_of(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """By topology, as asked for."""
+    """The points of each topology, by its name as asked for."""
     lines: dict[str, list[Point]] = {}
     for point in points:
         lines.setdefault(point.asked, []).append(point)

@@ -36,7 +36,7 @@ class _Lanes:
         self.now_s += seconds
 
     def overlap(self, of: PassTime, of_pass: str) -> None:
-        """pre_attn, and attention on what is whole behind it or, where that is not hidden, after it."""
+        """Adds pre_attn and attention on whole sequences: at the same time where that hides pre_attn, else in turn."""
         start_s = self.now_s
         self.at(start_s, f"pre_attn{of_pass}", of.pre_attn_s, "exchange")
         begin_s = start_s + (0.0 if of.hidden_s > 0 else of.pre_attn_s)
@@ -55,7 +55,8 @@ class _Lanes:
 
 
 def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_EVENTS) -> dict[str, Any]:
-    """A step as predict_step has it. The blocks are alike; of many, the first are drawn and the others are one event.
+    """The step that predict_step predicts. Blocks are alike: where they are too many, the first are drawn and the
+    others are one event in each pass.
 
     Nodes are processes; each rank has a lane for computing and waiting and one for exchanging. The last event ends at
     the predicted time. plan_s: how long the planner took; it works ahead, on the host, for the next step.
@@ -110,7 +111,7 @@ def predicted_timeline(plan: Plan, plan_s: float = 0.0, max_events: int = _MAX_E
 
 
 def _seconds(of: PassTime) -> float:
-    """The same on every rank of a group: the waits are in it."""
+    """Seconds of a pass over a block, with the waits, so that they are the same on every rank of a group."""
     return (
         of.token_s + of.wait_before_s + of.pre_attn_s - of.hidden_s
         + of.whole_attention_s + of.shared_attention_s + of.post_attn_s + of.wait_after_s
@@ -118,7 +119,7 @@ def _seconds(of: PassTime) -> float:
 
 
 def _block(lanes: _Lanes, of: PassTime, block: str, backward: bool = False) -> None:
-    """The phases of a pass over a block; of the backward pass from the last on."""
+    """Adds the phases of a pass over a block; the backward pass has them in reverse order."""
     of_pass = " backward" if backward else ""
     phases = [
         partial(lanes.add, f"{block}: per-token layers", of.token_s),
@@ -155,7 +156,7 @@ def profiled_steps(path: str, rank: int) -> Iterator[Any]:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
-        profiler.add_metadata("knapformer_rank", str(rank))  # heard only while it runs
+        profiler.add_metadata("knapformer_rank", str(rank))  # works only while the profiler runs
         yield profiler
     profiler.export_chrome_trace(path)
 

@@ -1,7 +1,7 @@
 """Who sends how many bytes to whom in a step: between ranks, or between blocks of many ranks.
 
-matrix[sender, receiver], in bytes. What ranks of one block send each other is on its diagonal; what stays on its rank
-is nowhere.
+matrix[sender, receiver], in bytes. What ranks of one block send each other is on the diagonal; what stays on its rank
+is not counted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def traffic_of(plan: Plan, max_blocks: int = 128) -> Traffic:
 
 
 def node_traffic_of(plan: Plan) -> tuple[NodeTraffic, NodeTraffic]:
-    """Of route, and of attention."""
+    """The traffic of the route, and that of attention."""
     route, attention = _matrices(plan, plan.cluster.ranks_per_node)
     return _by_node(route), _by_node(attention)
 

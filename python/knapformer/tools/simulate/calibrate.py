@@ -1,7 +1,7 @@
 """Fits the workload model's gamma to the machine before a simulation.
 
-Every rank measures at the same time, as in a run, where they share memory and caches; the times are averaged, so that
-all fit the same gamma.
+All ranks measure at the same time, since they share memory and caches in a run too; the times are averaged, so that
+all ranks fit the same gamma.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_ROUNDS = 5
 
 
 def lengths_to_measure(seq_lens: Sequence[int]) -> list[int]:
-    """In equal ratios up to the longest, from the shortest or lower: over a narrow range noise would decide gamma."""
+    """In equal ratios up to the longest, over a range of at least _MIN_SPAN: over less, noise would decide gamma."""
     high = max(_MIN_SPAN * 16, max(seq_lens))
     low = min(max(16, min(seq_lens)), high // _MIN_SPAN)
     return equal_ratios(low, high, _NUM_LENGTHS)
@@ -36,7 +36,7 @@ def fit_blocks(
     checkpointing: bool,
     mode: str = "training",
 ) -> WorkloadFit:
-    """Forward and backward of the model's blocks, at lengths between those of `seq_lens` (tokens).
+    """Fits gamma to forward and backward of the model's blocks, at lengths_to_measure(seq_lens), in tokens.
 
     Collective over the world; returns the same on every rank. Raises StateError where the times contradict the model.
     """

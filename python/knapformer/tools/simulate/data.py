@@ -1,7 +1,7 @@
 """The samples of a simulated step: what each rank draws, and what it computes in each micro-batch. Imports no torch.
 
-A sample's tensors follow from its own seed: they are the same on whichever rank and in whichever micro-batch it is
-computed, as those of a data set are.
+A sample's tensors follow from its own seed. So they are the same on every rank and in every micro-batch that may
+compute the sample, as with a data set.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class StepData:
     samples: list[list[list[SeededSample]]]
 
     def seq_lens(self, micro_batch: int) -> list[list[int]]:
-        """Of each rank, in tokens."""
+        """The lengths of each rank in a micro-batch, in tokens."""
         return [self._lens(of_rank[micro_batch]) for of_rank in self.samples]
 
     def seq_lens_of_step(self) -> list[list[int]]:
-        """Of each rank, those of all its micro-batches one after another."""
+        """The lengths of each rank, its micro-batches one after another."""
         return [[length for samples in of_rank for length in self._lens(samples)] for of_rank in self.samples]
 
     def max_tokens(self) -> int:
-        """Of the fullest rank in any micro-batch."""
+        """Tokens of the fullest rank in any micro-batch."""
         return max(sum(self._lens(samples)) for of_rank in self.samples for samples in of_rank)
 
     def as_planned(self, plan: StepPlan) -> StepData:
-        """The same samples where a plan of seq_lens_of_step() computes them."""
+        """The same samples, each in the place where `plan`, made from seq_lens_of_step(), computes it."""
         step = [sample for of_rank in self.samples for samples in of_rank for sample in samples]
         return StepData(
             self.config,
@@ -52,8 +52,8 @@ class StepData:
         )
 
     def of_equal_lengths(self, workload: WorkloadModel) -> StepData:
-        """As much work in other samples: as many, alike on every rank and in every micro-batch, with the same share of
-        text; their lengths differ by at most a token."""
+        """Other samples with as much work: as many on average, the same share of text, and lengths that differ by at
+        most a token. Every rank has the same ones in every micro-batch."""
         config = self.config
         sizes = [sample.size for of_rank in self.samples for samples in of_rank for sample in samples]
         num_lists = sum(map(len, self.samples))

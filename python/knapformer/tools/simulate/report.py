@@ -29,9 +29,9 @@ def write_report(
     measured: list[Measured],
     num_parameters: int,
 ) -> None:
-    """On standard output, and in files where asked for. Raises RuntimeError where variants differ in what they compute.
+    """Prints results, and writes files where asked for. Raises RuntimeError where variants compute different things.
 
-    fit: where gamma was fitted. measured: of each of variant_names. num_parameters: of the model's blocks.
+    fit: None where gamma was given. measured: one for each of variant_names. num_parameters: of the model's blocks.
     """
     variants = _variants(settings, gamma, measured)
     mask = settings.model.mask
@@ -72,10 +72,10 @@ def write_report(
     if settings.report_path is not None:
         shown = next(variant for variant in reversed(variants) if variant.same_samples)
         plan = shown.plans[0][0]
-        # The last one makes the headline: steps of other samples do not compare.
+        # The last variant makes the headline; one with other samples cannot be compared, so it comes earlier.
         in_order = sorted(variants, key=lambda variant: (variant.name != NO_BALANCER, variant.same_samples))
         measured_s = {variant.name: variant.measured.latencies_s for variant in in_order}
-        # Not predicted: the cluster is not this machine.
+        # Predictions are not shown: the cluster may not be this machine.
         write_html(settings.report_path, plan.on(model=model), measured_s=measured_s, predicts=False)
 
 
@@ -98,8 +98,8 @@ def _variants(settings: SimulationSettings, gamma: float, measured: list[Measure
 
 
 def _predicted_s(settings: SimulationSettings, variant: Variant, model: TrainedModel) -> float:
-    """The mean step."""
-    cluster = settings.cluster.replace(host_s_per_piece=0.0)  # ours copies no pieces one by one
+    """The predicted time of a step, mean over the timed steps."""
+    cluster = settings.cluster.replace(host_s_per_piece=0.0)  # this implementation copies no pieces one by one
 
     def step_s(plan: Plan) -> float:
         return predict_step(plan, cluster, model).total_s
@@ -108,7 +108,7 @@ def _predicted_s(settings: SimulationSettings, variant: Variant, model: TrainedM
 
 
 def _check_same(of_variants: list[dict[str, Any]], dtype: torch.dtype) -> None:
-    """Sums are rounded in other orders, and nothing else differs."""
+    """Checks that variants differ only by the rounding of sums in another order."""
     limit = math.sqrt(torch.finfo(dtype).eps)
     for of in of_variants:
         for name in ("loss_difference", "gradient_difference"):

@@ -19,7 +19,7 @@ from knapformer.tools.simulate.variants import EQUAL_LENGTHS
 
 
 class Measured(NamedTuple):
-    """Of one variant, an entry per timed step."""
+    """What was measured of one variant, an entry per timed step."""
 
     latencies_s: list[float]  # of the slowest rank
     losses: list[float]  # mean over the samples of all ranks and micro-batches
@@ -33,18 +33,18 @@ class Variant:
     name: str
     topology: str | None  # None: no balancer
     measured: Measured
-    plans: Sequence[Sequence[Plan]]  # of each timed step, of each of its micro-batches; without a balancer, all at home
-    own_shares: list[float] | None = None  # of each timed step's work, what is no padding; None: all
-    same_samples: bool = True  # as the other variants compute
+    plans: Sequence[Sequence[Plan]]  # [timed step][micro-batch]; without a balancer, all at home
+    own_shares: list[float] | None = None  # share of each timed step's work that is not padding; None: all
+    same_samples: bool = True  # whether it computes the samples that were drawn
 
     def wir(self) -> float:
-        """Mean over steps and micro-batches; infinite where in some a rank had no work."""
+        """Mean over steps and micro-batches; infinite where any of them leaves a rank without work."""
         values = [plan.wir_after for plans in self.plans for plan in plans]
         return math.inf if math.inf in values else statistics.fmean(values)
 
     def highest_work(self) -> list[float]:
-        """For each step, FLOPs of one block on the most loaded rank of each micro-batch, added up: what the step's
-        time follows, since ranks wait for each other in every micro-batch."""
+        """For each step, the sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time
+        follows this sum, since ranks wait for each other in every micro-batch."""
         return [math.fsum(max(plan.workload_after) for plan in plans) for plans in self.plans]
 
     def own_work(self) -> list[float]:
@@ -59,11 +59,11 @@ class Variant:
         return [sum(plan.num_tokens for plan in plans) for plans in self.plans]
 
     def max_tokens(self) -> int:
-        """Of the fullest rank in any micro-batch."""
+        """Tokens of the fullest rank in any micro-batch."""
         return max(plan.max_tokens for plans in self.plans for plan in plans)
 
     def tokens_moved(self) -> float:
-        """Share of the tokens that one route takes to another rank."""
+        """Share of the tokens that a route moves to another rank."""
         return sum(plan.tokens_moved for plans in self.plans for plan in plans) / sum(self.num_tokens())
 
 
@@ -75,11 +75,11 @@ def figures(
     peak_tflops: float | None,
     checkpointing: bool,
 ) -> dict[str, Any]:
-    """Of one variant, ready for JSON: an infinite WIR is None there. forward_flops: of one block, for each step."""
+    """A variant's figures, ready for JSON: an infinite WIR becomes None. forward_flops: of one block, for each step."""
     latencies_s, losses, _ = variant.measured
     num_ranks = variant.plans[0][0].num_ranks
     fbl = statistics.fmean(latencies_s)
-    # Of other samples more or less work is done in the same time.
+    # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
     works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
     work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
     if variant.same_samples:
@@ -116,7 +116,7 @@ def figures(
 
 
 def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
-    """The largest over the steps, relative, of what has to be the same."""
+    """The largest relative difference over the steps, of loss and of gradient norm, which have to be the same."""
 
     def largest(of: Callable[[Measured], list[float]]) -> float:
         pairs = zip(of(variant.measured), of(baseline.measured), strict=True)
@@ -126,7 +126,7 @@ def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
 
 
 def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
-    """What was gained, in a line of words each. The first figures are those without a balancer."""
+    """Sentences on what was gained, one a line. The first of all_figures are those without a balancer."""
     baseline, *others = all_figures
     topologies = [of for of in others if of["topology"] is not None and of["name"] != PLANNED_STEP]
     by_name = {of["name"]: of for of in others}

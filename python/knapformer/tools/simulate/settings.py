@@ -14,36 +14,37 @@ from knapformer.tools.cli_args import batches_of_step
 from knapformer.tools.launch import RunSettings
 from knapformer.tools.simulate.data import SeededSample, StepData
 
-#: What others do: keys of knapformer.tools.doctor.alternatives.baselines.
+#: Ways without this project: keys of knapformer.tools.doctor.alternatives.baselines.
 WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings(RunSettings):
-    """Construction checks how fields go together, and raises ArgumentError, naming one."""
+    """Construction checks that the fields fit together; its ArgumentError names the field that does not."""
 
     data: str  # data codes, the name of a published mix, or of the file that `lengths` are from
-    lengths: tuple[int, ...] = ()  # in tokens: samples are drawn from these at random, in place of the codes'
-    batch_size: int = 4  # then, of a rank and micro-batch
-    ways: tuple[str, ...] = ()  # of WAYS: what others do, measured as well
+    lengths: tuple[int, ...] = ()  # in tokens: samples are drawn from these at random, not from a mix
+    batch_size: int = 4  # with `lengths`: of a rank and micro-batch
+    ways: tuple[str, ...] = ()  # of WAYS, measured as well
     topologies: tuple[str, ...]  # each is measured beside "no balancer", with the balancer in the model
-    micro_batches: int | None = None  # of an optimizer step, which is then also planned whole; None: one, and it is not
-    max_tokens_per_rank: int = 0  # of a step planned whole; 0: what the fullest rank draws for a micro-batch
+    micro_batches: int | None = None  # of a step, which is then also planned whole; None: one, not planned whole
+    # Of a step planned whole (0: what the fullest rank draws for a micro-batch), buckets and time budgets (0: none).
+    max_tokens_per_rank: int = 0
     equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
     scale: float = 1.0  # divides the resolutions
     max_text_tokens: int = 392
     num_steps: int = 10
     num_warmup_steps: int = 2
-    num_repeats: int = 1  # of every timed step, of which the best counts: for machines that are not idle
+    num_repeats: int = 1  # of every timed step, the fastest of which counts: for machines that are not idle
     gamma: float | None = None  # None: fitted to this machine before the run
     cluster: Cluster = field(default_factory=Cluster)  # what the planner predicts times with
     shard_ranks: int = TrainedModel().shard_ranks
-    predicts: bool = False  # the cluster is this machine: measured steps stand beside predicted ones
+    predicts: bool = False  # `cluster` describes this machine, so predicted steps are shown beside measured ones
     solver: str = "balanced"
     seed: int = 0
-    keep_exchanges: bool = False  # what attention's exchanges brought is kept: the recomputation repeats none
+    keep_exchanges: bool = False  # keeps what attention's exchanges received: the recomputation repeats none
     peak_tflops: float | None = None  # of one rank's device; with it the results hold HFU
-    report_path: str | None = None  # an HTML file, with the last topology's plan of the first timed step
+    report_path: str | None = None  # an HTML file, with the first timed plan of the last variant of the drawn samples
 
     def __post_init__(self) -> None:
         if not self.lengths:
@@ -67,7 +68,7 @@ class SimulationSettings(RunSettings):
                 "keep_exchanges: got True, expected it with checkpointing, without which none is repeated"
             )
 
-        # What only a plan can tell, such as a solver that does not know nested bags.
+        # Some errors show only in planning, such as a solver that does not support nested bags.
         first = self.draw(0)
         gamma = DEFAULT_GAMMA if self.gamma is None else self.gamma
         for topology in self.topologies:
@@ -95,7 +96,7 @@ class SimulationSettings(RunSettings):
         )
 
     def of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
-        """Samples of these lengths, [rank][micro-batch], a tenth of them text."""
+        """Samples of these lengths, [rank][micro-batch][sample], with a tenth of the length as text tokens."""
 
         def size(length: int) -> Sample:
             text_tokens = length // 10 if self.model.text_limit is None else min(length // 10, self.model.text_limit)
@@ -104,7 +105,7 @@ class SimulationSettings(RunSettings):
         return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
 
     def _seeded(self, step: int, sizes: list[list[list[Sample]]]) -> StepData:
-        """[rank][micro-batch]; each sample gets the seed of its tensors."""
+        """Gives each sample the seed of its tensors. sizes: [rank][micro-batch][sample]."""
         first_seed = (self.seed * 1_000_003 + step) * 65_537
         seeds = (seed % (1 << 63) for seed in itertools.count(first_seed))
         return StepData(
@@ -113,16 +114,16 @@ class SimulationSettings(RunSettings):
         )
 
     def plan(self, seq_lens: list[list[int]], topology: str, gamma: float, **others: Any) -> Plan:
-        """Of a micro-batch, as the ranks' balancers plan, but for what others say."""
+        """The plan of a micro-batch as the ranks' balancers make it, with `others` in place of their arguments."""
         keep_to = self.planning(gamma) | others
         planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **keep_to)
         return planned
 
     def plan_step(self, data: StepData, gamma: float) -> StepPlan:
-        """Of an optimizer step, as BalancedBatchSampler plans: whole samples, a sample on every rank in every
-        micro-batch."""
+        """The plan of an optimizer step as BalancedBatchSampler makes it: whole samples, where possible at least one on
+        every rank in every micro-batch."""
         of = self.planning(gamma)
-        # What takes as long in every plan would hide how far a plan is from the best.
+        # A fixed time, which is the same in every plan, would hide how far a plan is from the best.
         of |= {"model": of["model"].replace(routed=False), "cluster": self.cluster.replace(fixed_s=0.0)}
         planned: StepPlan = plan(
             data.seq_lens_of_step(), f"g1n{self.num_ranks}", self.model.d_model, masks=self.model.mask,

@@ -1,7 +1,7 @@
 """The ways to run a simulated step that are measured beside each other, and the plans of each. Imports no torch.
 
-What others do (buckets, a time budget, static sequence parallelism) is chosen by the code that `knapformer doctor`
-predicts with.
+Buckets and the time budget choose their samples with the code that `knapformer doctor` predicts with; static sequence
+parallelism is planned as there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ EQUAL_LENGTHS = "equal lengths"  # as much work, in sequences that leave nothing
 
 
 def others(settings: SimulationSettings) -> list[Alternative]:
-    """Those of settings.ways."""
+    """The alternatives that settings.ways names."""
     return [alternative for alternative in baselines(settings.num_ranks) if alternative.key in settings.ways]
 
 
 def variant_names(settings: SimulationSettings) -> list[str]:
-    """The first is what the others are held against."""
+    """The others are compared with the first."""
     planned = [] if settings.micro_batches is None else [PLANNED_STEP]
     equal = [EQUAL_LENGTHS] if settings.equal_lengths else []
     return [NO_BALANCER, *(of.name for of in others(settings)), *settings.topologies, *planned, *equal]
@@ -33,10 +33,10 @@ def variant_names(settings: SimulationSettings) -> list[str]:
 
 @dataclass(frozen=True)
 class WayStep:
-    """What the ranks compute in a step in one way, before a balancer in the model moves any of it.
+    """What one way gives the ranks to compute in a step, before a balancer in the model moves any of it.
 
-    followed: of each micro-batch the plan that a balancer follows; None: it makes its own, or there is none. own_share:
-    of the work, what is no padding. same_samples: as the other ways compute.
+    followed: for each micro-batch the plan that the balancer follows; None: the balancer makes its own, or there is no
+    balancer. own_share: share of the work that is not padding. same_samples: whether it computes the drawn samples.
     """
 
     data: StepData
@@ -46,7 +46,7 @@ class WayStep:
 
 
 class Variants:
-    """All ways of one simulation, in all of its steps. Every rank makes the same."""
+    """All ways of one simulation, in all of its steps. Every rank builds the same ones."""
 
     def __init__(self, settings: SimulationSettings, gamma: float) -> None:
         self._settings, self._gamma = settings, gamma
@@ -54,7 +54,7 @@ class Variants:
         self._others = {of.name: self._static(of.degree) if of.degree else self._of(of) for of in others(settings)}
 
     def ways(self, step: int) -> dict[str, WayStep]:
-        """By variant."""
+        """What each variant computes in a step, by the variant's name."""
         settings, drawn = self._settings, self._drawn[step]
         of = dict.fromkeys(variant_names(settings), WayStep(drawn))
         of |= {name: steps[step] for name, steps in self._others.items()}
@@ -65,7 +65,7 @@ class Variants:
         return of
 
     def plans(self, step: int) -> dict[str, Sequence[Plan]]:
-        """The plan of each micro-batch, by variant: those that the ranks made, since equal input gives equal plans."""
+        """The plan of each micro-batch, by variant: the same as the ranks made, since equal input gives equal plans."""
         of: dict[str, Sequence[Plan]] = {}
         settings, gamma = self._settings, self._gamma
         for name, way in self.ways(step).items():
@@ -79,7 +79,7 @@ class Variants:
         return of
 
     def _static(self, degree: int) -> list[WayStep]:
-        """The ranks of a group share all that they have drawn. Their tokens are routed there."""
+        """The ranks of a group share all sequences that they have drawn, and route the tokens to each other."""
         settings = self._settings
         topology = f"g{degree}n{settings.num_ranks // degree}"
 
@@ -89,7 +89,7 @@ class Variants:
         return [WayStep(data, [followed(data, k) for k in range(settings.micro_batches or 1)]) for data in self._drawn]
 
     def _of(self, alternative: Alternative) -> list[WayStep]:
-        """Other samples than were drawn, of lengths of theirs, as the alternative puts them together."""
+        """Steps of other samples, put together by the alternative from the lengths that were given or drawn."""
         settings, micro_batches = self._settings, self._settings.micro_batches or 1
         lens = [data.seq_lens_of_step() for data in self._drawn]
         setting = Setting(

@@ -1,8 +1,8 @@
 """What one rank of a simulation does.
 
-The loop of the paper: forward, mean loss, backward, gradients dropped; no optimizer. Every step runs once per variant
-("no balancer", each topology, the whole step planned), on the same samples and weights, one after another and in turns
-first: what disturbs the machine for a while disturbs them all.
+The loop of the paper: forward, mean loss, backward, gradients dropped; no optimizer. Every step runs in all variants
+(see variant_names) on the same weights, and on the same samples where the variant allows it. Variants run one after
+another and take turns in going first, so that a temporary disturbance of the machine hits them all.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _batches(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Batches:
-    """Of one rank. Each sample is drawn by itself, from its seed."""
+    """The batches of one rank. Each sample is drawn by itself, from its seed."""
 
     def drawn(samples: Sequence[SeededSample]) -> tuple[Any, torch.Tensor]:
         nothing = random_batch(settings.model, [], 0, device, dtype)
@@ -131,7 +131,7 @@ def _batches(
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """One batch of several of a model's: rows of tensors and entries of lists one after another; None stays."""
+    """Joins several batches of a model into one: concatenates tensors by row, and lists; None stays None."""
 
     def field_of(name: str) -> Any:
         values = [getattr(batch, name) for batch in batches]
@@ -143,7 +143,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 class _Outcome(NamedTuple):
-    """Of all ranks together: what one process with all samples of the step would have got."""
+    """The result over all ranks: what one process with all samples of the step would compute."""
 
     loss: float
     gradient_norm: float
@@ -156,11 +156,11 @@ def _timed_step(
     plans: Sequence[Plan] | None,
     device: torch.device,
 ) -> tuple[float, _Outcome]:
-    """An optimizer step but for the optimizer. Seconds from a common start to the end of this rank's last backward
-    pass, and what came out. plans: of each micro-batch, that the balancer follows; None: it makes its own."""
+    """Runs an optimizer step without the optimizer. Returns the seconds from a common start to the end of this rank's
+    last backward pass, and the outcome. plans: per micro-batch, for the balancer to follow; None: it makes its own."""
     total = count_over_ranks(sum(len(target) for _, target in batches))
     whole_loss = torch.zeros((), device=device)
-    gc.collect()  # now, and not in the middle
+    gc.collect()  # now, not within the timed part
     gc.disable()
     dist.barrier()
     start = time.perf_counter()
