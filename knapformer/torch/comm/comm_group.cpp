@@ -27,7 +27,7 @@ Registry& registry() {
 }
 
 // all_to_all_single and all_gather_single are the newer names; the older ones are deprecated where the newer ones
-// exist. Templates, so that only the branch that is there is compiled.
+// exist. These are templates, so that only the branch whose function exists is compiled.
 template <class Group>
 WorkPtr all_to_all(Group& group, at::Tensor& recv, at::Tensor& send, std::vector<int64_t>& recv_splits,
                    std::vector<int64_t>& send_splits) {
@@ -47,22 +47,30 @@ WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
   }
 }
 
-/// Of the backends for accelerators. Those for the CPU serve hosts that wait, and look themselves.
+/// Aborts the backends for accelerators. A CPU backend needs no abort: hosts that wait for it look for errors
+/// themselves.
 void abort_device_work(c10d::ProcessGroup& group) noexcept {
   for (const at::Device& device : group.getDeviceTypes()) {
     if (device.is_cpu()) continue;
     try {
       group.getBackend(device.type())->abort();
-    } catch (...) {  // NOLINT: a backend that cannot; there is an error to tell already
+    } catch (...) {  // NOLINT: a backend that cannot abort; an error is reported already
     }
   }
 }
 
-/// The present end of the stream in use here.
+bool has_one_backend_for_all_devices(c10d::ProcessGroup& group) {
+  const std::vector<at::Device> devices = group.getDeviceTypes();
+  return devices.size() > 1 && std::ranges::all_of(devices, [&](const at::Device& device) {
+           return group.getBackend(device.type()) == group.getBackend(devices[0].type());
+         });
+}
+
+/// Marks the end of the stream that is current here.
 Patrol::Mark end_of_stream(at::Device device) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   return [stream]() -> Patrol::IsDone {
-    // Of this thread for good: it must open no context on another device.
+    // Sets this thread's device for good: the thread must open no context on another device.
     c10::impl::VirtualGuardImpl(stream.device_type()).setDevice(stream.device());
     const auto event = std::make_shared<c10::Event>(stream.device_type());
     event->record(stream);
@@ -76,13 +84,16 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(group.getDeviceTypes().at(0).type())->getBackendOptions()->timeout;
   } catch (const std::exception&) {
-    return kBackendDefaultTimeout;  // a backend that does not tell
+    return kBackendDefaultTimeout;  // a backend that does not tell its timeout
   }
 }
 
 CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
                      std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
-    : name_(std::move(name)), process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
+    : name_(std::move(name)),
+      process_group_(std::move(group)),
+      one_backend_for_all_devices_(has_one_backend_for_all_devices(*process_group_)),
+      watchdog_(std::move(watchdog)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};
   fingerprints_ = std::make_shared<CallFingerprints>(
@@ -120,7 +131,7 @@ std::shared_ptr<CommGroup> CommGroup::find(std::string_view name) {
 
 void CommGroup::release_process_groups() {
   Registry& r = registry();
-  std::vector<std::shared_ptr<CommGroup>> groups;  // dropped after the lock, which their end takes
+  std::vector<std::shared_ptr<CommGroup>> groups;  // dropped after the lock is released, as their destructor takes it
   {
     const std::lock_guard lock(r.mutex);
     for (const auto& [name, group] : r.groups) groups.push_back(group.lock());
@@ -128,7 +139,7 @@ void CommGroup::release_process_groups() {
   for (const std::shared_ptr<CommGroup>& group : groups) {
     if (!group) continue;
     group->watchdog().leave(/*at_end=*/true);
-    ProcessGroupPtr released, released_cpu;  // likewise: their threads may be what still uses the comm group
+    ProcessGroupPtr released, released_cpu;  // dropped after the lock, too: their threads may still use the comm group
     const std::lock_guard lock(group->mutex_);
     released.swap(group->process_group_);
     released_cpu.swap(group->cpu_group_);
@@ -178,7 +189,7 @@ at::Device CommGroup::control_device() const {
 }
 
 void CommGroup::fail(std::string_view label, const std::exception& error) {
-  // A rank that raised, or ended, is the better reason. It may take a moment to be known.
+  // Another rank's error or end is the better reason. It may take a moment to be known.
   for (int32_t i = 0; i < 40; ++i) {
     watchdog_->look();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -195,7 +206,7 @@ void CommGroup::use_peer_memory() {
 
 std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need need, at::Device device,
                                                                std::string_view label) {
-  // Ranks meet in torch's store, which has nobody look for errors of others. So they meet here before.
+  // take() makes ranks meet in torch's store, where they do not look for errors of others. So they meet here first.
   const auto meet = [&](int64_t number) {
     Fingerprint region("peer memory");
     region.add("region", text("number ", number, " for ", need.landing_bytes, " bytes, ", need.num_words, " words"));
@@ -252,13 +263,13 @@ WorkPtr CommGroup::start_all_gather(at::Tensor& gathered, at::Tensor& own) {
 void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host,
                      const std::stop_token& stop) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
-  const bool in_background = stop.stop_possible();  // no call waits
+  const bool in_background = stop.stop_possible();  // no call on the balancer waits
   const auto wait_begin = std::chrono::steady_clock::now();
   const auto poll = [&](std::chrono::milliseconds patience) {
     if (stop.stop_requested()) throw StateError(text(label, ": no longer wanted"));
     const auto begin = std::chrono::steady_clock::now();
     if (!device.is_cpu()) {
-      // A host wait of an accelerator's work can not be cut short on every backend: ask instead.
+      // Not every backend can cut short a host's wait for an accelerator's work: poll instead.
       for (; on_host && !work.isCompleted(); std::this_thread::sleep_for(std::chrono::microseconds(20))) {
         if (std::chrono::steady_clock::now() > begin + patience) return false;
       }
@@ -268,14 +279,14 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
       work.wait(patience);
       return true;
     } catch (const std::exception& error) {
-      // On a timeout it throws and the work goes on. Where that was none, or the work has failed, this is the end; work
-      // that was done just now is waited for once more, for what wait does at its end.
+      // On a timeout wait() throws, and the work goes on. If it was no timeout, or the work has failed, this call
+      // fails. Work that was completed just now is waited for once more, for the last steps of wait().
       const bool timed_out = device.is_cpu() && std::chrono::steady_clock::now() - begin >= patience / 2;
       if (work.isCompleted() ? work.exception() != nullptr || !device.is_cpu() : !timed_out) fail(label, error);
     }
     return false;
   };
-  // The device waits, on a GPU after this call and on some backends within it.
+  // It is the device that waits: on a GPU after this call, on some backends within it.
   const bool device_waits = !device.is_cpu() && !on_host;
   if (device_waits) watchdog_->device_works(end_of_stream(device));
   watchdog_->wait(label, poll, in_background);

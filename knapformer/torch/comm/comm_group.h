@@ -1,4 +1,4 @@
-// A comm group: a group of ranks as one balancer uses it, and all that the exchanges over it share.
+// A comm group: one balancer's use of a process group, and the state that its exchanges share.
 #pragma once
 
 #include <atomic>
@@ -19,31 +19,32 @@ namespace knapformer {
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// What a comm group has moved and waited for since it was made. Backward passes count from autograd's threads.
+/// What a comm group has moved and waited for since it was made. Atomic, as backward passes count from autograd's
+/// threads.
 struct CommCounters {
   std::atomic<int64_t> bytes_sent = 0;
   std::atomic<int64_t> num_collectives = 0;
-  std::atomic<int64_t> waited_ns = 0;  // by the host, on threads that had to
+  std::atomic<int64_t> waited_ns = 0;  // by the host; waits in the background do not count
 };
 
 class CommGroup {
  public:
-  /// The op knows it by a unique name, which begins with `name`. store_prefix: of keys that no other comm group over
-  /// this process group uses, the same on all ranks. first_rank: the number of the group's first rank in messages; the
-  /// others follow it. Thread-safe.
+  /// The op finds the group by a unique name, which begins with `name`. store_prefix: a prefix of store keys that no
+  /// other comm group over this process group uses; the same on all ranks. first_rank: the number that messages give
+  /// the group's first rank; the others follow it. Thread-safe.
   static std::shared_ptr<CommGroup> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
                                          std::shared_ptr<Watchdog> watchdog, int32_t first_rank = 0);
-  /// Throws StateError where there is none of that name (any more).
+  /// Throws StateError where no comm group has that name (any more).
   static std::shared_ptr<CommGroup> find(std::string_view name);
 
-  /// Null where there is none.
+  /// Null where no comm group has that name (any more).
   static std::shared_ptr<CommGroup> find_if_alive(std::string_view name);
 
-  /// Leaves all balancers, lets all process groups go, and waits for threads of those that nobody else holds: what a
-  /// process does before it ends. No collective can start after it.
+  /// For a process that is about to end: leaves all balancers, releases all process groups, and waits for the threads
+  /// of those that nobody else holds. No collective can start afterwards.
   static void release_process_groups();
-  /// What a comm group does with its process group at its end instead of just dropping it: the end of a process group
-  /// joins threads that may need a lock which this thread holds.
+  /// Sets the function by which a comm group drops its process group at its end: the end of a process group joins
+  /// threads that may need a lock which this thread holds.
   static void set_drop_process_group(void (*drop)(ProcessGroupPtr group));
 
   ~CommGroup();
@@ -59,18 +60,24 @@ class CommGroup {
   const CommCounters& counters() const { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   bool has_cpu_backend() const;
-  /// From now on tensors on the CPU travel by this group of the same ranks, as the own one has no backend for them.
+  /// Whether tensors on different devices travel by one and the same backend, as in a group of "gloo". Then the tensors
+  /// of an exchange may lie on a GPU on one rank, and on the CPU on another.
+  bool one_backend_for_all_devices() const { return one_backend_for_all_devices_; }
+  /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
+  /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);
-  /// Where ranks tell each other about the work: the CPU, where there is a backend for it.
+  /// The device of the tensors that carry lengths, hashes of plans and samples: the CPU where there is a backend for
+  /// it.
   at::Device control_device() const;
 
-  /// From now on there is memory that the ranks write in each other. All of them call it, before the first exchange.
+  /// From now on, ranks may write into each other's memory (peer_memory.h). All ranks call it, before the first
+  /// exchange.
   void use_peer_memory();
   bool has_peer_memory() const { return peer_memory_ != nullptr; }
-  /// A region of it for one exchange, as in PeerMemory::take.
+  /// A region of peer memory for one exchange, as in PeerMemory::take.
   std::unique_ptr<PeerMemory::Lease> take_peer_memory(PeerMemory::Need need, at::Device device, std::string_view label);
-  /// In place of a collective: the device waits for what all ranks launched before. bytes_sent, for the counters, are
-  /// those that this one wrote to its peers since the last.
+  /// In place of a collective: the device waits for what all ranks launched before it. bytes_sent, for the counters:
+  /// the bytes that this rank wrote to its peers since the last such wait.
   void wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label);
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
@@ -78,25 +85,26 @@ class CommGroup {
                            std::vector<int64_t> send_splits, std::string_view label = "all_to_all");
   /// Starts an all-gather of one-dimensional tensors of equal size.
   WorkPtr start_all_gather(at::Tensor& gathered, at::Tensor& own);
-  /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator its
-  /// stream waits, not the host: unless `on_host`, which waits for both. With a `stop` that is possible the wait is in
-  /// the background, and throws soon after `stop` asks for it.
+  /// Blocks until the work is done, and throws where another rank raised meanwhile. For tensors of an accelerator the
+  /// stream waits and not the host; with `on_host` both wait. With a `stop` that can be requested the wait is in the
+  /// background, and throws soon after the request.
   void wait(c10d::Work& work, at::Device device, std::string_view label, bool on_host = false,
             const std::stop_token& stop = {});
 
  private:
   CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
             std::shared_ptr<Watchdog> watchdog, int32_t first_rank);
-  /// Throws what is behind a collective's error.
+  /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
-  /// By which tensors of a device travel. Throws as process_group().
+  /// The process group by which tensors of a device travel. Throws as process_group() does.
   ProcessGroupPtr group_for(at::Device device) const;
 
   std::string name_;
   mutable std::mutex mutex_;
   ProcessGroupPtr process_group_;
   ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
+  bool one_backend_for_all_devices_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
   std::shared_ptr<PeerMemory> peer_memory_;

@@ -21,17 +21,21 @@ void Patrol::device_works(Mark mark) {
 }
 
 void Patrol::run(const std::stop_token& stop) {
-  IsDone is_done;  // none: the device has come by the last mark
+  IsDone is_done;  // none: the device has passed the last mark
   while (true) {
-    {
-      std::unique_lock lock(mutex_);
-      if (!is_done && !changed_.wait(lock, stop, [&] { return mark_ != nullptr; })) return;
-      if (!is_done) is_done = std::exchange(mark_, nullptr)();
-      if (changed_.wait_for(lock, stop, interval_, [] { return false; }) || stop.stop_requested()) return;
-    }
-    if (is_done()) {
-      is_done = nullptr;
-      continue;
+    try {
+      {
+        std::unique_lock lock(mutex_);
+        if (!is_done && !changed_.wait(lock, stop, [&] { return mark_ != nullptr; })) return;
+        if (!is_done) is_done = std::exchange(mark_, nullptr)();
+        if (changed_.wait_for(lock, stop, interval_, [] { return false; }) || stop.stop_requested()) return;
+      }
+      if (is_done()) {
+        is_done = nullptr;
+        continue;
+      }
+    } catch (const std::exception&) {
+      return;  // the device has failed, as the host's next call of it will say
     }
     try {
       look_();

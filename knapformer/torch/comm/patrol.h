@@ -1,10 +1,10 @@
 // The patrol: looks for errors of other ranks while an accelerator computes and no host waits.
 //
-// The host runs ahead of an accelerator: a collective whose peers never come shows at the host only where it waits for
-// the device, in code that is not ours (loss.item()). So a thread marks a place in the device's work, now and then asks
-// whether the device has come by, and looks as a waiting call does (watchdog.h) where it has not for a second. What it
-// sees ends the collectives in flight: a host that waits for the device comes back, and the next call on the balancer
-// raises.
+// The host runs ahead of an accelerator. It notices a collective whose peers never come only where it waits for the
+// device, in code that is not ours (loss.item()). So a thread marks a place in the device's work, and asks now and then
+// whether the device has passed it. If the device has not passed it for a second, the thread looks for errors as a
+// waiting call does (watchdog.h). If it finds one, it ends the collectives in flight: a host that waits for the device
+// comes back, and the next call on the balancer raises.
 #pragma once
 
 #include <chrono>
@@ -17,18 +17,20 @@ namespace knapformer {
 
 class Patrol {
  public:
-  /// Whether the device has done what it was given until the mark was made.
+  /// Whether the device has done all work that it was given before the mark.
   using IsDone = std::function<bool()>;
-  /// Marks the end of what the device was given so far. On the patrol's thread.
+  /// Marks the end of the work that the device was given so far. Runs on the patrol's thread.
   using Mark = std::function<IsDone()>;
 
-  /// look: throws what other ranks have said. abort: ends the collectives in flight, after that; never throws.
+  /// look: throws the errors of other ranks. abort: ends the collectives in flight, after look has thrown; never
+  /// throws.
   Patrol(std::function<void()> look, std::function<void(const std::exception&)> abort,
          std::chrono::milliseconds interval = std::chrono::seconds(1));
   Patrol(const Patrol&) = delete;
   Patrol& operator=(const Patrol&) = delete;
 
-  /// The device was given a collective.
+  /// To be called after the device was given a collective. Where a mark throws, as after an error of the device, the
+  /// patrol ends without a word: the host hears of that error itself.
   void device_works(Mark mark);
 
  private:

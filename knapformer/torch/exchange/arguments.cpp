@@ -32,7 +32,7 @@ int64_t derivatives_of(const at::Tensor& tensor) {
   return bits;
 }
 
-/// Of the tensors in a label, one after another: "route(x,ids)" -> "x", "ids", and then empty ones.
+/// The names of the tensors in a label, one after another: "route(x,ids)" -> "x", "ids", and then empty names.
 class NamesIn {
  public:
   explicit NamesIn(std::string_view label) : label_(label), comma_(std::min(label.find('('), last())) {}
@@ -100,9 +100,10 @@ void ExchangeArguments::add_derivatives() {
   }
 }
 
-/// A rank without rows follows the others: its own tensors may have come about without any derivative. It learns theirs
-/// here, before autograd looks, since its backward must run where theirs does. It follows what was agreed on last:
-/// where ranks with rows change their minds, in the same gradient mode, that is an error.
+/// A rank without rows follows the other ranks, as its own tensors may have been made without any derivative. It learns
+/// here, before autograd looks, which derivatives travel on the others, since its backward must run where theirs does.
+/// It follows the last agreement: if ranks with rows then have other derivatives in the same gradient mode, that is an
+/// error.
 void ExchangeArguments::follow_others() {
   if (std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; })) return;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
@@ -118,7 +119,8 @@ void ExchangeArguments::follow_others() {
   }
 }
 
-/// In attention a level without rows here follows the others: what is differentiable of them is so for its peers, too.
+/// In attention a level without rows on this rank follows the other levels: a slot that is differentiable in one of
+/// them is so in this level on the peers, too.
 void ExchangeArguments::follow_other_levels() {
   if (heads.num_heads == 0) return;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -219,12 +221,12 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
   return shapes;
 }
 
-Fingerprint ExchangeArguments::fingerprint() const {
-  // Computed for every call: lines are written where they stay, and end as Fingerprint::add ends them.
+Fingerprint ExchangeArguments::fingerprint(bool with_devices) const {
+  // This runs for every call, so lines are written in place, in the form that Fingerprint::add gives them.
   Fingerprint fingerprint;
   std::string& fields = fingerprint.fields;
   fields.reserve(256);
-  // All ranks are in one mode, those without rows as well.
+  // All ranks are in the same gradient mode, also those without rows.
   fields.append("call\t")
       .append(label, 0, label.find('('))
       .append(differentiable.empty() ? " without gradients\n" : "\n");
@@ -253,12 +255,14 @@ Fingerprint ExchangeArguments::fingerprint() const {
       fields.append("\t").append(c10::toString(tensor.scalar_type())).append(" (rows");
       for (int64_t dim = 1; dim < tensor.dim(); ++dim) {
         int64_t size = tensor.size(dim);
-        // Of the whole model: ranks may have unequal shares.
+        // Heads of the whole model, as ranks may have unequal shares.
         if (dim == 1 && role != HeadRole::kNone) size = role == HeadRole::kQuery ? heads.num_heads : heads.num_kv_heads;
         fields.append(", ");
         append_number(size);
       }
-      fields.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true)).append("\n");
+      fields.append(")");
+      if (with_devices) fields.append(" on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
+      fields.append("\n");
       fingerprint.gradients.push_back(
           static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i % differentiable.size()])));
       ++i;

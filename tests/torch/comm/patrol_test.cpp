@@ -57,6 +57,25 @@ struct Watch {
   }
 };
 
+TEST(Patrol, EndsQuietlyWhereTheDeviceFails) {
+  for (const bool at_mark : {true, false}) {
+    Watch watch;
+    std::atomic<bool> failed = false;
+    const auto fail = [&]() -> bool {
+      failed = true;
+      throw std::runtime_error("CUDA error: an illegal memory access was encountered");
+    };
+    watch.patrol.device_works([&]() -> Patrol::IsDone {
+      if (at_mark) fail();
+      return fail;
+    });
+    EXPECT_TRUE(watch.comes([&] { return failed.load(); }));
+    watch.give();  // nobody listens any more, and nothing waits
+    EXPECT_EQ(watch.num_looks, 0);
+    EXPECT_EQ(watch.num_aborts, 0);
+  }
+}
+
 TEST(Patrol, LooksWhileTheDeviceWorksAndEndsItsWorkOnceAnErrorIsSeen) {
   Watch watch;
   watch.give();

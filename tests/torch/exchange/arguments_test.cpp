@@ -74,6 +74,9 @@ TEST(ExchangeArguments, FingerprintSaysWhatRanksMustShare) {
             "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3) on cpu\nids\tLong (rows) on cpu\n"
             "s\tFloat (rows, 7) on cpu\nq\tFloat (rows, 5, 2) on cpu\n");
   EXPECT_EQ(fingerprint.gradients, "1001");
+  EXPECT_EQ(example().fingerprint(/*with_devices=*/false).fields,
+            "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3)\nids\tLong (rows)\n"
+            "s\tFloat (rows, 7)\nq\tFloat (rows, 5, 2)\n");
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(example().fingerprint().fields.starts_with("call\troute without gradients\n"));
 }
