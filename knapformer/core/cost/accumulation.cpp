@@ -8,16 +8,16 @@
 namespace knapformer {
 namespace {
 
-/// From the first of a group's ranks to the last, with what it waits.
+/// A rank's pass with its waits: equal for all ranks of its group.
 double seconds_of(const PassTime& t) {
   return t.token_s + t.wait_before_s + t.attention_s() + t.exchange_s() + t.wait_after_s;
 }
 
-/// By rank, seconds of all blocks of its group.
+/// By rank, the seconds that its group takes for all blocks.
 std::vector<double> group_s(const Plan& plan, const StepTime& time) {
   const PlanInput& input = plan.input();
   const Passes passes = input.model.passes();
-  std::vector<double> host_s(time.ranks.size(), 0.0);  // of the group, at its first rank
+  std::vector<double> host_s(time.ranks.size(), 0.0);  // of each group, at its first rank
   if (input.cluster.host_s_per_piece > 0) {
     std::vector<double> pieces(time.ranks.size(), 0.0);
     for (const Chunk& chunk : plan.chunks()) {
@@ -73,7 +73,7 @@ double StepClock::lower_bound_s(std::span<const PlanInput> left) const {
     for (const PlanInput& input : left) sum_s += knapformer::lower_bound_s(input);
     return sum_s;
   }
-  // However the work that is left is spread, the mean rank is not done earlier.
+  // However the remaining work is spread, the average rank is not done earlier than this.
   const PlanInput& step = input_.sequences;
   const BlockRates rates(step);
   double work_s = 0;  // at speed 1

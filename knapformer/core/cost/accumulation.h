@@ -1,15 +1,15 @@
-// What a step of several micro-batches takes, and what none can be below.
+// The predicted time of a step of several micro-batches, and its lower bound.
 //
 // With StepSync::kMicroBatch a micro-batch costs what predict_step says, FSDP's gathers and the fixed time included,
 // and the step is the sum. With kStep each rank goes on as soon as it is done: ranks that share a sequence start when
-// the last of them comes, and the step ends with the slowest rank. There gradients are reduced once, behind the last
-// micro-batch, and route counts as if nobody waited in it.
+// the last of them arrives, and the step ends with the slowest rank. Then gradients are reduced once, after the last
+// micro-batch, and route is counted as if no rank waited in it.
 //
 // Note on the bound. Let a step's blocks take T in all: the sum over micro-batches of the slowest rank's block time, or
-// the slowest rank's sum. What a rank spends in all micro-batches is at most T, and each of the g ranks that share a
-// sequence spends on it at most its micro-batch's time, so at most T. All that bounds.h derives from these two facts
-// for one micro-batch thus holds for the step with all its sequences. What FSDP does not hide is convex in the block
-// time of a micro-batch, so the sum over micro-batches is least where all take equally long.
+// the slowest rank's sum. A rank spends at most T in all micro-batches together. Each of the g ranks that share a
+// sequence spends at most its micro-batch's time on it, so also at most T. All that bounds.h derives from these two
+// facts for one micro-batch therefore holds for the step with all its sequences. The FSDP time that is not hidden is
+// convex in a micro-batch's block time, so its sum over micro-batches is lowest where all take equally long.
 #pragma once
 
 #include <span>
@@ -26,36 +26,37 @@ class StepClock {
  public:
   explicit StepClock(const StepInput& input);
 
-  /// The micro-batch by itself: predict_step's.
+  /// Adds a micro-batch. Returns its own time, as predict_step does.
   StepTime add(const Plan& micro_batch);
-  /// Of what was added, in seconds.
+  /// The time of the micro-batches added so far, in seconds.
   double total_s() const;
-  /// What the step takes at least when these micro-batches follow.
+  /// A lower bound of the step if these micro-batches follow.
   double lower_bound_s(std::span<const PlanInput> left) const;
 
  private:
   const StepInput& input_;
-  double sum_s_ = 0;            // predicted steps; with kStep what is not a rank's own
-  double fsdp_s_ = 0;           // with kStep, behind the micro-batch added last
+  double sum_s_ = 0;            // predicted steps; with kStep route and fixed time
+  double fsdp_s_ = 0;           // with kStep: after the micro-batch added last
   std::vector<double> rank_s_;  // with kStep: when each rank is done
 };
 
 struct AccumulatedTime {
   double total_s = 0;
-  /// The work divided evenly over the ranks, and the fixed time of each micro-batch.
+  /// The time of the work divided evenly over the ranks, and the fixed time of each micro-batch.
   double ideal_s = 0;
-  /// By micro-batch, what predict_step says. They add up to the total where ranks wait in each.
+  /// By micro-batch, the time that predict_step says. These add up to the total if ranks wait in each micro-batch.
   std::vector<double> micro_batch_s;
 };
 
 /// O(chunks).
 AccumulatedTime predict_accumulated(const StepPlan& plan);
 
-/// Of a replica's blocks by micro-batch (ReplicaTime::block_s): the step, without route and the fixed time.
+/// The time of a step without route and the fixed time. `block_s`: a replica's blocks (ReplicaTime::block_s), by
+/// micro-batch.
 double accumulated_s(const StepInput& input, std::span<const double> block_s);
-/// What the blocks of all micro-batches take at least, as accumulated_s has them. O(n log n).
+/// A lower bound of the sum of `block_s` over all micro-batches. O(n log n).
 double blocks_lower_bound_s(const StepInput& input);
-/// Seconds of a step, like predict_accumulated's total; `blocks_s` is blocks_lower_bound_s.
+/// A lower bound of predict_accumulated's total. `blocks_s`: from blocks_lower_bound_s.
 double lower_bound_s(const StepInput& input, double blocks_s);
 double lower_bound_s(const StepInput& input);
 PlanPrediction prediction_of(const StepPlan& plan);

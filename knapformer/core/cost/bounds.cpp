@@ -19,7 +19,7 @@ std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
   return topology.bags().subspan(static_cast<size_t>(replica) * num_bags, num_bags);
 }
 
-/// What a group of ranks offers a sequence; of a degree, the best that any group of the replica does.
+/// What a group of ranks offers a sequence: for a degree, the best values of any group of the replica.
 struct Offer {
   int32_t degree = 1;
   double speed = 0;              // summed
@@ -37,7 +37,7 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
         offer = offers.insert(offer,
                               {.degree = degree, .exchange_s_per_token = {.inside = kInfinity, .between = kInfinity}});
       }
-      Traffic& sent = offer->exchange_s_per_token;  // first, the part of a row
+      Traffic& sent = offer->exchange_s_per_token;  // until the end, the part of a row
       for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
         const Traffic min = sent_range(input.cluster, shares, Rank(r), degree).min;
         sent = {.inside = std::min(sent.inside, min.inside), .between = std::min(sent.between, min.between)};
@@ -49,17 +49,18 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
   return offers;
 }
 
-/// Of what is proven from sums that may round.
+/// The tolerance of proofs, since their sums may round.
 constexpr double kRounding = 1 + 1e-9;
 
 /// Bags of one size.
 struct Shape {
-  double bag_speed = 0, total_speed = 0;  // of the fastest bag, and of all
+  double bag_speed = 0, total_speed = 0;  // of the fastest bag; of all bags
   double exchange_s_per_token = kInfinity;
   double price = 1, wanted_s = 0;
 };
 
-/// Of each token on a rank of a flat bag: all that a rank sends divides alike over the links, and nothing hides it.
+/// Exchange time of a token on a rank of a flat bag. All tokens are divided alike over the links, and nothing hides the
+/// exchange.
 double flat_exchange_s(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
   const SentRange sent = sent_range(input.cluster, shares, bag.first_rank, bag.num_ranks);
   const Traffic sent_s = exchange_s_per_token(input, sent.min);
@@ -79,7 +80,8 @@ std::vector<Shape> shapes_of(const PlanInput& input, const Topology& topology, i
   return shapes;
 }
 
-/// A sequence, in rank time weighted by speed, as in replica_lower_bound_s: exchange counts times the lowest speed.
+/// A sequence, in rank time weighted by speed, as in replica_lower_bound_s: the exchange is multiplied by the lowest
+/// speed.
 struct Item {
   double work_s = 0;
   double weighted_tokens = 0;  // times the lowest speed
@@ -102,9 +104,9 @@ std::vector<Item> items_of(const PlanInput& input, const Topology& topology, int
   return items;
 }
 
-/// Whether the items fit into so many bags of one capacity: false is proven. Items above capacity - l share no bag with
-/// one of l or more, so all others of l or more have to fit into the other bags; for every l (as Martello and Toth's
-/// bound L2, 1990). O(n log n).
+/// Whether the items may fit into `num_bags` bags of one capacity: false is a proof that they do not. For every l, an
+/// item above capacity - l shares no bag with an item of l or more, so all other items of l or more must fit into the
+/// other bags (as in Martello and Toth's bound L2, 1990). O(n log n).
 bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) {
   std::sort(items.begin(), items.end(), std::greater<>());
   const auto count_above = [&](double value) {
@@ -121,9 +123,10 @@ bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) 
   return true;
 }
 
-/// Let rank time have a price in the bags of each shape. Every sequence takes at least what is cheapest of the shapes
-/// that it fits, and together they take at most `time_s` of every rank. Where that does not add up, whatever the
-/// prices, there is no such plan: false. Prices that show it rise where more is wanted than there is.
+/// Let rank time have a price in the bags of each shape. Every sequence costs at least its price in the cheapest shape
+/// that it fits, and all together cost at most what `time_s` of every rank is worth. If this fails for some prices,
+/// there is no such plan: false. To find such prices, the price of a shape rises while more of its rank time is wanted
+/// than there is.
 bool may_be_paid(std::span<const Item> items, std::vector<Shape> shapes, double time_s) {
   constexpr int kMaxRounds = 8;
   for (int round = 0; round < kMaxRounds; ++round) {
@@ -154,17 +157,17 @@ bool may_be_paid(std::span<const Item> items, std::vector<Shape> shapes, double 
   return true;
 }
 
-/// With exchanges by one link alone; `shown`: the part of them that counts.
+/// The bound with the exchange on one link alone. `shown`: the part of the exchange that counts.
 double link_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
                           std::span<const Offer> offers, Link link, double shown) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
-  // Exchange does not run faster on a faster rank. Rank time weighed by speed, as the sum below has it, counts it times
-  // the speed of the rank that spends it, which is at least the lowest.
+  // The exchange is not faster on a faster rank. The sum below weights rank time by speed, so it counts the exchange
+  // times the speed of the rank that spends it, which is at least the lowest speed.
   const auto [total_speed, min_speed] = input.group_speed(Rank(replica * num_ranks), num_ranks);
 
   // A sequence may take an offer where (work + exchange, in seconds of a rank of speed 1) <= T * the offer's speed.
-  // As T descends it steps from offer to dearer offer, at thresholds that follow from the sequence alone.
+  // As T falls, the sequence goes from one offer to a dearer one, at thresholds that follow from the sequence alone.
   const BlockRates rates(input);
   const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
     return rates.work_s(input, id) +
@@ -172,7 +175,7 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   };
   const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
   const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
-  double cheapest_s = 0;  // of all sequences, each with its cheapest offer
+  double cheapest_s = 0;  // the sum over sequences, each with its cheapest offer
   double longest_s = 0;   // below this T some sequence fits nowhere
   for (int32_t s = first.value; s < last.value; ++s) {
     const SequenceId id(s);
@@ -185,7 +188,7 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   }
   double bound_s = std::max(longest_s, cheapest_s / total_speed);
 
-  // Steps above the bound so far raise it. Few sequences have any.
+  // Only steps with a threshold above the bound so far can raise it. Few sequences have such steps.
   struct Step {
     double threshold_s;  // below this T the sequence costs `added_s` more
     double added_s;
@@ -218,13 +221,13 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   return bound_s;
 }
 
-/// Whether some rank may have attention behind which an exchange hides.
+/// Whether some rank may have attention that hides an exchange.
 bool may_hide(const Cluster& cluster, const Topology& topology) {
   return cluster.overlaps_attention &&
          std::ranges::any_of(topology.shapes(), [](const BagShape& shape) { return shape.degrees.front() == 1; });
 }
 
-/// The larger of the two links'.
+/// The larger of the two links' bounds.
 double bound_s(const PlanInput& input, const Topology& topology, int32_t replica, double shown) {
   const auto [first, last] = input.sequences_of(replica);
   if (first == last) return 0;

@@ -1,12 +1,13 @@
-// What no plan of an input can be below.
+// Lower bounds of the time of any plan of an input.
 //
-// Let a plan take block time T. A sequence shared by g ranks that take at most T each fits them only if its per-token
-// work, its exchange and its attention do: w(l) + x_g(l) <= T * (speed of the g ranks). So there is a smallest degree
-// with which it can be shared at all, and since the exchange grows with the degree, with it the sequence costs its bag
-// the least rank time. Summed over all sequences that rank time is at most T * (speed of all ranks). The bound is the
-// smallest T for which both hold; docs/solver.md derives it in full.
+// Let a plan take block time T. A sequence that g ranks share fits into their time T only if its per-token work, its
+// attention and its exchange fit: w(l) + x_g(l) <= T * (speed of the g ranks). So there is a smallest degree with which
+// it can be shared at all. The exchange grows with the degree, so with this smallest degree the sequence costs its bag
+// the least rank time. Summed over all sequences, this rank time is at most T * (speed of all ranks). The bound is the
+// smallest T for which both conditions hold; docs/solver.md derives it in full.
 //
-// Of the exchange only what no plan can hide counts, by the link on which it takes longer over all sequences.
+// Only the part of the exchange that no plan can hide counts, on one link for all sequences: the one with the higher
+// bound.
 #pragma once
 
 #include <span>
@@ -16,21 +17,21 @@
 
 namespace knapformer {
 
-/// Seconds of a step, like predict_step's total; the fixed time alone without sequences. O(n log n).
+/// A lower bound of predict_step's total: without sequences, FSDP and the fixed time. O(n log n).
 double lower_bound_s(const PlanInput& input);
-/// The plan's predicted step beside it.
+/// The plan's predicted time, and this bound.
 PlanPrediction prediction_of(const Plan& plan);
 
-/// Of one replica's blocks (ReplicaTime::block_s), with a topology over the same ranks as the input's.
+/// A lower bound of one replica's blocks (ReplicaTime::block_s). `topology`: over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
-/// The same as if attention hid nothing: no bound, but closer to what plans reach.
+/// The same as if attention hid no exchange: this is no bound, but closer to what plans reach.
 double replica_estimate_s(const PlanInput& input, int32_t replica);
 
-/// Whether a replica's flat bags may have a plan whose block takes less than `block_s`: false is proven. Beyond the
-/// bound above it sees that bags of one size cannot take over what fits only others, and which sequences share no bag.
-/// `topology`: over the same ranks as the input's. O(n shapes + n log n).
+/// Whether a replica's flat bags may have a plan whose block takes less than `block_s`: false is a proof that they have
+/// none. In addition to the bound above, this considers which sequences fit only bags of some sizes, and which cannot
+/// share a bag. `topology`: over the same ranks as the input's. O(n shapes + n log n).
 bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s);
-/// Of a replica's blocks with these sequences in its flat bags, however their chunks are cut.
+/// A lower bound of a replica's blocks if its flat bags hold these sequences, however their chunks are cut.
 double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
                           std::span<const Placement> placements);
 

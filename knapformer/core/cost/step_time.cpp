@@ -8,8 +8,8 @@
 namespace knapformer {
 namespace {
 
-/// Tokens that exchange alike are counted before they are multiplied: so where all of a rank do, as in a flat bag, the
-/// sum does not depend on the order of sequences.
+/// Consecutive tokens with the same traffic are counted first and multiplied once: so where all tokens of a rank have
+/// the same traffic, as in a flat bag, the sum does not depend on the order of sequences.
 class TrafficSum {
  public:
   void add(int64_t tokens, const Traffic& per_token) {
@@ -30,11 +30,11 @@ class TrafficSum {
 /// One rank's load in one block.
 struct RankLoad {
   int64_t tokens = 0;
-  double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, at its share of the heads
-  TrafficSum sent;                           // rows in one exchange of one tensor
+  double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, in its share of the heads
+  TrafficSum sent;                           // rows that one exchange of one tensor sends
   double num_pieces = 0;
   Traffic route_sent, route_received;  // tokens
-  // A sequence lies on consecutive ranks, so connected groups are runs of ranks, all but the first of which do:
+  // A sequence lies on consecutive ranks, so a connected group is a run of ranks. True for all of them but the first.
   bool shares_with_previous = false;
 };
 
@@ -67,7 +67,7 @@ std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const T
   return loads;
 }
 
-/// Adds `times` passes over a group's blocks to its time, and sets how long each rank waits in them.
+/// Adds `times` passes of a group to its block time, and sets how long each rank waits in a pass.
 void add_pass(std::span<RankTime> ranks, PassTime RankTime::*pass, double times, StepTerms& block) {
   if (times == 0) return;
   const PassTime* longest = &(ranks[0].*pass);
@@ -93,12 +93,12 @@ double row_bytes(int64_t d_model, const TrainedModel& model) {
   return static_cast<double>(d_model) * model.element_size;
 }
 
-/// Seconds of FSDP's communication. The next block's parameters are gathered while one computes, and the last one's
-/// gradients reduced. Gathers go around a ring, all-reduces over the copies along a tree. A frozen base has no
-/// gradients to reduce.
+/// Seconds of FSDP's communication. While one block computes, the next block's parameters are gathered and the previous
+/// block's gradients are reduced. Gathers run along a ring, all-reduces over the copies along a tree. A frozen base has
+/// no gradients to reduce.
 struct Fsdp {
   double gather_s = 0, reduce_s = 0;  // of a block
-  double bytes = 0;                   // that all ranks send, for all blocks
+  double bytes = 0;                   // sent by all ranks, for all blocks
   int32_t num_blocks = 1;
   Passes passes;
 
@@ -118,7 +118,7 @@ struct Fsdp {
     if (shards > 1) {
       const int32_t nodes = (shards + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
       const double inside_s = gather_bytes / cluster.node_bytes_per_s;
-      // A node's adapters together fetch what its ranks lack.
+      // The adapters of a node together fetch the shards that its ranks lack.
       const int32_t adapters = std::min(shards, cluster.ranks_per_node);
       const double between_s = block_bytes * (nodes - 1) / nodes / (adapters * cluster.network_bytes_per_s);
       gather_s = std::max(inside_s, between_s) + (nodes - 1) * cluster.network_latency_s + cluster.node_latency_s;
@@ -132,14 +132,14 @@ struct Fsdp {
     reduce_s = reduces ? gather_s + all_reduce_s : 0;
   }
 
-  /// What blocks of so many seconds do not hide, of all blocks. The first gather and the last reduction have nothing to
-  /// hide behind.
+  /// The communication time of all blocks that blocks of `block_s` do not hide. Nothing hides the first gather and the
+  /// last reduction.
   double exposed_s(double block_s) const {
     const double forward_s = block_s / passes.token(), backward_s = block_s - forward_s;
     const double exposed_backward_s = passes.backwards > 0 ? std::max(0.0, gather_s + reduce_s - backward_s) : 0;
     return gather_s + reduce_s + (num_blocks - 1) * (std::max(0.0, gather_s - forward_s) + exposed_backward_s);
   }
-  /// Of the blocks and what they do not hide.
+  /// The time of the blocks and of the communication that they do not hide.
   double step_s(double block_s) const { return num_blocks * block_s + exposed_s(block_s); }
 };
 

@@ -1,23 +1,24 @@
-// Step time: what a step of a plan costs, by phase. The one cost model: planners minimise it, and
-// predictions, reports and timelines print it.
+// Step time: the time of a plan's step, by phase. This is the only cost model: planners minimise it, and predictions,
+// reports and timelines print it.
 //
-// The blocks are alike, so one block stands for all. On rank r one pass over it is, forward,
+// All blocks are alike, so one stands for all. A forward pass over a block on one rank is
 //
 //   | per-token layers | wait | pre_attn | attention, whole and shared sequences | post_attn | wait |
 //                             `---- hides behind attention on whole sequences ----'
 //
-// and backward the same from the right to the left, at its own factors (TrainedModel::passes). Ranks that share
-// sequences meet in pre_attn and post_attn: so ranks connected by shared sequences, directly or through others, form a
-// group, which takes in each pass its longest per-token phase plus its longest attention phase (exchanges included).
+// and a backward pass is the same from right to left, with its own factors (TrainedModel::passes). Ranks that share
+// sequences meet in pre_attn and post_attn: so ranks that shared sequences connect, directly or through other ranks,
+// form a group. Each pass of a group takes its longest per-token phase plus its longest attention phase (exchanges
+// included).
 //
-// Replicas balance by themselves, and a step takes what its slowest replica takes:
+// Each replica is balanced by itself, and a step takes as long as its slowest replica:
 //
 //   blocks x (forward + recompute + backward), of the replica's slowest group
 //   + route and reverse_route, and their gradients
 //   + what FSDP gathers and reduces and the blocks do not hide
 //   + a fixed time
 //
-// docs/cluster_model.md derives each term and holds it against the published table.
+// docs/cluster_model.md derives each term and compares it with the published table.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,7 @@
 
 namespace knapformer {
 
-/// What a rank sends, by where it goes. Both links work at once.
+/// What a rank sends, by destination. Both links work at the same time.
 struct Traffic {
   double inside = 0;   // to ranks of its node
   double between = 0;  // to ranks of other nodes
@@ -38,38 +39,40 @@ struct Traffic {
   double total() const { return inside + between; }
   Traffic operator*(double by) const { return {inside * by, between * by}; }
   Traffic operator+(const Traffic& other) const { return {inside + other.inside, between + other.between}; }
-  /// Of bytes: the slower link, with its latency.
+  /// The time to send this many bytes: that of the slower link, with its latency.
   double seconds(const Cluster& cluster) const;
 };
 
-/// Of the columns of a row, the part that `rank` sends to the others of a group in one all-to-all of attention.
+/// The part of a row's columns that `rank` sends to the other ranks of a group in one all-to-all of attention.
 Traffic sent_part(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank, int32_t degree);
 
-/// The minimum and the maximum of it over the ranks of the group, link by link.
+/// The minimum and the maximum of sent_part over the ranks of the group, link by link.
 struct SentRange {
   Traffic min, max;
 };
 SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank first_rank, int32_t degree);
 
-/// Seconds of a block at speed 1, all passes: of a token's layers, and of a (query, key) pair of attention.
+/// Seconds of a block at speed 1, all passes: of one token in the per-token layers, and of one (query, key) pair in
+/// attention.
 struct BlockRates {
   double token_s = 0, pair_s = 0;
 
   explicit BlockRates(const PlanInput& input);
-  /// Of a whole sequence.
+  /// The time of a whole sequence.
   double work_s(const PlanInput& input, SequenceId id) const {
     return static_cast<double>(input.seq_lens[id]) * token_s + input.pairs_of(id) * pair_s;
   }
 };
 
-/// Seconds of a block's exchanges, all passes, for each token that a rank holds of a shared sequence and each link,
-/// where this part of a row is sent.
+/// Seconds of a block's exchanges, all passes, by link, for each token of a shared sequence on a rank that sends `part`
+/// of a row.
 Traffic exchange_s_per_token(const PlanInput& input, const Traffic& part);
 
 /// The tensors that travel before attention (q, k and v) and after it (its output), each as wide as the model.
 inline constexpr double kPreAttnTensors = 3, kPostAttnTensors = 1;
 
-/// One pass over one block on one rank, in seconds. Fields follow one another in time; backward, from the last on.
+/// One pass over one block on one rank, in seconds. Fields are in the order of time; in a backward pass, in reverse
+/// order.
 struct PassTime {
   double token_s = 0;        // per-token layers
   double wait_before_s = 0;  // for the group's longest per-token phase
@@ -85,19 +88,19 @@ struct PassTime {
 };
 
 struct RankTime {
-  Rank group;         // the first rank of its connected group
-  PassTime forward;   // recomputed alike
-  PassTime backward;  // zeros where there is none
+  Rank group;         // the first rank of the connected group
+  PassTime forward;   // the same in the recomputation
+  PassTime backward;  // zeros if there is none
 };
 
-/// Of one replica: blocks, route and FSDP.
+/// The times of one replica: blocks, route and FSDP.
 struct ReplicaTime {
-  double block_s = 0;  // its slowest group's, all passes
+  double block_s = 0;  // of the slowest group, all passes
   double route_s = 0;
   double step_s = 0;  // without the fixed time
 };
 
-/// Terms of a step, in seconds: of its slowest replica, and in it of the slowest group. What prints them derives from
+/// Terms of a step, in seconds: of the slowest replica, and there of the slowest group. All prints of them derive from
 /// this list.
 struct StepTerms {
   double token_s = 0;
@@ -127,11 +130,11 @@ struct StepTime : StepTerms {
   /// All terms.
   double total_s() const;
 
-  /// The work divided evenly, and nothing else.
+  /// The time of the work alone, divided evenly.
   double ideal_s = 0;
-  /// The work alone over all.
+  /// The ideal time over the total.
   double efficiency() const { return ideal_s == 0 ? 1 : ideal_s / total_s(); }
-  /// With the fixed time; and how much longer than that the step is, 1 where there is no work.
+  /// The ideal time with the fixed time; and the step's time over that, 1 if there is no work.
   double ideal_step_s() const { return ideal_s + fixed_s; }
   double over_ideal() const { return ideal_s > 0 ? total_s() / ideal_step_s() : 1; }
   /// First rank of the slowest group.
@@ -140,31 +143,32 @@ struct StepTime : StepTerms {
   /// Bytes that leave their rank in a step, of all ranks.
   Traffic route_bytes;
   Traffic attention_bytes;
-  /// FSDP's, hidden or not: parameters gathered in forward and backward, gradients reduced.
+  /// FSDP's bytes, hidden or not: parameters gathered in forward and backward, gradients reduced.
   double fsdp_bytes = 0;
 
   std::vector<RankTime> ranks;
   std::vector<ReplicaTime> replicas;
 };
 
-/// What one rank computes in one block's forward pass, in seconds: measured, in place of work over rate.
+/// Seconds that one rank computes in one block's forward pass: measured, in place of work over rate.
 struct RankCompute {
   double token_s = 0;
   double whole_attention_s = 0;  // on sequences that lie whole there
   double shared_attention_s = 0;
 };
 
-/// Of the plan's own cluster and model. `measured`: per rank, in place of what the plan's work takes at
-/// `cluster.flops_per_s`; none: the model. The ideal time is then that of the measured seconds, spread evenly.
+/// Predicts a step on the plan's own cluster and model. `measured`: per rank, in place of the time of the plan's work
+/// at `cluster.flops_per_s`; the ideal time is then that of the measured seconds, spread evenly. Empty: the cost model.
 /// O(chunks). Throws ArgumentError where a parameter is out of range.
 StepTime predict_step(const Plan& plan, std::span<const RankCompute> measured = {});
-/// The same plan on another cluster, or of another model.
+/// Predicts a step of the same plan on another cluster, or of another model.
 StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedModel& model,
                       std::span<const RankCompute> measured = {});
 
-/// What a replica's step takes with a block of so many seconds, all passes: blocks, FSDP and route. Grows with both.
+/// The time of a replica's step with a block of `block_s`, all passes: blocks, FSDP and route. Grows with both
+/// arguments.
 double replica_step_s(const PlanInput& input, double block_s, double route_s);
-/// The longest block with which a replica's step, its route aside, takes at most `step_s`.
+/// The longest block with which a replica's step, without its route, takes at most `step_s`.
 double block_budget_s(const PlanInput& input, double step_s);
 
 /// Every sequence on its home rank, whole: the step without a balancer. Its route is empty.
@@ -175,7 +179,7 @@ Plan plan_home(const PlanInput& input);
 Plan plan_home_bags(const PlanInput& input);
 
 /// Bytes that ranks send each other in a step, summed over blocks of consecutive ranks: [sender * num_blocks +
-/// receiver]. What stays on its rank is nowhere.
+/// receiver]. Bytes that stay on their rank are not counted.
 struct TrafficMatrix {
   int32_t num_blocks = 0;
   std::vector<double> route, attention;

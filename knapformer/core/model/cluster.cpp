@@ -25,8 +25,8 @@ constexpr Cluster from_sheet(double peak_flops_per_s, double link_bytes_per_s, d
           .network_bytes_per_s = kNetworkShare * network_line_bytes_per_s};
 }
 
-/// Ranks of one thread each over Gloo's loopback, as the simulator starts them; orders of magnitude for a core of a
-/// present server. What matters there is measured: knapformer calibrate.
+/// Ranks of one thread each over Gloo's loopback, as the simulator starts them. The values are orders of magnitude for
+/// one core of a present server. Where they matter, measure them: knapformer calibrate.
 constexpr Cluster kCpu = {.flops_per_s = 5e10,
                           .node_bytes_per_s = 1e9,
                           .network_bytes_per_s = 1e9,

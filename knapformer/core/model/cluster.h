@@ -12,8 +12,9 @@
 
 namespace knapformer {
 
-/// The default is "h100". "Fitted" is fitted to the 15 rows of the paper's Table 1 by docs/cluster_model.py, which
-/// writes the residuals into docs/cluster_model.md; that page also has the sources of the other named clusters.
+/// The default is "h100". Values marked "fitted" are fitted to the 15 rows of the paper's Table 1 by
+/// docs/cluster_model.py, which writes the residuals into docs/cluster_model.md; that page also has the sources of the
+/// other named clusters.
 struct Cluster {
   double flops_per_s = 2.98e14;  // fitted
   int32_t ranks_per_node = 8;
@@ -29,13 +30,13 @@ struct Cluster {
   static Cluster named(std::string_view name);
   static std::vector<std::string_view> names();
   /// The cluster and the implementation that the paper measured: the default with the host's cost per piece (fitted),
-  /// and no overlap.
+  /// and without overlap.
   static Cluster published();
 
   bool same_node(Rank a, Rank b) const { return node_of(a) == node_of(b); }
   int32_t node_of(Rank rank) const { return rank.value / ranks_per_node; }
 
-  /// Throws ArgumentError, naming the field. Bandwidths may be infinite: communication is then free.
+  /// Throws ArgumentError, which names the field. Bandwidths may be infinite: communication is then free.
   void validate() const { check_fields(*this); }
   bool operator==(const Cluster&) const = default;
 

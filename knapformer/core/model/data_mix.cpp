@@ -32,7 +32,7 @@ constexpr std::array<NamedMix, 3> kPublishedMixes = {{
      "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"},
 }};
 
-/// Of one rank's draw in one step.
+/// The generator of one rank's draw in one step.
 Random random_of(uint64_t seed, uint64_t step, uint64_t rank) {
   const auto mix = [](uint64_t z) { return Random::mix(z + Random::kGamma); };
   return Random(mix(mix(mix(seed) + step) + rank));

@@ -3,12 +3,12 @@
 // "gGbBiRfFsS": G ranks that each draw B samples of resolution R (pixels a side), F frames, S = 1 for a smooth video.
 //   latent side    floor(R / 16)
 //   latent frames  S = 1: max(1, floor(F / 3.4)); S = 0: F
-//   visual tokens  side^2 * frames * U[0.96, 1.04], the factor drawn once a batch (aspect ratio buckets)
+//   visual tokens  side^2 * frames * U[0.96, 1.04], the factor is drawn once a batch (aspect ratio buckets)
 //   text tokens    uniform integer in 0..392, drawn per sample
 // Codes are joined with commas, assigned to ranks in order, and repeat over the world.
 //
-// Random numbers are counter-based: a batch depends on (seed, step, rank) alone, so that any rank draws its own batch
-// without the others', and any machine draws the same.
+// Random numbers are counter-based: a batch depends on (seed, step, rank) alone. So a rank draws its own batch without
+// those of other ranks, and every machine draws the same batch.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace knapformer {
 namespace {
 
-/// FLOPs are counted in these, so that no sum of squares loses digits.
+/// The unit in which FLOPs are counted, so that no sum of squares loses digits.
 constexpr double kFlopsUnit = 1e12;
 /// Alternations between the common fit and the ranks' speeds: more change nothing that could be measured.
 constexpr int kAlternations = 4;
@@ -70,7 +70,7 @@ LoadObserver::Fit LoadObserver::fit(const Moments& m) const {
   const double free = std::max(m.count - 2, 1.0);
   const double error = error_of(m, {.k = k, .gamma = k_gamma / k});
   const double noise = m.count * error * error / free;
-  // Of gamma = k_gamma / k, to first order.
+  // The variance of gamma = k_gamma / k, to first order.
   const double variance = noise / determinant * (m.tt + 2 * gamma * m.ta + gamma * gamma * m.aa) / (k * k);
   const double spread = kPriorSpread * given_gamma_;
   const double prior = spread * spread;
@@ -95,7 +95,7 @@ void LoadObserver::learn() {
     double sum = 0;
     for (size_t r = 0; r < ranks_.size(); ++r) {
       const Moments& m = ranks_[r];
-      // Mean of expected over measured seconds at speed 1: what is measured is 1 / speed of it.
+      // The mean of (expected seconds at speed 1) / (measured seconds), as measured is expected / speed.
       if (m.count > 0) speed[r] = learned.k * (m.t + learned.gamma * m.a) / m.count;
       sum += speed[r];
     }

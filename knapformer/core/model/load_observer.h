@@ -5,9 +5,9 @@
 //   seconds = k / speed * (T + gamma A)
 //
 // with one k and gamma for all ranks and a speed for each, 1 on average. Every measurement is one equation. k and
-// gamma minimise the squared relative errors; older measurements fade. Balanced plans give every rank a like mix of the
-// two kinds of work, so that gamma may hardly show: it stays near the one that was given as far as the measurements
-// leave it open (a normal prior, and the variance of the least-squares estimate).
+// gamma minimise the squared relative errors; older measurements fade. Balanced plans give every rank a similar mix of
+// the two kinds of work, so the measurements may say little about gamma. The less they say, the closer gamma stays to
+// the given one (a normal prior, and the variance of the least-squares estimate).
 #pragma once
 
 #include <cstdint>
@@ -29,22 +29,22 @@ struct LoadMeasurement {
 /// Deterministic: the same measurements in the same order give the same figures on every rank and machine.
 class LoadObserver {
  public:
-  /// rank_speed: as given to the planner, relative; empty: all 1.
+  /// rank_speed: the relative speeds that the planner was given; empty: all 1.
   LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks);
 
-  /// The measurements of one step, of some ranks or all.
+  /// Adds the measurements of one step, from some ranks or all.
   void add(std::span<const LoadMeasurement> measurements);
 
   int64_t num_measurements() const { return num_measurements_; }
-  /// Those given, until there are kMinMeasurements.
+  /// The given gamma, until there are kMinMeasurements measurements; the same holds for rank_speed.
   double gamma() const { return gamma_; }
   /// Per rank, 1 on average; empty where no rank is off by more than kEqualSpeed.
   const std::vector<double>& rank_speed() const { return rank_speed_; }
-  /// Root mean square of the relative errors of the best k, with gamma and speeds as given, and as learned. 0 until
-  /// there are kMinMeasurements.
+  /// Root mean square of the relative errors with the best k: for the given gamma and speeds, and for the learned ones.
+  /// 0 until there are kMinMeasurements measurements.
   double given_error() const { return given_error_; }
   double learned_error() const { return learned_error_; }
-  /// The workload model that was given misses what is measured by more than kDriftError.
+  /// Whether the given gamma and speeds miss the measured seconds by more than kDriftError.
   bool drifted() const { return given_error_ > kDriftError; }
 
   static constexpr int64_t kMinMeasurements = 16;
@@ -57,13 +57,13 @@ class LoadObserver {
   struct Fit {
     double k = 0, gamma = 0;
   };
-  /// Of one rank: sums over its measurements of T/s, A/s and their products.
+  /// Sums of T/s, A/s and their products over the measurements of one rank.
   struct Moments {
     double count = 0, t = 0, a = 0, tt = 0, ta = 0, aa = 0;
     void fade();
-    /// Those of a rank `speed` times as fast as the reference, at the reference speed.
+    /// Adds the moments of a rank that is `speed` times as fast as the reference, converted to the reference speed.
     void add(const Moments& other, double speed = 1);
-    /// With the k that minimises the sum of (k (T + gamma A)/s - 1)^2.
+    /// The fit of this gamma and the k that minimises the sum of (k (T + gamma A)/s - 1)^2.
     Fit with_gamma(double gamma) const;
   };
 

@@ -5,7 +5,7 @@
 //   prefix         the first `text_tokens` see each other; the rest is causal
 //   block causal   text, then frames of `frame_tokens`: a token sees its own block and every block before it
 //   window         keys from `left` before the query to `right` after it; a side below 0 is unlimited
-//   density        this share of all pairs, whichever they are: for kernels with masks of their own
+//   density        this share of all pairs, no matter which: for kernels with masks of their own
 //
 // Text forms: "full", "causal", "prefix:77", "block_causal:77:1024" (text, frame), "window:512:0" (left, right),
 // "density:0.25".
@@ -36,7 +36,7 @@ struct Mask {
   static Mask parse(std::string_view text);
   std::string str() const;
 
-  /// (query, key) pairs of a sequence. Text beyond the sequence's end counts up to the end.
+  /// (query, key) pairs of a sequence. Text tokens beyond the end of the sequence do not count.
   int64_t pairs(int64_t seq_len) const;
 
   bool operator==(const Mask&) const = default;

@@ -47,7 +47,7 @@ std::vector<BagShape> joined(std::vector<BagShape> shapes) {
   return joined;
 }
 
-/// Small bags first; of one size, those with more degrees later. Equal shapes are joined.
+/// Small bags first; of equal size, those with fewer degrees first. Equal shapes are joined.
 std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
   std::ranges::stable_sort(shapes, {}, [](const BagShape& shape) {
     return std::tuple(shape.num_ranks_per_bag(), shape.degrees.size(), shape.degrees);
@@ -137,7 +137,7 @@ Topology Topology::flattened(std::span<const int32_t> degrees) const {
 
 std::vector<Topology> Topology::flat_topologies() const {
   constexpr size_t kMaxChoices = 64;
-  size_t num_choices = 1;  // of a degree for each shape
+  size_t num_choices = 1;  // ways to choose a degree for each shape
   for (const BagShape& shape : shapes_) num_choices = std::min(num_choices * shape.degrees.size(), kMaxChoices + 1);
   std::vector<Topology> flats;
   std::vector<int32_t> degrees(shapes_.size());

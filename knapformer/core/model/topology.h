@@ -7,8 +7,8 @@
 // "g4n2" is a flat bag: each of its sequences is shared by all 4 ranks. "g8/4/2/1n4" is a nested one: a sequence may
 // be shared by 8, 4, 2 or 1 ranks, in aligned groups (a group of degree g starts at a multiple of g inside the bag).
 //
-// A bag's ranks are consecutive; bags are ordered by size, small first. Where the group is a multiple of the topology,
-// the topology repeats: each copy is a replica, which balances within itself.
+// A bag's ranks are consecutive; bags are ordered by size, small first. Where the group has a multiple of the
+// topology's ranks, the topology repeats: each copy is a replica, which balances within itself.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ class Topology {
   /// Repeated over `num_ranks` ranks. Throws ArgumentError where `num_ranks` is no multiple of the topology's ranks.
   static Topology parse(std::string_view text, int64_t num_ranks);
 
-  /// The canonical text of one replica: terms of one shape joined, small bags first.
+  /// The canonical text of one replica: terms of equal shape are joined, small bags come first.
   std::string str() const;
 
   int32_t num_ranks() const { return num_replicas_ * num_ranks_per_replica_; }
@@ -57,15 +57,16 @@ class Topology {
   int32_t num_replicas() const { return num_replicas_; }
   int32_t num_bags_per_replica() const { return static_cast<int32_t>(bags_.size()) / num_replicas_; }
   bool is_flat() const;
-  /// The flat topology of the same ranks in the same order whose bags are this one's groups of those degrees, one for
-  /// each of shapes(). Its bags may not be ordered by size.
+  /// The flat topology over the same ranks in the same order, whose bags are this topology's groups of `degrees[s]`
+  /// ranks in each bag of shapes()[s]. Its bags may not be ordered by size.
   Topology flattened(std::span<const int32_t> degrees) const;
-  /// Flattened in every way, the smallest degrees first. Where those are more than 64, the ways with groups of about
-  /// one size: for each degree g, the largest up to g (or else the smallest) of each of shapes().
+  /// All flattened topologies, the smallest degrees first. Where they are more than 64, only those with groups of about
+  /// one size: for each degree g one topology, in which each shape takes its largest degree up to g, or else its
+  /// smallest.
   std::vector<Topology> flat_topologies() const;
 
   std::span<const BagShape> shapes() const { return shapes_; }
-  /// Of all replicas; those of replica 0 first.
+  /// The bags of all replicas, those of replica 0 first.
   std::span<const Bag> bags() const { return bags_; }
   const Bag& bag(BagId id) const { return bags_[id.index()]; }
   BagId bag_of(Rank rank) const { return bag_of_rank_[rank.index()]; }

@@ -12,7 +12,7 @@ namespace knapformer {
 enum class StepMode {
   kTraining,   // every parameter
   kLora,       // low-rank adapters on a frozen base: no gradients of the base's matrices
-  kInference,  // forward alone
+  kInference,  // forward only
 };
 
 /// Passes over a block in one step, in units of its forward pass.
@@ -20,8 +20,8 @@ struct Passes {
   double forwards = 1;            // with the recomputation
   double token_backward = 0;      // per-token layers
   double attention_backward = 0;  // attention has no parameters: both of its gradients are always needed
-  double backwards = 0;           // 1 where there is a backward pass: it exchanges as much as a forward
-  double routes = 2;              // route and reverse_route, with their gradients; none where nothing is routed
+  double backwards = 0;           // 1 if there is a backward pass, which exchanges as much as a forward pass
+  double routes = 2;              // route and reverse_route, with their gradients; 0 if nothing is routed
 
   double token() const { return forwards + token_backward; }
   double attention() const { return forwards + attention_backward; }
@@ -43,7 +43,7 @@ struct TrainedModel {
 
   Passes passes() const;
 
-  /// Throws ArgumentError, naming the field.
+  /// Throws ArgumentError, which names the field.
   void validate() const;
   bool operator==(const TrainedModel&) const = default;
 

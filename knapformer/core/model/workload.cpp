@@ -41,9 +41,9 @@ WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const doub
   if (std::ranges::adjacent_find(seq_lens, std::not_equal_to()) == seq_lens.end())
     throw_argument("seq_lens", text(seq_lens.size(), " lengths, all equal"), "at least two distinct lengths");
 
-  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. What is reported is minimised: relative
-  // errors, so 1 = a x/t + b y/t. Two unknowns: the normal equations, with both columns scaled to length 1, so that
-  // what is left of their conditioning is the angle between them.
+  // t = a x + b y with x = 24 l d^2, y = 4 l^2 d; then k = a and gamma = b / a. The fit minimises the relative errors,
+  // which are also what is reported: so 1 = a x/t + b y/t. The two unknowns follow from the normal equations. Both
+  // columns are scaled to length 1, so that the conditioning depends only on the angle between them.
   const WorkloadModel model{.gamma = 1};
   std::vector<double> x(seq_lens.size()), y(seq_lens.size());
   double xx = 0, yy = 0;

@@ -3,21 +3,22 @@
 //   w(l) = 24 l d^2 + gamma * 4 a d          [FLOPs, forward; matrix-product equivalents where gamma != 1]
 //
 // l tokens, width d, a the number of (query, key) pairs that attention computes: l^2 for full attention. This is
-// Eq. 1 and 2 of the KnapFormer paper. A sequence shared by g ranks costs the rank that holds n of its l tokens
+// Eq. 1 and 2 of the KnapFormer paper. A sequence that g ranks share costs the rank that holds n of its l tokens
 //
 //   w(n of l, g) = 24 n d^2 + gamma * 4 a d / g
 //
-// since per-token work follows the chunk and attention work the heads.
+// since per-token work follows the chunk, and attention work follows the heads.
 //
-// Given work. Where a sample's work is not that of its length (two coupled streams, a measured model), W_i FLOPs are
-// given for each sequence in place of w(l_i). It is split in the same two terms, so that whatever prices or places
-// sequences by the formula does so by given work too:
+// Given work. Where a sample's work does not follow from its length (two coupled streams, a measured model), W_i FLOPs
+// are given for each sequence in place of w(l_i). W_i is split into the same two terms, so that all code that prices or
+// places sequences by the formula handles given work too:
 //
 //   per-token layers   p 24 l_i d^2          p = min(1, min_i W_i / (24 l_i d^2)), the same for all sequences of a step
 //   as attention       W_i - p 24 l_i d^2    shared by the heads, >= 0
 //
-// One p for all, since chunks are cut by what a token costs, whichever sequence it is of. Work of the formula's own
-// values has p = 1 and the formula's terms, bit for bit. The forward work of a sequence is W_i at any gamma.
+// All sequences have one p, since chunks are cut by the cost of a token, whichever sequence it belongs to. If the given
+// work equals the formula's, then p = 1 and the terms are the formula's, bit for bit. The forward work of a sequence is
+// W_i, whatever gamma is.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,9 @@
 
 namespace knapformer {
 
-/// Attention's cost per FLOP over that of the matrix products, at which the published imbalance of a FLUX block on H100
-/// comes out; its authors report 0.385 to 0.49. The default everywhere; `knapformer calibrate` measures it.
+/// The cost of a FLOP of attention over that of a FLOP of the matrix products. This value reproduces the published
+/// imbalance of a FLUX block on H100, whose authors report 0.385 to 0.49. The default everywhere; `knapformer
+/// calibrate` measures it.
 inline constexpr double kDefaultGamma = 0.41;
 
 struct WorkloadModel {
@@ -45,7 +47,7 @@ struct WorkloadModel {
   double attention_work_of_pairs(double pairs, int64_t d_model) const {
     return gamma * 4.0 * pairs * static_cast<double>(d_model);
   }
-  /// Of a whole sequence, in FLOPs.
+  /// The work of a whole sequence, in FLOPs.
   double work(int64_t seq_len, int64_t d_model, const Mask& mask = {}) const {
     return token_work(seq_len, d_model) + attention_work_of_pairs(static_cast<double>(mask.pairs(seq_len)), d_model);
   }
@@ -60,10 +62,10 @@ struct WorkloadFit {
   double relative_rms_error_without_gamma = 0;  // of the best fit with gamma = 1
 };
 
-/// Least squares of relative errors for k and gamma over measured latencies (seconds) of one block at these lengths
-/// (tokens), with this mask. Throws ArgumentError where there are fewer than two distinct lengths, the sizes differ, or
-/// a latency is not a positive finite number; StateError where the best k is not positive (the data contradict the
-/// model).
+/// Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), with this mask, by least
+/// squares of the relative errors. Throws ArgumentError where there are fewer than two distinct lengths, the sizes
+/// differ, or a latency is not a positive finite number; StateError where the best k is not positive (the data
+/// contradict the model).
 WorkloadFit fit_workload(std::span<const int64_t> seq_lens, std::span<const double> latencies_s, int64_t d_model,
                          const Mask& mask = {});
 

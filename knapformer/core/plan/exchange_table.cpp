@@ -13,7 +13,8 @@ struct PeerRun {
   RowRun run;
 };
 
-/// Runs in wire order within each peer -> an end: sorted by peer (stable), adjacent rows joined, empty runs dropped.
+/// Makes an end of runs that are in wire order within each peer: sorts them by peer (stable), joins adjacent rows,
+/// drops empty runs.
 ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRun> peer_runs) {
   ExchangeEnd end{.num_rows = num_rows, .runs = {}, .peer_rows = std::vector<int64_t>(static_cast<size_t>(num_peers))};
   const Ragged<int32_t> by_peer =
@@ -37,7 +38,7 @@ ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRu
   return end;
 }
 
-/// The most rows of one of the bag's ranks.
+/// The rows of the bag's fullest rank.
 int64_t max_rows_of(const Plan& plan, const Bag& bag) {
   const auto first = static_cast<size_t>(bag.first_rank.value);
   return std::ranges::max(plan.tokens_after().subspan(first, static_cast<size_t>(bag.num_ranks)));
@@ -46,7 +47,7 @@ int64_t max_rows_of(const Plan& plan, const Bag& bag) {
 AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t degree, std::span<const int32_t> chunks,
                           int64_t first_row) {
   const int32_t index_in_bag = rank.value - bag.first_rank.value;
-  const int32_t first_peer = index_in_bag / degree * degree;  // of this rank's group, counted inside the bag
+  const int32_t first_peer = index_in_bag / degree * degree;  // where this rank's group begins inside the bag
   AttentionLevel level;
   level.degree = degree;
   level.index_in_group = index_in_bag - first_peer;
@@ -109,8 +110,8 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   tables.sequences.send = make_end(last.value - first.value, plan.num_ranks(), sequences);
   tables.sequences.send.has_duplicate_rows = shared;
 
-  // What comes: this rank's chunks. Their rows are in the order of chunks_on; the wire is in sequence order, which is
-  // the order of chunk indices, and so by home rank.
+  // What comes: this rank's chunks. Their rows are in the order of chunks_on. The wire is in sequence order, which is
+  // the order of chunk indices and so also of home ranks.
   const std::span<const int32_t> held = plan.chunks_on(rank);
   std::vector<int64_t> first_rows;
   row = 0;

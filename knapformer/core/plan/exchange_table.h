@@ -1,21 +1,21 @@
 // Exchange tables: who sends which rows where.
 //
-// Everything that moves is an Exchange: take rows of this rank's tensor in an order known from the plan, one all-to-all
-// with known splits, put what arrives in an order known from the plan. An ExchangeTable is one rank's part of that,
-// built once a step by torch-free code. Its inverse swaps the two ends: it runs the exchange backward, and it is the
-// gradient.
+// Everything that moves is an Exchange: gather rows of this rank's tensor in an order known from the plan, run one
+// all-to-all with known splits, and scatter what arrives in an order known from the plan. An ExchangeTable is one
+// rank's part of an exchange, built once a step by torch-free code. The inverse table swaps the two ends: it runs the
+// exchange in the other direction, which is also the gradient.
 //
 //         send                       wire                         recv
 //   rows  0 1 2 3 4 5      to peer 0: 0 1          from peer 0: 3 4        rows  0 1 2 3 4
 //         `-' `---' |      to peer 1: 2 3 4        from peer 1: 0 1 2            `---' `-'
 //         p0   p1   p0              (peer 0: 5)                                   p1   p0
 //
-// On the wire the rows for one peer are in sequence order, at both ends. What a rank sends to itself is in the table
-// like the rest; it need not enter the all-to-all.
+// On the wire the rows for one peer are in sequence order, at both ends. Rows that a rank sends to itself are in the
+// table like all others; they need not enter the all-to-all.
 //
-// Two kinds of ends. A *whole* end meets every peer with all columns (heads) of its rows. A *shared* end meets peer p
-// with p's share of the heads only, and the same rows meet every peer of the group: Ulysses. In pre_attn the sending
-// end is shared and the receiving one whole; post_attn is its inverse.
+// There are two kinds of ends. A *whole* end exchanges its rows with all their columns (heads). A *shared* end
+// exchanges with peer p only p's share of the heads, and the same rows with every peer of the group: Ulysses. In
+// pre_attn the sending end is shared and the receiving one whole; post_attn is its inverse.
 #pragma once
 
 #include <cstdint>
@@ -38,13 +38,14 @@ struct RowRun {
 struct ExchangeEnd {
   /// Rows of the tensor at this end.
   int64_t num_rows = 0;
-  /// In wire order: by peer, then by sequence. Never empty runs; adjacent ones are joined.
+  /// In wire order: by peer, then by sequence. No run is empty; adjacent runs are joined.
   Ragged<RowRun> runs;
   /// Rows per peer: the all-to-all's splits.
   std::vector<int64_t> peer_rows;
-  /// This end meets each peer with that peer's share of the heads (see above).
+  /// Whether this end exchanges with each peer only that peer's share of the heads (see above).
   bool heads_shared = false;
-  /// Some row meets several peers with the same columns: where this end receives (a backward), rows add up.
+  /// Whether some row goes to several peers with the same columns. Where this end receives (in a backward), such rows
+  /// add up.
   bool has_duplicate_rows = false;
 
   std::span<const RowRun> runs_of(int32_t peer) const { return runs.of(peer); }
@@ -54,8 +55,8 @@ struct ExchangeEnd {
 struct ExchangeTable {
   int32_t this_peer = 0;  // this rank, counted inside the group
   int32_t num_peers = 1;
-  /// Where an end is shared: the most rows that any rank of the group has there, of all levels together. The same on
-  /// all ranks, so that they can agree on the size of a buffer. 0: no end is.
+  /// If an end is shared: the most rows that any rank of the group has there, over all levels together. All ranks have
+  /// the same value, so that they can agree on the size of a buffer. 0: no end is shared.
   int64_t max_rows = 0;
   ExchangeEnd send;
   ExchangeEnd recv;
@@ -88,10 +89,10 @@ struct AttentionLevel {
 
 struct AttentionTables {
   BagId bag;
-  /// Ascending by degree. Every degree that the bag allows, also those without sequences: all ranks of a bag have the
-  /// same levels.
+  /// Every degree that the bag allows, ascending, also degrees without sequences: all ranks of a bag have the same
+  /// levels.
   std::vector<AttentionLevel> levels;
-  /// Some rank of the bag holds part of a sequence: known to all of them.
+  /// Whether some rank of the bag holds a part of a shared sequence. All ranks of the bag know this.
   bool any_shared = false;
 };
 

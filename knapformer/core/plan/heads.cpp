@@ -7,7 +7,7 @@
 namespace knapformer {
 namespace {
 
-/// All heads in `degree` consecutive shares of whole units, the first ones larger.
+/// Splits all heads into `degree` consecutive shares of whole units; the first shares are larger.
 HeadShares contiguous(int32_t num_heads, int32_t num_units, int32_t degree) {
   HeadShares shares{.num_heads = num_heads, .heads = {}};
   for (int32_t i = 0, head = 0; i < degree; ++i) {
@@ -19,7 +19,7 @@ HeadShares contiguous(int32_t num_heads, int32_t num_units, int32_t degree) {
   return shares;
 }
 
-/// The key/value heads that these query heads use, `per_kv` query heads each.
+/// The key/value heads that these query heads use. Each serves `per_kv` query heads.
 std::vector<int32_t> key_values_of(std::span<const int32_t> query_heads, int32_t per_kv) {
   std::vector<int32_t> of_each;
   for (const int32_t head : query_heads) of_each.push_back(head / per_kv);

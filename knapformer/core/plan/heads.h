@@ -1,9 +1,9 @@
 // Which heads of a sequence each of the g ranks that share it computes.
 //
 // Query heads: contiguous shares, in units of the heads that use one key/value head, as even as possible (the first
-// shares are larger). With fewer key/value heads than ranks, query heads are split evenly on their own, and a rank gets
-// every key/value head that its query heads use: once, if each serves equally many of its query heads; else repeated,
-// one per query head. So attention on a rank is always plain grouped-query attention.
+// shares are larger). With fewer key/value heads than ranks, query heads are split evenly one by one, and a rank gets
+// every key/value head that its query heads use: once, if each of these serves equally many of its query heads; else
+// once for each query head. So attention on a rank is always plain grouped-query attention.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace knapformer {
 
-/// For each of `degree` ranks the heads that it gets, in order.
+/// The heads that each of `degree` ranks gets, in order.
 struct HeadShares {
   int32_t num_heads = 0;
   Ragged<int32_t> heads;
 
   std::span<const int32_t> of(int32_t index_in_group) const { return heads.of(index_in_group); }
-  /// Whether some head is in several shares (or twice in one): then gradients add up.
+  /// Whether some head is in several shares (or twice in one share): then gradients add up.
   bool has_duplicates() const { return std::ssize(heads.values) != num_heads; }
   bool operator==(const HeadShares&) const = default;
 };
@@ -34,14 +34,14 @@ struct HeadPartition {
 /// Throws ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree);
 
-/// How the ranks of a group divide a sequence's attention: by the query heads that each has; evenly where the number of
-/// heads is not known. Computed once for each degree.
+/// How the ranks of a group divide a sequence's attention: in proportion to the query heads of each, or evenly if the
+/// number of heads is not known. Computed once for each degree.
 class AttentionShares {
  public:
-  /// num_heads 0: not known. num_kv_heads 0: as many as query heads. Throws as partition_heads.
+  /// num_heads 0: not known. num_kv_heads 0: as many as query heads. part and max throw as partition_heads does.
   AttentionShares(int32_t num_heads, int32_t num_kv_heads) : num_heads_(num_heads), num_kv_heads_(num_kv_heads) {}
 
-  /// The part of `whole` that the rank has which is `index_in_group`-th of `degree` ranks.
+  /// The part of `whole` on rank `index_in_group` of a group of `degree` ranks.
   double part(double whole, int32_t degree, int32_t index_in_group) const {
     if (is_even(degree)) return whole / degree;
     return whole * heads(degree)[index_in_group] / num_heads_;
@@ -59,7 +59,7 @@ class AttentionShares {
   const std::vector<int32_t>& heads(int32_t degree) const;
 
   int32_t num_heads_, num_kv_heads_;
-  mutable std::map<int32_t, std::vector<int32_t>> heads_;  // by degree: of each rank of a group
+  mutable std::map<int32_t, std::vector<int32_t>> heads_;  // by degree: the query heads of each rank of a group
 };
 
 }  // namespace knapformer

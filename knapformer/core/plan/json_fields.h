@@ -1,5 +1,5 @@
-// Reading the JSON of plans: what is missing, of another type, or too large for its place is an ArgumentError (argument
-// "plan") that names the field.
+// Reads the JSON of plans. A field that is missing, has another type, or is too large for its place causes an
+// ArgumentError (argument "plan") that names the field.
 #pragma once
 
 #include <concepts>
@@ -19,7 +19,7 @@ using Json = nlohmann::ordered_json;
 
 namespace json_detail {
 
-/// get<T>() of the library would cut off what does not fit.
+/// The library's get<T>() would truncate a number that does not fit.
 template <std::integral T>
   requires(!std::same_as<T, bool>)
 void convert(const Json& json, const char* name, T& value) {
@@ -62,7 +62,7 @@ T json_field(const Json& json, const char* name) {
   return value;
 }
 
-/// An object whose "format" is `format`.
+/// Parses an object whose "format" is `format`.
 inline Json parse_json(std::string_view json_text, std::string_view format) {
   Json json;
   try {

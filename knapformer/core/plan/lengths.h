@@ -1,4 +1,5 @@
-// Lengths: the tokens of every rank's sequences, which is all that a planner learns of the data.
+// Lengths: the tokens of every rank's sequences. Apart from masks and given work, a planner knows nothing else of the
+// data.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ class SequenceLengths {
  public:
   SequenceLengths() = default;
   /// `counts[r]` sequences live on rank r. Throws ArgumentError (argument "seq_lens") for a length below 1 or above
-  /// kMaxSequenceTokens, or counts that do not add up. first_rank: the number of the first rank in messages.
+  /// kMaxSequenceTokens, or counts that do not add up. first_rank: the number that messages give the first rank.
   SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts, int32_t first_rank = 0);
   static SequenceLengths from_lists(const std::vector<std::vector<int64_t>>& per_rank);
 

@@ -8,7 +8,7 @@
 namespace knapformer {
 namespace {
 
-/// Rounded once, for all but contrived loads: so the same ranks in another order have the same mean. (Neumaier, 1974.)
+/// Rounds once, except for contrived loads: so the same loads in another order have the same mean. (Neumaier, 1974.)
 double compensated_sum(std::span<const double> values) {
   double sum = 0, lost = 0;
   for (const double value : values) {

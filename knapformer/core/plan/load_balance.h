@@ -1,4 +1,4 @@
-// How even a load is over ranks.
+// How evenly a load is spread over ranks.
 #pragma once
 
 #include <span>
@@ -12,10 +12,10 @@ struct LoadBalance {
 
   static LoadBalance of(std::span<const double> load_per_rank);
 
-  /// Workload imbalance ratio: the highest over the lowest. Infinity where a rank has none and another has some; 1
-  /// where none has any.
+  /// Workload imbalance ratio: the highest load over the lowest. Infinity if one rank has no load and another has some;
+  /// 1 if no rank has any.
   double wir() const;
-  /// The highest over the mean: how much longer the step takes than with perfect balance. 1 where none has any.
+  /// The highest load over the mean: how much longer the step takes than with perfect balance. 1 if no rank has any.
   double max_over_mean() const;
 };
 

@@ -11,8 +11,8 @@
 namespace knapformer {
 namespace {
 
-// What a work has beyond its tokens' is counted in pairs of gamma 4 d: with less they would leave the range of a
-// double.
+// The attention part of a given work is counted in (query, key) pairs of gamma * 4 d FLOPs each. With a smaller gamma
+// the number of pairs would leave the range of a double.
 constexpr double kMinGammaOfGivenWork = 1e-6;
 
 }  // namespace
@@ -42,7 +42,7 @@ double PlanInput::max_token_part(std::span<const double> work) const {
 
 double PlanInput::given_pairs_of(SequenceId id) const {
   const double whole = given_work[id.index()];
-  // Not by the difference below, which rounds.
+  // The difference below would round.
   if (token_part == 1 && whole == formula_work(id)) return mask_pairs_of(id);
   return std::max(0.0, whole - token_work(seq_lens[id])) / workload.attention_work_of_pairs(1, d_model);
 }
@@ -88,7 +88,7 @@ void PlanInput::validate() const {
                    text("the fastest at most ", kMaxRatio, " times the slowest"));
   }
   if (!given_work.empty()) {
-    // Less where a step's other micro-batches allow no more.
+    // token_part is lower than this input allows if another micro-batch of the step allows no more.
     check_range("token_part", token_part, 0, max_token_part(given_work));
   } else {
     check_range("token_part", token_part, 0, 1);
@@ -113,8 +113,8 @@ std::pair<SequenceId, SequenceId> PlanInput::sequences_of(int32_t replica) const
 
 std::vector<SequenceId> PlanInput::by_descending_work(int32_t replica) const {
   const auto [first, last] = sequences_of(replica);
-  // Of full attention the longer sequence has more work, and lengths have fewer digits. The bits of a double >= 0 order
-  // as it does. Inverted, the most work comes first.
+  // With full attention a longer sequence has more work, so the key is the length, which has fewer digits to sort by.
+  // The bits of a double >= 0 sort as its value does. Keys are inverted, so that the most work comes first.
   const bool is_full = attention_pairs.empty() && given_work.empty();
   std::vector<KeyedIndex> order;
   order.reserve(last.index() - first.index());
@@ -135,8 +135,8 @@ Plan::Plan(PlanInput input, std::string solver, std::vector<Placement> placement
   size_t num_chunks = 0;
   for (const Placement& p : placements_) num_chunks += static_cast<size_t>(p.degree);
   std::vector<int64_t> chunk_lens(num_chunks);
-  // The next rank of each bag, counted from its first, to hold one token more. A multiple of a degree is where a group
-  // begins, so within the group the rotation goes on where the last sequence left it.
+  // By bag: the next rank to hold one token more, as a running count from the bag's first rank. A group begins at a
+  // multiple of its degree, so within the group the rotation goes on where the last sequence left it.
   std::vector<int64_t> next_extra(topology().bags().size(), 0);
   size_t next = 0;
   for (size_t s = 0; s < placements_.size(); ++s) {
@@ -203,7 +203,8 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     workload_after_[r] = work_of(tokens_after_[r], pairs_after[r]);
   }
 
-  // Grouped by rank they keep sequence order; within a rank of a nested bag, a stable sort by degree follows.
+  // Chunks that are grouped by rank keep sequence order; within a rank of a nested bag, a stable sort by degree
+  // follows.
   rank_chunks_ = grouped(this->num_ranks(), chunks_.offsets.back(), [&](int32_t c) { return chunk(c).rank.value; });
   if (!topology().is_flat()) {
     const auto by_degree = [&](int32_t a, int32_t b) { return degree_of(chunk(a)) < degree_of(chunk(b)); };

@@ -1,9 +1,9 @@
-// Plan: which ranks hold which tokens of every sequence. A value: made once by a planner, constant after that.
+// Plan: which ranks hold which tokens of every sequence. A planner makes it once; after that it does not change.
 //
 // Where the tokens lie. A sequence is shared by a group of `degree` consecutive ranks of one bag, in contiguous chunks,
-// one for each rank of the group in rank order (a chunk is empty only where the sequence has fewer tokens than ranks).
-// A rank lays out its chunks by (degree, sequence id): so the sequences of one degree are contiguous rows, and in a
-// flat bag the order is sequence order. Text, tables and attention all follow this one order.
+// one for each rank of the group in rank order (a chunk may be empty: if the sequence has fewer tokens than ranks, or
+// if its chunks are uneven). A rank orders its chunks by (degree, sequence id): so the sequences of one degree are
+// contiguous rows, and in a flat bag the order is sequence order. Text, tables and attention all follow this order.
 //
 //   sequence 7, 10 tokens, degree 4, group at rank 8:   rank 8 [0,3)  rank 9 [3,6)  rank 10 [6,8)  rank 11 [8,10)
 #pragma once
@@ -51,38 +51,38 @@ struct PlanInput {
   Topology topology = {};
   int64_t d_model = 0;  // width, in features
   WorkloadModel workload = {};
-  /// (query, key) pairs that the mask of each sequence leaves, from 0 to l^2 (Mask::pairs). Empty: full attention.
+  /// (query, key) pairs that the mask leaves of each sequence, from 0 to l^2 (Mask::pairs). Empty: full attention.
   std::vector<int64_t> attention_pairs = {};
   Cluster cluster = {};
   TrainedModel model = {};
   /// Per rank, relative to cluster.flops_per_s: 1e-18 to 1e18, the fastest at most 1e6 times the slowest. Empty: all 1.
   std::vector<double> rank_speed = {};
-  /// No rank may hold more tokens. 0: no limit.
+  /// The most tokens that a rank may hold. 0: no limit.
   int64_t max_tokens_per_rank = 0;
   /// Given work of each sequence, in FLOPs of one block forward, and its p (workload.h): see give_work. Empty: the
-  /// formula's.
+  /// formula's work.
   std::vector<double> given_work = {};
   double token_part = 1;
 
-  /// Sets given_work (1 / kMaxMagnitude to kMaxMagnitude each, by sequence) and token_part, of these lengths and width.
-  /// Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
+  /// Sets given_work (by sequence, each from 1 / kMaxMagnitude to kMaxMagnitude), and token_part for these lengths and
+  /// width. Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
   void give_work(std::vector<double> work);
 
-  /// Of the per-token layers, in FLOPs.
+  /// The work of the per-token layers, in FLOPs.
   double token_work(int64_t num_tokens) const { return token_part * workload.token_work(num_tokens, d_model); }
-  /// Of a whole sequence, in FLOPs: what its work has beyond its per-token layers.
+  /// A whole sequence's work beyond its per-token layers, in FLOPs.
   double attention_work(SequenceId id) const { return workload.attention_work_of_pairs(pairs_of(id), d_model); }
-  /// (query, key) pairs that its mask leaves.
+  /// (query, key) pairs that the mask leaves of the sequence.
   double mask_pairs_of(SequenceId id) const {
     const auto l = static_cast<double>(seq_lens[id]);
     return attention_pairs.empty() ? l * l : static_cast<double>(attention_pairs[id.index()]);
   }
-  /// Attention work in (query, key) pairs: those of its mask, or as many as make up its given work.
+  /// Attention work in (query, key) pairs: the pairs of the mask, or as many as make up the given work.
   double pairs_of(SequenceId id) const { return given_work.empty() ? mask_pairs_of(id) : given_pairs_of(id); }
   /// Of a whole sequence, in FLOPs.
   double work(SequenceId id) const { return given_work.empty() ? formula_work(id) : given_work[id.index()]; }
   double speed_of(Rank rank) const { return rank_speed.empty() ? 1.0 : rank_speed[rank.index()]; }
-  /// Of consecutive ranks.
+  /// The speeds of consecutive ranks.
   struct GroupSpeed {
     double sum = 0, slowest = 0;
   };
@@ -90,12 +90,12 @@ struct PlanInput {
   AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
-  /// Those by descending work, ties by id: the order in which planners take them.
+  /// The same sequences by descending work, ties by id: the order in which planners take them.
   std::vector<SequenceId> by_descending_work(int32_t replica) const;
 
-  /// visit(name, value) for all that is not of a step's data: what ranks must share to plan alike, and what a plan file
-  /// holds. Values are numbers, vectors of them, and records (util/record.h). A new member does not compile before it
-  /// is named here.
+  /// Calls visit(name, value) for every member that is neither data of a step nor the topology. Ranks must share these
+  /// to make equal plans, and a plan file holds them. Values are numbers, vectors of numbers, and records
+  /// (util/record.h). A new member does not compile until it is named here.
   template <class Self, class Visit>
   static void for_each_setting(Self& self, Visit visit) {
     auto& [lengths, bags, width, workload_model, pairs, machine, trained, speed, limit, works, part] = self;
@@ -116,14 +116,14 @@ struct PlanInput {
     return workload.token_work(seq_lens[id], d_model) + workload.attention_work_of_pairs(mask_pairs_of(id), d_model);
   }
   double given_pairs_of(SequenceId id) const;
-  /// p of this work. Throws ArgumentError (argument "work").
+  /// The p of this work (workload.h). Throws ArgumentError (argument "work").
   double max_token_part(std::span<const double> work) const;
 };
 
 class Plan {
  public:
-  /// Chunks as even as possible: lengths differ by at most one token. Which ranks of a group hold one token more
-  /// rotates from sequence to sequence within a bag, so that no rank collects them.
+  /// Chunks as even as possible: lengths differ by at most one token. The ranks of a group that hold one token more
+  /// rotate from sequence to sequence within a bag, so that no rank collects the extra tokens.
   Plan(PlanInput input, std::string solver, std::vector<Placement> placements);
   /// Chunks of given lengths: `chunk_lens` holds `degree` of them for each sequence, in sequence order.
   Plan(PlanInput input, std::string solver, std::vector<Placement> placements, std::vector<int64_t> chunk_lens);
@@ -141,7 +141,7 @@ class Plan {
   std::span<const Chunk> chunks(SequenceId id) const { return chunks_.of(id.value); }
   /// All chunks, in sequence order.
   std::span<const Chunk> chunks() const { return chunks_.values; }
-  /// Their tokens.
+  /// The tokens of all chunks, in the same order.
   std::vector<int64_t> chunk_lens() const;
   /// The chunks that a rank holds, as indices into chunks(), in the order of its rows.
   std::span<const int32_t> chunks_on(Rank rank) const { return rank_chunks_.of(rank.value); }
@@ -157,16 +157,17 @@ class Plan {
   LoadBalance balance_before() const { return LoadBalance::of(workload_before_); }
   LoadBalance balance_after() const { return LoadBalance::of(workload_after_); }
   int64_t num_tokens() const { return num_tokens_; }
-  /// Tokens that are held by another rank than their home: what one route sends.
+  /// Tokens that lie on another rank than their home rank: one route sends them.
   int64_t tokens_moved() const { return tokens_moved_; }
-  /// Tokens that leave their rank in each of the two all-to-alls of one attention: (g-1)/g of each one shared by g.
+  /// Tokens that leave their rank in each of the two all-to-alls of one attention: (g-1)/g of each token that g ranks
+  /// share.
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
   /// Tokens of the fullest rank.
   int64_t max_tokens() const { return tokens_after_.empty() ? 0 : std::ranges::max(tokens_after_); }
 
-  /// Checks every promise above from the parts alone: each token of each sequence on exactly one rank, groups aligned
-  /// and inside their bag and replica, order, sums. Throws StateError with the first one that is broken.
+  /// Checks every promise above from the parts alone: each token of each sequence is on exactly one rank, groups are
+  /// aligned and inside their bag and replica, order, sums. Throws StateError with the first promise that is broken.
   void validate() const;
 
   bool operator==(const Plan&) const = default;

@@ -8,19 +8,19 @@
 
 namespace knapformer {
 
-/// What a plan is predicted to take, for its readers: in seconds, see cost/.
+/// The predicted time of a plan and its lower bound, in seconds: see cost/.
 struct PlanPrediction {
   double predicted_time_s = 0;
-  double lower_bound_s = 0;  // no plan of this input takes less
+  double lower_bound_s = 0;  // no plan of this input is faster
 
-  /// How far the predicted time may be from the best. 0 without work.
+  /// How far the predicted time may be above the best, relative to the bound. 0 without work.
   double gap() const { return lower_bound_s > 0 ? predicted_time_s / lower_bound_s - 1 : 0; }
 };
 
-/// Input, decision and what follows from it; docs/plan_format.md describes the fields.
+/// Input, decision and what follows from the decision; docs/plan_format.md describes the fields.
 std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction);
-/// The plan that plan_to_json wrote; what follows from the decision is computed anew. Validated. Throws ArgumentError
-/// (argument "plan") where the text is no such JSON, naming the field.
+/// Reads the plan that plan_to_json wrote. What follows from the decision is computed anew, and the plan is validated.
+/// Throws ArgumentError (argument "plan"), which names the field, if the text is no such JSON.
 Plan plan_from_json(std::string_view json);
 
 }  // namespace knapformer

@@ -1,8 +1,8 @@
-// StepPlan: an optimizer step of several micro-batches, planned at once. A value, as a Plan is.
+// StepPlan: an optimizer step of several micro-batches, planned at once. Like a Plan, it does not change.
 //
-// With gradient accumulation a step's gradient is the sum over its micro-batches, whichever holds a sequence. So the
-// plan says of every sequence which micro-batch computes it; and each micro-batch has a Plan of its sequences, with
-// their home ranks. A micro-batch may leave ranks, or all of them, without tokens.
+// With gradient accumulation a step's gradient is the sum over its micro-batches, so any of them may compute a
+// sequence. The plan says which micro-batch computes each sequence, and each micro-batch has a Plan of its sequences,
+// with their home ranks. A micro-batch may leave ranks, or all of them, without tokens.
 #pragma once
 
 #include <cstdint>
@@ -26,27 +26,27 @@ StepSync parse_step_sync(std::string_view name);
 std::string_view step_sync_name(StepSync sync);
 
 struct StepInput {
-  /// All sequences of the step; max_tokens_per_rank holds in every micro-batch.
+  /// All sequences of the step; max_tokens_per_rank is the limit in every micro-batch.
   PlanInput sequences = {};
   int32_t num_micro_batches = 1;
   StepSync sync = StepSync::kMicroBatch;
 
   static constexpr int32_t kMaxMicroBatches = 1 << 12;
-  /// Throws ArgumentError, naming the argument.
+  /// Throws ArgumentError, which names the argument.
   void validate() const;
   bool operator==(const StepInput&) const = default;
 };
 
-/// The inputs of the micro-batches: each one's sequences, in the step's order, on their home ranks. `micro_batches`: of
-/// every sequence, by id.
+/// The input of each micro-batch: its sequences, in the step's order, on their home ranks. `micro_batches`: the
+/// micro-batch of every sequence, by id.
 std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<const int32_t> micro_batches);
 
-/// Each rank's list cut into consecutive parts, as evenly as its count allows, the longer parts first: the micro-batch
-/// of every sequence where nothing is chosen.
+/// The micro-batch of every sequence if none is chosen: each rank's list is cut into consecutive parts of as equal
+/// counts as possible, the longer parts first.
 std::vector<int32_t> micro_batches_as_given(const SequenceLengths& seq_lens, int32_t num_micro_batches);
 
-/// By micro-batch, the plan in which sequences lie as given. `placements` and `chunk_lens` are by the step's ids,
-/// `solvers` by micro-batch.
+/// The plan of each micro-batch in which sequences lie as given. `placements` and `chunk_lens` are indexed by the
+/// step's ids, `solvers` by micro-batch.
 std::vector<Plan> plans_as_placed(const StepInput& input, std::span<const int32_t> micro_batches,
                                   std::span<const Placement> placements, const Ragged<int64_t>& chunk_lens,
                                   std::span<const std::string> solvers);
@@ -55,21 +55,21 @@ void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_l
 
 class StepPlan {
  public:
-  /// `plans`: one for each micro-batch, of its micro_batch_inputs.
+  /// `plans`: one for each micro-batch, with its input from micro_batch_inputs.
   StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans);
 
   const StepInput& input() const { return input_; }
   int32_t num_micro_batches() const { return input_.num_micro_batches; }
-  /// Of every sequence of the step, by id.
+  /// The micro-batch of every sequence of the step, by id.
   std::span<const int32_t> micro_batches() const { return micro_batches_; }
-  /// Of every micro-batch. The ids of a plan count up through its own sequences.
+  /// The plan of every micro-batch. The ids of a plan count up through its own sequences.
   std::span<const Plan> plans() const { return plans_; }
-  /// The step's ids of a micro-batch's sequences, ascending: the plan's id is the index.
+  /// The step's ids of a micro-batch's sequences, ascending. The index is the id in the micro-batch's plan.
   std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
-  /// The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.
+  /// The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of the rank's rows.
   std::vector<SequenceId> sequences_on(Rank rank, int32_t micro_batch) const;
 
-  /// Of a rank's own list of sequences, the indices of those that a micro-batch computes, ascending.
+  /// The indices, ascending, of those sequences in a rank's own list that a micro-batch computes.
   std::vector<int32_t> home_sequences(Rank rank, int32_t micro_batch) const;
 
   int64_t num_tokens() const;
@@ -78,7 +78,7 @@ class StepPlan {
   /// Sums over the micro-batches of Plan::tokens_moved and Plan::attention_tokens_moved.
   int64_t tokens_moved() const;
   double attention_tokens_moved() const;
-  /// Of all tokens, the part that leaves its rank in each all-to-all of attention; 0 without tokens.
+  /// The part of all tokens that leaves its rank in each all-to-all of attention; 0 without tokens.
   double exchanged_fraction() const;
 
   /// Checks that each sequence is in exactly one micro-batch, that every plan is one of its micro-batch's sequences,

@@ -51,7 +51,7 @@ StepPlan step_plan_from_json(std::string_view json_text) {
     throw_argument("plan", text(plans.size(), " plans, and micro-batches of ", micro_batches.size(), " sequences"),
                    text("at least one plan, and micro-batches of the ", seq_lens.num_sequences(), " sequences"));
   }
-  // What the plans share is theirs to say; so are the masks and the work of their sequences.
+  // The shared settings come from the first plan, and masks and work from the plan of each sequence.
   input.sequences = plans.front().input();
   input.sequences.seq_lens = std::move(seq_lens);
   input.sequences.attention_pairs.clear();

@@ -10,11 +10,12 @@
 
 namespace knapformer {
 
-/// Input, decision and what follows from it; docs/plan_format.md describes the fields. `of_plans`: of each micro-batch.
+/// Input, decision and what follows from the decision; docs/plan_format.md describes the fields. `of_plans`: the
+/// prediction of each micro-batch.
 std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
                               std::span<const PlanPrediction> of_plans);
-/// The plan that step_plan_to_json wrote; what follows from the decision is computed anew. Validated. Throws
-/// ArgumentError (argument "plan") where the text is no such JSON, naming the field.
+/// Reads the plan that step_plan_to_json wrote. What follows from the decision is computed anew, and the plan is
+/// validated. Throws ArgumentError (argument "plan"), which names the field, if the text is no such JSON.
 StepPlan step_plan_from_json(std::string_view json);
 
 }  // namespace knapformer

@@ -21,8 +21,8 @@ bool keeps_limit(const Plan& plan) {
   return limit == 0 || plan.max_tokens() <= limit;
 }
 
-/// From `limit` on, the first one tried that the planner keeps. What a plan of another limit holds may not be one: the
-/// search goes another way with each.
+/// The first limit that the planner keeps, of those tried from `limit` on. The planner may fail to keep even a limit
+/// that its plan for another limit happens to keep, since each limit leads the search another way.
 int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64_t limit) {
   for (;;) {
     input.max_tokens_per_rank = limit;
@@ -32,7 +32,7 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
   }
 }
 
-/// Of a plan that does not keep its limit. The limit that it names is one that this planner keeps.
+/// Throws for a plan that does not keep its limit. The error names a limit that this planner keeps.
 [[noreturn]] void refuse(const Plan& plan, const Planner& planner, Effort effort) {
   const int64_t limit = plan.input().max_tokens_per_rank;
   const Topology& topology = plan.topology();
@@ -66,7 +66,7 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
            sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));
 }
 
-/// Whether it keeps its limit or not.
+/// The plan, whether it keeps its limit or not.
 Plan planned(PlanInput input, const Planner& planner, Effort effort) {
   input.validate();
   return planner.plan(std::move(input), effort);

@@ -1,7 +1,7 @@
-// Planners: lengths of all ranks -> Plan.
+// Planners make a Plan from the lengths of all ranks.
 //
-// A planner is deterministic: the same input gives the same plan, bit for bit, on every rank and machine, so that no
-// rank sends a plan to another. Ties are broken by id.
+// A planner is deterministic: the same input gives the same plan, bit for bit, on every rank and machine, so no rank
+// has to send a plan to another. Ties are broken by id.
 #pragma once
 
 #include <optional>
@@ -13,27 +13,28 @@
 
 namespace knapformer {
 
-/// A line of the registry in planner.cpp: what adding a planner takes beside its own files.
+/// An entry of the registry in planner.cpp. A new planner needs its own files and one entry, nothing else.
 struct Planner {
   std::string_view name;
-  /// Of valid input. The limit of tokens is checked by make_plan.
+  /// The input must be valid. make_plan checks the limit of tokens.
   Plan (*plan)(PlanInput input, Effort effort);
   bool plans_nested_bags = false;
 };
 
-/// The default first.
+/// The default comes first.
 std::span<const Planner> planners();
 /// Throws ArgumentError (argument "solver") for an unknown name.
 const Planner& planner_named(std::string_view name);
 
-/// The planner of that name, for these bags and this effort. Throws ArgumentError (argument "solver" or "effort") where
-/// it cannot plan them.
+/// The planner of that name, for these bags and this effort. Throws ArgumentError (argument "solver" or "effort") if
+/// the planner cannot plan them.
 const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort);
 
 /// Plans with the named planner. Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank
-/// that the plan does not keep; then it names one that the planner keeps, which it plans a few times more to find.
+/// that the plan does not keep. In that case the error names a limit that the planner keeps, which takes a few more
+/// plans to find.
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort = {});
-/// The same, with nothing in place of a plan that does not keep the limit.
+/// The same, but returns nothing if the plan does not keep the limit.
 std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort = {});
 
 }  // namespace knapformer

@@ -28,7 +28,7 @@ std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, bool may_nest
     if (num_ranks % size != 0 || !tiles_nodes) continue;
     out.push_back({.option = {.topology = text('g', size, 'n', num_ranks / size)}, .bag_ranks = size});
     if (size == 1 || !may_nest) continue;
-    // All the way down to 1, by the smallest prime each time: the most degrees that divide each other.
+    // Divides by the smallest prime each time, down to 1: this gives the most degrees that divide each other.
     std::string nested = text('g', size);
     for (int32_t degree = size; degree > 1;) {
       int32_t prime = 2;
@@ -118,7 +118,7 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
   for (const Candidate& candidate : ranked) best_s = std::min(best_s, candidate.option.predicted_time_s);
   const auto order = [&](const Candidate& candidate) {
     const TopologyOption& option = candidate.option;
-    // Of those that cannot keep a limit of tokens first the one that comes closest: large bags share the most.
+    // Of the topologies that cannot keep the limit, the one that comes closest is first: large bags share the most.
     const int32_t sign = std::isinf(option.predicted_time_s) ? -1 : 1;
     const double time = sign < 0 ? option.predicted_time_s : std::round(option.predicted_time_s / best_s / kEqualTime);
     return std::tuple(time, option.exchanged_fraction, sign * candidate.bag_ranks, sign * candidate.nested);

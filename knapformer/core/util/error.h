@@ -1,6 +1,6 @@
 // One family of errors. They are for the user's mistakes; our own bugs are asserts (KNAPFORMER_ASSERT).
 //
-// ArgumentError: an argument is wrong. Names it, what came, and what was expected. Python sees a ValueError.
+// ArgumentError: an argument is wrong. Names the argument, what came, and what was expected. Python sees a ValueError.
 // StateError: a call came out of order, or ranks disagree. Python sees a RuntimeError.
 #pragma once
 
@@ -28,7 +28,7 @@ class StateError : public Error {
   using Error::Error;
 };
 
-/// The parts written one after another, as `std::cout << a << b` would.
+/// Writes the parts one after another, as `std::cout << a << b` would.
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream out;
@@ -43,8 +43,9 @@ template <class Got>
   throw ArgumentError(text(argument, ": got ", got, ", expected ", expected));
 }
 
-/// Factors, rates and seconds that users give are at most this, and rates at least its inverse. With lengths and widths
-/// in their own bounds no work or time made of them, nor a sum over all ranks, then leaves the range of a double.
+/// The upper bound of all factors, rates and seconds that users give; its inverse is the lower bound of rates. Lengths
+/// and widths have their own bounds. So no work or time that follows from them, and no sum over all ranks, leaves the
+/// range of a double.
 inline constexpr double kMaxMagnitude = 1e30;
 
 /// Throws ArgumentError unless `value` is a number from `min` to `max`.

@@ -18,7 +18,7 @@ struct Id {
   int32_t value = 0;
 
   constexpr Id() = default;
-  /// Of a number that fits: an id is never a number cut short.
+  /// The number must fit into 32 bits: an id is never a truncated number.
   template <class Int>
   constexpr explicit Id(Int v) : value(static_cast<int32_t>(v)) {
     KNAPFORMER_ASSERT(std::in_range<int32_t>(v));

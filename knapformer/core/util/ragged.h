@@ -11,7 +11,7 @@ namespace knapformer {
 template <class T>
 struct Ragged {
   std::vector<T> values;
-  std::vector<int32_t> offsets = {0};  // of each list in `values`, and of their end
+  std::vector<int32_t> offsets = {0};  // where each list begins in `values`, and the end
 
   int32_t size() const { return static_cast<int32_t>(offsets.size()) - 1; }
   std::span<const T> of(int32_t list) const {
@@ -23,7 +23,7 @@ struct Ragged {
   bool operator==(const Ragged&) const = default;
 };
 
-/// The numbers [0, count), each in list `list_of(number)` of so many, ascending in each. O(count + lists).
+/// Puts each number of [0, count) into list `list_of(number)`. Each list is ascending. O(count + lists).
 template <class ListOf>
 Ragged<int32_t> grouped(int32_t num_lists, int32_t count, ListOf list_of) {
   Ragged<int32_t> groups{.values = std::vector<int32_t>(count), .offsets = std::vector<int32_t>(num_lists + 1)};

@@ -1,8 +1,8 @@
 // Records: plain structs of parameters that list their fields once.
 //
-// A record has a static member `fields()`, a tuple of Field. What else needs its fields (bounds, JSON, Python, what
-// ranks compare) is derived from that list, so a new field is written in one place. A field that the list lacks does
-// not compile (kListsEveryField).
+// A record has a static member `fields()`, a tuple of Field. All other uses of its fields (bounds, JSON, Python, the
+// fingerprint that ranks compare) are derived from that list, so a new field is written in one place. A field that is
+// not in the list does not compile (kListsEveryField).
 #pragma once
 
 #include <concepts>
@@ -38,7 +38,7 @@ void for_each_field(Visit visit) {
   std::apply([&](const auto&... fields) { (visit(fields), ...); }, Record::fields());
 }
 
-/// Throws ArgumentError, naming the field, where a number is out of its bounds.
+/// Throws ArgumentError, which names the field, if a number is out of its bounds.
 template <class Record>
 void check_fields(const Record& record) {
   for_each_field<Record>([&](const auto& f) {

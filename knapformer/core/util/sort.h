@@ -13,8 +13,8 @@ struct KeyedIndex {
   int32_t index = 0;
 };
 
-/// Ascending by key, of equal ones by index. The indices must come ascending. Least significant digit first, skipping
-/// digits that are all alike.
+/// Sorts ascending by key, ties by index. The items must come with ascending indices. A radix sort, least significant
+/// digit first, which skips digits that are the same in all keys.
 inline void sort_by_key(std::vector<KeyedIndex>& items) {
   constexpr size_t kFew = 64;  // below, comparing is faster than counting
   if (items.size() < kFew) {

@@ -1,5 +1,5 @@
-// The minimum of many keys, of which one after another changes: for planners, which put each sequence where the load is
-// lowest so far.
+// The minimum of many keys that change one at a time: for planners, which put each sequence where the load is lowest so
+// far.
 #pragma once
 
 #include <bit>
@@ -12,9 +12,9 @@
 
 namespace knapformer {
 
-/// A tournament: a node above each pair holds the lower key, of equal keys the one of lower index. A changed key is
-/// compared along the one path from its leaf to the root. That path is known beforehand; the way down a heap is not,
-/// and processors guess it wrong half the time.
+/// A tournament: the node above a pair holds the lower key; of equal keys, the one with the lower index. A changed key
+/// is compared along the one path from its leaf to the root. That path is known beforehand. The path down a heap is
+/// not, and processors mispredict it half the time.
 class WinnerTree {
  public:
   /// At least one key.

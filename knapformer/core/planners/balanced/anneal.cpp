@@ -10,7 +10,7 @@
 namespace knapformer {
 namespace {
 
-/// Which degrees an item may take: as indices into trees.degrees().
+/// The degrees that an item may take, as indices into trees.degrees().
 struct DegreeRange {
   int8_t first = 0;
   int8_t last = 0;
@@ -35,8 +35,8 @@ class Search {
   double run() {
     double best = slowest_time();
     double temperature = options_.first_temperature;
-    // Cooling by a constant factor every so many moves; the factor by repeated square roots would need libm, so it is
-    // linear in pieces: the temperature halves over equal numbers of moves.
+    // The temperature halves after equal numbers of moves. Another constant factor would have to come from roots, which
+    // need libm.
     int32_t halvings = 0;
     for (double t = temperature; t > options_.last_temperature;) {
       t /= 2;
@@ -97,8 +97,8 @@ class Search {
     list.pop_back();
   }
 
-  /// From the smallest degree with which the item can be shared within the present time, up to the first one that makes
-  /// its share small: beyond that, sharing only costs. A limit of tokens may need any degree.
+  /// From the smallest degree with which the item fits into the present time, up to the first degree that makes its
+  /// share small: sharing beyond that only costs. A limit of tokens may need any larger degree.
   void find_ranges() {
     constexpr double kSmallShare = 0.1;
     const auto items = trees_.items();
@@ -134,7 +134,7 @@ class Search {
     return first == last ? -1 : first + random_.below(last - first);
   }
 
-  /// A bag with little to do: the best of a few.
+  /// `from`, or a random bag: of many bags, the one of two that has less energy.
   int32_t random_target_bag(int32_t from) {
     if (trees_.num_bags() == 1 || random_.below(4) == 0) return from;
     int32_t bag = random_.below(trees_.num_bags());
@@ -162,7 +162,7 @@ class Search {
     return random_.below(static_cast<int32_t>(node_.size()));
   }
 
-  /// Proposes one change; whether it was kept.
+  /// Proposes one change. Returns whether it was kept.
   bool step(double temperature) {
     const int32_t a = random_item();
     const int32_t from = node_[a], from_bag = bag_of(a);
@@ -205,7 +205,7 @@ class Search {
         return false;
       }
     } else {
-      // First the bag that gets more: most changes overfill it by far, and the other need not be seen.
+      // The bag that gets more comes first: most changes overfill it by far, so the other bag need not be evaluated.
       const bool to_first = b < 0 || items[a].attention >= items[b].attention;
       double after = 0;
       for (int32_t i = 0; i < 2; ++i) {
@@ -247,7 +247,7 @@ class Search {
   std::vector<std::vector<int32_t>> items_of_bag_;
   std::vector<int32_t> position_;  // of an item in its bag's list
   std::vector<DegreeRange> ranges_;
-  /// (item, the node it left) since the best placement, or since the journal was dropped for a copy of that.
+  /// (item, the node it left) since the best placement, or since the journal was replaced by a copy of that placement.
   std::vector<std::pair<int32_t, int32_t>> journal_;
   std::vector<int32_t> best_;       // that copy, or empty
   PlacementTrees::Paths paths_[2];  // of the nodes that a step changes, by bag

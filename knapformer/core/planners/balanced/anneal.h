@@ -1,9 +1,9 @@
 // The improving half of the balanced solver: annealing over moves, swaps and changes of degree.
 //
 // A step proposes to move a sequence to another group (of any degree that makes sense for its size, in its bag or
-// another one) or to swap two sequences, any or two of about the same work, and keeps the change where the energy of
-// the bags involved falls, or, the warmer the likelier, where it rises. The placement with the lowest time of the
-// slowest group is what remains.
+// another one) or to swap two sequences (any two, or two of about the same work). It keeps the change if the energy of
+// the bags involved falls. If the energy rises, it keeps the change with a probability that grows with the temperature.
+// The result is the placement with the lowest time of the slowest group.
 //
 // Steps are counted, not timed, and random numbers are counter-based with a key from the input: the result is the same
 // on every machine.
@@ -19,7 +19,7 @@ namespace knapformer {
 struct SearchOptions {
   int64_t num_moves = 0;
   uint64_t key = 0;
-  /// Stop where the slowest group takes no longer: it cannot be improved by what matters.
+  /// Stops when the slowest group takes no longer than this: what is left to gain does not matter.
   double good_enough = 0;
   /// In units of energy, at the first and the last step.
   double first_temperature = 1;

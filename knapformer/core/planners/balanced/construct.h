@@ -1,9 +1,9 @@
 // The constructive half of the balanced solver: places every sequence once, under a target time.
 //
-// Sequences come by descending work. Each takes the smallest degree of sharing with which it fits somewhere: for a
-// degree the group that is free the longest is tried, and where the sequence would take that group beyond the target,
-// the next larger degree. Sharing costs an exchange, so it is used only where a sequence would not fit otherwise. A
-// target that is too low spreads everything; one that is too high leaves the last sequences nowhere to go: so a few are
+// Sequences come by descending work. Each takes the smallest degree of sharing with which it fits somewhere: for each
+// degree the group with the least load is tried, and if the sequence would take that group beyond the target, the next
+// larger degree is tried. Sharing costs an exchange, so it is used only if a sequence would not fit otherwise. A target
+// that is too low shares everything; one that is too high leaves no place for the last sequences: so a few targets are
 // tried.
 #pragma once
 
@@ -19,37 +19,38 @@ class Construction {
  public:
   explicit Construction(PlacementTrees& trees);
 
-  /// By which time a group is held against the target: as it stands, or as if its exchange were even already (see
-  /// PlacementTrees::even_group_time).
+  /// The time of a group that is compared with the target: its present time, or the time as if its exchange were even
+  /// already (see PlacementTrees::even_group_time).
   enum class FitBy { kTime, kEvenTime };
 
-  /// Empties the trees and places all its items. Returns the time of the slowest group, which may be above the target.
+  /// Empties the trees and places all their items. Returns the time of the slowest group, which may be above the
+  /// target.
   double place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item);
 
  private:
-  /// Groups of one degree and about one speed. Groups only fill up, so a load that is out of date is too low, and
-  /// bringing the minimum up to date until it stays the minimum suffices.
+  /// Groups of one degree and about one speed. Groups only fill up, so an outdated load is too low. It is therefore
+  /// enough to refresh the minimum until it stays the minimum.
   struct Queue {
     std::vector<int32_t> nodes;  // ascending
     WinnerTree occupancy;        // by node
   };
-  /// The group's load; or, of the target, the part of its tokens that it holds already.
+  /// The group's load, or the target times the used part of its token capacity, whichever is more.
   double occupancy(int32_t v) const;
   int32_t freest(Queue& queue);
-  /// Of the groups with the k-th degree, the one that would be done first with the item on top of its load.
+  /// The group of the k-th degree that would be done first if the item were added to its load.
   int32_t freest_for(const TreeItem& item, size_t k);
-  /// Where v is one of the smallest groups and connected to nothing: adds the item if v then stays within the target.
-  /// What is above v is brought up to date later.
+  /// Adds the item if v is one of the smallest groups, is not connected to others, and then stays within the target and
+  /// its token capacity. The nodes above v are updated later. Returns whether it added the item.
   bool place_alone(const TreeItem& item, int32_t v);
   void refresh_bag_of(int32_t v);
-  /// Adds the item at the first node that fits it, or where it misses the target by the least.
+  /// Adds the item at the first node that fits it, or else at the node that exceeds the target least. Returns the node.
   int32_t place(const TreeItem& item);
 
   PlacementTrees& trees_;
   double target_ = 0;
   FitBy fit_by_ = FitBy::kTime;
   std::vector<Queue> queues_;        // ascending by degree
-  std::vector<size_t> first_queue_;  // by degree, and one past the last
+  std::vector<size_t> first_queue_;  // by degree, then the number of queues
   PlacementTrees::Paths paths_;
   std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
 };

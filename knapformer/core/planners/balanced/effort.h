@@ -1,4 +1,4 @@
-// How much a planner searches.
+// Effort: how much a planner searches.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace knapformer {
 
-/// In moves tried for each replica, which do not depend on the machine. From 0 on it is that number; below, a name for
-/// a number that grows with the sequences.
+/// Counted in the moves tried for each replica, so it does not depend on the machine. From 0 on, `moves` is their
+/// number; a negative value is a name for a number that grows with the sequences.
 struct Effort {
   static constexpr int64_t kLow = 0;  // no search: cheap enough to plan inside a training step
   static constexpr int64_t kDefault = -1;
   static constexpr int64_t kHigh = -2;  // 50 times the default
 
-  /// More takes minutes for a replica, and finds nothing that this many do not.
+  /// More moves take minutes for a replica, and find nothing that this many do not find.
   static constexpr int64_t kMaxMoves = 100'000'000;
 
-  /// Times the lower bound: within this nothing is left to search for.
+  /// In units of the lower bound: for a plan within this, no search is worthwhile.
   static constexpr double kGoodEnough = 1.0002, kGoodEnoughAtLowEffort = 1.001;
 
   int64_t moves = kDefault;

@@ -1,38 +1,40 @@
-// Placement trees: the state that the balanced planner works on. Every bag of a replica is a tree of groups, with the
-// time that each connected group of ranks takes, kept up to date as sequences come and go.
+// Placement trees: the state that the balanced planner works on. Every bag of a replica is a tree of groups. The tree
+// has the time of each connected group of ranks, which is updated when sequences are added or removed.
 //
 //   g8/4/2/1:                 [       8       ]            a node for every aligned group that may share a sequence;
 //                             [   4   ][  4   ]            a sequence sits at the node of the group that shares it
 //                             [ 2 ][ 2 ][ 2 ][ 2 ]
 //                             [1][1][1][1][1][1][1][1]
 //
-// Note on time. Where a node holds a sequence, all ranks below it are connected; so a connected group is a node with
-// sequences and none above it that has any. Its ranks wait for the longest per-token phase and the longest attention
-// phase (cost/step_time.h). Shared sequences may be cut unevenly. So the per-token phase can be brought down to
+// Note on time. If a node holds a sequence, all ranks below it are connected; so a connected group is a node with
+// sequences that has no other such node above it. Its ranks wait for the longest per-token phase and the longest
+// attention phase (cost/step_time.h). Shared sequences may be cut unevenly. So the per-token phase can be brought down
+// to
 //
 //   max over nodes v of the group of    (tokens at v and below) * seconds per token / (speed of v's ranks)
 //
-// and no further: the tokens at v and below must lie on v's ranks; that the maximum is reached is Hall's condition for
-// sets that nest. Attention follows the heads: a rank has the sum of the largest shares of the nodes above it, which is
-// what the first rank of each group really has.
+// and no further, since the tokens at v and below must lie on v's ranks; this maximum can be reached by Hall's
+// condition for nested sets. Attention follows the heads: a rank is counted with the sum of the largest shares of the
+// nodes above it, which is what the first rank of each group really has.
 //
-// Note on exchange. It follows the chunks, and so the cut. The sequences of a node fill up its ranks to one level: the
-// subtrees below it, each level in itself where it is connected, get the difference. A rank in a subtree u with T_u
-// tokens a rank has of a node above it, of T_v tokens a rank, an exchange of x_v (T_v - T_u). So a node needs of what
-// is below it the maximum of (exchange - x T_u), for the x of each node above: a few numbers, kept in `above`.
+// Note on exchange. The exchange follows the chunks, and so the cut. The sequences of a node v fill its ranks up to one
+// level of T_v tokens a rank. A connected subtree u below v already has one level of T_u tokens a rank, so its ranks
+// get T_v - T_u tokens of v's sequences, with an exchange of x_v (T_v - T_u). So v needs from the nodes below it the
+// maximum of (exchange - x T_u). Each node keeps this maximum for the x of every node above it: a few numbers, in
+// `above`.
 //
-// Note on overlap. A rank's attention phase is  shared + post_attn + max(pre_attn, whole)  where attention on whole
-// sequences hides pre_attn. With the maxima over the group's ranks of each, post_attn + max(whole + shared, shared +
-// pre_attn) is at least that. Where the first of the two is the longer one, that is too much: who holds fewer whole
-// tokens attends less and exchanges more. So the maximum of  shared + whole + post_attn  is kept as well, like that of
-// the exchange.
+// Note on overlap. A rank's attention phase is  shared + post_attn + max(pre_attn, whole)  if attention on whole
+// sequences hides pre_attn. With each term's maximum over the group's ranks, post_attn + max(whole + shared, shared +
+// pre_attn) is an upper bound. Where whole + shared is the longer one, this bound is too high: a rank with fewer whole
+// tokens attends less and exchanges more. So the maximum of  shared + whole + post_attn  is kept as well, in the same
+// way as that of the exchange.
 //
-// All of this is at least what cost/step_time.h predicts, and equal where the ranks of a group have their longest
-// phases together: a plan that is good by it is good however phases overlap.
+// All these times are at least what cost/step_time.h predicts, and equal if the phases of a group are all longest on
+// the same rank: a plan that is good by these times is good however phases overlap.
 //
-// A node's time follows from its children's and its own in a few operations, and a change of one node moves only the
-// nodes above it. Times are of a block, all passes, in units of the replica's ideal time: 1 is perfect balance without
-// exchange.
+// A node's state follows from its children's states and its own sequences in a few operations, and a change of one node
+// changes only that node and the nodes above it. Times are of a block, all passes, in units of the replica's ideal
+// time: 1 is perfect balance without exchange.
 #pragma once
 
 #include <algorithm>
@@ -60,45 +62,45 @@ struct TreeItem {
 
 class PlacementTrees {
  public:
-  /// Nodes above a node that are told apart by their exchange; deeper bags reuse the last place.
+  /// The number of nodes above a node whose exchanges are kept apart; deeper bags reuse the last place.
   static constexpr int32_t kMaxAbove = 5;
 
   struct Node {
-    // Constant, but for a limit of tokens.
+    // Constant, except for the limit of tokens.
     int32_t degree = 1;
     int32_t parent = -1;
     int32_t first_child = -1;
     int32_t num_children = 0;
     int32_t bag = 0;                        // within the replica
     int32_t first_rank = 0;                 // of the whole group
-    double time_per_token = 0;              // of the per-token phase, when spread over the node's ranks
-    double attention_share = 1;             // the largest of a rank, over the speed of the slowest
+    double time_per_token = 0;              // of the per-token phase, spread over the node's ranks
+    double attention_share = 1;             // the largest share of a rank, over the slowest rank's speed
     double exchange_per_token = 0;          // of a chunk, on the rank that holds it
-    double load_per_token = 0;              // of both, on each rank, per token of a sequence cut evenly
+    double load_per_token = 0;              // per-token phase and exchange of each rank, if cut evenly
     double latency = 0;                     // of the exchanges of a group
     double token_capacity = kInfinity;      // see set_token_limit
     int32_t depth = 0;                      // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
   };
 
-  /// What changes. Small, so that saving and restoring a path is cheap.
+  /// The part of a node that changes. It is small, so that saving and restoring a path is cheap.
   struct State {
     double tokens = 0;     // of sequences at this node
     double attention = 0;  // on each rank, of sequences at this node
     double subtree_tokens = 0;
     double max_token_time = 0;
     double max_attention = 0;         // over ranks, from this node down
-    double max_shared_attention = 0;  // of it, on shared sequences
+    double max_shared_attention = 0;  // the same, on shared sequences only
     double max_exchange = 0;
-    double max_exposed = 0;                // over ranks, of attention and what it never hides of the exchange
+    double max_exposed = 0;                // over ranks, of attention plus the exchange that it never hides
     double above[kMaxAbove] = {};          // see the note on exchange, by the depth of the node above
-    double above_exposed[kMaxAbove] = {};  // the same, of max_exposed
+    double above_exposed[kMaxAbove] = {};  // the same for max_exposed
     double time = 0;                       // of the slowest connected group
     double energy = 0;                     // see set_reference
     int32_t num_sequences = 0;
   };
 
-  /// The replica's bags. `unit_s` is the time unit, in seconds.
+  /// Builds the trees of the replica's bags. `unit_s` is the time unit, in seconds.
   PlacementTrees(const PlanInput& input, int32_t replica, Objective objective);
 
   double unit_s() const { return unit_s_; }
@@ -111,13 +113,13 @@ class PlacementTrees {
   const Node& node(int32_t v) const { return nodes_[v]; }
   const State& state(int32_t v) const { return states_[v]; }
   int32_t root(int32_t bag) const { return roots_[bag]; }
-  /// Nodes of a bag with this degree: [first, last). Empty where the bag does not allow it.
+  /// Nodes of a bag with this degree: [first, last). Empty if the bag does not allow it.
   std::pair<int32_t, int32_t> nodes_of(int32_t bag, int32_t degree) const;
   double bag_time(int32_t bag) const { return state(root(bag)).time; }
   double slowest() const;
   /// No limit until one is set.
   void set_token_limit(int64_t max_tokens_per_rank);
-  /// Whether the tokens of every group fit it.
+  /// Whether the tokens of every group are within the limit.
   bool keeps_limit() const;
 
   /// Time that the item adds to each rank of the node, cut evenly.
@@ -136,12 +138,13 @@ class PlacementTrees {
   void update_node(int32_t v) { update(v); }
   void update_bag(int32_t bag);
   void update_all();
-  /// Time of the connected group that v is in; where none holds a sequence, as if v did.
+  /// Time of the connected group that v is in. If v is in none, the time as if v were one.
   double group_time(int32_t v) const;
-  /// The same, as if v's ranks had equal chunks of what they share. While a group fills up, those that have nothing
-  /// whole yet hold more: then this is closer to what its time will be.
+  /// The same, as if v's ranks had equal chunks of the sequences that they share. While a group fills up, ranks without
+  /// whole sequences hold more of the shared ones: then this is closer to the final time of the group.
   double even_group_time(int32_t v) const;
-  /// The load of v's fullest rank, as if all were cut evenly: what tells ranks of one connected group apart.
+  /// The load of v's fullest rank, as if all sequences above v were cut evenly. It tells the ranks of one connected
+  /// group apart.
   double load(int32_t v) const {
     double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
     for (int32_t x = node(v).parent; x >= 0; x = node(x).parent)
@@ -149,11 +152,11 @@ class PlacementTrees {
     return load;
   }
 
-  /// Energy: the sum over ranks of ((time of its group - floor) / (reference - floor))^16, nothing below the floor. Its
-  /// gradient pulls at the slowest groups most, the more so the closer the floor is to the reference.
+  /// Energy: the sum over ranks of ((time of the rank's group - floor) / (reference - floor))^16, or 0 below the floor.
+  /// The slowest groups dominate its gradient, the more so the closer the floor is to the reference.
   void set_reference(double floor, double reference);
-  /// Objective::kFlat: what is to be evened out, a bag's work or its time, exchange included; beyond a limit it counts
-  /// as if it were out of all proportion.
+  /// Objective::kFlat evens out the bags' work or, if `of_time`, their time, exchange included. Work or time beyond its
+  /// maximum has a very high penalty.
   struct FlatGoal {
     bool of_time = false;
     double max_work = kInfinity;
@@ -163,15 +166,15 @@ class PlacementTrees {
     flat_goal_ = goal;
     update_all();
   }
-  /// A bag's time with its exchange, for either objective; and the maximum over bags.
+  /// A bag's time with its exchange, for either objective; below, the maximum of this over bags.
   double time_with_exchange(int32_t bag) const {
     const State& s = state(root(bag));
     return s.max_token_time + s.max_attention + s.max_exchange + node(root(bag)).latency;
   }
   double slowest_with_exchange() const;
 
-  /// What a change of one or two nodes moves: they and the nodes above them, each once, children before parents; and
-  /// their states as they were, to be put back.
+  /// The nodes that a change of one or two nodes affects: these and the nodes above them, each once, children before
+  /// parents. With their states before the change, for restore.
   static constexpr int32_t kMaxDepth = 24;
   struct Paths {
     int32_t count = 0;
@@ -199,10 +202,10 @@ class PlacementTrees {
     x *= x;
     return x * x;
   }
-  /// The largest group that holds a sequence and has v in it; v where none does.
+  /// The largest group that holds a sequence and contains v, or v if there is none.
   int32_t top_of_group(int32_t v) const;
   double group_time(int32_t top, double exchange) const;
-  /// Of a connected group: its attention and exchange, what hides taken off.
+  /// The attention and the exchange of a connected group, without the part that is hidden.
   double attention_phase(const State& group, double exchange) const;
   void update(int32_t v);
   void change(const TreeItem& item, int32_t v, double sign);
@@ -212,10 +215,10 @@ class PlacementTrees {
   double floor_ = 0;
   double inverse_range_ = 1;
   FlatGoal flat_goal_;
-  /// Of the passes of a block: how its attention and its exchange divide over them. See attention_phase.
+  /// How the attention and the exchange of a block divide over its passes. See attention_phase.
   struct Overlap {
-    double pre_attn = 0;  // of the exchange; 0 where nothing hides
-    double exposed = 1;   // see max_exposed: of the exchange, in the pass where it is most beside attention
+    double pre_attn = 0;  // part of the exchange; 0 if nothing hides it
+    double exposed = 1;   // part of the exchange, for max_exposed: from the pass with the most exchange per attention
     double forward_attention = 0, backward_attention = 0;
     double forward_exchange = 0, backward_exchange = 0;
   };
@@ -225,7 +228,7 @@ class PlacementTrees {
   std::vector<State> states_;
   std::vector<int32_t> roots_;
   std::vector<int32_t> shape_of_bag_;
-  /// Per shape and degree of the shape (ascending): the offset of its first node from the root.
+  /// Per shape and degree of the shape (ascending): the offset of the first node from the root.
   struct Level {
     int32_t degree, offset, count;
   };
@@ -296,8 +299,9 @@ inline void PlacementTrees::update(int32_t v) {
   const double tokens_per_rank = tokens / n.degree;
   state.subtree_tokens = tokens;
   token_time = std::max(token_time, tokens * n.time_per_token);
-  // A plan beyond the capacity is of no use. It counts as worse than any within it, and as slightly worse the further
-  // it is beyond: were the slope steep, no search would climb from one such plan over a worse one to a good one.
+  // A plan beyond the capacity is of no use. It counts as worse than any plan within it, and as slightly worse the
+  // further it is beyond. If this slope were steep, no search would get from such a plan over a worse one to a good
+  // one.
   constexpr double kOverfullTime = 10;
   if (tokens > n.token_capacity) token_time += kOverfullTime + tokens / n.token_capacity;
   state.max_token_time = token_time;

@@ -10,8 +10,8 @@
 namespace knapformer {
 namespace {
 
-/// Levels are times: how many tokens the bag's fastest rank handles, in finer steps where speeds differ. kHighest keeps
-/// them far from overflow, at the price of coarser steps where there are very many tokens.
+/// Levels are times, measured in tokens that the bag's fastest rank handles; in finer steps if speeds differ.
+/// kHighestLevel keeps levels far from overflow, at the price of coarser steps if there are very many tokens.
 constexpr double kLevelsPerToken = 1024, kHighestLevel = 0x1p60;
 
 class BagChunks {
@@ -35,8 +35,8 @@ class BagChunks {
     }
     set_levels(bag);
     set_limits(degrees);
-    // Small groups first: what a group needs of its ranks' room does not depend on how smaller ones inside it filled
-    // theirs, and larger ones take what is left.
+    // Small groups first: how much room a group needs does not depend on how the smaller groups inside it were filled,
+    // and larger groups take the room that is left.
     const auto group_of = [&](int32_t id) { return std::pair(placements_[id].degree, placements_[id].first_rank); };
     std::ranges::stable_sort(ids, {}, group_of);
     for (auto first = ids.begin(), last = first; first != ids.end(); first = last) {
@@ -58,7 +58,7 @@ class BagChunks {
         slowest == 1 ? 1 : std::min(kLevelsPerToken, kHighestLevel * slowest / (static_cast<double>(bag_tokens_) + 1));
   }
 
-  /// Tokens that the rank handles by this level, at most those of the bag.
+  /// Tokens that the rank handles up to this level, at most the bag's tokens.
   int64_t tokens_at(int64_t level, size_t rank) const {
     const double tokens = static_cast<double>(level) / levels_per_token_ * speeds_[rank];
     return tokens < static_cast<double>(bag_tokens_) ? static_cast<int64_t>(tokens) : bag_tokens_;
@@ -68,16 +68,17 @@ class BagChunks {
     return input_.max_tokens_per_rank > 0 ? std::min(tokens, input_.max_tokens_per_rank) : tokens;
   }
 
-  /// The most tokens that each rank may hold: the lowest level at which every group's tokens fit the ranks of the
-  /// group.
+  /// Sets the most tokens that each rank may hold: its room at the lowest level at which every group's tokens fit its
+  /// ranks.
   void set_limits(std::span<const int32_t> degrees) {
-    // Tokens at each group and below.
+    // Tokens of each group, with those of the groups inside it.
     std::vector<std::vector<int64_t>> below = group_tokens_;
     for (size_t k = 1; k < degrees.size(); ++k) {
       const auto ratio = static_cast<size_t>(degrees[k] / degrees[k - 1]);
       for (size_t group = 0; group < below[k - 1].size(); ++group) below[k][group / ratio] += below[k - 1][group];
     }
-    // Connected groups: the largest with tokens; ranks in none are on their own, and hold only what is whole there.
+    // A connected group is the largest group with tokens. A rank that is in none is alone, and holds only whole
+    // sequences.
     for (size_t r = 0; r < limits_.size();) {
       size_t top = 0;
       for (size_t k = 0; k < degrees.size(); ++k) {
@@ -89,7 +90,7 @@ class BagChunks {
           const auto degree = static_cast<size_t>(degrees[k]);
           for (size_t group = r / degree; group < (r + size) / degree; ++group) {
             int64_t room = 0;
-            // No further than needed, so that no sum overflows.
+            // Stops at what is needed, so that no sum overflows.
             for (size_t i = group * degree; i < (group + 1) * degree && room < below[k][group]; ++i)
               room += room_at(level, i);
             if (room < below[k][group]) return false;
@@ -107,7 +108,7 @@ class BagChunks {
           (fits(middle) ? high : low) = middle;
         }
         for (size_t i = r; i < r + size; ++i) limits_[i] = room_at(high, i);
-      } else {  // the limit of tokens cannot be kept: the caller will say so
+      } else {  // the limit of tokens cannot be kept: the caller reports it
         std::fill_n(limits_.begin() + static_cast<std::ptrdiff_t>(r), size, bag_tokens_);
       }
       r += size;
@@ -149,7 +150,7 @@ class BagChunks {
     }
     KNAPFORMER_ASSERT(excess == 0);
     for (size_t i = 0; i < size; ++i) tokens_[first + i] += shares_[i];
-    // Each sequence gets of every rank's share its part; rounding goes round the ranks.
+    // Each sequence gets its part of every rank's share; the tokens left by rounding go to the ranks in turn.
     int64_t left = tokens;
     size_t turn = 0;
     for (const int32_t id : ids) {

@@ -1,5 +1,5 @@
-// Uneven chunks: the last lever of a planner. Work per token follows the chunk and attention work the heads, so the
-// chunks of shared sequences can even out what else the ranks of a group hold.
+// Uneven chunks: the last step of a planner. Work per token follows the chunk, and attention work follows the heads, so
+// the chunks of shared sequences can even out the other tokens that the ranks of a group hold.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace knapformer {
 
-/// Chunk lengths for these placements, `degree` for each sequence, in sequence order: such that within every connected
-/// group of ranks the longest per-token phase is as short as whole tokens allow, and no rank is above the limit of
-/// tokens if any cut of these placements keeps it.
+/// Chunk lengths for these placements, `degree` for each sequence, in sequence order. Within every connected group of
+/// ranks the longest per-token phase is as short as whole tokens allow, and no rank is above the limit of tokens if any
+/// cut of these placements keeps the limit.
 std::vector<int64_t> uneven_chunk_lens(const PlanInput& input, std::span<const Placement> placements);
 
 }  // namespace knapformer

@@ -37,13 +37,13 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
                     std::span<Placement> placements) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
-  // In TFLOP, as the authors' code counts: so sums round alike, and near-ties of occupancy fall the same way.
+  // In TFLOP, as in the authors' code: so sums round alike, and near-ties of occupancy are decided the same way.
   const auto work_of = [&](SequenceId id) { return input.work(id) / 1e12; };
   double total_work = 0;
   for (int32_t s = first.value; s < last.value; ++s) total_work += work_of(SequenceId(s));
 
   std::vector<BagQueue> queues = make_queues(topology, replica, total_work / num_ranks);
-  // Bags of one size are in several queues where a flattened topology has other bags between them.
+  // Bags of one size are in several queues if a flattened topology has other bags between them.
   const auto first_largest = std::ranges::find(queues, queues.back().num_ranks, &BagQueue::num_ranks);
   for (const SequenceId id : input.by_descending_work(replica)) {
     const double work = work_of(id);

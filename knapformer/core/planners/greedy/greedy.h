@@ -16,10 +16,10 @@ namespace knapformer {
 /// Deviation from the paper, which says *remaining* capacity in step 3: the authors' code, and so the golden plans, use
 /// the whole one. O(n log n + n (log bags + distinct bag sizes)).
 ///
-/// `topology` may be another one than the input's, over the same ranks. Flat.
+/// `topology` is flat, and may differ from the input's, but has the same ranks.
 std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology);
 
-/// Of valid input.
+/// The input must be valid.
 Plan plan_greedy(PlanInput input);
 
 }  // namespace knapformer

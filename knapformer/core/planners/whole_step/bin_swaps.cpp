@@ -18,9 +18,9 @@ struct Lot {
   int32_t items[2] = {-1, -1};
 };
 
-/// The excess of a bin is its time above the level of its micro-batch. Where the fullest bin of a micro-batch
-/// can give nothing away any more, its time is the level from then on: so the other bins of the micro-batch may take
-/// more, and what the others take less.
+/// The excess of a bin is its time above the level of its micro-batch. When the fullest bin of a micro-batch can give
+/// nothing away any more, its time becomes the micro-batch's level: so the other bins of the micro-batch may take more,
+/// and the bins of other micro-batches hold less.
 class BinSwaps {
  public:
   BinSwaps(PackedBins& bins, std::span<const double> levels_s, uint64_t seed)
@@ -105,14 +105,14 @@ class BinSwaps {
   double max_excess_s() const { return -fullest_.min(); }
 
   double level_of(int32_t bin) const { return level_s_[packed_.micro_batch_of(bin)]; }
-  /// Of the bin's group.
+  /// The excess of the bin's group.
   double excess(int32_t bin) const { return packed_.group_s(packed_.groups[bin]) - level_of(bin); }
   std::vector<double> excesses() const {
     std::vector<double> out;
     for (int32_t bin = 0; bin < packed_.num_bins(); ++bin) out.push_back(excess(bin));
     return out;
   }
-  /// The longest attention of the bin's group without it and another bin.
+  /// The longest attention in the bin's group, leaving out the bin and `another`.
   double others_attention_s(int32_t bin, int32_t another) const {
     const PackedBins::Group& group = packed_.groups[bin];
     double longest_s = -kInfinity;
@@ -144,8 +144,8 @@ class BinSwaps {
     for (int32_t bin = group.first; bin < group.first + group.size; ++bin) find_from(bin, with_pairs);
   }
 
-  /// The swap with the lowest excess of the two bins' groups, if it is lower than the best. All other bins are tried,
-  /// or if they are many a sample, and of that only as many as it takes.
+  /// Finds the swap after which the higher excess of the two bins' groups is lowest, if that is below the best so far.
+  /// Tries all other bins, or a sample if they are many, and stops after the first few bins that give a swap.
   void find_from(int32_t bin, bool with_pairs) {
     constexpr int32_t kSample = 32, kMostTried = 8 * kSample;
     list_lots(bin, with_pairs, given_);
@@ -196,8 +196,8 @@ class BinSwaps {
     }
   }
 
-  /// Of what the bins may swap, the best. `excess_of(tokens, attention)`: the higher excess after these net amounts
-  /// went from here to there.
+  /// Finds the best of the two bins' swaps. `excess_of(tokens, attention)`: the higher excess after these net amounts
+  /// went from `bin` to `other`.
   template <class ExcessOf>
   void try_lots(int32_t bin, int32_t other, const ExcessOf& excess_of) {
     const double free_here = packed_.free_tokens(bin);
@@ -255,7 +255,7 @@ class BinSwaps {
   std::vector<double> level_s_;
   std::vector<char> is_settled_;  // by micro-batch
   std::vector<double> excess_s_;  // by bin
-  WinnerTree fullest_{1};         // by bin, its excess, negated; of micro-batches that are not settled
+  WinnerTree fullest_{1};         // by bin: the negated excess; infinite if the micro-batch is settled or not in use
   Random random_;
   std::vector<int32_t> bins_;  // of micro-batches that are in use
   double sum_s_ = 0;           // of the levels

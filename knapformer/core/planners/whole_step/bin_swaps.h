@@ -1,4 +1,4 @@
-// Swaps between the bins of a packed step: they lower what stands above the levels.
+// Swaps between the bins of a packed step: they lower the bins that are above their levels.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace knapformer {
 
 struct SwapLimits {
   int64_t num_trials = 0;    // how many swaps are tried, about
-  double good_enough_s = 0;  // stops where the times of the micro-batches add up to this
-  /// How often the search starts again where no swap helps: from the best so far, with a few sequences swapped at
-  /// random.
+  double good_enough_s = 0;  // stops when the micro-batches' times add up to at most this
+  /// How often the search starts again when no swap helps: from the best packing so far, with a few sequences swapped
+  /// at random.
   int32_t num_kicks = 0;
 };
 
 /// The bin that is furthest above the level of its micro-batch gives one or two sequences to another bin, and takes
-/// none, one or two for them: as long as that lowers the higher of the two bins. `levels_s`: by micro-batch.
+/// none, one or two in return. This repeats while it lowers the higher of the two bins. `levels_s`: by micro-batch.
 void swap_between_bins(PackedBins& bins, std::span<const double> levels_s, uint64_t seed, const SwapLimits& limits);
 
 }  // namespace knapformer

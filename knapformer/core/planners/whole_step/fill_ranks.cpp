@@ -8,7 +8,7 @@
 namespace knapformer {
 namespace {
 
-/// In one replica: sequences by ascending work move to empty bins, while they leave another one in theirs.
+/// In one replica, whole sequences move by ascending work to ranks that have none, if another one stays behind.
 void fill_replica(const StepInput& input, int32_t replica, std::vector<int32_t>& micro_batches,
                   std::vector<Placement>& placements) {
   const PlanInput& step = input.sequences;
@@ -51,7 +51,7 @@ StepPlan fill_ranks(const StepPlan& plan) {
   const StepInput& input = plan.input();
   std::vector<int32_t> micro_batches(plan.micro_batches().begin(), plan.micro_batches().end());
   std::vector<Placement> placements;
-  Ragged<int64_t> chunk_lens;  // those of a whole sequence are its length, wherever it goes
+  Ragged<int64_t> chunk_lens;  // a whole sequence's is its length, wherever it goes
   std::vector<int32_t> next(plan.plans().size());
   for (const int32_t k : micro_batches) {
     const Plan& micro_batch = plan.plans()[k];

@@ -1,4 +1,4 @@
-// Steps for programs that cannot run a micro-batch without a sequence.
+// Changes steps for programs that cannot run a micro-batch on a rank without a sequence.
 #pragma once
 
 #include "knapformer/core/plan/step_plan.h"
@@ -7,7 +7,7 @@ namespace knapformer {
 
 /// The plan, changed so that every rank has a sequence in every micro-batch. Each rank that has none gets one: a whole
 /// sequence with little work, from a rank that keeps at least one other. So the fullest rank holds no more tokens than
-/// before. A rank stays empty where its replica has no such sequence left, and in flat bags of several ranks.
+/// before. A rank stays empty if its replica has no such sequence left, or if its bag's smallest degree is above 1.
 /// O(n log n).
 StepPlan fill_ranks(const StepPlan& plan);
 

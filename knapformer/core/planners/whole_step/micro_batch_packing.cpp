@@ -20,8 +20,8 @@ MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s)
 std::vector<double> MicroBatchPacking::levels_s(const PackingShape& shape, int32_t num_micro_batches) const {
   std::vector<double> levels(static_cast<size_t>(num_micro_batches), 0.0);
   std::vector<size_t> next(replicas_.size(), 0);  // the longest item that no level has room for yet
-  // Above the longest sequence of a level there is room for short ones: what a bin lacks is then never less than those
-  // that could fill it.
+  // A level leaves room for a short sequence above its longest one: so the free time of a bin is never too small for
+  // the short sequences that could fill it.
   double margin_s = 0;
   for (const PackedBins& bins : replicas_) {
     if (!bins.items.empty()) margin_s = std::max(margin_s, bins.items[bins.items.size() * 3 / 4].longest_s);
@@ -30,7 +30,7 @@ std::vector<double> MicroBatchPacking::levels_s(const PackingShape& shape, int32
   for (int32_t k = 0; k < shape.used; ++k) {
     double longest_s = 0;
     for (size_t r = 0; r < replicas_.size(); ++r) {
-      // Items come by descending work; where some are shared, the longest that are left may follow later.
+      // Items come by descending work; if some are shared, the longest of the remaining ones need not be the first.
       const auto& items = replicas_[r].items;
       for (size_t i = next[r]; i < items.size(); ++i) {
         longest_s = std::max(longest_s, items[i].longest_s);
@@ -62,14 +62,14 @@ void MicroBatchPacking::fill(PackedBins& bins) const {
   for (size_t i = 0; i < bins.items.size(); ++i) {
     if (bins.items[i].shared_node >= 0) bins.share(static_cast<int32_t>(i));
   }
-  // How full a bin is, in seconds: of its level, or of its tokens.
+  // How full a bin is, in seconds: its load, or its level times the part of its token capacity that is used.
   const auto fullness_s = [&](int32_t bin) {
     const double load_s =
         bins.token_s[bin] + bins.attention_s[bin] + bins.groups[bin].exchange_per_token * bins.shared_tokens[bin];
     if (max_tokens_ == 0) return load_s;
     return std::max(load_s, levels_s_[bins.micro_batch_of(bin)] * bins.tokens[bin] / bins.leaf_of(bin).token_capacity);
   };
-  /// Bins of one kind in one micro-batch, and the one of them that is next.
+  /// The bins of one kind in one micro-batch, and the next one to fill.
   struct Queue {
     int32_t micro_batch;
     const PackedBins::Class* kind;
@@ -82,7 +82,7 @@ void MicroBatchPacking::fill(PackedBins& bins) const {
       queue.bin = queue.micro_batch * bins.num_leaves() + queue.kind->leaves[queue.fullness.winner()];
       return fullness_s(queue.bin);
     };
-    // Shared items lie in bins already: bring the minimum up to date until it stays.
+    // Shared items are in bins already: refresh the minimum until it stays the minimum.
     double now = now_s();
     while (now > queue.fullness.min()) {
       queue.fullness.set_min(now);

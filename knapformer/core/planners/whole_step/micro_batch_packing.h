@@ -1,17 +1,18 @@
-// Packing: which micro-batch and which rank each sequence of a step goes to, as far as sequences stay whole.
+// Packing: the micro-batch and the rank of each sequence of a step, as far as sequences stay whole.
 //
-// A micro-batch takes as long as its slowest rank, and the step the sum of that over micro-batches. So every
-// micro-batch has a level, the time that all its ranks are filled to; levels may differ, and their sum counts. Where
-// they add up to the work over the ranks and each bin (a rank in a micro-batch) is full, no time is lost.
+// A micro-batch takes as long as its slowest rank, and the step takes the sum of its micro-batches. So every
+// micro-batch has a level, the time up to which all its ranks are filled; levels may differ, and their sum counts. If
+// the levels add up to the work divided by the ranks and each bin (a rank in a micro-batch) is full, no time is lost.
 //
 //   level 1 |#####################|     the longest sequences set the first levels: each is the longest that is left;
 //   level 2 |###########|               what remains of the time is divided evenly over the rest, so that no
 //   level 3 |###########|               micro-batch holds more tokens than it must
 //
 // 1. Levels: as above, for `used` of the micro-batches (the others stay empty), at least `stepped` of them set by the
-//    longest sequence that is left. Fewer and higher levels are easier to fill and need more memory.
-// 2. Fill: sequences by descending work, each into the bin with the most time left below its level. A sequence beyond
-//    every level is shared by the smallest group that brings it below, in the first micro-batch.
+//    longest remaining sequence. Fewer and higher levels are easier to fill and need more memory.
+// 2. Fill: sequences by descending work, each into the bin with the most time left below its level. A sequence that
+//    takes longer in one bin than the bound, or has too many tokens for it, is shared in the first micro-batch, by the
+//    smallest group that fits it.
 // 3. Refine: bins swap sequences (bin_swaps.h).
 #pragma once
 
@@ -27,7 +28,7 @@ namespace knapformer {
 
 struct PackingShape {
   int32_t used = 1;     // micro-batches that are not left empty
-  int32_t stepped = 0;  // of them, how many have the longest sequence that is left as their level, at least
+  int32_t stepped = 0;  // of these, at least so many have the longest remaining sequence as their level
 };
 
 /// Where a sequence goes.
@@ -38,22 +39,23 @@ struct PackedSequence {
 
 class MicroBatchPacking {
  public:
-  /// `bound_s`: what no sum of levels is below, of a block.
+  /// `bound_s`: a lower bound of the sum of levels, for one block.
   MicroBatchPacking(const PlanInput& input, double bound_s);
 
   std::vector<double> levels_s(const PackingShape& shape, int32_t num_micro_batches) const;
-  /// Of a block, by micro-batch: the time of its slowest bin.
+  /// Packs under these levels. Returns, by micro-batch, the block time of its slowest bin.
   std::vector<double> pack(std::vector<double> levels_s);
-  /// Lowers the times of the last pack, by swaps in each replica.
+  /// Lowers the times of the last pack by swaps in each replica. Returns the new times.
   std::vector<double> refine(const SwapLimits& limits);
 
-  /// Of the last pack: by micro-batch, whether its times and tokens are those of whole sequences that keep the limit.
-  /// The others need a planner that shares.
+  /// By micro-batch of the last pack: whether all its sequences are whole and keep the limit of tokens. The other
+  /// micro-batches need a planner that shares.
   const std::vector<char>& is_whole() const { return is_whole_; }
   bool shares() const {
     return std::ranges::any_of(is_whole_, [](char whole) { return whole == 0; });
   }
-  /// Of the last pack: tokens beyond what bins may hold, over all tokens; infinite where a whole micro-batch is over.
+  /// Of the last pack: the tokens beyond what bins may hold, over all tokens; infinite if a micro-batch as a whole has
+  /// too many.
   double overflow() const;
   /// By sequence id.
   std::vector<PackedSequence> sequences() const;

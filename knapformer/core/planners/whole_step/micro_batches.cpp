@@ -18,16 +18,16 @@
 namespace knapformer {
 namespace {
 
-constexpr double kGoodEnoughShared = 1.0001;   // as Effort::kGoodEnough
-constexpr double kHopelessAtLowEffort = 1.01;  // what few swaps do not mend
-/// Where there are many sequences, a packed micro-batch this far above its bound is planned anew.
+constexpr double kGoodEnoughShared = 1.0001;   // like Effort::kGoodEnough, if sequences are shared
+constexpr double kHopelessAtLowEffort = 1.01;  // above this, few swaps do not help
+/// With many sequences or low effort, a packed micro-batch this far above its bound is planned anew.
 constexpr double kTooFar = 0.005;
-/// Higher levels hold more tokens: they are to gain this much.
+/// Higher levels hold more tokens: they must be faster by this factor.
 constexpr double kWorthMemory = 1 - 5e-5;
-constexpr int32_t kManyKicks = 1000;  // the number of trials ends it first
+constexpr int32_t kManyKicks = 1000;  // the number of trials ends the search first
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
-/// By more than what sums in another order differ in.
+/// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
 
 bool is_over_limit(const ArgumentError& error) {
@@ -57,7 +57,7 @@ class StepSolver {
     return input_.sequences.seq_lens.num_sequences() <= kFew;
   }
   bool may_search() const { return !is_low() && has_few(); }
-  /// Of the planner of a micro-batch.
+  /// The effort of a micro-batch's planner.
   Effort planners_effort() const { return has_few() ? effort_ : Effort{.moves = Effort::kLow}; }
   double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
   double good_enough(bool shares) const {
@@ -68,7 +68,7 @@ class StepSolver {
     std::vector<PackedSequence> sequences;
     std::vector<char> is_whole;  // by micro-batch
     std::vector<double> levels_s;
-    double time_s = 0;         // as packed, of sequences that are shared too
+    double time_s = 0;         // as packed, shared sequences included
     double levels_time_s = 0;  // if every micro-batch took its level
 
     bool is_within(double factor) const { return time_s <= levels_time_s * factor; }
@@ -94,7 +94,7 @@ class StepSolver {
 
   std::vector<PackingShape> shapes() const {
     const int32_t used = input_.num_micro_batches;
-    // The ranks' sums are what is balanced: as if all were one micro-batch.
+    // The ranks' sums are balanced, as if all micro-batches were one.
     if (input_.sync == StepSync::kStep) return {{.used = 1, .stepped = 0}};
     constexpr int32_t kFewMicroBatches = 8;
     const bool has_time = may_search() && used <= kFewMicroBatches;
@@ -114,7 +114,7 @@ class StepSolver {
     return std::clamp(400 * num_sequences, kMin, kMax);
   }
 
-  /// Of the best packing, where none is good enough.
+  /// Swaps that are then tried on the best packing, if none is good enough.
   int64_t num_last_trials() const {
     constexpr int64_t kMost = 8'000'000, kPerSequence = 40'000;
     return std::min(kMost, kPerSequence * input_.sequences.seq_lens.num_sequences());
@@ -126,7 +126,7 @@ class StepSolver {
     MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, blocks_bound_s_);
     std::optional<Packed> best;
     std::vector<std::vector<double>> tried;
-    // Whether the packing is as good as its levels allow.
+    // Keeps the packing if it is the best. Returns whether it is then as good as its levels allow.
     const auto keep = [&](const std::vector<double>& levels_s, const std::vector<double>& times_s) {
       const double time_s = accumulated_s(input_, times_s) * (1 + packing.overflow());
       if (!std::isfinite(time_s) || (best && time_s >= best->time_s * kWorthMemory)) return false;
@@ -140,7 +140,8 @@ class StepSolver {
     const auto goal_s = [&] { return blocks_bound_s_ * good_enough(packing.shares()); };
     for (const PackingShape& shape : shapes()) {
       const std::vector<double> levels_s = packing.levels_s(shape, num_packed);
-      // What FSDP does not hide depends on the levels; else one packing that reaches its levels is as good as another.
+      // The FSDP time that is not hidden depends on the levels. Apart from that, all packings that reach their levels
+      // are equally good.
       if (best) {
         const bool is_reached = best->is_within(good_enough(best->shares()));
         const double to_beat_s = is_reached ? best->levels_time_s : best->time_s;
@@ -189,7 +190,8 @@ class StepSolver {
       consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), nullptr);
   }
 
-  /// Plans of the micro-batches; packed ones where sequences are whole and that is good enough. `packed` may be null.
+  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better. `packed` may be
+  /// null.
   void consider_plans(std::vector<int32_t> micro_batches, const Packed* packed) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
@@ -208,7 +210,7 @@ class StepSolver {
     consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
   }
 
-  /// Nothing where it holds too many tokens after all: where groups are shared, a rank may have one more than another.
+  /// The packed plan, or nothing if a rank holds too many tokens after all: ranks that share may differ by one token.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
     improve_locality(input, placements, may_search());
     const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
@@ -229,7 +231,7 @@ class StepSolver {
     return true;
   }
 
-  /// The plan, or that of the planner where it is not good enough and that one is better. Nothing where neither keeps
+  /// `plan`, or the planner's plan if `plan` is not good enough and the planner's is better. Nothing if neither keeps
   /// the limit of tokens.
   std::optional<Plan> better_of(std::optional<Plan> plan, const PlanInput& input) const {
     if (plan && is_good(*plan)) return plan;
@@ -247,7 +249,7 @@ class StepSolver {
   }
 
   void consider_sums(const Packed& packed);
-  /// The plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
+  /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
   void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
 
   void consider_given_order() {
@@ -276,14 +278,15 @@ class StepSolver {
   double blocks_bound_s_, bound_s_;
   std::optional<StepPlan> best_;
   double best_s_ = 0;
-  bool is_packed_well_ = false;  // as its levels allow
+  bool is_packed_well_ = false;  // as well as its levels allow
   bool is_near_bound_ = false;
   double allowance_s_ = 0;
 };
 
-/// All sequences are placed as if there were one micro-batch, so that the ranks' sums are even. Then each rank's are
-/// cut into micro-batches of about equally many tokens: first those that are shared, of which all ranks must have the
-/// same one; so most ranks that wait for each other meet in the first micro-batch, where none is late.
+/// All sequences are placed as if there were one micro-batch, so that the ranks' sums are even. Then each rank's
+/// sequences are cut into micro-batches of about equally many tokens. Shared sequences come first, since their ranks
+/// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
+/// where no rank is late.
 void StepSolver::consider_sums(const Packed& packed) {
   const PlanInput all = all_at_once();
   std::vector<Placement> packed_placements;
@@ -319,9 +322,9 @@ void StepSolver::consider_sums(const Packed& packed) {
     micro_batches[s] = static_cast<int32_t>(best);
   }
   consider_cut(*sums, std::move(micro_batches));
-  // Ranks that share may have unequal work of their own, which only evens out within a micro-batch.
+  // Ranks that share may have unequal work of their own, which evens out only within one micro-batch.
   if (sums->attention_tokens_moved() > 0) {
-    const auto last = static_cast<int32_t>(num_micro_batches - 1);  // behind which gradients are reduced
+    const auto last = static_cast<int32_t>(num_micro_batches - 1);  // after which gradients are reduced
     consider_cut(*sums, std::vector<int32_t>(order.size(), last));
   }
 }
@@ -345,7 +348,7 @@ int64_t share_of_longest(const PlanInput& step) {
   return (longest + sharing - 1) / sharing;
 }
 
-/// In ranks of a micro-batch, rounded up: what the fullest replica's tokens need.
+/// How many full ranks the fullest replica's tokens need, over all micro-batches, rounded up.
 int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
   int64_t most = 0;
   for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
@@ -378,7 +381,7 @@ void check_token_limit(const StepInput& input) {
 
 StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
-  planner_for(input.sequences.topology, solver, effort);  // refuses at once what each micro-batch would be refused for
+  planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   check_token_limit(input);
   return StepSolver(std::move(input), solver, effort).solve();
 }
@@ -396,7 +399,7 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
     try {
       return plan_step(input, solver, effort);
     } catch (const ArgumentError& error) {
-      // Each sequence by itself keeps the limit, or none does.
+      // With every sequence in its own micro-batch, the limit is kept or cannot be kept.
       const bool is_last = k >= std::min(step.seq_lens.num_sequences(), StepInput::kMaxMicroBatches);
       if (!is_over_limit(error) || share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
     }

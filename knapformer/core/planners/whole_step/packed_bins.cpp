@@ -9,7 +9,7 @@
 namespace knapformer {
 namespace {
 
-/// The first of the leaves below a node.
+/// The first leaf below a node.
 int32_t first_leaf_below(const PlacementTrees& trees, int32_t v) {
   while (trees.node(v).num_children > 0) v = trees.node(v).first_child;
   return v;
