@@ -59,7 +59,7 @@ BUILD := build/release
 UNITY ?= ON
 CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -G Ninja -S . -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
-    -DCMAKE_UNITY_BUILD=$(UNITY) $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+    -DCMAKE_UNITY_BUILD=$(UNITY) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 MODULES := _core _torch stubs
 
 SOURCES := CMakeLists.txt $(shell find cmake knapformer python -type f ! -name '*.so' ! -name '*.pyc')

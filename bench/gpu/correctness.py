@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import transport
@@ -21,6 +22,7 @@ from settings import (
     Agenda,
     backend_of,
     correctness_ranks,
+    keep_so_far,
     may_begin,
     merged_results,
     nested_topology,
@@ -35,20 +37,33 @@ PEER_MEMORY = "attention by peer memory: numbers unlike those by all-to-all"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    num_ranks = correctness_ranks(args)
-    alone = on_ranks(check_rank, args, 1, backend_of(args, 1), seconds_left(args))
-    together = on_ranks(check_rank, args, num_ranks, backend_of(args, num_ranks), seconds_left(args))
-    both = merged_results(alone, together) | {"left_out": alone["left_out"] + together["left_out"]}
+    """In the order of what matters first: the exchanges of several ranks, the models alone, and last what is compiled,
+    which takes longest."""
+    num_ranks, parts = correctness_ranks(args), list[dict[str, Any]]()
+
+    def check(check_rank: Callable[[argparse.Namespace], dict[str, Any]], on: int) -> None:
+        parts.append(on_ranks(check_rank, args, on, backend_of(args, on), seconds_left(args)))
+
+    check(check_models, num_ranks)
+    check(check_models, 1)
     if PEER_MEMORY not in args.kept["done"]:
         in_time = may_begin(args)
-        both["done" if in_time else "left_out"].append(PEER_MEMORY)
+        parts.append({"done" if in_time else "left_out": [PEER_MEMORY], "checks": []})
         if in_time:
-            both["checks"].append(_check_peer_memory(args))
-    return {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks), **both}
+            parts[-1]["checks"].append(_check_peer_memory(args))
+            keep_so_far(args, merged_results(*parts))
+    check(check_compiled, 1)
+    check(check_compiled, num_ranks)
+    left_out = [thing for part in parts for thing in part.get("left_out", [])]
+    return (
+        {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks)}
+        | merged_results(*parts)
+        | {"left_out": left_out}
+    )
 
 
 def _check_peer_memory(args: argparse.Namespace) -> Check:
-    """Runs last, on two ranks of its own, which may share a device: if they hang, no other check is lost."""
+    """On two ranks of its own, which may share a device: if they hang, no other check is lost."""
     try:
         differences = on_ranks(transport.compare_rank, args, 2, backend_of(args, 2), min(30.0, seconds_left(args)))
     except Exception:
@@ -57,35 +72,55 @@ def _check_peer_memory(args: argparse.Namespace) -> Check:
     return {"name": PEER_MEMORY, "correctness": True, **at_most(differences, 0)}
 
 
-def check_rank(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
+def check_models(args: argparse.Namespace) -> dict[str, Any]:
+    """One rank runs without a balancer too; several run in a bag that shares every sequence, and in nested bags that
+    share some of them."""
     import torch.distributed as dist
 
-    device, num_ranks = rank_device(args), dist.get_world_size()
-    torch.manual_seed(0)
-    # One rank also runs without a balancer; several run in a bag that shares every sequence, and in nested bags that
-    # share some of them.
-    flat = f"g{num_ranks}n1"
-    topologies = (None, flat) if num_ranks == 1 else (flat, nested_topology(num_ranks))
+    topologies = (
+        (None, *_bags_of(dist.get_world_size())) if dist.get_world_size() == 1 else _bags_of(dist.get_world_size())
+    )
     agenda, checks = Agenda(args), list[Check]()
     for name, dtype in itertools.product(sizes_of(args).models, LIMITS):
-        _check_model(args, name, dtype, topologies, device, agenda, checks)
-    for dtype, topology in itertools.product(LIMITS, topologies[-1:]):
-        run_name = f"compiled attention, {topology}, {dtype}"
-        if agenda.begins(run_name):
-            checks += _checks(run_name, dtype, compiled_errors(str(topology), sizes_of(args).compiler, dtype, device))
-            agenda.keep({"checks": checks})
+        runs = [_Run(topology, checkpointed) for topology in topologies for checkpointed in (False, True)]
+        _check_model(args, name, dtype, runs, agenda, checks)
     return {"checks": checks, **agenda.result()}
 
 
+def check_compiled(args: argparse.Namespace) -> dict[str, Any]:
+    """Compiled attention; on one rank compiled models too, in bfloat16, the dtype whose kernels are fused."""
+    import torch.distributed as dist
+
+    device, topology = rank_device(args), _bags_of(dist.get_world_size())[-1]
+    agenda, checks = Agenda(args), list[Check]()
+    for dtype in LIMITS:
+        name = f"compiled attention, {topology}, {dtype}"
+        if agenda.begins(name):
+            checks += _checks(name, dtype, compiled_errors(topology, sizes_of(args).compiler, dtype, device))
+            agenda.keep({"checks": checks})
+    for name in sizes_of(args).compiled if dist.get_world_size() == 1 else ():
+        _check_model(args, name, "bf16", [_Run(None, checkpointed=False, compiled=True)], agenda, checks)
+    return {"checks": checks, **agenda.result()}
+
+
+def _bags_of(num_ranks: int) -> tuple[str, ...]:
+    """A flat bag of all ranks, and a nested one where it is another."""
+    return tuple(dict.fromkeys((f"g{num_ranks}n1", nested_topology(num_ranks))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    topology: str | None  # None: without a balancer
+    checkpointed: bool
+    compiled: bool = False
+
+    def name(self, model: str, dtype: str) -> str:
+        words = [model, self.topology or "plain", dtype]
+        return ", ".join([*words, *["checkpointed"] * self.checkpointed, *["compiled"] * self.compiled])
+
+
 def _check_model(
-    args: argparse.Namespace,
-    name: str,
-    dtype_name: str,
-    topologies: tuple[str | None, ...],
-    device: Any,
-    agenda: Agenda,
-    checks: list[Check],
+    args: argparse.Namespace, name: str, dtype_name: str, runs: list[_Run], agenda: Agenda, checks: list[Check]
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -94,17 +129,11 @@ def _check_model(
 
     from knapformer import Sample, SequenceBalancer
 
-    rank, num_ranks, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
-    runs: list[tuple[str | None, bool, bool]] = list(itertools.product(topologies, (False, True), (False,)))
-    if num_ranks == 1 and dtype_name == "bf16" and name in sizes_of(args).compiled:
-        runs.append((None, False, True))  # compiling takes most of the time: one run a model, whose kernels are fused
-    names = [
-        ", ".join([name, run[0] or "plain", dtype_name, *["checkpointed"] * run[1], *["compiled"] * run[2]])
-        for run in runs
-    ]
+    device, rank, num_ranks, dtype = rank_device(args), dist.get_rank(), dist.get_world_size(), DTYPES[dtype_name]
 
     @functools.cache
     def prepared() -> tuple[Any, Any, Any, Any]:
+        torch.manual_seed(0)  # the same weights on all ranks
         config = load_config(name)
         samples = [config.possible(Sample(*size)) for size in sizes_of(args).samples[rank::num_ranks]]
         batch, target = random_batch(config, samples, rank, device, dtype)
@@ -116,17 +145,18 @@ def _check_model(
         expected = _outcome(reference, _on_cpu_in_double(batch), target.cpu().double(), None)
         return model.to(device), batch, target, expected
 
-    for run_name, (topology, checkpointed, compiled) in zip(names, runs, strict=True):
+    for run in runs:
+        run_name = run.name(name, dtype_name)
         if not agenda.begins(run_name):
             continue
         model, batch, target, expected = prepared()
-        set_checkpointing(model, checkpointed)
+        set_checkpointing(model, run.checkpointed)
         computed = model
-        if compiled:
+        if run.compiled:
             computed = copy.deepcopy(model)
             for blocks in computed.block_lists():  # blocks of a list are alike
                 blocks[0].compile(backend=sizes_of(args).compiler, dynamic=True)
-        balancer = None if topology is None else SequenceBalancer(topology, mask=load_config(name).mask)
+        balancer = None if run.topology is None else SequenceBalancer(run.topology, mask=load_config(name).mask)
         try:
             differences = _differences(_outcome(computed, batch, target, balancer), expected)
         except Exception:

@@ -43,29 +43,29 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
 
     device = rank_device(args)
     dtype = DTYPES[default_dtype(device)]
-    fits, absent, agenda, checks = [], [], Agenda(args), list[Check]()
+    fits, agenda, checks = [], Agenda(args), list[Check]()
     kernels = kernels_of_packages()
     reasons = {
         (model, name): why_not(kernel, device, dtype, load_config(model).head_dim)
-        for model in sizes_of(args).calibrated
         for name, kernel in kernels.items()
+        for model in sizes_of(args).calibrated
     }
+    absent = [{"model": model, "kernel": name, "reason": reason} for (model, name), reason in reasons.items() if reason]
+    if args.kept.get("absent"):  # named before
+        absent = []
     # Kernel by kernel, so that each model has its first one before any second: other parts need that calibration.
     for name in kernels:
         for model in sizes_of(args).calibrated:
-            if (reason := reasons[model, name]) is not None:
-                absent.append({"model": model, "kernel": name, "reason": reason})
-                continue
-            if not agenda.begins(f"{model}, {name}"):
+            if reasons[model, name] is not None or not agenda.begins(f"{model}, {name}"):
                 continue
             path = calibration_path(args.out, model, name)
             options = ["--model", model, "--device", args.device, "--json", str(path), *sizes_of(args).calibration]
             try:
                 with kernels[name]():
                     fitted = cli.main(["calibrate", *options]) == 0
-            except torch.OutOfMemoryError as error:
-                print(f"{model}, {name}: {error}")
-                fitted = False
+            except torch.OutOfMemoryError as error:  # no kernel for lengths like these
+                absent.append({"model": model, "kernel": name, "reason": str(error).splitlines()[0]})
+                continue
             content = json.loads(path.read_text()) if fitted else {}
             # A failed fit (the command has printed why, such as a noisy machine) counts as an error of 100 %.
             error = at_most(content.get(_ERROR, 1.0), MAX_ERROR)
@@ -73,9 +73,7 @@ def calibrate_all(args: argparse.Namespace) -> dict[str, Any]:
             if fitted:
                 kept = ("gamma", "seconds_per_flop", _ERROR, "warnings")
                 fits.append({"model": model, "kernel": name, **{field: content[field] for field in kept}})
-            agenda.keep({"fits": fits, "checks": checks})
-    if args.kept.get("absent"):
-        absent = []
+            agenda.keep({"fits": fits, "absent": absent, "checks": checks})
     return {"fits": fits, "absent": absent, "checks": checks, **agenda.result()}
 
 
@@ -97,11 +95,11 @@ def kernels_of_packages() -> dict[str, Kernel]:
 
 
 def diffusers_backends() -> list[str]:
-    """All but torch's own (native), those that diffusers downloads (hub), and the quantised ones (sage), which have no
-    backward pass."""
+    """All but torch's own (native), those that diffusers downloads (hub), the quantised ones (sage), which have no
+    backward pass, and flex, which computes all scores where it is not compiled."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-    words = ("native", "hub", "sage")
+    words = ("native", "hub", "sage", "flex")
     return [backend.value for backend in AttentionBackendName if not any(word in backend.value for word in words)]
 
 

@@ -148,7 +148,8 @@ def describe_rank(args: argparse.Namespace) -> Any:
 
 
 def finish(part: str, args: argparse.Namespace) -> bool:
-    """Runs a part, or what its kept result has left out. Returns False where the part failed."""
+    """Runs a part, or what its kept result has left out. Returns False where the part failed; a part whose time was
+    over has left something out, and fails only where it had done nothing."""
     from settings import merged_results, start_part
 
     args.kept = {"done": []}
@@ -167,11 +168,11 @@ def finish(part: str, args: argparse.Namespace) -> bool:
     finished = True
     try:
         result = getattr(importlib.import_module(module), function)(args)
-    except Exception:  # the other parts still run, and what this one had done is kept
+    except Exception as error:  # the other parts still run, and what this one had done is kept
         traceback.print_exc()
         if not args.so_far.exists():
             return False
-        result, finished = json.loads(args.so_far.read_text()), False
+        result, finished = json.loads(args.so_far.read_text()), isinstance(error, TimeoutError)
     args.so_far.unlink(missing_ok=True)
     result = merged_results(args.kept, result)
     result |= {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}

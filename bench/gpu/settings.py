@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from knapformer.tools.files import write_atomically
 
 from knapformer import DataMix
 
-MIXES = ("low", "mixed", "joint")
+MIXES = ("joint", "mixed", "low")  # the one with the highest published HFU first
 
 # Seconds after which a part has failed. The parts that run on one GPU have 9 minutes together.
 LIMITS_S = {
@@ -131,7 +132,8 @@ class Agenda:
 
         if thing in self._done:
             return False
-        in_time = torch.tensor(not self.done or may_begin(self._args))
+        is_first = not self.done and not self._before.get("done")
+        in_time = torch.tensor(is_first or may_begin(self._args))
         if dist.is_initialized():
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
@@ -186,7 +188,9 @@ def rank_device(args: argparse.Namespace) -> Any:
 
     if args.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", (dist.get_rank() if dist.is_initialized() else 0) % args.num_devices)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # for references, and for building models
+    device = torch.device("cuda", rank % args.num_devices)
     torch.cuda.set_device(device)
     return device
 

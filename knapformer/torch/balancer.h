@@ -186,7 +186,7 @@ class SequenceBalancer {
   /// Throws ArgumentError where seconds are not positive and finite.
   void observe(double seconds);
   /// Of the step since the last plan, as far as it has come. Not collective.
-  ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/metrics.h)
+  ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/load_balance.h)
   ///   tokens_before, tokens_after           of this rank in the plan
   ///   tokens_moved, attention_tokens_moved  of all ranks: by a route, by each exchange of an attention
   ///   bytes_sent, num_collectives           of this rank since the plan

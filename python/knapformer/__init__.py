@@ -1,7 +1,7 @@
 """Balance the load of data-parallel ranks that train a DiT on sequences of very different lengths.
 
-Planning (`plan`, `Plan`, `Topology`, `DataMix`, ...) needs no torch. What moves tensors (`SequenceBalancer`) and the
-reference models load torch when they are asked for.
+Planning (`plan`, `Plan`, `Topology`, `DataMix`, ...) needs no torch. `SequenceBalancer`, which moves tensors, and the
+reference models load torch on first use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from knapformer import signatures  # noqa: F401  (gives _core's functions theirs)
+from knapformer import signatures  # noqa: F401  (gives _core's functions their signatures)
 from knapformer._core import (
     ArgumentError,
     Cluster,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler
 
-__version__ = "1.0.0"  # stands here alone: pyproject.toml reads it, and a checkout needs no installation
+__version__ = "1.0.0"  # the only place: pyproject.toml reads it here, and a checkout needs no installation
 
 __all__ = [
     "ArgumentError",
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-# What needs torch, and where it is.
+# The names that need torch, and the modules that define them.
 _LAZY = {
     "BalancedBatchSampler": "knapformer.sampler",
     "BalancedLoader": "knapformer.loader",

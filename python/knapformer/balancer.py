@@ -1,7 +1,7 @@
 """SequenceBalancer: plans a training step, and moves its tensors. Needs torch.
 
-The work is C++ (`knapformer._torch`). What is here is what has to be Python: the groups of bags, which are
-torch.distributed's.
+The work is done in C++ (`knapformer._torch`). This file holds only what has to be Python: it makes the bags' process
+groups, through torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from knapformer.signatures import show_signatures
 
 show_signatures(_torch)
 
-# An inductor graph of a rank that happens to own no rows would drop the exchange as dead code, and its peers would wait
-# for it: the op has a side effect, on others.
+# On a rank that happens to own no rows, Inductor would drop the exchange from the graph as dead code, and the rank's
+# peers would wait for it. So the op is marked as having a side effect: the one on the other ranks.
 torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
 
 
@@ -41,26 +41,28 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
         1 of its ranks), repeated over the ranks of `group`. None: nested bags over the ranks of each node, as
-        torchrun's LOCAL_WORLD_SIZE counts them. "auto": the first of `knapformer.rank_topologies` for the first lengths
-        that the balancer plans, for good: `topology` then has its text. `rank_topologies` itself takes a larger sample.
-    gamma: cost of attention's FLOPs over that of the matrix products: a number, or a `knapformer.Calibration`.
-    group: whose ranks balance among each other; all of them make the balancer. None: the default group, or this process
-        alone where torch.distributed is not initialised. It may be shared with others (FSDP), as long as all ranks call
-        into it in the same order.
-    solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies alone).
-    effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: of all sequences,
-        as there. Lengths that cannot keep the limit: planning them raises ArgumentError on every rank, and others are
-        planned as before.
+        torchrun's LOCAL_WORLD_SIZE counts them. "auto": the balancer takes the best of `knapformer.rank_topologies` for
+        the first lengths that it plans, and keeps it; the attribute `topology` then has its text. A call of
+        `rank_topologies` can take a larger sample of lengths.
+    gamma: cost of a FLOP of attention over that of a FLOP of the matrix products: a number, or a
+        `knapformer.Calibration`.
+    group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
+        process alone where torch.distributed is not initialised. The group may be shared with others (FSDP), as long as
+        all ranks call into it in the same order.
+    solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies only).
+    effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: the mask of all
+        sequences, as there. Planning lengths that cannot keep max_tokens_per_rank raises ArgumentError on every rank;
+        other lengths are planned as before.
     peer_memory: in attention each rank writes rows to where they belong in the memory of the bag's other ranks (torch's
-        symmetric memory, over NVLink), in place of an all-to-all. On accelerators alone; the bag's group must be one
-        that torch knows by name, and its ranks see each other's memory. No GPU has run it: docs/gpu.md.
+        symmetric memory, over NVLink), in place of an all-to-all. Only on accelerators; the bag's group must be one
+        that torch knows by name, and its ranks must see each other's memory. It has not run on a GPU yet: docs/gpu.md.
 
-    Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums cost no wait for an
-    accelerator, and what a varlen kernel needs on the device is one non-blocking copy a step.
+    Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums do not wait for an
+    accelerator, and one non-blocking copy a step brings to the device what a varlen kernel needs there.
 
-    Ranks that disagree, a call out of order, or a tensor that does not fit: ArgumentError (a ValueError) or StateError
-    (a RuntimeError) on every rank. After that the balancer is of no more use, nor, where ranks were already waiting for
-    each other, its groups.
+    Ranks that disagree, a call out of order, or a tensor that does not fit raise ArgumentError (a ValueError) or
+    StateError (a RuntimeError) on every rank. The balancer cannot be used after that. If ranks were already waiting for
+    each other, its groups cannot be used either.
     """
 
     def __init__(
@@ -103,12 +105,13 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
 
 def node_topology(group: dist.ProcessGroup | None = None) -> str:
-    """Nested bags over the ranks of each node, in which every number of ranks may share that nests: g8/4/2/1n1 of 8.
+    """Nested bags over the ranks of each node, with as many degrees as nest, down to 1: g8/4/2/1n1 for 8 ranks.
 
-    group: whose ranks. None: the default group, or this process alone. A node has LOCAL_WORLD_SIZE ranks, which
-    torchrun sets; where it is not set, all ranks are taken to be on one.
+    group: the ranks. None: the default group, or this process alone. A node has LOCAL_WORLD_SIZE ranks, which
+    torchrun sets; where it is not set, all ranks are taken to be on one node.
 
-    Raises ArgumentError where the group's ranks on a node are not one after another, or not equally many on all.
+    Raises ArgumentError where the group's ranks on a node are not one after another, or nodes have unequal numbers of
+    them.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -130,7 +133,7 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of a bag's ranks, counted inside `parent`, in order; the bag's ranks alone take part in making it."""
+    """The group of a bag. ranks: as numbered inside `parent`, in order; only these ranks take part in making it."""
     assert parent is not None  # a rank alone has a bag of one, which needs no group
     if len(ranks) == parent.size():
         return parent
@@ -138,15 +141,15 @@ def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.P
 
 
 def _cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Of all ranks of `parent`, which has no backend for the CPU."""
+    """A group over Gloo of all ranks of `parent`, which has no backend for the CPU."""
     assert parent is not None  # a rank alone tells nobody anything
     return _subgroup(parent, range(parent.size()), "for the CPU", "gloo")
 
 
 def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backend: str) -> dist.ProcessGroup:
-    """Of some ranks of `parent`, in order, which alone take part in making it.
+    """A group of some ranks of `parent`, in order; only these ranks take part in making it.
 
-    A group costs connections and lives as long as the default one: all balancers on one parent share it.
+    A group costs connections and lives as long as the default group, so all balancers on one parent share it.
     """
     name = f"{parent.group_name}/knapformer {what}"
     group: dist.ProcessGroup
@@ -155,12 +158,12 @@ def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backen
             return group
     members = dist.get_process_group_ranks(parent)
     global_ranks = [members[rank] for rank in ranks]
-    # Keys that no group had before, also where groups were destroyed and made again on one store.
+    # The number makes keys that no group had before, also where groups were destroyed and made again on one store.
     store = parent.get_group_store()
     number = store.add(f"knapformer/{what}/{parent.rank()}", 1)
-    # Not new_group. With local synchronization it names a group by how many this rank is a member of, which differs
-    # between ranks as soon as bags do; without, all ranks of the job would have to come here. Both split the default
-    # group's communicator where that is bound to a device, which again takes all its ranks.
+    # Not new_group. With local synchronization it names a group by the number of groups that this rank is a member of,
+    # which differs between ranks as soon as their bags do. Without, all ranks of the job would have to call it. In both
+    # cases it splits the default group's communicator where that is bound to a device, which also takes all its ranks.
     world = dist.group.WORLD
     assert world is not None
     bound_device = world.bound_device_id
@@ -185,8 +188,8 @@ def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backen
 @functools.cache
 def _release_groups_at_exit(process: int) -> None:
     """A process group has threads until its last reference goes, which may be a balancer's. A thread that needs the
-    interpreter after its end aborts the process, and the end of a balancer may be too late.
+    interpreter after the interpreter's end aborts the process, and a balancer may be destroyed only after that end.
 
-    Once in each process: those that multiprocessing forks on Python 3.13 begin without what was registered before.
+    Once in each process: a process that multiprocessing forks on Python 3.13 begins without the handlers of its parent.
     """
     atexit.register(_torch.release_groups)

@@ -13,38 +13,38 @@ from knapformer.json_file import read_json
 
 _FORMAT = "knapformer.calibration"
 _VERSION = 2
-# Further from what was measured a calibration is not trusted: widths, and the longest sequence.
+# A calibration is not trusted for widths, or longest sequences, further from the measured ones than by these ratios.
 _MAX_WIDTH_RATIO = 1.5
 _MAX_LENGTH_RATIO = 2.0
 
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s. In a step it takes wait_s more: for a rank
-    that comes later, and for what travels at the same time, such as FSDP's gathers."""
+    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s. In a step it takes wait_s more: it waits for
+    ranks that come later, and other traffic, such as FSDP's gathers, slows it down."""
 
     num_ranks: int
     latency_s: float
     bytes_per_s: float
     relative_rms_error: float = 0.0
-    wait_s: float = 0.0  # of whole steps
+    wait_s: float = 0.0  # measured on whole steps
 
 
 @dataclass(frozen=True)
 class FixedCost:
-    """What a micro-batch takes beside its blocks, whatever its load: embeddings, loss, the host, what FSDP does not
-    hide."""
+    """The time that a micro-batch takes beside its blocks, whatever its load: embeddings, loss, the host, and the
+    communication that FSDP does not hide."""
 
-    num_ranks: int  # that sharded the model
+    num_ranks: int  # ranks that sharded the model
     seconds: float
-    relative_rms_error: float = 0.0  # of whole steps, predicted with it
+    relative_rms_error: float = 0.0  # of whole steps predicted with this cost
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of one device: t = k (24 l d^2 + r gamma 4 a d) for all passes of a block, with a the pairs that the mask leaves.
+    """Of one device: t = k (24 l d^2 + r gamma 4 a d) for all passes of a block; a: the pairs that the mask leaves.
 
-    r: passes over attention for one over the per-token layers: 1, but where a base is frozen (mode "lora").
+    r: passes over attention, divided by passes over the per-token layers. It is 1 except for a frozen base ("lora").
 
     May be given as `gamma` wherever one is expected: float(calibration) is its gamma.
     """
@@ -55,17 +55,17 @@ class Calibration:
     recomputes: bool  # whether k holds a recomputation of the forward pass
     relative_rms_error: float
     relative_rms_error_without_gamma: float
-    noise: float  # between repeats: the median over lengths of their relative spread
-    mask: str = "full"  # that attention had
+    noise: float  # relative spread between repeats: the median over lengths
+    mask: str = "full"  # the mask that attention had
     node: ExchangeCost | None = None  # between ranks of one node
     network: ExchangeCost | None = None  # between nodes
-    fixed: FixedCost | None = None  # of whole steps
+    fixed: FixedCost | None = None  # measured on whole steps
     warnings: tuple[str, ...] = ()
-    device: str | None = None  # that it was measured on
+    device: str | None = None  # the device that was measured
     longest: int | None = None  # tokens of the longest length that was measured
     mode: str = "training"  # or "lora": what was measured trains adapters on a frozen base
-    # With "lora": what a backward pass over the per-token layers costs, in forward passes, of which the cost model says
-    # 1. The rate, which is that of the cost model's passes, has the difference in it.
+    # With "lora": the cost of a backward pass over the per-token layers, in forward passes. The cost model takes it as
+    # 1; k is fitted with the cost model's passes, so it contains the difference.
     token_backward: float | None = None
 
     def __float__(self) -> float:
@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def flops_per_s(self) -> float:
-        """Sustained over whole blocks: the passes of a step over k."""
+        """Sustained over whole blocks: the passes of a step, divided by k."""
         return self._trained.token_passes / self.seconds_per_flop
 
     @property
@@ -86,7 +86,7 @@ class Calibration:
         return self.seconds_per_flop * WorkloadModel(gamma).work(seq_len, self.d_model, self.mask)
 
     def cluster_fields(self) -> dict[str, float]:
-        """What was measured of the fields of a Cluster."""
+        """The fields of a Cluster that were measured."""
         fields = {"flops_per_s": self.flops_per_s}
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
@@ -96,12 +96,12 @@ class Calibration:
         return fields
 
     def cluster(self, of: Cluster | None = None) -> Cluster:
-        """`of` (default: Cluster()) with what was measured here in its place."""
+        """`of` (default: Cluster()), with the fields that were measured here in place of its own."""
         return (of or Cluster()).replace(**self.cluster_fields())
 
     def far_from(self, d_model: int, longest: int | None = None, device: str | None = None) -> list[str]:
         """Why it should not be trusted for blocks of this width, sequences of up to `longest` tokens, this device: one
-        sentence each. What is None, here or there, is not compared."""
+        sentence each. A value that is None, in the arguments or in the calibration, is not compared."""
         found = []
         if max(d_model, self.d_model) > _MAX_WIDTH_RATIO * min(d_model, self.d_model):
             found.append(f"measured at width {self.d_model}, used at {d_model}")
@@ -117,7 +117,7 @@ class Calibration:
 
     @staticmethod
     def from_dict(fields: Any) -> Calibration:
-        """Raises ArgumentError, naming the field; keys that it does not know are passed over."""
+        """Raises ArgumentError, naming the field; unknown keys are ignored."""
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise ArgumentError("calibration: expected what knapformer calibrate --json wrote")
         if fields.get("version") != _VERSION:
@@ -160,7 +160,7 @@ class Calibration:
 
 
 def _check_number(name: str, value: Any, low: float | None = None) -> None:
-    """Above 0, or from `low` on."""
+    """The value must be above 0, or at least `low` where that is given."""
     finite = type(value) in (int, float) and abs(value) <= sys.float_info.max  # an integer may be beyond any float
     good = finite and (value > 0 if low is None else value >= low)
     _expect(good, name, value, f"a finite number {'> 0' if low is None else f'>= {low:g}'}")
@@ -172,7 +172,7 @@ def _expect(good: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
-    """Its numbers are at least 0, a rate above, and ranks are whole."""
+    """Reads a cost. Its numbers must be at least 0, its rate above 0, and its ranks an integer of at least 1."""
     if fields is None:
         return None
     expected = {field.name for field in dataclasses.fields(cost)}

@@ -1,11 +1,11 @@
-"""Activation checkpointing that keeps what exchanges brought: the recomputation repeats no all-to-all. Needs torch.
+"""Activation checkpointing that keeps the results of exchanges, so that no all-to-all is repeated. Needs torch.
 
     from torch.utils.checkpoint import checkpoint
     checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanges)
 
-Kept of each attention: this rank's share of queries, keys and values as attention sees them, and its output. For each
-token of a shared sequence that is four times the width where all heads have keys of their own. Of sequences that are
-whole beside shared ones the output is kept too, as it is rows of the same tensor. The rest is computed again.
+For each attention it keeps this rank's share of queries, keys and values as attention sees them, and the output. For
+each token of a shared sequence that is four times the width where all heads have keys of their own. The output of whole
+sequences beside shared ones is kept too, as it is rows of the same tensor. The rest is computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def keep_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManage
     """For `checkpoint(..., context_fn=keep_exchanges)`. Every rank uses it, or none: it changes the order of
     collectives.
 
-    To keep more than exchanges, say so in a policy of your own, with EXCHANGES among what must be saved.
+    To keep more than exchanges, write a policy of your own that also saves the ops in EXCHANGES.
     """
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
         _policy

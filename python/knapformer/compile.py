@@ -1,8 +1,8 @@
 """Attention over the ranks of a bag, in a form that torch.compile traces whole. Needs torch.
 
-SequenceBalancer is C++, which a tracer cannot look into. A graph can hold the op `knapformer::exchange` under it. So
-what attention takes in a step is taken out of the balancer before the compiled part. What changes from step to step is
-tensors, and numbers and names stay, so one graph serves all steps:
+SequenceBalancer is C++, which a tracer cannot look into; but a graph can hold the op that it calls,
+`knapformer::exchange`. So AttentionTables takes from the balancer, before the compiled part, what a step's attention
+needs. Only tensors change from step to step; numbers and names stay, so one graph serves all steps:
 
     tables = AttentionTables.of(balancer, x.device)       # once a step, by every rank
 
@@ -32,32 +32,32 @@ OpArguments: TypeAlias = tuple[list[Tensor], list[int], str, str]
 
 @dataclass
 class AttentionTables:
-    """What attention takes on this rank in one step. Made anew after each plan_routing (finish_planning).
+    """What attention needs on this rank in one step. Made anew after each plan_routing (finish_planning).
 
-    Lists have an entry for each level: the sequences that equally many ranks share. A flat bag has one level.
+    Lists have an entry for each level. A level is the sequences of one degree; a flat bag has one level.
     """
 
-    rows: list[Tensor]  # (rows of this rank at the level, 0)
-    layouts: list[Any]  # of the sequences that attention sees: what `attend` gets
+    rows: list[Tensor]  # of shape (rows of this rank at the level, 0)
+    layouts: list[Any]  # what `attend` gets for the sequences that attention sees
     travels: list[bool]  # whether the level's rows travel
-    to_sequences: OpArguments  # of the levels that travel: q, k, v of this rank's rows -> of whole sequences
-    to_rows: OpArguments  # and o back
+    to_sequences: OpArguments  # for the levels that travel: q, k, v of this rank's rows -> of whole sequences
+    to_rows: OpArguments  # for the same levels: o back to this rank's rows
 
     @staticmethod
     def of(
         balancer: SequenceBalancer, device: torch.device, layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens
     ) -> AttentionTables:
-        """Of the plan in force, for tensors on `device`. Outside of what is compiled.
+        """The tables of the plan in force, for tensors on `device`. To be called outside of the compiled part.
 
-        layout: makes what `attend` gets of the lengths (int32 CPU) of the sequences that it sees, once a step: what a
-        kernel wants that no graph can make, such as offsets on the device. By default the lengths themselves.
+        layout: called here for each level, with the lengths (int32 CPU) of the sequences that `attend` will see. Its
+        result is passed to `attend`: what no graph can make, such as offsets on the device. Default: the lengths.
         """
         rows, seq_lens, travels, to_sequences, to_rows = balancer.op_attention(device)
         return AttentionTables(rows, [layout(lens) for lens in seq_lens], travels, to_sequences, to_rows)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """As SequenceBalancer.attention, with the same collectives; `attend` is called for every level, also where that
-        has no tokens here. An error in it is not told to other ranks.
+        """Like SequenceBalancer.attention, with the same collectives, but `attend` is called for every level, also for
+        one without tokens on this rank, and an error in `attend` is not reported to the other ranks.
 
         q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, head_dim). Returns (chunk tokens, heads, ..).
         """
@@ -73,7 +73,7 @@ class AttentionTables:
         return returned[0] if len(returned) == 1 else torch.cat(returned)
 
     def _exchange(self, levels: list[list[Tensor]], heads: list[int], arguments: OpArguments) -> list[list[Tensor]]:
-        """What travels comes back moved, by one all-to-all; the rest as it is."""
+        """Moves the levels that travel, by one all-to-all, and returns the other levels as they are."""
         tensors = [t for level, travels in zip(levels, self.travels, strict=True) if travels for t in level]
         if not tensors:
             return levels

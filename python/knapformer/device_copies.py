@@ -1,4 +1,4 @@
-"""Copies from the host that it does not wait for. Needs torch."""
+"""Copies from the host to a device, which the host does not wait for. Needs torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A CPU tensor on `device` (None: the CPU). The host does not wait: an accelerator reads pinned memory, which
-    torch keeps until it has been read. From any other memory a "non-blocking" copy blocks."""
+    """Copies a CPU tensor to `device` (None: the CPU). The host does not wait: an accelerator reads pinned memory, and
+    torch keeps this memory until then. A "non-blocking" copy from any other memory blocks."""
     if device is None or device.type in ("cpu", "meta"):
         return tensor if device is None else tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -23,7 +23,7 @@ def build_description() -> str:
 
 
 def installed_torch() -> str | None:
-    """Its version with the build, which metadata may lack, as in "2.13.0+cpu"; None where there is none."""
+    """The version of the installed torch, as in "2.13.0+cpu" (its metadata may lack "+cpu"); None: not installed."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -31,7 +31,7 @@ def installed_torch() -> str | None:
 
 
 def torch_problem() -> str | None:
-    """Why knapformer's torch part cannot be loaded here; None: nothing is known against it."""
+    """Why knapformer's torch part cannot be loaded here; None: no reason is known."""
     installed = installed_torch()
     if installed is None:
         return "needs torch, which is not installed; install its CPU or CUDA build"

@@ -1,4 +1,4 @@
-"""Files of JSON that users give."""
+"""JSON files that users give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from knapformer._core import ArgumentError
 
 
 def parse_json(content: bytes, argument: str) -> Any:
-    """Raises ArgumentError, beginning with `argument`, where it is no JSON."""
+    """Where `content` is no JSON, raises ArgumentError, whose message begins with `argument`."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -18,5 +18,5 @@ def parse_json(content: bytes, argument: str) -> Any:
 
 
 def read_json(path: str | Path, argument: str) -> Any:
-    """As parse_json, of a file. Raises OSError where it cannot be read."""
+    """Like parse_json, for a file. Raises OSError where the file cannot be read."""
     return parse_json(Path(path).read_bytes(), f"{argument}: {path}")

@@ -23,8 +23,8 @@ class Recorder:
         self._file = open(Path(folder, log_name(rank, num_ranks)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def __call__(self, seq_lens: Iterable[Any]) -> None:
-        """The next batch (with accumulation: micro-batch) of this rank. seq_lens: of each sample, in tokens, an
-        iterable or a tensor; empty where it has none. Raises ArgumentError."""
+        """Logs the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of each sample, an
+        iterable or a tensor; empty for a batch without samples. Raises ArgumentError."""
         lens = [int(length) for length in seq_lens]
         for length in lens:
             if not 1 <= length <= MAX_SEQUENCE_TOKENS:
@@ -50,9 +50,9 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
             for batch in loader:
                 log(batch.seq_lens)
 
-    Each rank writes a file of its own in `folder`, which all may share; `BalancedLoader(record=log)` writes as it
-    draws. A log that is there is added to. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them, or one
-    rank. Raises ArgumentError, OSError.
+    Each rank writes a file of its own in `folder`, which all ranks may share. `BalancedLoader(record=log)` writes as
+    it draws. An existing log is appended to. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them;
+    without these, one rank. Raises ArgumentError, OSError.
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", 1)) if num_ranks is None else num_ranks)
@@ -63,7 +63,7 @@ def log_name(rank: int, num_ranks: int) -> str:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
-    """The batches that all ranks have drawn, [rank], with whatever their lines hold; None where that is no JSON.
+    """For each batch that all ranks have drawn: what each rank's line holds, unchecked; None where it is no JSON.
 
     Raises ArgumentError, OSError.
     """
@@ -76,12 +76,12 @@ def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
     if missing := sorted(set(expected) - set(names)):
         raise ArgumentError(f"{folder}: got no {missing[0]}, expected a log of each of {count} ranks")
     logs = [Path(folder, name).read_text(encoding="utf-8", errors="replace").splitlines() for name in expected]
-    for lines in zip(*logs, strict=False):  # ranks that were ended may differ by a batch
+    for lines in zip(*logs, strict=False):  # ranks of a run that was killed may differ by a batch
         yield list(map(_value, lines))
 
 
 def _value(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:  # of a run that was killed as it wrote
+    except ValueError:  # the run was killed as it wrote the line
         return None

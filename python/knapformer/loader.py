@@ -32,30 +32,32 @@ class BalancedLoader(Generic[Batch]):
         step n     | finish plan n | fetch n+1, start its gather | compute n ...........................|
         a thread                                                 | wait for lengths n+1, plan n+1 |
 
-    loader: a DataLoader, or any iterable of packed batches; each pass over this one is one over that.
-    balancer: plans; its ranks are those that step together. All of them iterate, and do nothing with `balancer` that
-        the others do not.
+    loader: a DataLoader, or any iterable of packed batches; each pass over the BalancedLoader is one pass over it.
+    balancer: makes the plans; its ranks are those that step together. All of them iterate, and all make the same calls
+        on `balancer`.
     d_model: width of the blocks, in features.
-    seq_lens: tokens of each sequence of a batch, as the balancer plans them. None: `batch.seq_lens`, or
+    seq_lens: of a batch, the tokens of each of its sequences, as the balancer plans them. None: `batch.seq_lens`, or
         `batch["seq_lens"]`.
-    masks, work: of each of these sequences, as in plan_routing. None: the balancer's own, and the formula's.
+    masks, work: of a batch, those of each of its sequences, as in plan_routing. None: the balancer's mask, and the
+        formula's work.
     end: "longest": a pass lasts until all ranks have run out, and ranks that have run out before yield `empty()`, a
-        batch without sequences, so that every batch of every rank is used once. "shortest": it lasts until one has.
+        batch without sequences, so that every batch of every rank is used once. "shortest": a pass lasts until one rank
+        has run out.
 
     record: a log of `knapformer.record`, to which the lengths of every batch that is drawn are written.
-    device: where the model's tensors will be ("cuda": the current one). The planning thread packs the index tables of
-        the first steps for it, too. None: known from the first exchange on.
+    device: where the model's tensors will be ("cuda": the current one). The planning thread then packs the index tables
+        of the first steps for it, too. None: the device is known from the first exchange on.
 
-    An exception out of `loader` on one rank ends the pass on all, after the batches before it: that rank raises it, the
-    others StateError. After it the balancer is of no more use. A batch that the balancer's max_tokens_per_rank refuses
-    ends the pass as well, by ArgumentError on all, but not the balancer.
+    An exception out of `loader` on one rank ends the pass on all ranks, after the batches before it: that rank raises
+    it, the others raise StateError. The balancer cannot be used after it. A batch that the balancer's
+    max_tokens_per_rank refuses also ends the pass, by ArgumentError on all ranks, but the balancer stays usable.
 
-    A step takes one gather, of lengths, as plan_routing does. It starts when the step begins, on every rank at the same
-    point between the balancer's other collectives; the rest of planning is a thread of C++.
+    A step takes one gather, of lengths, as plan_routing does. The gather starts when the step begins, on every rank at
+    the same point between the balancer's other collectives. The rest of planning runs in a C++ thread.
 
     The batch ahead is fetched by the thread that trains: let a DataLoader's workers prepare it.
 
-    With `micro_batches` an optimizer step is planned at once, and samples move before the model sees them:
+    With `micro_batches` an optimizer step is planned as a whole, and samples move before the model sees them:
 
         loader = BalancedLoader(samples, balancer, config.d_model, micro_batches=4,
                                 per_token=["latents", "target"], per_sample=["text"])
@@ -64,20 +66,22 @@ class BalancedLoader(Generic[Batch]):
 
         before step n | wait for samples n | plan n+1 is there: send its samples | draw n+2, start its gather |
 
-    micro_batches: of an optimizer step: so many lists are one, on every rank. A list may be empty. Of `loader` so many
-        batches are drawn for a step, fewer at its end; each is a list of samples, and a sample a dict of tensors.
-    per_token, per_sample: the names of these tensors, all of them. Those with a row for each token are cut where a
-        sample is shared by several ranks; the others go whole, of any shape, to every rank that holds a part of it. Any
-        dtype, dense, on the CPU, without gradients. What comes from other ranks are views of one buffer.
-    seq_lens: None: the rows of the first of per_token.
+    micro_batches: the number of them in an optimizer step: a step yields so many lists, on every rank. A list may be
+        empty. So many batches are drawn from `loader` for a step, fewer at the end of `loader`. Each of these batches
+        is a list of samples, and a sample is a dict of tensors.
+    per_token, per_sample: together the names of all tensors of a sample. Tensors in per_token have a row for each token
+        and are cut where several ranks share the sample. Tensors in per_sample have any shape and go whole to every
+        rank that holds a part of the sample. All are dense, on the CPU, of any dtype, without gradients. Tensors that
+        come from other ranks are views of the buffer that received them.
+    seq_lens: None: the number of rows of the first tensor in per_token.
     sync: as in `knapformer.plan`.
-    max_bytes_in_flight: what a rank sends, and what it receives, at a time; 0 for no limit. What a step has beyond it
-        is moved when the step before has ended, in all-to-alls of this size. A sample that is larger is refused by
-        ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
+    max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
+        of a step beyond it move when the step before has ended, in all-to-alls of at most this size. A sample that is
+        larger raises ArgumentError on all ranks, which ends the pass as max_tokens_per_rank does.
 
-    Then samples lie where they are computed, in the order of `loader.chunks`, and nothing is routed in the model: on
-    shared ones attention exchanges. Every rank holds samples of two steps ahead. No list is made by `empty`. A step
-    takes one gather, and one all-to-all of bytes, which both overlap with the step before.
+    The samples then lie on the ranks that compute them, in the order of `loader.chunks`. Nothing is routed in the
+    model; only attention exchanges, for shared samples. Every rank holds samples of two steps ahead. `empty` is not
+    used. A step takes one gather, and one all-to-all of bytes, which both overlap with the step before.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class BalancedLoader(Generic[Batch]):
         try:
             yield from self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
         except StateError:
-            if source.error is not None:  # of this rank's data, in place of what all ranks are told
+            if source.error is not None:  # the error of this rank's own data, in place of what all ranks are told
                 raise source.error from None
             raise
 
@@ -159,7 +163,7 @@ class BalancedLoader(Generic[Batch]):
 
     def _iterate_steps(self, source: _Source[Any]) -> Iterator[tuple[Any, Plan]]:
         balancer = self._balancer
-        # Two steps ahead: of the next one samples are under way, of the one after it lengths.
+        # Two steps ahead: the next step's samples are in flight, and the lengths of the step after it.
         moving, position = self._start_step(source), source.position
         balancer.start_moving(moving)
         drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
@@ -177,29 +181,29 @@ class BalancedLoader(Generic[Batch]):
                 plan = balancer.follow_micro_batch(number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
         balancer.finish_planning_step(moving)
-        balancer.finish_moving(moving)  # of what nobody computes, so that nothing stays in flight
+        balancer.finish_moving(moving)  # nobody computes these, but nothing may stay in flight
         self._position = _Position()
 
     @property
     def step_plan(self) -> StepPlan:
-        """Of the optimizer step in which the loop is, where there are micro-batches."""
+        """The plan of the optimizer step in which the loop is; with micro_batches alone."""
         if self._step_plan is None:
             raise StateError("step_plan: no step has begun, expected a loop over a loader with micro_batches")
         return self._step_plan
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(sequence of the step, begin, end) of each entry of the list yielded last: this rank computes the tokens
-        [begin, end) of it, all of them where it is not shared."""
+        """(sequence, begin, end) of each entry of the list yielded last: this rank computes the tokens [begin, end) of
+        that sequence of the step, all of them where it is not shared."""
         return self.step_plan.chunks_on(self._balancer.rank, self._micro_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: after the batch that was yielded last. Other ranks' are others: save all of them.
+        """This rank's position: after the batch that was yielded last. Each rank has its own: save those of all ranks.
 
-        With micro-batches: after the last whole step. Those of a step that has not ended are computed again, as a
-        checkpoint does not hold their gradients.
+        With micro-batches: after the last whole step. Micro-batches of a step that has not ended are computed again,
+        as a checkpoint does not hold their gradients.
 
-        Holds the wrapped loader's own state where it has `state_dict` and `load_state_dict` (torchdata's
+        Holds the wrapped loader's own state where that has `state_dict` and `load_state_dict` (torchdata's
         StatefulDataLoader). Keyed by rank, so that torch.distributed.checkpoint may save it as it is.
         """
         position = self._position
@@ -209,10 +213,11 @@ class BalancedLoader(Generic[Batch]):
         return {self._key: state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next pass goes on behind the batch that was yielded last when `state` was taken, with the same batches.
+        """The next pass goes on after the batch that was yielded last when `state` was taken, with the same batches.
 
-        A wrapped loader with a state of its own goes on by that. Any other is iterated anew, and the batches that were
-        used are skipped: its order must be the same again (a seeded generator, `set_epoch` called as before).
+        A wrapped loader with a state of its own goes on from that state. Any other is iterated from its start, and the
+        batches that were used are skipped: its order must be the same again (a seeded generator, `set_epoch` called as
+        before).
         """
         if self._key not in state:
             raise ArgumentError(f"state: got that of {', '.join(map(str, state)) or 'nobody'}, expected {self._key}")
@@ -229,7 +234,7 @@ class BalancedLoader(Generic[Batch]):
         return f"rank_{self._balancer.rank}_of_{self._balancer.num_ranks}"
 
     def _snapshot(self) -> bytes | None:
-        """Of the wrapped loader's state: not the state itself, which may go on changing. Bytes, as checkpoints that are
+        """A copy of the wrapped loader's state, as the state itself may go on changing. Bytes, as checkpoints that are
         loaded in place need a state of the same structure at any time."""
         return pickle.dumps(self._loader.state_dict()) if self._stateful else None  # type: ignore[attr-defined]
 
@@ -262,14 +267,14 @@ class BalancedLoader(Generic[Batch]):
         return [name for name, _ in self._fields]
 
     def _lens_of(self, batch: Any) -> Sequence[int] | Tensor:
-        """Of a batch that was just drawn."""
+        """The lengths of a batch that was just drawn. Adds them to the log, if there is one."""
         lens = self._seq_lens(batch)
         if self._record is not None:
             self._record(lens)
         return lens
 
     def _of_each(self, batches: Sequence[Any]) -> dict[str, list[Any]]:
-        """What is said of each of their sequences besides its length."""
+        """The masks and the work of each sequence in these batches, where they are given."""
         said = {"masks": self._masks, "work": self._work}
         return {name: [item for batch in batches for item in of(batch)] for name, of in said.items() if of is not None}
 
@@ -279,26 +284,26 @@ class BalancedLoader(Generic[Batch]):
 
 @dataclass(frozen=True)
 class _Position:
-    """In a pass over the wrapped loader, before the batch that is fetched next."""
+    """A position in a pass over the wrapped loader: before the batch that is fetched next."""
 
-    num_batches: int = 0  # taken from it
-    ended: bool = False  # it has no more
-    state: bytes | None = None  # its own, where it has one, inside a pass
+    num_batches: int = 0  # taken from the loader
+    ended: bool = False  # the loader has no more batches
+    state: bytes | None = None  # the loader's own, where it has one, inside a pass
 
 
 class _Source(Generic[Batch]):
-    """One pass over this rank's batches, and then what it yields for want of more."""
+    """One pass over this rank's batches, and after the last one batches without sequences."""
 
     def __init__(self, loader: BalancedLoader[Batch], position: _Position) -> None:
         self._loader = loader
         self._batches = self._from(0 if loader._stateful else position.num_batches)
         self._num_batches = position.num_batches
-        self.position = position  # before `batch`
+        self.position = position  # the one before `batch`
         self.batch: Batch
         self.error: Exception | None = None
 
     def _from(self, num_skipped: int) -> Iterator[Batch]:
-        """Opens the loader lazily: what it raises is an error of the first batch."""
+        """Opens the loader lazily: an exception in opening it is an error of the first batch."""
         yield from islice(self._loader._loader, num_skipped, None)
 
     def _draw(self, most: int) -> list[Batch]:
@@ -314,7 +319,7 @@ class _Source(Generic[Batch]):
         return batches
 
     def fetch(self) -> tuple[Sequence[int] | Tensor, dict[str, list[Any]]]:
-        """The next batch's lengths, and what else is said of its sequences. An error is kept, for it is raised when the
+        """The next batch's lengths, and the masks and work of its sequences. An error is kept, and raised when the
         other ranks know of it."""
         of = self._loader
         try:
@@ -328,7 +333,7 @@ class _Source(Generic[Batch]):
         return [], {}
 
     def fetch_step(self) -> tuple[Samples, dict[str, list[Any]]]:
-        """The next step's samples, and what else is said of them. An error is kept, as above, and then nothing more is
+        """The next step's samples, and their masks and work. An error is kept, as in fetch; after it nothing more is
         drawn."""
         of = self._loader
         try:
@@ -342,7 +347,7 @@ class _Source(Generic[Batch]):
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """As tensors on it say it: cuda is cuda:0 where that is the current one."""
+    """The device as tensors on it name it: cuda becomes cuda:0 where that is the current one."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())

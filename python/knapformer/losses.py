@@ -1,17 +1,17 @@
 """Losses over sequences of unequal length on all ranks, weighted as one process with all the data would weigh them.
 
-The mean of each rank's mean is not the mean: a rank with few tokens would weigh each of them more. Here every rank
-divides its own sum by the count over all ranks. What a helper returns is scaled so that, after the gradient reduction
-of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data.
+The mean of the ranks' means is not the mean over all data: a token would weigh more on a rank with few tokens. Here
+every rank divides its own sum by the count over all ranks. The returned loss is scaled so that, after the gradient
+reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of the mean over all data.
 
     loss = token_mean(per_token)          # per_token: (tokens,), after reverse_route
     loss.backward()
     print(global_mean(loss))                 # the mean over all data
 
-The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank calls, in the
-same order, also a rank without data: its part of the loss is 0 and stays attached to the model. The all-reduce is
-spared where the count is known: from the plan (`plan`), or from the caller (`total`), who with gradient accumulation
-counts over all micro-batches:
+The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank has to call, in
+the same order, also a rank without data: its part of the loss is 0 and stays attached to the model. No all-reduce is
+needed where the count is known: from the plan (`plan`), or from the caller (`total`). With gradient accumulation the
+caller counts over all micro-batches:
 
     total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
     for batch in micro_batches:
@@ -45,13 +45,13 @@ def token_mean(
 ) -> Tensor:
     """The mean over all tokens of all ranks.
 
-    per_token: (tokens,), the loss of each token of this rank; may be empty. Tokens that bear no loss are left out.
+    per_token: (tokens,), the loss of each token of this rank; may be empty. Leave out tokens that bear no loss.
     plan: saves the all-reduce where every token that was planned bears a loss.
-    total: saves it where the number of tokens of all ranks is known.
+    total: the number of tokens of all ranks, where it is known; saves the all-reduce, too.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
     gradient_reduction: what the training loop does with gradients over these ranks.
 
-    Returns a scalar in float32 or better. Without data on any rank it is 0, with the graph behind it.
+    Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph.
     """
     _check_vector("per_token", per_token)
     num_tokens = len(per_token)
@@ -76,11 +76,11 @@ def sample_mean(
     group: dist.ProcessGroup | None = None,
     gradient_reduction: GradientReduction = "mean",
 ) -> Tensor:
-    """The mean over all samples of all ranks of the mean over each sample's tokens: a short one weighs as a long one.
+    """The mean over all samples of all ranks. Each sample, short or long, counts once, with the mean over its tokens.
 
     seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. sample_lens: tokens of
-    the whole samples, where this rank computes but a chunk of some; it needs `total`, and chunks may be empty. plan,
-    total: as in token_mean, of samples. The rest as there.
+    the whole samples, where this rank computes only a chunk of some; it requires `total`, and chunks may be empty.
+    plan, total: as in token_mean, but for samples. The other arguments: as in token_mean.
     """
     _check_vector("per_token", per_token)
     lens = torch.as_tensor(seq_lens, dtype=torch.int64, device="cpu")
@@ -117,9 +117,9 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
 def global_mean(
     loss: Tensor, group: dist.ProcessGroup | None = None, gradient_reduction: GradientReduction = "mean"
 ) -> Tensor:
-    """What token_mean or sample_mean returned on each rank as the one mean over all data, detached, to look at.
+    """The mean over all data, made of what token_mean or sample_mean returned on each rank; detached, to look at.
 
-    A collective of the group. group, gradient_reduction: as they were given there.
+    A collective of the group. group, gradient_reduction: as they were given to that function.
     """
     whole = loss.detach().clone()
     if _num_ranks(group) > 1:
@@ -151,7 +151,7 @@ def _checked_rank(plan: Plan, group: dist.ProcessGroup | None) -> int:
 
 
 def _factor(group: dist.ProcessGroup | None, gradient_reduction: GradientReduction) -> int:
-    """By which a rank's share is made larger, as a mean over ranks makes it smaller."""
+    """A rank's share is multiplied by this: a gradient reduction by mean divides by the number of ranks."""
     if gradient_reduction not in ("mean", "sum"):
         raise ValueError(f"gradient_reduction: got {gradient_reduction!r}, expected 'mean' or 'sum'")
     return _num_ranks(group) if gradient_reduction == "mean" else 1
@@ -169,7 +169,7 @@ def _share_of_mean(
         if total < local_count:
             raise ValueError(f"total: got {total}, expected at least the {local_count} of this rank")
         return local_sum * (factor / max(total, 1))
-    # Of a group that has no CPU backend the count stays on the device: nothing waits for it.
+    # Where the group has no CPU backend, the count stays on the device: the host does not wait for it.
     count = _sum_over_ranks(local_count, group)
     return local_sum * (factor / count.clamp(min=1).to(local_sum.dtype))
 
@@ -177,7 +177,7 @@ def _share_of_mean(
 def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
     if _num_ranks(group) == 1:
         return torch.tensor(count, dtype=torch.int64)
-    total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # a copy would wait
+    total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # filled there: a copy would wait
     dist.all_reduce(total, group=group)
     return total
 

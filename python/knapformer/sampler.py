@@ -24,7 +24,7 @@ from knapformer._core import (
     plan,
 )
 
-_STEPS_KEPT = 8  # plans, for trainers that ask for what a DataLoader's workers fetched ahead
+_STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -41,9 +41,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     optimizer.step()
 
     An optimizer step holds the samples that a DistributedSampler of the same seed and epoch gives to all ranks for it,
-    batch_size * micro_batches from each. Which rank computes a sample, and in which micro-batch, is planned: every rank
+    batch_size * micro_batches to each. Which rank computes a sample, and in which micro-batch, is planned: every rank
     makes the same plan by itself from the lengths, without a collective. Ranks and micro-batches hold different numbers
-    of samples, so losses are weighed over the step (knapformer.losses).
+    of samples, so losses are to be weighted over the whole step (knapformer.losses).
 
     Where `topology` has bags of several ranks, a long sample may be shared: all ranks of its group get its index, and
     each computes its own tokens of it. A balancer of that topology follows the plan, and attention exchanges; no token
@@ -55,28 +55,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
         map. An array or a tensor is not copied.
-    batch_size: samples of a rank in a micro-batch, in the mean.
+    batch_size: mean number of samples of a rank in a micro-batch.
     d_model: width of the blocks, in features.
-    micro_batches: of an optimizer step: so many lists are one, on every rank.
+    micro_batches: the number of them in an optimizer step: so many lists make a step, on every rank.
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"). None: every sample is whole on one rank.
-    num_replicas, rank: of the data-parallel ranks. None: of the default process group, or one rank alone.
+    num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
-    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it there.
-        What is planned is the cost of stacking: a sample counts as many tokens as the longest of its shape in the step.
-        Samples that count equally many trade places, so that each shape is in as few lists as may be. Ranks have
-        different numbers of groups: under FSDP all groups of a list belong in one call of the model.
-    shapes: with same_shape, of every sample the number of its shape, as lengths are given. None: its length.
+    same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
+        the shape changes. The plan counts the cost of stacking: a sample has as many tokens as the longest of its shape
+        in the step. Samples of equal count trade places, so that each shape is in few lists. Ranks have different
+        numbers of groups: under FSDP all groups of a list belong in one call of the model.
+    shapes: with same_shape, the number of every sample's shape, in the form of `lengths`. None: the sample's length.
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
-        others. None is repeated to fill it, as DistributedSampler does.
+        others. Unlike with DistributedSampler, no sample is repeated to fill it.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
-        sample, and data whose last step has too few for that is refused.
-    work: of every sample, as lengths are given, in place of what the formula says of its length: FLOPs of one block
-        forward, as in `plan`. Not with same_shape, which plans the cost of stacking. None: the formula's.
-    max_tokens_per_rank: in a micro-batch; 0 for no limit. State it: without one, a list may hold many times the mean.
-    model: a TrainedModel. None: the default. Nothing is routed, whatever it says.
+        sample, and data is refused if its last step has too few samples for that.
+    work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
+        of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
+    max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
+    model: a TrainedModel. None: the default. Its `routed` is ignored: nothing is routed.
     gamma, mask, rank_speed, cluster, num_heads, sync, effort: as in `plan`.
 
-    Raises ArgumentError, naming the argument; in iteration, where a step's samples cannot keep max_tokens_per_rank.
+    Raises ArgumentError, naming the argument; in iteration, too, where a step's samples cannot keep
+    max_tokens_per_rank.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._order: Tensor | None = None  # the epoch's
         self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
-        # Where in that order starts: the next pass; this pass; the step that is not yielded whole yet.
+        # Positions in that order where these start: the next pass; this pass; the first step not yet yielded whole.
         self._resume_at = self._first = self._next = 0
         self._check_last_step()
 
@@ -181,30 +182,30 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 yield indices
 
     def __len__(self) -> int:
-        """Lists of a pass: micro-batches of its steps."""
+        """The number of lists in a pass: the micro-batches of its steps."""
         return self._num_steps() * self._micro_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
+        """Sets the order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, None
             self._planned.clear()
             self._resume_at = self._first = self._next = 0
 
     def num_samples(self, step: int) -> int:
-        """Of all ranks in an optimizer step of this pass."""
+        """The samples of all ranks in an optimizer step of this pass."""
         return len(self._samples(step))
 
     def num_tokens(self, step: int) -> int:
-        """Of all ranks in an optimizer step of this pass."""
+        """The tokens of all ranks in an optimizer step of this pass."""
         return int(self._lengths[self._samples(step)].sum())
 
     def step_plan(self, step: int) -> StepPlan:
-        """Of an optimizer step of this pass. Its ids count through the step's samples."""
+        """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
         return self._planned_step(step)[1]
 
     def plan(self, step: int, micro_batch: int) -> Plan:
-        """Of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
+        """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
         return self.step_plan(step).plans[self._checked_micro_batch(micro_batch)]
 
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
@@ -229,18 +230,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return list(groups.values())
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, int]:
-        """Where the pass stands, the same on all ranks: behind the last whole optimizer step.
+        """The position of the pass, the same on all ranks: after the last whole optimizer step.
 
         Micro-batches of a step that has not ended are computed again: a checkpoint does not hold their gradients.
 
-        num_steps: optimizer steps taken in this pass. None: as many as were yielded whole, which is right where nothing
-            fetches ahead, as a DataLoader's workers do.
+        num_steps: optimizer steps taken in this pass. None: as many as were yielded whole, which is right only where
+            nothing fetches ahead; a DataLoader's workers do.
         """
         after = self._next if num_steps is None else self._first + num_steps * self._step_size
         return {"epoch": self._epoch, "next_sample": min(after, len(self._lengths)), **self._order_follows()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass goes on where `state` was taken, with any number of ranks and micro-batches."""
+        """The next pass goes on from the position in `state`, with any number of ranks and micro-batches."""
         for name, own in self._order_follows().items():
             if state.get(name) != own:
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
@@ -250,7 +251,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._resume_at = self._first = self._next = state["next_sample"]
 
     def _order_follows(self) -> dict[str, int]:
-        """What the order of an epoch's samples follows."""
+        """The values that the order of an epoch's samples depends on."""
         return {"seed": self._seed, "shuffle": int(self._shuffle), "num_samples": len(self._lengths)}
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
@@ -276,7 +277,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
 
     def _samples(self, step: int) -> Tensor:
-        """Of all ranks: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
+        """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
         if not 0 <= step < self._num_steps():
             raise ArgumentError(f"step: got {step}, expected 0 to {self._num_steps() - 1}")
         if self._order is None:
@@ -290,7 +291,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return dealt[dealt >= 0]
 
     def _planned_step(self, step: int) -> tuple[Tensor, StepPlan]:
-        """Its samples, by the plan's ids, and its plan."""
+        """The step's samples, in the order of the plan's ids, and its plan."""
         samples = self._samples(step)
         key = (self._first, step)
         if key in self._planned:
@@ -313,13 +314,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._planned[key]
 
     def _by_rank(self, values: Tensor) -> list[list[Any]]:
-        """Of a step's samples, in lists as even as may be, the longer ones first."""
+        """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""
         return [of_rank.tolist() for of_rank in values.tensor_split(self._num_ranks)]
 
     def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: StepPlan) -> Tensor:
         """The samples in another order: those that count equally many tokens trade places, which changes no list's
-        work, until the lists of a length, one after another, have its shapes one after another. So S shapes on L lists
-        are at most S + L - 1 groups."""
+        work. After that, for each such count, the lists in their order hold the shapes in their order. So S shapes on L
+        lists are at most S + L - 1 groups."""
         assert self._shapes is not None
         places = torch.empty(len(samples), dtype=torch.int64)  # the list of each id
         for micro_batch, of_micro_batch in enumerate(planned.plans):
@@ -336,14 +337,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def _checked_work(values: Any, num_samples: int) -> Tensor:
-    # Lists of floats would be of torch's default type, which rounds them.
+    # Without a dtype, lists of floats would get torch's default one, which rounds them.
     work = _as_tensor("work", values, torch.float64 if isinstance(values, list | tuple) else None)
     if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
         raise ArgumentError(
             f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
         )
     if num_samples > 0:
-        least, most = work.aminmax()  # no number where one is none
+        least, most = work.aminmax()  # NaN where any of them is NaN
         if not (least >= 1 / MAX_MAGNITUDE and most <= MAX_MAGNITUDE):
             raise ArgumentError(
                 f"work: got {least.item()} to {most.item()}, expected positive finite numbers, from "
@@ -353,7 +354,7 @@ def _checked_work(values: Any, num_samples: int) -> Tensor:
 
 
 def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tensor:
-    with warnings.catch_warnings():  # of memory maps that cannot be written: nothing here writes
+    with warnings.catch_warnings():  # torch warns of read-only memory maps: nothing here writes
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
             return torch.as_tensor(values, dtype=dtype)

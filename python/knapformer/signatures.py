@@ -1,7 +1,7 @@
 """Signatures of C++ functions as Python has them: for help(), inspect.signature() and notebooks.
 
-pybind11 writes a signature as the first line of a docstring, where inspect does not look. Here each function gets one
-of Python's before it, which has that line as its signature and passes its arguments on.
+pybind11 writes a signature as the first line of a docstring, where inspect does not look. Here each function is wrapped
+by a Python function that has that line as its signature and passes its arguments on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from knapformer import _core
 
 
 def show_signatures(module: ModuleType) -> None:
-    """For all functions, methods and constructors of C++ that the module has. To be called before they are used."""
+    """Wraps all functions, methods and constructors of C++ in the module. To be called before they are used."""
     names: dict[str, Any] = {"collections": collections, "datetime": datetime, "typing": typing}
     names |= {name: sys.modules[name] for name in ("knapformer", "torch") if name in sys.modules}
     owners: list[Any] = [module, *filter(inspect.isclass, vars(module).values())]
@@ -59,9 +59,9 @@ def _face(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., 
 
 
 def _signature(line: str, names: dict[str, Any]) -> inspect.Signature:
-    """Of "name(self: ..., parameter: type = default) -> type"."""
+    """The signature that a line "name(self: ..., parameter: type = default) -> type" describes."""
     line = re.sub(r"\(self: [\w.]+", "(self", line)
-    # inspect shows the class alone as <class 'SupportsIndex'>.
+    # Without the plain type beside it, inspect shows such a class as <class 'SupportsIndex'>.
     for name, plain in (("SupportsIndex", "int"), ("SupportsInt", "int"), ("SupportsFloat", "float")):
         line = re.sub(rf": typing\.{name}(?=[,)]| = )", f": {plain} | typing.{name}", line)
     made: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _signature(line: str, names: dict[str, Any]) -> inspect.Signature:
 
 
 def _merged(first: inspect.Signature, second: inspect.Signature) -> inspect.Signature:
-    """That of both: what only one requires has the default `...`."""
+    """The signature of both overloads: a parameter that only one has, and requires, gets the default `...`."""
     common = first.parameters.keys() & second.parameters.keys()
     parameters = {**second.parameters, **first.parameters}.values()
     return inspect.Signature(
@@ -83,7 +83,7 @@ def _merged(first: inspect.Signature, second: inspect.Signature) -> inspect.Sign
 
 
 def _overload(name: str, own: inspect.Signature, doc: str, overloads: list[inspect.Signature]) -> str:
-    """The docstring of an overload, under the parameters that not all overloads take."""
+    """The docstring of an overload, below a line with those of its parameters that not all overloads take."""
     differing = [str(p) for p in own.parameters.values() if not all(p.name in other.parameters for other in overloads)]
     returned = inspect.formatannotation(own.return_annotation)
     return f"{name}({', '.join(['...', *differing])}) -> {returned}\n\n{doc}"

@@ -154,8 +154,8 @@ def test_a_part_that_is_stopped_keeps_what_it_had_done(
         out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
         environment={"time": "", "commit": ""},
     )  # fmt: skip
-    for _ in range(2):
-        assert not run.finish("packing", args)
+    for ends_well in (True, False):  # a part whose time is over is resumed; one that raised has failed
+        assert run.finish("packing", args) == ends_well
         stopped = of("packing", tmp_path)
         assert (stopped["done"], stopped["checks"]) == (["one"], [{"name": "one"}])
         assert stopped["left_out"] == [modules.UNDER_WAY]

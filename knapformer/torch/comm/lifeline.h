@@ -4,7 +4,7 @@
 // balancer holds a connection to the next rank, the last one to the first. The system closes the connection when that
 // process ends, however it ends. While the process is stopped or busy the connection stays open, and needs no answer: a
 // rank that goes on after any time never counts as gone. Where a whole host vanishes, the system's keep-alive probes
-// find out within 10 s. A rank that leaves says goodbye first.
+// find out within 8 s. A rank that leaves says goodbye first.
 //
 // Nothing travels but a number at the start and a byte at the end; one thread sleeps in poll(). Where ranks cannot
 // reach each other this way (a firewall) there are no lifelines, and a killed rank is noticed at the group's timeout.

@@ -24,9 +24,9 @@ from knapformer.models.model import Draw
 from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
 
-MAX_TEXT_TOKENS = 512  # the default: as published models are trained
+MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
 
-# module, its tensors and Packed -> its tensors. The module's own modules, called on packed rows.
+# (module, its tensors, Packed) -> its tensors: the module's forward on packed rows, by its own submodules.
 PackedForward = Callable[..., Any]
 # run(block, *arguments): calls a block as the model does, with its checkpointing.
 RunBlock = Callable[..., Any]
@@ -34,34 +34,34 @@ RunBlock = Callable[..., Any]
 
 @dataclass
 class Home:
-    """Tokens of this rank's samples, embedded, before they are routed and behind it."""
+    """This rank's samples with their tokens embedded, at home: before the route and after the reverse route."""
 
     x: Tensor  # (tokens, width of the blocks)
     seq_lens: list[int]  # tokens of each sample
-    features: list[Tensor] = field(default_factory=list)  # each (tokens, ...): go where their token goes
-    sequence_features: list[Tensor] = field(default_factory=list)  # each (samples, ...): go where a chunk goes
+    features: list[Tensor] = field(default_factory=list)  # each (tokens, ...): a row goes where its token goes
+    sequence_features: list[Tensor] = field(default_factory=list)  # each (samples, ...): a row goes where a chunk goes
     rest: Any = None  # what the head needs
-    grids: list[Any] = field(default_factory=list)  # of each sample, where it is one: its sizes in patches
+    grids: list[Any] = field(default_factory=list)  # where samples are grids: sizes of each, in patches
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """The last argument of every packed call of a module.
 
-    FSDP's mixed precision casts what is in floating point in a dataclass. What has to keep its precision stands in a
-    class that is none, as Rotation.
+    FSDP's mixed precision casts floating-point tensors in a dataclass. A tensor that has to keep its precision is held
+    by a class that is no dataclass, such as Rotation.
     """
 
-    of_token: Segments  # of each token its row of modulation
+    of_token: Segments  # for each token its row of modulation
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Packed):
-    """Of the chunks on this rank, computed once a step; what packed blocks get. Adapters add to it."""
+    """What packed blocks get for the chunks on this rank, computed once a step. Adapters add fields."""
 
     step: PackedStep
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective of the balancer, or a kernel that takes lengths
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, or a kernel that takes lengths
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token attends to its whole sequence. q, k, v (chunk tokens, heads, head_dim) -> (chunk tokens, width).
 
@@ -71,28 +71,28 @@ class Chunks(Packed):
 
 
 class Adapter(ABC):
-    """Of one class of diffusers. Everything here is called with the user's own model and its own modules."""
+    """For one class of models. Everything here is called with the user's own model and the model's own modules."""
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
-    # Where all arguments of the model's own forward have a batch as their first dimension: their names.
+    # Names of the arguments of the model's own forward, if all have a batch as their first dimension.
     batched: ClassVar[tuple[str, ...]] = ()
-    # Of each list of blocks the packed forward of its blocks; and which modules of a block attend, by name.
+    # For each list of blocks, the packed forward of its blocks; and the names of a block's modules that attend.
     blocks: ClassVar[dict[str, PackedForward]]
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    # Of other modules of the model. A module whose parts are called without it would not be gathered by FSDP.
+    # The same for other modules of the model. FSDP gathers a module when it is called, not when only its parts are.
     modules: ClassVar[dict[str, PackedForward]] = {}
-    # Classes of attention processors that the packed blocks compute the same as.
+    # Classes of attention processors that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
 
-    # What a model that is simulated, calibrated or replayed takes beside: sizes by name, as they differ from the
-    # defaults of the class; of each list in `blocks` what its kind is called, and the field that counts it; and of how
-    # many blocks the first one is like those that a large model has.
+    # Only for models that are simulated, calibrated or replayed: by name, the fields that differ from the defaults of
+    # the class; for each list in `blocks`, the name of its kind and the field that counts its blocks; and the number of
+    # blocks from which on the first one is like those of a large model.
     named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
     fewest_blocks: ClassVar[int] = 1
-    # Whether the text is attended to across, and no part of the sequence; whether samples, and predictions, are images
-    # or videos (1, channels, ...) in place of tokens.
+    # Whether the text is cross-attended to and no part of the sequence; whether samples and predictions are images or
+    # videos (1, channels, ...) in place of tokens.
     text_beside: ClassVar[bool] = False
     of_grids: ClassVar[bool] = False
 
@@ -101,14 +101,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def input_weight(self, model: Any) -> Tensor:
-        """Of the layer that reads the samples' tokens: its device and dtype are those of tensors without rows."""
+        """The weight of the layer that reads the samples' tokens. Tensors without rows get its device and dtype."""
 
     @abstractmethod
     def embed(self, model: Any, samples: Samples) -> Home: ...
 
     @abstractmethod
     def chunks(self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]) -> Chunks:
-        """features, of_chunk: those of Home, where the chunks are."""
+        """features, of_chunk: features and sequence_features of Home, moved to where the chunks are."""
 
     @abstractmethod
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: RunBlock) -> Tensor:
@@ -116,11 +116,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        """(tokens, width) at home -> a prediction of each sample, and the tensor that they are parts of."""
+        """(tokens, width) at home -> a prediction for each sample, and the tensor that was split into them."""
 
     @staticmethod
     def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        """Of this size, as `embed` takes it; of_grids: of grid_of(size.visual_tokens)."""
+        """A sample of this size, as `embed` takes it; with of_grids, of the grid grid_of(size.visual_tokens)."""
         raise NotImplementedError
 
     def check(self, model: Any) -> None:
@@ -148,18 +148,18 @@ def original_of(block: nn.Module) -> nn.Module:
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
-    """diffusers' (tokens, head_dim) with every number twice, as rows to route: (tokens, pairs, 2)."""
+    """diffusers' cos and sin, (tokens, head_dim) with every number twice, as rows to route: (tokens, pairs, 2)."""
     return torch.stack([cos[:, 0::2], sin[:, 1::2]], -1)
 
 
 def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
-    """Of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
+    """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
     return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
 
 
 def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:
-    """Rows and columns near a square, of about as many tokens: of one or two more or less where no such grid has as
-    many; of no less with at_least. Of what it returns it makes the same."""
+    """Rows and columns of a grid near a square, with about num_tokens tokens: a few more or less where no such grid has
+    as many; never less with at_least. For the number of tokens of a grid that it returned, it returns that grid."""
     side = math.isqrt(num_tokens)
     quotients = ((rows, num_tokens / rows) for rows in range(side, side // 2, -1))
     grids = [(rows, math.ceil(q) if at_least else round(q)) for rows, q in quotients] or [(0, 0)]
@@ -167,11 +167,11 @@ def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:
 
 
 def clip_half(x: Tensor) -> Tensor:
-    """As diffusers' blocks do in float16."""
+    """Clips float16 as diffusers' blocks do."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
 def split_predictions(out: Tensor, lens: Sequence[int]) -> list[Tensor]:
-    """(tokens, channels) -> of each sample (1, tokens, channels). Not views: FSDP hangs its backward hooks on them."""
+    """(tokens, channels) -> (1, tokens, channels) of each sample. Not views: FSDP puts its backward hooks on them."""
     parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
     return parts

@@ -15,13 +15,13 @@ from knapformer.models.step import Attend
 
 
 def attend_by(attn: nn.Module) -> Attend | None:
-    """What computes the attention of this module; None: what every PackedStep computes it with."""
+    """The function that computes the attention of this module; None: the PackedStep's own."""
     backend = _backend_of(attn)
     return None if backend is None else functools.partial(_dispatched, backend)
 
 
 def _backend_of(attn: nn.Module) -> Any:
-    """None stands for torch's own attention."""
+    """The module's backend; None stands for torch's own attention."""
     if not hasattr(attn, "processor"):  # not of diffusers
         return None
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -34,7 +34,7 @@ def _backend_of(attn: nn.Module) -> Any:
 
 
 def _dispatched(backend: Any, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
-    """Sequences of one length that are neighbours are one batch of the backend."""
+    """Neighbouring sequences of one length are one batch for the backend."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths_list(seq_lens)) if length > 0]

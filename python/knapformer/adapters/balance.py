@@ -2,8 +2,8 @@
 
 In place: `forward` of the model, its blocks and its last norm is replaced on these objects, and nowhere else. A call
 with a list of samples is packed, any other call is diffusers' own. Modules, names, parameters and hooks stay what they
-were, and a packed call goes through the modules' `__call__`: what hangs on them (FSDP, PEFT, compiled blocks) works as
-it did.
+were, and a packed call goes through the modules' `__call__`: FSDP, PEFT and compiled blocks, which rely on it, work as
+before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _STATE = "_knapformer"
 
 
 class _Balanced:
-    """Of a model or one of its modules: what a packed call takes.
+    """What a packed call needs of a model or of one of its modules; the module holds it.
 
-    A deep copy of a module shares it: a balancer is not copied.
+    A deep copy of the module shares it: a balancer is not copied.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -68,14 +68,14 @@ def balance(
     balancer: forward and backward are then collective over its ranks, whose samples are moved between them; a rank
         without samples calls with an empty list. In a loop over a BalancedLoader: `transformer(samples, planned=True)`.
         None: the samples of this rank alone, as with a BalancedBatchSampler.
-    max_text_tokens: of models that cross-attend to their text: the room of a text while it travels. The same on all
-        ranks.
-    batches: of torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
-        trainer whose batches have one size each, and other sizes on other ranks, is balanced as it is.
+    max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
+        same on all ranks.
+    batches: for torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
+        trainer is balanced without a change; the samples of a batch have one size, which may differ between ranks.
 
     Raises ArgumentError where there is no adapter for the model (`knapformer.adapters`), or samples do not fit;
     StateError where the model is set to compute what a packed call cannot, such as another attention processor, or
-    where its `forward` was replaced, by accelerate's `prepare` or a hook, which a packed call would pass by.
+    where its `forward` was replaced, by accelerate's `prepare` or a hook, which a packed call would bypass.
     """
     model, adapter_class = find_model(transformer)
     unbalance(model)
@@ -109,7 +109,7 @@ def unbalance(transformer: Model) -> Model:
 
 
 def balanced(transformer: nn.Module) -> _Balanced:
-    """Of a balanced model its adapter, and its balancer, in whose place another may be put."""
+    """The adapter and the balancer of a balanced model; another balancer may be assigned."""
     state: _Balanced = transformer.__dict__[_STATE]
     return state
 

@@ -20,7 +20,7 @@ from knapformer.models.model import Draw
 
 
 class DiffusersConfig(BaseConfig):
-    """Of a class of diffusers, by its name. Every field is an attribute, too: config.num_layers.
+    """The configuration of a class of diffusers, given by name. Every field is an attribute, too: config.num_layers.
 
     fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
     has no adapter, or a field is wrong.
@@ -81,12 +81,12 @@ class DiffusersConfig(BaseConfig):
 
     @property
     def rows_of_token(self) -> int:
-        """Of a prediction: pixels of latents, or a row for each token."""
+        """Rows of a prediction for each token: as many as a patch has latent pixels, or 1 without grids."""
         return math.prod(self._patch) if self.adapter.of_grids else 1
 
     @property
     def out_width(self) -> int:
-        """Numbers of such a row."""
+        """Numbers in a row of a prediction."""
         channels = self.out_channels or self.in_channels
         return int(channels if self.adapter.of_grids else channels * math.prod(self._patch))
 
@@ -100,7 +100,7 @@ class DiffusersConfig(BaseConfig):
         return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.fewest_blocks})
 
     def possible(self, sample: Sample, *, at_least: bool = False) -> Sample:
-        """at_least: of no fewer tokens."""
+        """at_least: the result has no fewer tokens."""
         if not self.adapter.of_grids:
             return sample
         return Sample(sample.text_tokens, math.prod(grid_of(sample.visual_tokens, at_least=at_least)))
@@ -109,7 +109,7 @@ class DiffusersConfig(BaseConfig):
         return DiffusersModel(self, _class_of(self.class_name)(**self.fields))
 
     def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
-        """of_grids: of sizes that are `possible`."""
+        """With of_grids, all samples are of sizes that are `possible`."""
         drawn = [self.adapter.random_sample(self, size, draw) for size in samples]
         num_rows = sum(size.visual_tokens for size in samples) * self.rows_of_token
         batch = SampleBatch(drawn, [self.planned_tokens(size) for size in samples])

@@ -56,7 +56,7 @@ class Flux(JointAdapter):
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012
         "flux": {"guidance_embeds": True},
-        # An eighth of the width, with as many heads and blocks: what replaying plans of FLUX takes on a CPU.
+        # An eighth of the width, with as many heads and blocks: for replaying plans of FLUX on a CPU.
         "flux-narrow": {
             "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 64,
             "pooled_projection_dim": 32, "guidance_embeds": True,

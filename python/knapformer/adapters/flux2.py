@@ -72,7 +72,7 @@ class Flux2(JointAdapter):
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        # As there: guidance is left out where the model was made without it.
+        # As in diffusers, guidance is left out where the model was made without it.
         guided = getattr(config, "guidance_embeds", True)
         time = samples.one_each("timestep").to(image.dtype) * 1000
         guidance = samples.optional_one_each("guidance", guided)
@@ -112,6 +112,6 @@ class Flux2(JointAdapter):
 
 
 def _rows(modulation: Any, cond: Tensor) -> Tensor:
-    """(chunks, width) -> (chunks, count * width). Not through its forward, which before diffusers 0.37 split them."""
+    """(chunks, width) -> (chunks, count * width). Not by modulation's forward: before diffusers 0.37 it splits them."""
     rows: Tensor = modulation.linear(modulation.act_fn(cond))
     return rows

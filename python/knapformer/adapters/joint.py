@@ -48,8 +48,8 @@ class JointAdapter(Adapter):
         rotation: tuple[Tensor, Tensor] | None,
         cond: Tensor,
     ) -> Home:
-        """text (text tokens, width), image (image tokens, width), of either rows to rotate by, cond (samples, ...)."""
-        # On the CPU, where the host reads which of its chunks' tokens are text without waiting for a device.
+        """text (text tokens, width), image (image tokens, width), rotation: the rows of each, cond (samples, ...)."""
+        # On the CPU: the host reads which tokens of its chunks are text, without waiting for a device.
         is_text = text_flags(text_lens, image_lens)
         streams = TwoStreams.of_flags(is_text, image.device)
         return Home(
@@ -101,7 +101,7 @@ class JointAdapter(Adapter):
 
 
 def adaptive_rows(norm: Any, cond: Tensor, count: int) -> tuple[Tensor, ...]:
-    """What diffusers' adaptive norms compute of a conditioning vector: `count` of (chunks, width)."""
+    """What diffusers' adaptive norms compute from the conditioning vectors: `count` tensors (chunks, width)."""
     rows: tuple[Tensor, ...] = norm.linear(norm.silu(cond)).chunk(count, -1)
     return rows
 
@@ -112,7 +112,7 @@ def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
 
 
 def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a stream, normed: (tokens, width) -> (tokens, heads, head_dim) each. Projections fused or not."""
+    """q, k, v of a stream, q and k normed: (tokens, width) -> (tokens, heads, head_dim). Projections fused or not."""
     if getattr(attn, "fused_projections", False):
         q, k, v = (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, -1)
     elif added:
@@ -131,7 +131,7 @@ def rotated(q: Tensor, k: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
 
 
 def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
-    """That of diffusers' attention modules, as double_stream takes it."""
+    """Joint attention as diffusers' attention modules compute it, in the form that double_stream takes."""
 
     def attend(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
         streams = chunks.streams
@@ -149,8 +149,8 @@ def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
 class Stream:
     """One of the two streams in a block.
 
-    rows: of modulation, (chunks, width) each: shift, scale and gate of attention, then of the feed-forward. The first
-    two alone where the block reads the stream and does not write it.
+    rows: the rows of modulation, (chunks, width) each: shift, scale and gate of attention, then of the feed-forward.
+    Only the first two where the block reads the stream and does not write it.
     """
 
     x: Tensor
@@ -161,9 +161,9 @@ class Stream:
 
 
 def double_stream(attend: Attend, text: Stream, image: Stream, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """Joint attention, then each stream's feed-forward, as all of these models have it.
+    """Joint attention, then each stream's feed-forward, as in all of these models.
 
-    attend: both streams, normed and modulated, through one attention and each through its own output projection.
+    attend: takes both streams, normed and modulated, through one attention, and each through its output projection.
     """
     read_text = modulate(text.norm(text.x), text.rows[0], text.rows[1], chunks.of_text)
     read_image = modulate(image.norm(image.x), image.rows[0], image.rows[1], chunks.of_image)
@@ -181,7 +181,7 @@ def _written(stream: Stream, attended: Tensor, of_token: Segments) -> Tensor:
 
 
 def picture_ids(num_tokens: int, device: torch.device) -> Tensor:
-    """(tokens, 3) of a picture as near to a square as any number of tokens allows: frame, row, column."""
+    """(tokens, 3): frame, row and column in a picture near a square, for any number of tokens."""
     place = torch.arange(num_tokens, device=device)
     width = max(1, math.isqrt(num_tokens))
     return torch.stack([torch.zeros_like(place), place // width, place % width], 1).float()

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SampleBatch:
-    """FSDP's mixed precision casts floating-point tensors in it, as those of diffusers' own calls."""
+    """FSDP's mixed precision casts the floating-point tensors in it, as it casts those of diffusers' own calls."""
 
     samples: list[dict[str, Any]]  # the arguments of diffusers' forward
     seq_lens: list[int]  # tokens of each, as they are planned
 
 
 class DiffusersModel(PackedModel):
-    """SampleBatch -> (tokens, channels), of images and videos (pixels, channels), of all samples."""
+    """SampleBatch -> (tokens, channels) of all samples; where they are images or videos, (pixels, channels)."""
 
     def __init__(self, config: Any, transformer: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class DiffusersModel(PackedModel):
         return [getattr(self.transformer, name) for name in self.config.adapter.blocks]
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
-        """Those of random samples of these lengths, up to the first call of a block."""
+        """The arguments in the first call of a block, for random samples of these lengths."""
         text_beside = self.config.text_beside
         sizes = [
             Sample(text, length if text_beside else length - text)
@@ -65,7 +65,7 @@ class DiffusersModel(PackedModel):
         raise AssertionError("a model without blocks")
 
     def _embedded(self, adapter: Adapter, sizes: Sequence[Sample], draw: Draw) -> Home:
-        """A model of grids takes no sample of any number of tokens: then the first rows of a larger one."""
+        """Embeds random samples. A model of grids takes only some sizes: of a larger sample the first rows are kept."""
         possible = [self.config.possible(size, at_least=True) for size in sizes]
         samples = [adapter.random_sample(self.config, size, draw) for size in possible]
         like = adapter.input_weight(self.transformer)

@@ -27,7 +27,7 @@ _PLAIN: dict[str, TransformerConfig] = {
 
 
 def config_names() -> list[str]:
-    """Needs no diffusers."""
+    """The names of all configurations. Needs no diffusers."""
     return [*(name for of in registry.names() for name in registry.adapter_named(of).named_configs), *_PLAIN]
 
 
@@ -50,7 +50,7 @@ def load_config(name_or_path: str) -> Any:
 
 
 def config_from_dict(given: object) -> Any:
-    """diffusers' config.json, or {"kind": "transformer", ...}: fields that differ from the defaults.
+    """given: diffusers' config.json, or {"kind": "transformer", ...}, with the fields that differ from the defaults.
 
     Raises ArgumentError, naming the field.
     """
@@ -82,7 +82,7 @@ def _named(where: str, class_name: str, fields: dict[str, Any]) -> DiffusersConf
 def build_model(
     config: BaseConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PackedModel:
-    """With weights as torch draws them; on the device "meta" without any: see `materialize`.
+    """The model, with weights as torch draws them; on the device "meta" without weights: see `materialize`.
 
     Parameters have the dtype. Buffers keep theirs: they are tables of positions, whose precision models rely on.
     """
@@ -93,7 +93,7 @@ def build_model(
             parameter = nn.Parameter(parameter.detach().to(device, dtype), parameter.requires_grad)
         register(module, name, parameter)
 
-    # As modules are made, so that no rank ever holds a large model whole, in float32, on its host.
+    # Parameters move as modules are made: no rank ever holds a large model whole, in float32, on its host.
     nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
     try:
         model = config.build()
@@ -103,7 +103,7 @@ def build_model(
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Memory, of any content, for what is on the device "meta", which may be sharded; buffers go there as they are."""
+    """Tensors on "meta", sharded or not, get memory of any content on `device`; buffers move there as they are."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 

@@ -94,7 +94,7 @@ class QwenImage(JointAdapter):
 
     @staticmethod
     def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        # A picture of whole rows, and what is left of the tokens as another, one row high.
+        # A picture of whole rows; the rest of the tokens is a second picture, one row high.
         width = max(1, math.isqrt(size.visual_tokens))
         rows, rest = divmod(size.visual_tokens, width)
         return {
@@ -106,7 +106,7 @@ class QwenImage(JointAdapter):
 
 
 def _rotation(pos_embed: Any, shapes: list[Any], text_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the image and of the text, complex (tokens, pairs). diffusers 0.36 took a list of text lengths."""
+    """Rotations of the image and of the text, complex (tokens, pairs). diffusers 0.36 took a list of text lengths."""
     if "max_txt_seq_len" in inspect.signature(pos_embed.forward).parameters:
         rows: tuple[Tensor, Tensor] = pos_embed([shapes], max_txt_seq_len=text_len, device=device)
     else:

@@ -1,4 +1,4 @@
-"""Which adapter takes which class of models. Adapters are imported when a model of theirs is balanced."""
+"""Which adapter takes which class of models. An adapter is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter
 
-# The name of a class, of diffusers or with its module, and where its adapter is.
+# The name of a class of diffusers, or a class's name with its module -> where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
     "Flux2Transformer2DModel": "knapformer.adapters.flux2:Flux2",
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
@@ -25,7 +25,7 @@ def register(model_class: type, adapter: type[Adapter]) -> None:
 
 
 def names() -> list[str]:
-    """Of the classes that `balance` takes."""
+    """The names of the classes that `balance` takes."""
     return sorted(_ADAPTERS)
 
 
@@ -41,7 +41,7 @@ def adapter_named(class_name: str) -> type[Adapter]:
 
 
 def adapter_of(module: Any) -> type[Adapter] | None:
-    """By the name of the module's class or of one that it derives from: FSDP puts a class of its own in front."""
+    """Found by the name of the module's class or of a base of it: FSDP replaces the class by one derived from it."""
     for base in type(module).__mro__:
         for key in (base.__name__, f"{base.__module__}.{base.__name__}"):
             if key in _ADAPTERS:

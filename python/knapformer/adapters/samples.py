@@ -16,11 +16,11 @@ Sample = Mapping[str, Any]
 
 
 class Samples:
-    """This rank's samples: of each the keyword arguments of diffusers' forward, with a batch of one.
+    """This rank's samples. Each is the keyword arguments of diffusers' forward, with a batch of one.
 
-    required, optional: names of the arguments that the adapter reads. What else a sample holds must be None, but for
-    `return_dict`, which means nothing here. like: a weight of the model's input layer, whose device and dtype tensors
-    of no rows get where there are no samples.
+    required, optional: names of the arguments that the adapter reads. Other arguments in a sample must be None or {},
+    except `return_dict`, which is ignored. like: a weight of the model's input layer. Where there are no samples,
+    tensors of 0 rows get its device and dtype.
 
     Raises ArgumentError that names the sample and the argument.
     """
@@ -45,12 +45,12 @@ class Samples:
         return len(self._samples)
 
     def rows(self, name: str, width: int) -> tuple[Tensor, list[int]]:
-        """Of tensors (1, tokens, width), or (tokens, width): packed, (all tokens, width), and tokens of each."""
+        """Packs tensors (1, tokens, width), or (tokens, width): returns (all tokens, width), and the tokens of each."""
         parts = [self._checked(i, name, width) for i in range(len(self))]
         return torch.cat(parts) if parts else self.like.new_zeros((0, width)), [len(part) for part in parts]
 
     def grids(self, name: str, channels: int, patch: Sequence[int]) -> list[Tensor]:
-        """Of images or videos (1, channels, *sizes), each size a multiple of its patch's: as they came."""
+        """Images or videos (1, channels, *sizes), as they came. Checks that each size is a multiple of its patch's."""
         for i, value in enumerate(self.values(name)):
             shape = tuple(value.shape)
             fits = len(shape) == 2 + len(patch) and shape[:2] == (1, channels)
@@ -60,7 +60,7 @@ class Samples:
         return self.values(name)
 
     def rows_like(self, name: str, width: int, lens: Sequence[int]) -> Tensor:
-        """As rows, in float32, where a sample must have as many as `lens` says."""
+        """Like rows, in float32. Checks that each sample has as many rows as `lens` says."""
         packed, counts = self.rows(name, width)
         for i, (count, expected) in enumerate(zip(counts, lens, strict=True)):
             if count != expected:
@@ -68,7 +68,7 @@ class Samples:
         return packed.float()
 
     def one_each(self, name: str) -> Tensor:
-        """Of numbers, or tensors with one element: (samples,)."""
+        """One number of each sample, given as a number or a tensor with one element: (samples,)."""
         values = self.values(name)
         for i, value in enumerate(values):
             if (count := torch.as_tensor(value).numel()) != 1:
@@ -77,11 +77,11 @@ class Samples:
         return torch.cat(numbers) if numbers else self.like.new_zeros(0)
 
     def values(self, name: str) -> list[Any]:
-        """As they came; None where a sample has none."""
+        """The arguments of this name as they came; None where a sample has none."""
         return [sample.get(name) for sample in self._samples]
 
     def optional_one_each(self, name: str, needed: bool) -> Tensor | None:
-        """As one_each, where the model takes it, and all samples have to have it; None where it does not."""
+        """Like one_each where `needed`: all samples must have the argument. Otherwise None: no sample may have it."""
         for i, value in enumerate(self.values(name)):
             if (value is not None) != needed:
                 got, expected = ("one", "none") if value is not None else ("none", "one")
@@ -111,7 +111,7 @@ class Predictions(Sequence[Tensor]):
 
         loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
 
-    A dataclass, and known to pytree: so FSDP and DDP find the tensors inside, to hang their backward hooks on.
+    It is a dataclass and registered with pytree, so that FSDP and DDP find the tensors inside for their backward hooks.
     """
 
     tensors: list[Tensor]

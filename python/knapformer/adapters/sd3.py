@@ -65,7 +65,7 @@ class StableDiffusion3(JointAdapter):
         images = samples.grids("hidden_states", config.in_channels, (size, size))
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
         pooled, _ = samples.rows("pooled_projections", config.pooled_projection_dim)
-        # Without samples on a batch of none, for the gradients of its weights.
+        # Without samples it runs on a batch of 0, so that its weights get gradients.
         grids = images or [samples.like.new_zeros((0, config.in_channels, size, size))]
         image = torch.cat([model.pos_embed(grid).flatten(0, 1) for grid in grids])
         cond = model.time_text_embed(samples.one_each("timestep"), pooled)

@@ -21,7 +21,7 @@ def _projected(qkv: Tensor, norm: Any, num_heads: int) -> tuple[Tensor, Tensor, 
 
 
 def _rows(modulation: Any, cond: Tensor) -> list[Tensor]:
-    """Shift, scale and gate, of attention and where there are two of the feed-forward: (chunks, width) each."""
+    """Shift, scale and gate of attention, and of the feed-forward where `modulation` has it: (chunks, width) each."""
     outs = (out for out in modulation(cond) if out is not None)
     return [row.squeeze(1) for out in outs for row in (out.shift, out.scale, out.gate)]
 
@@ -80,7 +80,7 @@ class TorchtitanFlux(JointAdapter):
         pooled, _ = samples.rows("y", model.vector_in.in_layer.in_features)
         num_axes = len(model.pe_embedder.axes_dim)
         ids = (samples.rows_like("txt_ids", num_axes, text_lens), samples.rows_like("img_ids", num_axes, image_lens))
-        # Of the matrix [[cos, -sin], [sin, cos]] of every pair the first column.
+        # The first column of the matrix [[cos, -sin], [sin, cos]] of every pair.
         text_rotation, image_rotation = (model.pe_embedder(rows[None])[0, :, 0, ..., 0] for rows in ids)
 
         cond = model.time_in(timestep_embedding(samples.one_each("timesteps"), 256)) + model.vector_in(pooled)

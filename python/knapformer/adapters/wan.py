@@ -3,7 +3,7 @@
 The sequences that are planned and moved are the video's. The embedded text of a sample travels beside it as one row,
 with room for max_text_tokens, to every rank that holds a chunk of it; so does the image of the image-to-video models.
 A token takes its time step along; the rows of modulation are computed where the token is, one for each run of tokens
-of one time step.
+with the same time step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from knapformer.models.step import PackedStep
 class WanChunks(Chunks):
     rotation: Rotation
     to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
-    times: Tensor  # of each run of tokens of one time step, as of_token counts them
+    times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
 
 
 def _attention_inputs(attn: Any, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ class Wan(Adapter):
         videos = samples.grids("hidden_states", config.in_channels, config.patch_size)
         grids = [tuple(s // p for s, p in zip(v.shape[2:], config.patch_size, strict=True)) for v in videos]
         lens = [math.prod(grid) for grid in grids]
-        # Without samples on a batch of none, for the gradients of the weights.
+        # Without samples it runs on a batch of 0, so that the weights get gradients.
         inputs = videos or [samples.like.new_zeros((0, config.in_channels, *config.patch_size))]
         x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in inputs])
         rotations = [rotation_rows(*(t.flatten(0, 2) for t in model.rope(video))) for video in videos]
@@ -194,8 +194,8 @@ class Wan(Adapter):
 
     @staticmethod
     def _times(samples: Samples, lens: list[int]) -> list[Tensor]:
-        """Of each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted: one
-        that comes from a device is waited for."""
+        """For each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted. A
+        time step that comes on a device costs a wait."""
         times = []
         for i, (value, length) in enumerate(zip(samples.values("timestep"), lens, strict=True)):
             time = torch.as_tensor(value).cpu().flatten().float()
@@ -206,14 +206,14 @@ class Wan(Adapter):
 
     @staticmethod
     def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:
-        """Embedded one by one: with a position table (first and last frame) two pictures are one context."""
+        """Embedded sample by sample: with a position table, two pictures (first and last frame) are one context."""
         values = samples.values("encoder_hidden_states_image")
         for i, value in enumerate(values):
             if value is None:
                 raise ArgumentError(
                     f"samples[{i}]: got no 'encoder_hidden_states_image', expected one, for the model's image branch"
                 )
-        if not values:  # none, but through the weights
+        if not values:  # no rows, but computed through the weights, for their gradients
             none = samples.like.new_zeros((1, 0, config.image_dim))
             none = none if image_embedder.pos_embed is None else none + image_embedder.pos_embed[:, :0]
             return image_embedder.norm2(image_embedder.ff(image_embedder.norm1(none))).flatten(0, 1), []
@@ -225,7 +225,7 @@ _CLIP_TOKENS = 257  # of a picture
 
 
 def _runs(times: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
-    """The time step of each run of tokens that have the same, and which tokens those are; on the device."""
+    """The time step of each run of tokens with the same one, and the run of each token; on the device."""
     of_runs, counts = torch.unique_consecutive(times, return_counts=True)
     return to_device(of_runs, device), Segments.of_lengths(counts, device)
 
@@ -237,17 +237,17 @@ def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int) -> list[Tensor]:
-    """(tokens, width) -> (samples, room * width) with zeros behind each context; and its lengths."""
+    """(tokens, width) -> (samples, room * width) with zeros behind each context; and the contexts' lengths."""
     if max(lens, default=0) > room:
         raise ArgumentError(f"samples: got {max(lens)} tokens in {name!r}, expected at most {room} (max_text_tokens)")
     rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
     rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
-    # The lengths stay on the CPU, which reads them.
+    # The lengths stay on the CPU, where the host reads them.
     return [rows.reshape(len(lens), room * tokens.shape[1]), torch.tensor(lens, dtype=torch.int64)]
 
 
 def _context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:
-    """The inverse, of this rank's chunks."""
+    """The inverse of _rows_of_context, for this rank's chunks."""
     room = rows.shape[1] // width
     places = _places(lengths_list(lens), room, rows.device)
     return rows.reshape(len(lens) * room, width).index_select(0, places)

@@ -1,4 +1,4 @@
-"""What models over packed sequences are made of, and a plain transformer that needs torch alone."""
+"""The parts of models over packed sequences, and a plain transformer that needs only torch."""
 
 from knapformer.models.attention import PackedAttention, varlen_attention
 from knapformer.models.config import BaseConfig

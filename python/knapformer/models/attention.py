@@ -1,9 +1,9 @@
 """Attention over packed sequences, through what the installed torch ships.
 
 On an accelerator torch's own variable-length attention takes all sequences in one kernel where it supports the device
-and the dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. Which one
-is chosen by trying: a device that it does not support, a dtype that it refuses end in the second way. No package beside
-torch is needed.
+and the dtype; elsewhere scaled_dot_product_attention runs over sequences, neighbours of one length together. The choice
+is made by trying the kernel: a device that it does not support, or a dtype that it refuses, takes the second way. No
+package beside torch is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,7 @@ from knapformer import ArgumentError
 from knapformer.device_copies import to_device
 from knapformer.models.packing import Lengths, lengths_list
 
-MASKS = ("full", "causal")  # that are computed here, as knapformer.attention_pairs reads them
+MASKS = ("full", "causal")  # the masks computed here, as knapformer.attention_pairs reads them
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: str = "full") -> Tensor:
@@ -46,8 +47,8 @@ class PackedAttention:
         self._pairings: dict[int, tuple[Lengths, _Pairing]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
-        # By identity: a layer costs a look-up, however many sequences there are. The lengths are kept alive with it,
-        # so that an id cannot be another object's.
+        # By identity: a layer costs one look-up, however many sequences there are. The entry keeps the lengths alive,
+        # so that no other object can get their id.
         known = self._pairings.get(id(seq_lens))
         if known is None:
             known = self._pairings[id(seq_lens)] = (seq_lens, _self_pairing(tuple(lengths_list(seq_lens))))
@@ -62,13 +63,14 @@ class PackedCrossAttention:
     A token's query needs only the keys of its own sequence, so nothing is exchanged here: with a balancer the text is
     taken to where the chunks are. Made once a step for its many layers.
 
-    query_lens, key_lens: tokens of each sequence in either stream, as many of the one as of the other, zeros allowed.
+    query_lens, key_lens: tokens of each sequence in the two streams; both list all sequences, zeros allowed.
     The output of a sequence without keys is zero.
     """
 
     def __init__(self, query_lens: Lengths, key_lens: Lengths) -> None:
         self._pairing = _Pairing(lengths_list(query_lens), lengths_list(key_lens))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a kernel that takes lengths
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (query tokens, heads, head_dim); k, v (key tokens, heads, head_dim). Returns the shape of q."""
         expected = self._pairing.num_queries, self._pairing.num_keys
@@ -81,7 +83,7 @@ class PackedCrossAttention:
 def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
 
-    A rank has none of these where more ranks than heads share a sequence, and some kernels fail then.
+    Where more ranks than heads share a sequence, some have no heads. Some kernels fail on empty inputs.
 
     Keeps q, k and v in the graph: their collectives run, and their parameters get gradients, on every rank.
     """
@@ -123,7 +125,7 @@ class _Pairing:
         return self._by_sequence(q, k, v, causal)
 
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        # split, and not slices: its gradient is one concatenation, that of a slice a tensor of full size.
+        # split, not slices: the gradient of split is one concatenation, that of each slice a tensor of full size.
         query_parts = q.split([count * length for count, length, _ in self._runs])
         key_sizes = [count * length for count, _, length in self._runs]
         grouped = k.shape[1] != q.shape[1]
@@ -153,7 +155,7 @@ class _Pairing:
         return run(q, k, v, *self._offsets_on(q.device), max(self._lens[0]), max(self._lens[1]), **options)
 
     def _offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where sequences of queries and keys begin and end, int32: copied there once, for all layers and passes."""
+        """Where sequences of queries and keys begin and end, int32: copied once, for all layers and passes."""
         if device not in self._offsets:
             with torch.inference_mode(False):  # a later step may want gradients
                 ends = [torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self._lens]
@@ -162,7 +164,7 @@ class _Pairing:
         return self._offsets[device]
 
 
-# Of a step: as many as a bag has degrees, and those of micro-batches in flight.
+# A step has as many as its bag has degrees; those of micro-batches in flight are kept, too.
 _KEPT_PAIRINGS = 64
 
 
@@ -182,11 +184,11 @@ def _kernel_options() -> frozenset[str]:
 
 @functools.cache
 def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, grouped: bool, causal: bool) -> bool:
-    """Whether torch's variable-length attention takes this, forward and backward: tried once, on two short ones.
+    """Whether torch's variable-length attention takes these: tried once, forward and backward, on two short sequences.
 
-    The first call comes in the middle of a block, which may be under activation checkpointing: what is tried here must
-    not be among what the block saves. So it has saved-tensor hooks of its own, and no dispatch mode (of selective
-    checkpointing, say).
+    The first call comes in the middle of a block, which may be under activation checkpointing: the block must not save
+    the tensors of this trial. So the trial has saved-tensor hooks of its own, and runs outside of dispatch modes (such
+    as that of selective checkpointing).
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -198,6 +200,11 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, head_dim: int, *, gro
                 for num_heads in ((2, 1, 1) if grouped else (1, 1, 1))
             )
             _Pairing([1, 2], [1, 2]).one_kernel(q, k, v, causal).sum().backward()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the kernel, and is not remembered
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        what = f"torch's variable-length attention of {dtype} with heads of {head_dim} on {device}"
+        warnings.warn(f"knapformer: {what}: {reason}; sequences are attended to one by one", stacklevel=2)
         return False
     return True

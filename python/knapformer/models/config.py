@@ -1,4 +1,4 @@
-"""What a configuration tells of a model: whatever builds, feeds, measures or plans models knows none by name."""
+"""What a configuration tells of a model. Code that builds, feeds, measures or plans models knows no model by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from knapformer.models.model import Draw, PackedModel
 
 
 class BaseConfig:
-    """Of a model whose heads are of one width. A configuration is a value: constant, comparable."""
+    """The configuration of a model whose heads are all of one width. It is a value: constant, comparable."""
 
     mask: str = "full"
 
@@ -27,7 +27,7 @@ class BaseConfig:
 
     @property
     def text_beside(self) -> bool:
-        """Whether a sample's text is a stream beside the sequence that is planned, or the front of that sequence."""
+        """True: a sample's text is a stream beside the planned sequence. False: it is the front of that sequence."""
         return False
 
     @property
@@ -40,12 +40,12 @@ class BaseConfig:
 
     @property
     def block_counts(self) -> dict[str, int]:
-        """How many blocks of each kind the model has, of the kinds that it has."""
+        """The number of blocks of each kind; a kind without blocks is left out."""
         raise NotImplementedError
 
     @property
     def depth(self) -> int:
-        """Blocks of 24 l d^2 + 4 l^2 d FLOPs, or about as many."""
+        """The number of blocks. Each computes 24 l d^2 + 4 l^2 d FLOPs, or about that."""
         return sum(self.block_counts.values())
 
     @property
@@ -54,7 +54,7 @@ class BaseConfig:
         return None
 
     def build(self) -> PackedModel:
-        """With weights as torch draws them."""
+        """The model, with weights as torch draws them."""
         raise NotImplementedError
 
     def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[Any, Tensor]:
@@ -62,11 +62,11 @@ class BaseConfig:
         raise NotImplementedError
 
     def alone(self, kind: str) -> BaseConfig:
-        """Of a model whose first block is one of that kind, with as few others as it takes."""
+        """The configuration of a model whose first block is of that kind, with as few other blocks as it can have."""
         raise NotImplementedError
 
     def possible(self, sample: Sample) -> Sample:
-        """The sample, or one of about its size where the model takes no sample of as many tokens."""
+        """The sample, or one of about its size where the model takes no sample of exactly that size."""
         return sample
 
     def planned_tokens(self, sample: Sample) -> int:
@@ -74,14 +74,14 @@ class BaseConfig:
         return sample.visual_tokens if self.text_beside else sample.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; what `load_config` reads."""
+        """A dict for JSON, which `load_config` reads."""
         raise NotImplementedError
 
 
 def checked_field(name: str, value: Any, default: object, low: int = 1) -> Any:
-    """The value of a field, by the type of its default: integers are counts from `low` on, floats finite and positive.
+    """Checks a field's value by the type of its default: integers are counts from `low` on, floats finite and positive.
 
-    Lists of integers come back as tuples. Where the default is None or a text, any value is taken. Raises
+    Returns the value, lists of integers as tuples. Where the default is None or a text, any value is taken. Raises
     ArgumentError.
     """
     if isinstance(default, bool):

@@ -12,11 +12,11 @@ from knapformer import _torch
 
 
 class Rotation:
-    """Rotary position embedding (RoPE): by what the heads of packed tokens are rotated.
+    """Rotary position embedding (RoPE): the angles by which the heads of packed tokens are rotated.
 
     turns (tokens, 1, head_dim / 2, 2), float32 or float64: cosine and sine of the angle of each pair of features.
 
-    No tensor and no dataclass: where one is an argument of a module, FSDP's mixed precision casts it down.
+    It is no tensor and no dataclass: FSDP's mixed precision casts those down where they are arguments of a module.
     """
 
     def __init__(self, turns: Tensor) -> None:
@@ -26,7 +26,7 @@ class Rotation:
 def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
     """To be computed once a step. Features (0, 1), (2, 3), ... are the pairs.
 
-    positions (tokens,) integers; head_dim: features of a head, even; float64 where `dtype` is that.
+    positions (tokens,) integers; head_dim: features of a head, even; float32, or float64 where `dtype` is that.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angle = (positions[:, None].to(torch.float64) * theta**-exponents).unsqueeze(1)
@@ -38,7 +38,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     turns = rotation.turns
     if not torch.compiler.is_compiling():
         return _torch.rotate(x, turns)
-    # Inductor fuses real arithmetic with what stands beside it.
+    # Inductor fuses real arithmetic with the operations beside it.
     pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))
     (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
@@ -51,7 +51,7 @@ class Block(nn.Module):
     once for the recomputation and the gradient.
     """
 
-    checkpoint: Callable[..., Any] | None = None  # what then calls `compute`
+    checkpoint: Callable[..., Any] | None = None  # if set, it calls `compute`
 
     def forward(self, *args: Any) -> Any:
         if self.checkpoint is not None and torch.is_grad_enabled():

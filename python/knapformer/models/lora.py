@@ -1,4 +1,4 @@
-"""Low-rank adapters of PEFT on a frozen base, as LoRA trains: for measuring what a step then costs."""
+"""PEFT's low-rank adapters on a frozen base, as LoRA trains them: for measuring what such a step costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK = 16
 def train_adapters(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Freezes the model, and gives every linear layer of its blocks an adapter of rank 16. In place.
 
-    On the device "meta", too. Raises ArgumentError where PEFT is missing.
+    Works on the device "meta", too. Raises ArgumentError where PEFT is missing.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model

@@ -17,23 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random tensors of a batch. Drawn on the CPU: a seed gives the same numbers on every device."""
+    """Random tensors of a batch, drawn on the generator's device.
+
+    On the CPU a seed gives the same numbers for every device; on an accelerator drawing needs no host and no copy.
+    """
 
     generator: torch.Generator
     device: torch.device
     dtype: torch.dtype
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float32).to(self.device, self.dtype)
+        drawn = torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=torch.float32)
+        return drawn.to(self.device, self.dtype)
 
     def time(self) -> Tensor:
-        """(1,) float32, a power of two up to 1: FLUX embeds 1000 t in its dtype, which bfloat16 would else round by up
-        to 2."""
-        return torch.exp2(-torch.randint(8, (1,), generator=self.generator)).to(self.device, torch.float32)
+        """(1,) float32, a power of two up to 1: FLUX embeds 1000 t in its dtype, and bfloat16 would round 1000 t
+        of other numbers t by up to 2."""
+        drawn = torch.randint(8, (1,), generator=self.generator, device=self.generator.device)
+        return torch.exp2(-drawn).to(self.device, torch.float32)
 
 
 class PackedModel(nn.Module):
-    """Made of a configuration (`config`). With a balancer a forward pass is collective: every rank of its group calls
+    """Made from a configuration (`config`). With a balancer a forward pass is collective: every rank of its group calls
     it, also one without samples, and every parameter takes part in forward and backward on every rank."""
 
     config: Any
@@ -52,6 +57,6 @@ class PackedModel(nn.Module):
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
         """Random arguments of the first block over the chunks of `step`.
 
-        text_lens: of each chunk how many tokens, its first ones, are text; with `text_beside` the tokens of its text.
+        text_lens: for each chunk, how many of its first tokens are text; with `text_beside`, the tokens of its text.
         """
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """Rows of packed sequences: lengths, and the row movements that the models need.
 
 Packed means without padding: the tokens of all sequences one after another, (tokens, ...), and a list of lengths.
-Every index here is computed once a step; a layer only uses it. Each operation's gradient is its mirror image, written
-out because the generic one of an index is slower, adds up in the dtype of the gradient, and keeps expanded copies.
+Every index here is computed once a step; a layer only uses it. Each operation's gradient is its mirror image. It is
+written out because torch's gradient of an index is slower, adds up in the gradient's dtype, and keeps expanded copies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Segments:
     on accelerators, come in any order, and rows of one long sequence wait for each other.)
 
     rows      0 0 0 0 0 1 1 3 3 3     index
-    pieces   |- - - -|-|- -|- - -|    cut every so many rows, and where sequences begin
+    pieces   |- - - -|-|- -|-|- -|    cut every so many rows (here 4), and where sequences begin
     """
 
     index: Tensor  # (rows,) int64, ascending: the sequence of each
-    _places: Tensor  # int64: 0, 1, 2, ..., as many as there are rows or pieces
+    _places: Tensor  # int64: 0, 1, 2, ..., as many as rows or pieces, whichever are more
     _first_rows: Tensor  # (pieces,) int64: where pieces begin
     _first_pieces: Tensor  # (sequences,) int64: where the pieces of sequences begin
 
@@ -73,7 +73,7 @@ class Segments:
         return self._sums(self._sums(wide, self._first_rows), self._first_pieces).to(rows.dtype)
 
     def _sums(self, rows: Tensor, firsts: Tensor) -> Tensor:
-        """Of the rows from each of `firsts` to the next, one after another: bags are what torch calls these."""
+        """Sums of the rows from each of `firsts` up to the next, in order. torch calls such rows a bag."""
         return torch.embedding_bag(rows, self._places[: len(rows)], firsts)[0]
 
 
@@ -99,7 +99,7 @@ class TwoStreams:
 
     @staticmethod
     def of_flags(is_text: Tensor, device: torch.device | None = None) -> TwoStreams:
-        """Of one flag per packed row. The flags should live on the CPU: elsewhere the host waits for their device."""
+        """From one flag per packed row. The flags should live on the CPU: elsewhere the host waits for their device."""
         flags = is_text.bool()
         text_rows, image_rows = (rows.nonzero().squeeze(1) for rows in (flags, ~flags))
         if device is None or device == flags.device:
@@ -122,7 +122,7 @@ class TwoStreams:
 
 def _joined(text: Tensor, image: Tensor, streams: TwoStreams) -> Tensor:
     packed = image.new_empty((streams.num_rows, *image.shape[1:]))
-    # Not index_copy_: the compiler of torch 2.11 drops the gradient of what a method in place has returned.
+    # Not index_copy_: the compiler of torch 2.11 drops the gradient of what an in-place method returns.
     packed[streams.text_rows] = text
     packed[streams.image_rows] = image
     return packed

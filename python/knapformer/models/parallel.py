@@ -24,8 +24,8 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32,
 def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
     """Every block is computed again in the backward pass instead of keeping its activations.
 
-    model: one of knapformer.models, or of diffusers and balanced.
-    keep_exchanges: but for what the balancer's exchanges brought, so that none is repeated
+    model: one of knapformer.models, or a balanced one of diffusers.
+    keep_exchanges: keeps the results of the balancer's exchanges, so that no exchange is repeated
     (`knapformer.checkpointing.keep_exchanges`).
     """
     contexts: Any = noop_context_fn
@@ -43,8 +43,8 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
 def shard_model(model: _Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _Model:
     """FSDP2 over the ranks of `mesh` (one dimension): each block a unit, the rest in the root.
 
-    dtype: what is computed in, e.g. bfloat16; parameters keep theirs, and gradients are reduced in it. None computes in
-    the parameters' own. In place; returns the model.
+    dtype: the dtype of the computation, e.g. bfloat16; parameters keep their own dtype, and gradients are reduced in
+    that of the parameters. None: the computation, too, is in the parameters' dtype. In place; returns the model.
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
@@ -58,10 +58,10 @@ def shard_model(model: _Model, mesh: DeviceMesh, dtype: torch.dtype | None = Non
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int = 0) -> None:
-    """Random values for every parameter, none of them zero: norm weights around 1, products scaled by their width.
+    """Random values for every parameter, none of them zero: norm weights around 1, matrices scaled by their width.
 
-    A plain model gets the same values anywhere. A sharded one is drawn shard by shard, without ever being whole on one
-    rank; its values then depend on the number of ranks.
+    A model that is not sharded gets the same values on every rank. A sharded one is drawn shard by shard, without ever
+    being whole on one rank; its values then depend on the number of ranks.
     """
     for index, parameter in enumerate(model.parameters()):
         local = _local(parameter)

@@ -3,7 +3,7 @@
     home rank                                               home rank
     packed sequences --enter--> chunks, block ... block, --leave--> packed sequences, same order
 
-Without a balancer the chunks are the rank's own sequences and nothing moves. The models are written once, against this.
+Without a balancer the chunks are the rank's own sequences and nothing moves. So the models are written only once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from knapformer.models.packing import Lengths, Segments, lengths_list
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
 
-Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]  # q, k, v and the lengths of their sequences -> as q
+Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]  # q, k, v and the lengths of their sequences -> o, as q
 
 
 class PackedStep:
@@ -61,8 +61,8 @@ class PackedStep:
         x (tokens, d_model), features (tokens, ...) of any dtype, sequence_features (sequences, ...) -> the same of the
         chunks that this rank holds: (chunk tokens, d_model), (chunk tokens, ...), (chunks, ...).
 
-        Features may be on the CPU where x is not: what the host reads, such as lengths. They travel between hosts in
-        an exchange of their own and stay there, so that reading them waits for no accelerator.
+        Features that the host reads, such as lengths, may be on the CPU where x is not. They travel between hosts in
+        an exchange of their own and stay on the CPU, so that reading them waits for no accelerator.
         """
         if self._balancer is None:
             return x, list(features), list(sequence_features)
@@ -77,7 +77,7 @@ class PackedStep:
         return x, in_order[: len(features)], in_order[len(features) :]
 
     def _route(self, x: Tensor, tensors: dict[int, Tensor], num_features: int, moved: dict[int, Tensor]) -> Tensor:
-        """Those below num_features have a row for each token, the others one for each sequence."""
+        """Tensors with keys below num_features have a row for each token, the others a row for each sequence."""
         assert self._balancer is not None
         of_tokens, of_sequences = ([i for i in tensors if (i < num_features) == kind] for kind in (True, False))
         chunk_lens, x, token_rows, sequence_rows = self._balancer.route(
@@ -88,12 +88,12 @@ class PackedStep:
         return x
 
     def segments(self, x: Tensor) -> Segments:
-        """Of the chunk tokens, on the device of x: the chunk that each belongs to."""
+        """The chunk that each chunk token belongs to, on the device of x."""
         return Segments.of_lengths(self.chunk_lens, x.device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
-        a divisor -> (chunk tokens, heads, head_dim). attend: in place of PackedAttention."""
+        a divisor -> (chunk tokens, heads, head_dim). attend: taken in place of PackedAttention."""
         attend = attend or self._attend
         if self._balancer is None:
             return attend(q, k, v, self._seq_lens)

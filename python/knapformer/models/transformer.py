@@ -75,7 +75,7 @@ class TransformerConfig(BaseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TransformerBatch:
-    """The sequences of one rank, packed. A rank without any has tensors of no rows."""
+    """The sequences of one rank, packed. A rank without sequences has tensors of 0 rows."""
 
     x: Tensor  # (tokens, in_channels)
     seq_lens: Sequence[int]  # tokens of each sequence

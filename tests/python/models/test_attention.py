@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,6 +152,35 @@ def test_the_kernel_is_found_in_inference_and_used_in_training_after_it(kernel: 
         varlen_attention(x, x, x, [2, 3])
     varlen_attention(x.requires_grad_(), x, x, [2, 3]).sum().backward()
     assert kernel.num_calls == 3
+
+
+def test_running_out_of_memory_is_not_taken_for_a_missing_kernel(
+    kernel: VarlenKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
+
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
+    with monkeypatch.context() as full:
+        full.setattr(attention, "varlen_attn", too_large)
+        with pytest.raises(torch.OutOfMemoryError):
+            varlen_attention(x, x, x, [2, 3])
+    varlen_attention(x, x, x, [2, 3])
+    assert kernel.num_calls == 2  # tried, and used
+
+
+def test_a_kernel_that_does_not_run_is_named_once(kernel: VarlenKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no kernel image is available\nfor long reasons")
+
+    monkeypatch.setattr(attention, "varlen_attn", refuse)
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="bfloat16 .* on cpu: no kernel image is available; .* one by one"):
+        out = varlen_attention(x, x, x, [2, 3])
+    torch.testing.assert_close(out.float(), naive_attention(*3 * [x.float()], [2, 3], "full"), rtol=0.02, atol=0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        varlen_attention(x, x, x, [2, 3])
 
 
 def test_offsets_are_made_once_for_equal_lengths(kernel: VarlenKernel) -> None:

@@ -14,8 +14,8 @@ DEVICE_GIB = {"h100": 76.0, "h200": 134.0, "h100-pcie": 76.0, "b200": 171.0, "a1
 # counted beside them.
 _OPTIMIZER_BYTES = 12
 # Numbers that a block keeps of a token for its backward pass, in units of d_model, without attention's matrix (flash
-# attention): 34 bytes at 2 a number, without dropout's masks (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
-_KEPT_PER_TOKEN = 17 - 1.5
+# attention): 34 bytes, less 2 of dropout's masks, at 2 a number (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
+_KEPT_PER_TOKEN = (34 - 2) / 2
 # FSDP holds the gathered parameters of this block and the next, and one block's gradients before they are reduced.
 _GATHERED_BLOCKS = 3
 

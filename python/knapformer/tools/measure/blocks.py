@@ -57,7 +57,7 @@ class BlockKind:
         text_lens: as in PackedModel.block_inputs.
         """
         weight = next(self.model.parameters())
-        draw = Draw(torch.Generator().manual_seed(0), weight.device, weight.dtype)
+        draw = Draw(torch.Generator(weight.device).manual_seed(0), weight.device, weight.dtype)
 
         def leaf(value: Any) -> Any:
             is_numbers = isinstance(value, Tensor) and value.is_floating_point()
