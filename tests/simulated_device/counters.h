@@ -12,6 +12,9 @@
 
 namespace simulated_device {
 
+/// On the default stream nothing. On another one, the copies that were launched before run now (device.cpp).
+void run_copies_of_current_stream();
+
 struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> collectives = 0;
@@ -28,8 +31,9 @@ struct Counters {
   void add_sync(std::string name) { add(syncs_, std::move(name)); }
   /// "Non-blocking" copies from memory that is not pinned, which block all the same.
   void add_pageable_copy(std::string name) { add(pageable_copies_, std::move(name)); }
-  /// What was launched, by name.
+  /// What was launched, by name. It runs behind the copies of its stream.
   void add_launch(std::string name) {
+    run_copies_of_current_stream();
     ++launches;
     add(launched_, std::move(name));
   }

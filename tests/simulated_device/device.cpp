@@ -2,7 +2,8 @@
 //
 // Every operation runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the fallback
 // copies and would break aliasing. Two things run late: collectives, as on a stream of their own (collectives.cpp), and
-// copies to the device on a stream other than the default one, which run when a stream waits for an event behind them.
+// copies to the device on a stream other than the default one, which run when something is launched behind them on that
+// stream, or another stream waits for an event behind them.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -91,6 +92,14 @@ struct Event {
 
 /// 0: the default stream.
 thread_local c10::StreamId current_stream = 0;
+
+}  // namespace
+
+void run_copies_of_current_stream() {
+  if (current_stream != 0) LateCopies::instance().run(LateCopies::instance().num_launched());
+}
+
+namespace {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;

@@ -59,10 +59,11 @@ void abort_device_work(c10d::ProcessGroup& group) noexcept {
   }
 }
 
-bool has_one_backend_for_all_devices(c10d::ProcessGroup& group) {
+/// Whether not all devices have the same backend. A group of one device knows no other.
+bool has_several_backends(c10d::ProcessGroup& group) {
   const std::vector<at::Device> devices = group.getDeviceTypes();
-  return devices.size() > 1 && std::ranges::all_of(devices, [&](const at::Device& device) {
-           return group.getBackend(device.type()) == group.getBackend(devices[0].type());
+  return devices.size() < 2 || std::ranges::any_of(devices, [&](const at::Device& device) {
+           return group.getBackend(device.type()) != group.getBackend(devices[0].type());
          });
 }
 
@@ -92,7 +93,7 @@ CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string&
                      std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
     : name_(std::move(name)),
       process_group_(std::move(group)),
-      one_backend_for_all_devices_(has_one_backend_for_all_devices(*process_group_)),
+      separates_devices_(has_several_backends(*process_group_)),
       watchdog_(std::move(watchdog)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};

@@ -107,8 +107,8 @@ void ExchangeArguments::add_derivatives() {
 void ExchangeArguments::follow_others() {
   if (std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; })) return;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
-  const std::string gradients =
-      comm->watchdog().guard([&] { return comm->fingerprints().gradients_of_others(fingerprint()); });
+  const std::string gradients = comm->watchdog().guard(
+      [&] { return comm->fingerprints().gradients_of_others(fingerprint(comm->separates_devices())); });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;
@@ -221,7 +221,7 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
   return shapes;
 }
 
-Fingerprint ExchangeArguments::fingerprint(bool with_devices) const {
+Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
   // This runs for every call, so lines are written in place, in the form that Fingerprint::add gives them.
   Fingerprint fingerprint;
   std::string& fields = fingerprint.fields;
@@ -261,7 +261,8 @@ Fingerprint ExchangeArguments::fingerprint(bool with_devices) const {
         append_number(size);
       }
       fields.append(")");
-      if (with_devices) fields.append(" on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
+      if (separates_devices)
+        fields.append(" on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
       fields.append("\n");
       fingerprint.gradients.push_back(
           static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i % differentiable.size()])));

@@ -101,8 +101,8 @@ struct ExchangeArguments {
 
   /// Shapes of the outputs, from shapes of tensors alone: also for tensors without values.
   std::vector<std::vector<c10::SymInt>> output_shapes() const;
-  /// What all ranks must agree on. with_devices: also on the type of device that has the tensors.
-  Fingerprint fingerprint(bool with_devices = true) const;
+  /// What all ranks must agree on: the type of the tensors' device too, where `separates_devices` (CommGroup).
+  Fingerprint fingerprint(bool separates_devices) const;
 
  private:
   void follow_others();

@@ -30,7 +30,7 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
   RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
-    group_->fingerprints().agree(arguments.fingerprint(/*with_devices=*/!group_->one_backend_for_all_devices()));
+    group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
     engine_ = make_engine(*call_);
     if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
       call_->use_peer_memory(*group_);

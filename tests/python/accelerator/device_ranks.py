@@ -409,19 +409,23 @@ def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float
 
 def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs and gradients of attention in float32, by all-to-all and by peer memory. Its one key/value head goes to
-    all ranks. Odd ranks keep the results on the device to the end, beside later ones."""
+    all ranks. Steps take turns on three streams. Odd ranks keep the results on the device to the end, beside later
+    ones."""
     group, results = sim.new_group(), []
+    streams = [contextlib.nullcontext(), torch.Stream(device="sim"), torch.Stream(device="sim")]
     for peer_memory in (False, True):
         balancer = SequenceBalancer("g4/2/1n1", group=group, peer_memory=peer_memory)
         values: list[Tensor] = []
         for step, lens in enumerate([[[400, 20], [30], [1000], [300]], [[9], [64, 2000], [50], [5, 5]]] * 4):
             generator = torch.Generator().manual_seed(10 * step + rank)
             num_tokens = balancer.plan_routing(lens[rank], 1024).tokens_after[rank]
-            q, k, v = (
-                torch.randn(num_tokens, heads, 8, generator=generator).to("sim").requires_grad_() for heads in (4, 1, 1)
-            )
-            o = balancer.attention(q, k, v, attend)
-            (o * o.detach().sin()).sum().backward()
+            with streams[step % len(streams)]:
+                q, k, v = (
+                    torch.randn(num_tokens, heads, 8, generator=generator).to("sim").requires_grad_()
+                    for heads in (4, 1, 1)
+                )
+                o = balancer.attention(q, k, v, attend)
+                (o * o.detach().sin()).sum().backward()
             values += [t.detach() if rank % 2 else t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
         results.append([t.cpu() for t in values])
     return results[0], results[1]

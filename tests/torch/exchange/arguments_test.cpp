@@ -69,16 +69,16 @@ TEST(ExchangeArguments, InverseMovesGradientsBack) {
 }
 
 TEST(ExchangeArguments, FingerprintSaysWhatRanksMustShare) {
-  const Fingerprint fingerprint = example().fingerprint();
+  const Fingerprint fingerprint = example().fingerprint(/*separates_devices=*/true);
   EXPECT_EQ(fingerprint.fields,
             "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3) on cpu\nids\tLong (rows) on cpu\n"
             "s\tFloat (rows, 7) on cpu\nq\tFloat (rows, 5, 2) on cpu\n");
   EXPECT_EQ(fingerprint.gradients, "1001");
-  EXPECT_EQ(example().fingerprint(/*with_devices=*/false).fields,
+  EXPECT_EQ(example().fingerprint(/*separates_devices=*/false).fields,
             "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3)\nids\tLong (rows)\n"
             "s\tFloat (rows, 7)\nq\tFloat (rows, 5, 2)\n");
   const at::NoGradGuard no_grad;
-  EXPECT_TRUE(example().fingerprint().fields.starts_with("call\troute without gradients\n"));
+  EXPECT_TRUE(example().fingerprint(/*separates_devices=*/true).fields.starts_with("call\troute without gradients\n"));
 }
 
 TEST(ExchangeArguments, TangentsTravelByAnExchangeOfTheirOwn) {
@@ -88,7 +88,7 @@ TEST(ExchangeArguments, TangentsTravelByAnExchangeOfTheirOwn) {
   arguments.tensors[2]._set_fw_grad(at::ones({2, 7}), 0, false);
   arguments.decide_derivatives();
   EXPECT_EQ(arguments.differentiable, (std::vector<int64_t>{kGradient | kTangent, 0, kTangent, kGradient}));
-  EXPECT_EQ(arguments.fingerprint().gradients, "3021");
+  EXPECT_EQ(arguments.fingerprint(/*separates_devices=*/true).gradients, "3021");
   const ExchangeArguments tangents = arguments.take_tangents();
   EXPECT_EQ(tangents.label, "route jvp(x.tangent,s.tangent)");
   ASSERT_EQ(tangents.segments.size(), 2u);
