@@ -59,7 +59,8 @@ BUILD := build/release
 UNITY ?= ON
 CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -G Ninja -S . -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
-    -DCMAKE_UNITY_BUILD=$(UNITY) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+    -DCMAKE_UNITY_BUILD=$(UNITY) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
+    $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 MODULES := _core _torch stubs
 
 SOURCES := CMakeLists.txt $(shell find cmake knapformer python -type f ! -name '*.so' ! -name '*.pyc')
@@ -129,7 +130,8 @@ nvrtc: build/nvrtc/.installed
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
-	KNAPFORMER_NVRTC=$$(ls $(CURDIR)/build/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.1?) $(BUILD)/tests/torch/torch_tests \
+	library=$$(find $(CURDIR)/build/nvrtc -name 'libnvrtc.so.1?') && \
+	    KNAPFORMER_NVRTC=$$library LD_LIBRARY_PATH=$$(dirname $$library) $(BUILD)/tests/torch/torch_tests \
 	    --gtest_filter='CudaKernel*:*/CudaKernel*'
 
 $(VENV)/.coverage: pyproject.toml | $(BIN)/python
