@@ -74,7 +74,8 @@ def _device_module() -> types.ModuleType:
 
 
 def new_group(timeout_s: float = 60, backend: str = "cpu:gloo,sim:late") -> Any:
-    """A group of all ranks, by default with backends for the CPU and "sim". Collective over the default group."""
+    """A group of all ranks, by default with backends for the CPU and "sim"; "late": with one for both. Collective over
+    the default group."""
     import torch.distributed as dist
 
     module = register()
@@ -83,7 +84,7 @@ def new_group(timeout_s: float = 60, backend: str = "cpu:gloo,sim:late") -> Any:
         def make(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
             return module.make_backend(dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, size, timeout))
 
-        dist.Backend.register_backend("late", make, devices=["sim"])
+        dist.Backend.register_backend("late", make, devices=["cpu", "sim"])
     return dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 

@@ -93,7 +93,7 @@ CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string&
                      std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
     : name_(std::move(name)),
       process_group_(std::move(group)),
-      separates_devices_(has_several_backends(*process_group_)),
+      has_several_backends_(has_several_backends(*process_group_)),
       watchdog_(std::move(watchdog)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};

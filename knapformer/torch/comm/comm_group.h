@@ -60,9 +60,10 @@ class CommGroup {
   const CommCounters& counters() const { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   bool has_cpu_backend() const;
-  /// Whether tensors on a GPU and on the CPU travel by different backends. Not so in a group of "gloo", where an
-  /// exchange may have its tensors on a GPU on one rank, and on the CPU on another.
-  bool separates_devices() const { return separates_devices_; }
+  /// Whether tensors on a GPU and on the CPU travel in different ways: by different backends, or some by peer memory.
+  /// Not so in a group of "gloo", where an exchange may have its tensors on a GPU on one rank, and on the CPU on
+  /// another.
+  bool separates_devices() const { return has_several_backends_ || has_peer_memory(); }
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
   /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);
@@ -104,7 +105,7 @@ class CommGroup {
   mutable std::mutex mutex_;
   ProcessGroupPtr process_group_;
   ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
-  bool separates_devices_;
+  bool has_several_backends_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
   std::shared_ptr<PeerMemory> peer_memory_;

@@ -87,6 +87,26 @@ def balancers_agree(
     return results
 
 
+def devices_mix(rank: int, world: int, topologies: list[str]) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
+    """Results of a step on the CPU, paired with those of one in which every other rank has its tensors on the device;
+    and what such a step raises where ranks on the CPU and on the device do not meet."""
+    group, pairs, errors = sim.new_group(backend="late"), [], []
+    device = "cpu" if rank % 2 else "sim"
+    for topology in topologies:
+        balancer = SequenceBalancer(topology, group=group)
+        pairs += zip(balanced_step(balancer, rank, "cpu"), balanced_step(balancer, rank, device), strict=True)
+    for apart in (
+        SequenceBalancer(topologies[0], group=sim.new_group()),
+        SequenceBalancer(topologies[0], group=group, peer_memory=True),
+    ):
+        try:
+            balanced_step(apart, rank, device)
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return pairs, errors
+
+
 def lens_to_share(rank: int) -> list[int]:
     """Lengths of which nested bags share the longest, where models are 3072 wide."""
     return lens_of(rank) if rank else [300, 20]

@@ -16,6 +16,7 @@ from accelerator.device_ranks import (
     a_mistake_where_memory_grows,
     a_model_with_the_kernel_agrees,
     balancers_agree,
+    devices_mix,
     errors_with_work_in_flight,
     launches_of_calls,
     lens_of,
@@ -60,6 +61,14 @@ def test_a_balanced_step_is_the_cpus(world: int, topology: str, peer_memory: boo
     for of_rank in steps_of_balancers(world, peer_memory):
         for on_cpu, on_device in of_rank[topology]:
             torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_of_one_backend_may_be_on_different_devices() -> None:
+    for pairs, (by_several_backends, by_peer_memory) in run_ranks(devices_mix, 2, ["g2n1", "g2/1n1"]):
+        for on_cpu, mixed in pairs:
+            torch.testing.assert_close(mixed, on_cpu, rtol=1e-12, atol=1e-12)
+        assert by_several_backends.startswith("ArgumentError: ") and " on sim" in by_several_backends
+        assert by_peer_memory.startswith("ArgumentError: ") and " on sim" in by_peer_memory
 
 
 @functools.cache
