@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help nvrtc demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -122,15 +122,17 @@ sanitize-threads: $(VENV)/.tools
 
 # NVRTC is 90 MB and is unpacked into build/nvrtc: a machine without a GPU needs it for `make nvrtc` alone.
 NVRTC ?= nvidia-cuda-nvrtc-cu12==12.9.86
-build/nvrtc/.installed: | $(VENV)/.tools
-	$(BIN)/python -m pip install --quiet --no-deps --target build/nvrtc $(NVRTC)
+NVRTC_FOLDER := build/nvrtc/$(NVRTC)
+nvrtc-library: $(NVRTC_FOLDER)/.installed
+$(NVRTC_FOLDER)/.installed: | $(VENV)/.tools
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) $(NVRTC)
 	touch $@
 
-nvrtc: build/nvrtc/.installed
+nvrtc: nvrtc-library
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
-	library=$$(find $(CURDIR)/build/nvrtc -name 'libnvrtc.so.1?') && \
+	library=$$(find $(CURDIR)/$(NVRTC_FOLDER) -name 'libnvrtc.so.1?') && \
 	    KNAPFORMER_NVRTC=$$library LD_LIBRARY_PATH=$$(dirname $$library) $(BUILD)/tests/torch/torch_tests \
 	    --gtest_filter='CudaKernel*:*/CudaKernel*'
 

@@ -58,9 +58,9 @@ def main() -> None:
             "lens": LENS,
         }
         write_results(args.json, "launches", configuration, limits=LIMITS, calls=rows)
-    if any(row["most_launches"] > row["limit"] for row in rows.values() if row["limit"] is not None):
+    if any(row["max_launches"] > row["limit"] for row in rows.values() if row["limit"] is not None):
         sys.exit("launches: more than the limit")
-    if any(row["fewest_packing_launches"] == 0 for row in rows.values() if row["limit"] is not None):
+    if any(row["min_packing_launches"] == 0 for row in rows.values() if row["limit"] is not None):
         sys.exit("launches: a call is not packed by the kernel")
 
 
@@ -99,8 +99,8 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
                 rows[f"{name} {topology} {engine}"] = {
                     "forward_launches": forward[0], "backward_launches": backward[0],
                     "forward_packed_bytes": forward[2], "backward_packed_bytes": backward[2],
-                    "most_launches": max(forward[0], backward[0]),
-                    "fewest_packing_launches": min(forward[1], backward[1]),
+                    "max_launches": max(forward[0], backward[0]),
+                    "min_packing_launches": min(forward[1], backward[1]),
                     "tensor_bytes": sum(t.nbytes for t in inputs),
                     "limit": None if engine == "device" else LIMITS[name],
                 }  # fmt: skip

@@ -22,8 +22,6 @@ from settings import (
     Agenda,
     backend_of,
     correctness_ranks,
-    keep_so_far,
-    may_begin,
     merged_results,
     nested_topology,
     rank_device,
@@ -38,23 +36,31 @@ PEER_MEMORY = "attention by peer memory: numbers unlike those by all-to-all"
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """In the order of what matters first: the exchanges of several ranks, the models alone, and last what is compiled,
-    which takes longest."""
-    num_ranks, parts = correctness_ranks(args), list[dict[str, Any]]()
+    which takes longest. An error in one of them does not keep the others from running."""
+    num_ranks = correctness_ranks(args)
+    parts, errors = list[dict[str, Any]](), list[Exception]()
 
     def check(check_rank: Callable[[argparse.Namespace], dict[str, Any]], on: int) -> None:
-        parts.append(on_ranks(check_rank, args, on, backend_of(args, on), seconds_left(args)))
+        try:
+            parts.append(on_ranks(check_rank, args, on, backend_of(args, on), seconds_left(args)))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            errors.append(error)
 
     check(check_models, num_ranks)
     check(check_models, 1)
-    if PEER_MEMORY not in args.kept["done"]:
-        in_time = may_begin(args)
-        parts.append({"done" if in_time else "left_out": [PEER_MEMORY], "checks": []})
-        if in_time:
-            parts[-1]["checks"].append(_check_peer_memory(args))
-            keep_so_far(args, merged_results(*parts))
+    agenda, checks = Agenda(args), list[Check]()
+    if agenda.begins(PEER_MEMORY):
+        checks.append(_check_peer_memory(args))
+        agenda.keep({"checks": checks})
+    parts.append({"checks": checks, **agenda.result()})
     check(check_compiled, 1)
     check(check_compiled, num_ranks)
-    left_out = [thing for part in parts for thing in part.get("left_out", [])]
+    if errors:
+        raise errors[0]
+    left_out = [thing for part in parts for thing in part["left_out"]]
     return (
         {"num_ranks": num_ranks, "backend": backend_of(args, num_ranks)}
         | merged_results(*parts)

@@ -63,9 +63,7 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
             page.add(f"{part}: beside the published table", f"Seconds of a micro-batch, {what}.", _chart(rows), 420)
             page.add_table(f"{part}: figures", _TABLE_TEXT, map(_cells, rows))
         if of["left_out"]:
-            page.add_table(
-                f"{part}: left out", "No time was left: run it again.", [{"what": w} for w in of["left_out"]]
-            )
+            page.add_table(f"{part}: left out", "Not done: run it again.", [{"what": w} for w in of["left_out"]])
         if of.get("absent"):
             page.add_table("calibrate: kernels that are not there", "Tried on two sequences.", of["absent"])
         if of.get("fits"):

@@ -102,7 +102,7 @@ def run_parts(args: argparse.Namespace) -> int:
     error = f"failed: {', '.join(failed)}" if failed else ""
     for part, of in results.items():
         for thing in of["left_out"]:
-            print(f"{'LEFT':7}{part:12}{thing}: no time was left; make gpu{_part_option(args)} does it")
+            print(f"{'LEFT':7}{part:12}{thing}: not done; make gpu{_same_run(args)} does it")
         for check in of["checks"]:
             print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
     written, not_drawn = write_all(results, args.out, error)
@@ -122,8 +122,9 @@ def look_at_device(args: argparse.Namespace) -> str | None:
 
     if args.ranks < 1 or args.ranks & (args.ranks - 1):
         return f"RANKS: got {args.ranks}, expected a power of two"
-    if args.ranks > (most := len(sizes_of(args).samples)):
-        return f"RANKS: got {args.ranks}, expected at most {most}: so many samples are there to compare"
+    deals_samples = args.part in ("all", "correctness", "launches")
+    if deals_samples and args.ranks > (maximum := len(sizes_of(args).samples)):
+        return f"RANKS: got {args.ranks}, expected at most {maximum}: so many samples are there to compare"
     if args.part in OF_SEVERAL_RANKS and args.ranks == 1:
         return f"RANKS: got 1, expected 2 or more for the {args.part}"
     if args.device == "cpu":  # where models may be imported before ranks are forked
@@ -148,42 +149,61 @@ def describe_rank(args: argparse.Namespace) -> Any:
 
 
 def finish(part: str, args: argparse.Namespace) -> bool:
-    """Runs a part, or what its kept result has left out. Returns False where the part failed; a part whose time was
-    over has left something out, and fails only where it had done nothing."""
+    """Runs a part, or what its kept result has left out. Returns False where the part was stopped, by an error or by
+    its time; what it had done is kept."""
     from settings import merged_results, start_part
 
-    args.kept = {"done": []}
-    kept = kept_result(args.out, part)
-    if kept is not None and not args.again and (kept["device"], kept["ranks"]) == (args.device_name, args.ranks):
+    path, args.so_far = args.out / f"{part}.json", args.out / f"{part}.so-far.json"
+    args.stamp = {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}
+    keep_so_far(path, args.so_far)  # of a go that was killed
+    args.kept, kept = {"done": []}, kept_result(args.out, part)
+    if kept is not None and not args.again and is_of_one_setting(kept, args.stamp):
         print(f"{part}: kept from {kept['environment']['time']}, of commit {kept['environment']['commit']}", flush=True)
         if not kept["left_out"]:
             return True
-        args.kept = kept
-    print(f"{part} ...", flush=True)
-    path, begin = args.out / f"{part}.json", time.monotonic()
-    if args.again:
+        if kept["environment"]["commit"] == args.environment["commit"]:
+            args.kept = kept
+    if args.kept is not kept:
         path.unlink(missing_ok=True)
+    print(f"{part} ...", flush=True)
+    begin = time.monotonic()
     module, function = PARTS[part].split(".")
     start_part(args, part)
-    finished = True
     try:
         result = getattr(importlib.import_module(module), function)(args)
-    except Exception as error:  # the other parts still run, and what this one had done is kept
+    except Exception:  # the other parts still run
         traceback.print_exc()
-        if not args.so_far.exists():
-            return False
-        result, finished = json.loads(args.so_far.read_text()), isinstance(error, TimeoutError)
-    args.so_far.unlink(missing_ok=True)
-    result = merged_results(args.kept, result)
-    result |= {"device": args.device_name, "ranks": args.ranks, "environment": args.environment}
-    result["seconds"] = time.monotonic() - begin
+        keep_so_far(path, args.so_far)
+        return False
+    result = merged_results(args.kept, result) | args.stamp | {"seconds": time.monotonic() - begin}
     path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
+    args.so_far.unlink(missing_ok=True)
     print(f"{part}: {result['seconds']:.0f} s", flush=True)
-    return finished
+    return True
 
 
-def _part_option(args: argparse.Namespace) -> str:
-    return "" if args.part == "all" else f" PART={args.part}"
+def keep_so_far(path: Path, so_far: Path) -> None:
+    """Adds the results of a go that was stopped to those of the goes before it."""
+    from settings import merged_results
+
+    if not so_far.exists():
+        return
+    stopped, kept = json.loads(so_far.read_text()), kept_result(path.parent, path.stem)
+    before = kept if kept is not None and is_of_one_setting(kept, stopped) else {}
+    result = merged_results({"done": [], "checks": []}, before, stopped)
+    path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
+    so_far.unlink()
+
+
+def is_of_one_setting(result: dict[str, Any], stamp: dict[str, Any]) -> bool:
+    return bool((result["device"], result["ranks"]) == (stamp["device"], stamp["ranks"]))
+
+
+def _same_run(args: argparse.Namespace) -> str:
+    """Options of the command that goes on with this one."""
+    options = {"PART": args.part, "RANKS": args.ranks, "DEVICE": args.device, "OUT": args.out}
+    usual = {"PART": "all", "RANKS": 1, "DEVICE": "cuda", "OUT": (BENCH.parent / "build/gpu-results").resolve()}
+    return "".join(f" {name}={value}" for name, value in options.items() if value != usual[name])
 
 
 def kept_result(folder: Path, part: str) -> dict[str, Any] | None:

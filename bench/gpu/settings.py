@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from knapformer import DataMix
 
 MIXES = ("joint", "mixed", "low")  # the one with the highest published HFU first
 
-# Seconds after which a part has failed. The parts that run on one GPU have 9 minutes together.
+# Seconds after which a part is stopped. The parts that run on one GPU have 9 minutes together.
 LIMITS_S = {
     "correctness": 130,
     "calibrate": 130,
@@ -25,7 +26,6 @@ LIMITS_S = {
     "transport": 60,
     "steps": 400,
 }
-UNDER_WAY = "what was under way when its time was over, and what comes behind"
 SHARE_TO_BEGIN = 0.8  # share of these seconds in which a part begins something new
 
 
@@ -95,8 +95,6 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 def start_part(args: argparse.Namespace, part: str) -> None:
     """Starts the part's clock. A CPU, which only tests use, may be busy with other work, so it has an hour."""
-    args.so_far = args.out / f"{part}.so-far.json"
-    args.so_far.unlink(missing_ok=True)
     limit_s = LIMITS_S[part] if args.device == "cuda" else 3600.0
     begin_s = SHARE_TO_BEGIN * limit_s
     if args.seconds is not None:
@@ -106,7 +104,7 @@ def start_part(args: argparse.Namespace, part: str) -> None:
 
 
 def seconds_left(args: argparse.Namespace) -> float:
-    """Seconds after which the part has failed; at least 1."""
+    """Seconds after which the part is stopped; at least 1."""
     return max(1.0, float(args.ends_at) - time.monotonic())
 
 
@@ -121,7 +119,8 @@ class Agenda:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._done = args, frozenset(args.kept["done"])
-        self._before = json.loads(args.so_far.read_text()) if args.so_far.exists() else {}
+        self._before = self._kept = so_far(args)
+        self._left_before = self._before.get("left_out", [])  # by an agenda that was stopped
         self.done: list[str] = []
         self.left_out: list[str] = []
 
@@ -137,22 +136,29 @@ class Agenda:
         if dist.is_initialized():
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
+        if in_time:
+            self._write({"left_out": [*self._left_before, f"{thing}, in which the part was stopped, and what follows"]})
         return bool(in_time)
 
     def keep(self, result: dict[str, Any]) -> None:
         """Saves the results so far, after a thing is done: they stay if the part is stopped in the next thing."""
+        self._kept = copy.deepcopy(merged_results(self._before, result, {"done": self.done}))
+        self._write({"left_out": self._left_before})
+
+    def _write(self, left_out: dict[str, Any]) -> None:
         import torch.distributed as dist
 
         if not dist.is_initialized() or dist.get_rank() == 0:
-            keep_so_far(self._args, merged_results(self._before, result, {"done": self.done}))
+            write_atomically(str(self._args.so_far), json.dumps(self._kept | left_out | self._args.stamp))
 
     def result(self) -> dict[str, list[str]]:
         return {"done": self.done, "left_out": self.left_out}
 
 
-def keep_so_far(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Writes the results that stay if the part is stopped."""
-    write_atomically(str(args.so_far), json.dumps(result | {"left_out": [UNDER_WAY]}))
+def so_far(args: argparse.Namespace) -> dict[str, Any]:
+    """The results of the part in this go, as its agendas have kept them."""
+    kept: dict[str, Any] = json.loads(args.so_far.read_text()) if args.so_far.exists() else {}
+    return kept
 
 
 def merged_results(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +195,7 @@ def rank_device(args: argparse.Namespace) -> Any:
     if args.device == "cpu":
         return torch.device("cpu")
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # for references, and for building models
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))  # for references, and for building models
     device = torch.device("cuda", rank % args.num_devices)
     torch.cuda.set_device(device)
     return device

@@ -69,9 +69,9 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-int64_t integer_from(py::handle object, std::string_view argument, int64_t most) {
+int64_t integer_from(py::handle object, std::string_view argument, int64_t max) {
   const std::optional<int64_t> value = as_integer(object);
-  if (!value || *value > most) throw_argument(argument, shown(object), text("an integer of at most ", most));
+  if (!value || *value > max) throw_argument(argument, shown(object), text("an integer of at most ", max));
   return *value;
 }
 

@@ -58,7 +58,7 @@ std::optional<double> as_number(pybind11::handle object);     // anything with _
 std::optional<std::string> as_text(pybind11::handle object);  // without zero bytes
 
 int64_t integer_from(pybind11::handle object, std::string_view argument,
-                     int64_t most = std::numeric_limits<int64_t>::max());
+                     int64_t max = std::numeric_limits<int64_t>::max());
 double number_from(pybind11::handle object, std::string_view argument);
 std::string text_from(pybind11::handle object, std::string_view argument);
 /// A name, or a number of moves.

@@ -149,8 +149,8 @@ Misfit misfit(const std::string& name, const Signature& signature, const Call& c
   found.num_unexpected = call.positional.size() - num_taken;
   if (found.num_unexpected > 0) {
     const bool has_self = num_positional > 0 && signature.parameters[0].name == "self";
-    const size_t most = num_positional - has_self, given = call.positional.size() - has_self;
-    found.message = text(name, "() takes at most ", most, " positional argument", most == 1 ? "" : "s", " but ", given,
+    const size_t max = num_positional - has_self, given = call.positional.size() - has_self;
+    found.message = text(name, "() takes at most ", max, " positional argument", max == 1 ? "" : "s", " but ", given,
                          given == 1 ? " was" : " were", " given");
   }
   for (const auto& [keyword, value] : call.keywords) {

@@ -344,10 +344,10 @@ def _checked_work(values: Any, num_samples: int) -> Tensor:
             f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
         )
     if num_samples > 0:
-        least, most = work.aminmax()  # NaN where any of them is NaN
-        if not (least >= 1 / MAX_MAGNITUDE and most <= MAX_MAGNITUDE):
+        lowest, highest = work.aminmax()  # NaN where any of them is NaN
+        if not (lowest >= 1 / MAX_MAGNITUDE and highest <= MAX_MAGNITUDE):
             raise ArgumentError(
-                f"work: got {least.item()} to {most.item()}, expected positive finite numbers, from "
+                f"work: got {lowest.item()} to {highest.item()}, expected positive finite numbers, from "
                 f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
             )
     return work

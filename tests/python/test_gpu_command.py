@@ -115,7 +115,7 @@ def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> No
     first = of("packing", out)
     assert first["done"] == ["route"] and list(first["bytes_per_s"]) == ["route"]
     assert first["left_out"] == ["reverse_route", "pre_attn", "post_attn", "rotate"]
-    assert "LEFT   packing     pre_attn: no time was left; make gpu PART=packing does it" in cut.stdout
+    assert f"LEFT   packing     pre_attn: not done; make gpu PART=packing DEVICE=cpu OUT={out} does it" in cut.stdout
     assert "packing: left out" in (out / "gpu.html").read_text()
     run_gpu(out, "--part", "packing")
     whole = of("packing", out)
@@ -126,44 +126,83 @@ def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> No
     ]
 
 
-def test_a_part_that_is_stopped_keeps_what_it_had_done(
-    modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A made-up part that is stopped in its second thing, twice, and then ends."""
-    run = importlib.import_module("run")
-    stops: list[Exception | None] = [TimeoutError("too slow"), RuntimeError("out of memory"), None]
-    begun: list[str] = []
+class MadeUpPart:
+    """Two phases of two things each; where a thing is named in `stops`, the part ends there with that error, once."""
 
-    def part(args: argparse.Namespace) -> dict[str, Any]:
-        agenda, checks = modules.Agenda(args), []
-        for thing in ("one", "two", "three"):
+    def __init__(self, settings: ModuleType) -> None:
+        self.settings, self.begun = settings, list[str]()
+        self.stops: dict[str, BaseException] = {}
+
+    def __call__(self, args: argparse.Namespace) -> dict[str, Any]:
+        return self.settings.merged_results(self.phase(args, "one", "two"), self.phase(args, "three", "four"))
+
+    def phase(self, args: argparse.Namespace, *things: str) -> dict[str, Any]:
+        agenda, checks = self.settings.Agenda(args), []
+        for thing in things:
             if not agenda.begins(thing):
                 continue
-            begun.append(thing)
-            if thing == "two" and (stop := stops.pop(0)) is not None:
+            self.begun.append(thing)
+            if (stop := self.stops.pop(thing, None)) is not None:
                 raise stop
             checks.append({"name": thing})
             agenda.keep({"checks": checks})
         return {"checks": checks, **agenda.result()}
 
-    made_up = ModuleType("made_up")
-    made_up.part = part  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "made_up", made_up)
+
+@pytest.fixture
+def made_up(modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A made-up part, and what runs it: with the commit of a run."""
+    run = importlib.import_module("run")
+    module, part = ModuleType("made_up"), MadeUpPart(modules)
+    module.part = part  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up", module)
     monkeypatch.setitem(run.PARTS, "packing", "made_up.part")
-    args = argparse.Namespace(
-        out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
-        environment={"time": "", "commit": ""},
-    )  # fmt: skip
-    for ends_well in (True, False):  # a part whose time is over is resumed; one that raised has failed
-        assert run.finish("packing", args) == ends_well
+
+    def finish(commit: str = "") -> bool:
+        args = argparse.Namespace(
+            out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
+            environment={"time": "", "commit": commit},
+        )  # fmt: skip
+        part.begun.clear()
+        return bool(run.finish("packing", args))
+
+    return part, finish
+
+
+def test_a_part_that_is_stopped_keeps_what_it_had_done(made_up: Any, tmp_path: Path) -> None:
+    part, finish = made_up
+    stops: list[tuple[str, BaseException]] = [
+        ("two", TimeoutError("too slow")),
+        ("two", RuntimeError("out of memory")),  # nothing done in this go
+        ("four", subprocess.TimeoutExpired("simulate", 1)),  # in the second phase
+        ("four", KeyboardInterrupt()),  # nobody is left to keep anything: the next go does
+    ]
+    done = [["one"], ["one"], ["one", "two", "three"], ["one", "two", "three"]]
+    for (thing, stop), kept in zip(stops, done, strict=True):
+        part.stops = {thing: stop}
+        if isinstance(stop, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                finish()
+        else:
+            assert not finish()
         stopped = of("packing", tmp_path)
-        assert (stopped["done"], stopped["checks"]) == (["one"], [{"name": "one"}])
-        assert stopped["left_out"] == [modules.UNDER_WAY]
-    assert run.finish("packing", args)
+        assert (stopped["done"], stopped["checks"]) == (kept, [{"name": name} for name in kept])
+        assert stopped["left_out"] == [f"{thing}, in which the part was stopped, and what follows"]
+    assert finish() and part.begun == ["four"]
     whole = of("packing", tmp_path)
-    assert whole["checks"] == [{"name": "one"}, {"name": "two"}, {"name": "three"}]
-    assert (whole["done"], whole["left_out"]) == (["one", "two", "three"], [])
-    assert begun == ["one", "two", "two", "two", "three"]
+    assert (whole["done"], whole["left_out"]) == (["one", "two", "three", "four"], [])
+    assert whole["checks"] == [{"name": name} for name in whole["done"]]
+    assert finish() and part.begun == []
+    assert [path.name for path in tmp_path.iterdir()] == ["packing.json"]
+
+
+def test_a_part_that_was_stopped_begins_anew_at_another_commit(made_up: Any, tmp_path: Path) -> None:
+    part, finish = made_up
+    part.stops = {"three": RuntimeError("no")}
+    assert not finish("a")
+    assert finish("b") and part.begun == ["one", "two", "three", "four"]
+    assert of("packing", tmp_path)["done"] == part.begun
+    assert finish("c") and part.begun == []  # whole, of whichever commit
 
 
 def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:

@@ -158,7 +158,7 @@ void plan_and_route(SequenceBalancer& balancer) {
 }
 
 TEST_P(Mistakes, RaisesOnAllRanksWithItsWords) {
-  // Once as the first call, once after steps have made it foreseen.
+  // Once as the first call, once after steps have made it the predicted one.
   for (const int32_t steps : {0, 2}) {
     SCOPED_TRACE(::testing::Message() << "after " << steps << " steps");
     Ranks ranks(2);

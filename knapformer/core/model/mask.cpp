@@ -46,11 +46,11 @@ Mask Mask::parse(std::string_view text) {
   bool is_good = found != kNames.end();
   Mask mask;
   if (is_good) mask.kind = static_cast<Kind>(found - kNames.begin());
-  for_each_number(mask, [&]<class Number>(Number& number, int32_t least) {
-    const auto read = reader.accept(':') ? reader.number<Number>(least, std::is_same_v<Number, double> ? 1 : kMaxTokens)
+  for_each_number(mask, [&]<class Number>(Number& number, int32_t min) {
+    const auto read = reader.accept(':') ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens)
                                          : std::nullopt;
     is_good = is_good && read;
-    number = read.value_or(least);
+    number = read.value_or(min);
   });
   if (!is_good || !reader.at_end()) throw_argument("mask", knapformer::text("'", text, "'"), kForms);
   return mask;

@@ -47,9 +47,9 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
   const int32_t sharing = topology.shapes().back().num_ranks_per_bag();  // small bags first
   const auto share = [](int64_t tokens, int32_t ranks) { return (tokens + ranks - 1) / ranks; };
   const int64_t of_replica = share(max_replica, num_ranks), of_longest = share(longest, sharing);
-  const int64_t least = std::max(of_replica, of_longest);
-  const int64_t kept = kept_limit(plan.input(), planner, effort, least > limit ? least : plan.max_tokens());
-  if (kept != least) {
+  const int64_t min_limit = std::max(of_replica, of_longest);
+  const int64_t kept = kept_limit(plan.input(), planner, effort, min_limit > limit ? min_limit : plan.max_tokens());
+  if (kept != min_limit) {
     throw_argument(
         "max_tokens_per_rank", limit,
         text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",

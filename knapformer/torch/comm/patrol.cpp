@@ -1,5 +1,7 @@
 #include "knapformer/torch/comm/patrol.h"
 
+#include <c10/util/Exception.h>
+
 #include <exception>
 #include <utility>
 
@@ -34,8 +36,9 @@ void Patrol::run(const std::stop_token& stop) {
         is_done = nullptr;
         continue;
       }
-    } catch (const std::exception&) {
-      return;  // the device has failed, as the host's next call of it will say
+    } catch (const std::exception& error) {  // as after an error of the device, which the host's next call of it raises
+      TORCH_WARN("knapformer: no longer looks for errors of other ranks while the device works: ", error.what());
+      return;
     }
     try {
       look_();

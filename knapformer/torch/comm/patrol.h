@@ -30,7 +30,7 @@ class Patrol {
   Patrol& operator=(const Patrol&) = delete;
 
   /// To be called after the device was given a collective. Where a mark throws, as after an error of the device, the
-  /// patrol ends without a word: the host hears of that error itself.
+  /// patrol ends with a warning: the host hears of that error itself.
   void device_works(Mark mark);
 
  private:

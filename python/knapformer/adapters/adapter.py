@@ -90,7 +90,7 @@ class Adapter(ABC):
     # blocks from which on the first one is like those of a large model.
     named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
-    fewest_blocks: ClassVar[int] = 1
+    min_blocks: ClassVar[int] = 1
     # Whether the text is cross-attended to and no part of the sequence; whether samples and predictions are images or
     # videos (1, channels, ...) in place of tokens.
     text_beside: ClassVar[bool] = False

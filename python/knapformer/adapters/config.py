@@ -97,7 +97,7 @@ class DiffusersConfig(BaseConfig):
 
     def alone(self, kind: str) -> DiffusersConfig:
         counts = dict.fromkeys(self.adapter.block_counts.values(), 0)
-        return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.fewest_blocks})
+        return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.min_blocks})
 
     def possible(self, sample: Sample, *, at_least: bool = False) -> Sample:
         """at_least: the result has no fewer tokens."""

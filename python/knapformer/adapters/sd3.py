@@ -35,7 +35,7 @@ class StableDiffusion3(JointAdapter):
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
-    fewest_blocks = 2  # the last one writes no text
+    min_blocks = 2  # the last one writes no text
     named_configs = {  # noqa: RUF012
         "sd3": {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192},
         "sd3.5-large": {

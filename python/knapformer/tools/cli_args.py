@@ -281,10 +281,10 @@ def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, coun
     """All steps of --lengths, of which `count` are used, beginning with `first`. Raises ArgumentError, OSError."""
     steps = read_lengths(args.lengths, num_ranks)
     if first + count > len(steps):
-        option, got, most = (
+        option, got, maximum = (
             ("--step", first, len(steps) - 1) if first >= len(steps) else ("--steps", count, len(steps) - first)
         )
-        raise ArgumentError(f"{option}: got {got}, expected at most {most}: --lengths has {len(steps)}")
+        raise ArgumentError(f"{option}: got {got}, expected at most {maximum}: --lengths has {len(steps)}")
     return steps
 
 

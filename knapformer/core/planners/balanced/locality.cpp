@@ -413,8 +413,8 @@ bool RouteSwaps::swap_sequences(int64_t max_tokens) {
       if (lengths.home_of(back) == rank) continue;
       const double more = (input_.work(id) - input_.work(back)) / input_.speed_of(rank);
       const int64_t more_tokens = lengths[id] - lengths[back];
-      const double most = std::max({here.work, there.work, here.work + more, there.work - more});
-      if (more != 0 && most > max_work_ * (1 - 1e-12)) continue;
+      const double higher = std::max({here.work, there.work, here.work + more, there.work - more});
+      if (more != 0 && higher > max_work_ * (1 - 1e-12)) continue;
       if (std::max(here.tokens + more_tokens, there.tokens - more_tokens) > max_tokens) continue;
       in_a_.assign(1, s);
       in_b_.assign(1, id.value);

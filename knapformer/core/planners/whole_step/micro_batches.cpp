@@ -169,8 +169,8 @@ class StepSolver {
   /// The step's sequences as if they were one micro-batch's.
   PlanInput all_at_once() const {
     PlanInput all = input_.sequences;
-    const int64_t most = std::numeric_limits<int64_t>::max() / input_.num_micro_batches;
-    all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, most) * input_.num_micro_batches;
+    const int64_t max = std::numeric_limits<int64_t>::max() / input_.num_micro_batches;
+    all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, max) * input_.num_micro_batches;
     return all;
   }
 
@@ -350,14 +350,14 @@ int64_t share_of_longest(const PlanInput& step) {
 
 /// How many full ranks the fullest replica's tokens need, over all micro-batches, rounded up.
 int64_t full_ranks(const PlanInput& step, int64_t max_tokens_per_rank) {
-  int64_t most = 0;
+  int64_t max_ranks = 0;
   for (int32_t replica = 0; replica < step.topology.num_replicas(); ++replica) {
     const auto [first, last] = step.sequences_of(replica);
     int64_t tokens = 0;
     for (int32_t s = first.value; s < last.value; ++s) tokens += step.seq_lens[SequenceId(s)];
-    most = std::max(most, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
+    max_ranks = std::max(max_ranks, tokens / max_tokens_per_rank + (tokens % max_tokens_per_rank != 0 ? 1 : 0));
   }
-  return most;
+  return max_ranks;
 }
 
 void check_token_limit(const StepInput& input) {
@@ -393,8 +393,8 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
   input.num_micro_batches = 1;
   input.validate();
   const int32_t num_ranks = step.topology.num_ranks_per_replica();
-  const int64_t fewest = (full_ranks(step, step.max_tokens_per_rank) + num_ranks - 1) / num_ranks;
-  for (int64_t k = std::max<int64_t>(fewest, 1);; ++k) {
+  const int64_t min_count = (full_ranks(step, step.max_tokens_per_rank) + num_ranks - 1) / num_ranks;
+  for (int64_t k = std::max<int64_t>(min_count, 1);; ++k) {
     input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
     try {
       return plan_step(input, solver, effort);
