@@ -47,8 +47,8 @@ Mask Mask::parse(std::string_view text) {
   Mask mask;
   if (is_good) mask.kind = static_cast<Kind>(found - kNames.begin());
   for_each_number(mask, [&]<class Number>(Number& number, int32_t min) {
-    const auto read = reader.accept(':') ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens)
-                                         : std::nullopt;
+    const auto read =
+        reader.accept(':') ? reader.number<Number>(min, std::is_same_v<Number, double> ? 1 : kMaxTokens) : std::nullopt;
     is_good = is_good && read;
     number = read.value_or(min);
   });
