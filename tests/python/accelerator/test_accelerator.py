@@ -128,7 +128,8 @@ def test_a_checkpointed_model_tries_the_kernel_once_and_waits_for_nothing() -> N
         for step in range(num_steps):
             out, loss, grads, counted = of_rank["sim", step]
             assert counted.collectives > 0 and counted.syncs == [] and counted.pageable_copies == []
-            torch.testing.assert_close(out, cpu_out, rtol=BF16, atol=BF16)
+            # In norm: how much a single number differs hangs on the order in which a CPU's products add.
+            assert (out - cpu_out).norm() <= BF16 / 2 * cpu_out.norm()
             assert loss == pytest.approx(cpu_loss, rel=BF16)
             for parameter, grad in cpu_grads.items():
                 assert (grads[parameter] - grad).norm() <= BF16 * max(grad.norm(), 1e-3), parameter
