@@ -94,12 +94,17 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
         (html.escape(device), "device"),
     )
     settings = {
-        part: f"{of['device']}; {of['environment']['commit']}; {of['seconds']:.0f} s; {of['environment']['time']}"
+        part: "; ".join([of["device"], of["environment"]["commit"], _took(of), of["environment"]["time"]])
         for part, of in results.items()
     }
     if error:
         settings["error"] = error
     page.write(str(path), f"knapformer on {device}", html.escape(f"make gpu: {', '.join(results)}"), figures, settings)
+
+
+def _took(of: dict[str, Any]) -> str:
+    """How long the last go of a part took, unless it was stopped."""
+    return f"{of['seconds']:.0f} s" if "seconds" in of else "stopped"
 
 
 _TABLE_TEXT = (

@@ -191,6 +191,7 @@ def keep_so_far(path: Path, so_far: Path) -> None:
     stopped, kept = json.loads(so_far.read_text()), kept_result(path.parent, path.stem)
     before = kept if kept is not None and is_of_one_setting(kept, stopped) else {}
     result = merged_results({"done": [], "checks": []}, before, stopped)
+    result.pop("seconds", None)  # of a go that was not stopped
     path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
     so_far.unlink()
 

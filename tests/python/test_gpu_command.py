@@ -126,6 +126,10 @@ def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> No
     ]
 
 
+def check_of(thing: str) -> dict[str, Any]:
+    return {"name": thing, "value": 1.0, "at_least": 0.5, "passed": True}
+
+
 class MadeUpPart:
     """Two phases of two things each; where a thing is named in `stops`, the part ends there with that error, once."""
 
@@ -144,7 +148,7 @@ class MadeUpPart:
             self.begun.append(thing)
             if (stop := self.stops.pop(thing, None)) is not None:
                 raise stop
-            checks.append({"name": thing})
+            checks.append(check_of(thing))
             agenda.keep({"checks": checks})
         return {"checks": checks, **agenda.result()}
 
@@ -171,6 +175,7 @@ def made_up(modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_part_that_is_stopped_keeps_what_it_had_done(made_up: Any, tmp_path: Path) -> None:
     part, finish = made_up
+    (tmp_path / "page").mkdir()
     stops: list[tuple[str, BaseException]] = [
         ("two", TimeoutError("too slow")),
         ("two", RuntimeError("out of memory")),  # nothing done in this go
@@ -186,14 +191,17 @@ def test_a_part_that_is_stopped_keeps_what_it_had_done(made_up: Any, tmp_path: P
         else:
             assert not finish()
         stopped = of("packing", tmp_path)
-        assert (stopped["done"], stopped["checks"]) == (kept, [{"name": name} for name in kept])
+        assert (stopped["done"], stopped["checks"]) == (kept, [*map(check_of, kept)])
         assert stopped["left_out"] == [f"{thing}, in which the part was stopped, and what follows"]
+    written, _ = importlib.import_module("page").write_all({"packing": stopped}, tmp_path / "page", "failed: packing")
+    page = next(path for path in written if path.suffix == ".html").read_text()
+    assert "packing: left out" in page and "; stopped; " in page
     assert finish() and part.begun == ["four"]
     whole = of("packing", tmp_path)
     assert (whole["done"], whole["left_out"]) == (["one", "two", "three", "four"], [])
-    assert whole["checks"] == [{"name": name} for name in whole["done"]]
+    assert whole["checks"] == [*map(check_of, whole["done"])]
     assert finish() and part.begun == []
-    assert [path.name for path in tmp_path.iterdir()] == ["packing.json"]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["packing.json"]
 
 
 def test_a_part_that_was_stopped_begins_anew_at_another_commit(made_up: Any, tmp_path: Path) -> None:
