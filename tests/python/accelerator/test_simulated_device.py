@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,9 +86,8 @@ def test_devices_have_an_index() -> None:
 
 
 def test_commands_time_and_name_any_accelerator() -> None:
-    device, x = torch.device("sim"), torch.ones(1000, device="sim")
-    seconds = [seconds_of(lambda: [x.add_(1) for _ in range(count)], device) for count in (1, 400)]  # noqa: B023
-    assert 0 < seconds[0] < seconds[1]
+    device = torch.device("sim")
+    assert 0.05 <= seconds_of(lambda: time.sleep(0.05), device) < 25  # seconds, where events tell milliseconds
     assert environment(device)["accelerator"] == "simulated accelerator"
     assert (default_dtype(device), default_dtype(torch.device("cpu"))) == ("bf16", "fp32")
 
