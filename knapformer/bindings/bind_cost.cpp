@@ -13,7 +13,8 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
-/// Fields of a record, by name.
+/// Fields of a record, by name: all of them, or as keyword arguments.
+using AllFields = py::typing::Dict<py::str, py::object>;
 using Fields = py::KWArgs<Given<"float | bool | str">>;
 
 std::string to_python(StepMode mode) { return std::string(step_mode_name(mode)); }
@@ -49,6 +50,13 @@ Record changed(Record record, const Fields& changes) {
   return record;
 }
 
+template <class Record>
+AllFields fields_of(const Record& record) {
+  AllFields fields;
+  for_each_field<Record>([&](const auto& f) { fields[f.name] = to_python(record.*f.member); });
+  return fields;
+}
+
 /// A record for Python: constant, and derived from its list of fields alone.
 template <class Record>
 py::class_<Record> bind_record(py::module_& m, const char* name, const std::string& doc) {
@@ -62,15 +70,11 @@ py::class_<Record> bind_record(py::module_& m, const char* name, const std::stri
       .def(
           "replace", [](const Record& r, const Fields& changes) { return changed(r, changes); },
           "A copy with other values of some fields. Raises ArgumentError.")
-      .def(
-          "to_dict",
-          [](const Record& r) {
-            py::typing::Dict<py::str, py::object> fields;
-            for_each_field<Record>([&](const auto& f) { fields[f.name] = to_python(r.*f.member); });
-            return fields;
-          },
-          "The fields by name: keyword arguments that make an equal record.")
+      .def("to_dict", &fields_of<Record>, "The fields by name: keyword arguments that make an equal record.")
       .def(py::self == py::self)
+      .def(
+          py::pickle(&fields_of<Record>,
+                     [](const AllFields& fields) { return changed(Record(), py::reinterpret_borrow<Fields>(fields)); }))
       .def("__repr__", [name](const Record& r) {
         std::string fields;
         for_each_field<Record>([&](const auto& f) {

@@ -32,6 +32,8 @@ void bind_workload(py::module_& m) {
           },
           py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.")
       .def(py::self == py::self)
+      .def(py::pickle([](const WorkloadModel& w) { return py::float_(w.gamma); },
+                      [](const py::float_& gamma) { return WorkloadModel{.gamma = gamma}; }))
       .def("__repr__", [](const WorkloadModel& w) { return text("WorkloadModel(gamma=", w.gamma, ")"); });
 
   py::class_<WorkloadFit>(m, "WorkloadFit", "k and gamma of t = k (24 l d^2 + gamma 4 l^2 d), fitted by least squares.")

@@ -115,6 +115,8 @@ std::string in_words(std::string type) {
       {"typing.SupportsInt | typing.SupportsIndex", "an integer"},
       {"typing.SupportsFloat | typing.SupportsIndex", "a number"},
       {"typing.SupportsIndex", "an integer"},
+      {"typing.SupportsInt", "an integer"},  // pybind11 3.0, as torch 2.11 has it, says these alone
+      {"typing.SupportsFloat", "a number"},
   };
   for (const auto& [name, words] : kWords) {
     for (size_t at = type.find(name); at != std::string::npos; at = type.find(name))

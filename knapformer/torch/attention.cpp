@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/split_with_sizes.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -14,25 +15,45 @@
 namespace knapformer {
 namespace {
 
-class SaveSomething : public torch::autograd::Function<SaveSomething> {
+/// Saves the number of the plan in force, by which a recomputation under another plan shows.
+class SavePlan : public torch::autograd::Function<SavePlan> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o) {
-    context->save_for_backward({at::empty({0})});
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& o, int64_t plan) {
+    context->save_for_backward({at::scalar_tensor(plan, at::kLong)});
+    context->saved_data["plan"] = plan;
     return o.view(o.sizes());
   }
 
   static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
                                           const std::vector<at::Tensor>& gradients) {
-    context->get_saved_variables();  // recomputes
-    return gradients;
+    const at::Tensor plan = context->get_saved_variables()[0];  // recomputes
+    in_backward([&] {
+      if (plan.item<int64_t>() != context->saved_data["plan"].toInt()) throw_recomputed("attention");
+    });
+    return {gradients[0], at::Tensor()};
   }
 };
 
+/// For a rank without tokens: the kernel's result for tensors without rows need not depend on them. It must depend on
+/// tensors that came by an exchange, or this rank would be missing in the exchange of their gradients.
+at::Tensor depending_on(at::Tensor o, at::TensorList inputs) {
+  for (const at::Tensor& input : inputs) {
+    if (input.requires_grad()) o = o + input.sum().to(o.scalar_type());
+  }
+  return o;
+}
+
 }  // namespace
 
-at::Tensor recomputed_to_the_end(const at::Tensor& o) {
+void throw_recomputed(std::string_view call) {
+  throw StateError(text(call,
+                        ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
+                        "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
+}
+
+at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan) {
   const bool checkpointed = at::GradMode::is_enabled() && o.requires_grad() && at::SavedTensorDefaultHooks::get_hooks();
-  return checkpointed ? SaveSomething::apply(o) : o;
+  return checkpointed ? SavePlan::apply(o, plan) : o;
 }
 
 bool Ulysses::travels(size_t level) const {
@@ -118,9 +139,12 @@ std::vector<Ulysses::Inputs> Ulysses::split_by_level(const at::Tensor& q, const 
 at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const {
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
-  if (first_shared == 1 && !tables.any_shared) return attend_level(0, {q, k, v}, heads, attend);
-
   const auto has_tokens = [&](size_t level) { return !tables.levels[level].seq_lens.empty(); };
+  if (first_shared == 1 && !tables.any_shared) {
+    at::Tensor o = attend_level(0, {q, k, v}, heads, attend);
+    return has_tokens(0) ? o : depending_on(std::move(o), {q, k, v});
+  }
+
   const bool transformed = is_transformed({q, k, v});
   const bool joined = tables.levels.size() > 1 && !transformed;
   const int64_t num_local_rows = first_shared == 1 ? tables.levels[0].num_rows : 0;
@@ -186,13 +210,8 @@ void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std
     outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
   }
   if (any_shared_here) return;
-  // The kernel's result for tensors without rows need not depend on them. It must depend on tensors that came by an
-  // exchange, or this rank would be missing in the exchange of their gradients.
-  for (size_t level = first_shared; level < inputs.size(); ++level) {
-    for (const at::Tensor& input : inputs[level]) {
-      if (input.requires_grad()) *shared = *shared + input.sum().to(shared->scalar_type());
-    }
-  }
+  for (size_t level = first_shared; level < inputs.size(); ++level)
+    *shared = depending_on(std::move(*shared), inputs[level]);
 }
 
 }  // namespace knapformer

@@ -22,6 +22,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "knapformer/core/plan/exchange_table.h"
@@ -74,11 +75,14 @@ struct Ulysses {
                                    HeadCounts heads, const Attend& attend) const;
 };
 
+/// Says that activation checkpointing ran `call` again under another plan.
+[[noreturn]] void throw_recomputed(std::string_view call);
 /// Returns `o`, and makes a recomputation of it (activation checkpointing) begin before the first exchange of gradients
 /// and run up to this point. Torch begins a recomputation where the backward pass first needs a saved tensor, and stops
 /// it by an exception once it has all of them. On a rank where `attend` saves nothing, or runs on other sequences than
 /// its peers', the recomputation would begin after an exchange of gradients, and stop before an exchange that the peers
-/// repeat.
-at::Tensor recomputed_to_the_end(const at::Tensor& o);
+/// repeat. `plan`: the number of the plan in force; if the recomputation ran under another, the backward pass throws
+/// StateError.
+at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan);
 
 }  // namespace knapformer

@@ -233,10 +233,7 @@ void SequenceBalancer::watch_backward(const at::Tensor& output) {
 void SequenceBalancer::check_recomputation(std::string_view call) {
   if (torch::autograd::get_current_graph_task_id() < 0) return;
   const int64_t number = *step_in_backward_;
-  if (number == 0 || number == step().number) return;
-  throw StateError(text(call,
-                        ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
-                        "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
+  if (number != 0 && number != step().number) throw_recomputed(call);
 }
 
 Planning SequenceBalancer::planning_of(int64_t d_model, const std::optional<StepShape>& shape) const {
@@ -254,6 +251,7 @@ void SequenceBalancer::begin_step(std::string_view call, const std::optional<Ste
     all_->fingerprints().begin_step();
   }
   if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+  feedback_.begin_step();
   before_step_ = traffic();
 }
 
@@ -263,6 +261,10 @@ void SequenceBalancer::take_up(Planned planned) {
     TORCH_WARN(feedback_.drift_message());
   }
   step_.reset();
+  if (planned.failed || planned.refused) {
+    step_plan_.reset();
+    micro_batches_.clear();
+  }
   // On all ranks alike: there is nothing to tell, and nothing is in flight.
   if (planned.failed) throw StateError(*planned.failed);
   if (planned.refused) throw ArgumentError(*planned.refused);
@@ -610,7 +612,7 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
     watch_backward(attended);
     return attended;
   });
-  return recomputed_to_the_end(o);  // out here: what ends a recomputation is no error to tell
+  return recomputed_to_the_end(o, step().number);  // out here: what ends a recomputation is no error to tell
 }
 
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
@@ -656,7 +658,7 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     watch_backward(back.o);
     return back;
   });
-  output.o = recomputed_to_the_end(output.o);
+  output.o = recomputed_to_the_end(output.o, step().number);
   return output;
 }
 

@@ -11,14 +11,14 @@ namespace knapformer {
 void StepFeedback::begin_plan(const Plan& plan) {
   ++num_plans_;
   const double gamma = plan.input().workload.gamma;
-  Loads loads{.plan = num_plans_, .token_work = {}, .attention_work = {}};
+  Loads loads{.step = step_, .plan = num_plans_, .token_work = {}, .attention_work = {}};
   for (size_t r = 0; r < plan.workload_after().size(); ++r) {
     const double tokens = plan.input().token_work(plan.tokens_after()[r]);
     loads.token_work.push_back(tokens);
     loads.attention_work.push_back(gamma > 0 ? (plan.workload_after()[r] - tokens) / gamma : 0.0);
   }
   recent_.push_back(std::move(loads));
-  if (recent_.size() > kPlansKept) recent_.pop_front();
+  while (recent_.front().step <= step_ - kStepsKept) recent_.pop_front();
 }
 
 void StepFeedback::observe(double seconds) {

@@ -23,6 +23,8 @@ class StepFeedback {
   StepFeedback(double gamma, std::vector<double> rank_speed, int32_t num_ranks)
       : observer_(gamma, std::move(rank_speed), num_ranks) {}
 
+  /// Plans are of another step from now on.
+  void begin_step() { ++step_; }
   /// From now on, observations are of this plan.
   void begin_plan(const Plan& plan);
   /// Throws ArgumentError where seconds are not positive and finite.
@@ -38,15 +40,16 @@ class StepFeedback {
  private:
   /// The loads of a plan, kept for measurements of it that are still to come.
   struct Loads {
-    int64_t plan = 0;
+    int64_t step = 0, plan = 0;
     std::vector<double> token_work, attention_work;  // per rank; attention at gamma = 1
   };
-  /// Plans of micro-batches count, too: with BalancedLoader a measurement arrives two steps later.
-  static constexpr size_t kPlansKept = 64;
+  /// A step has as many plans as micro-batches. With BalancedLoader a measurement arrives two steps later, and later
+  /// still where more steps are planned ahead.
+  static constexpr int64_t kStepsKept = 16;
 
   LoadObserver observer_{1.0, {}, 1};
   std::deque<Loads> recent_;
-  int64_t num_plans_ = 0;
+  int64_t step_ = 0, num_plans_ = 0;
   ObservedStep own_;
   bool has_drifted_ = false;
 };

@@ -68,7 +68,10 @@ class AttentionTables:
         outputs = []
         for (q, k, v), layout in zip(inputs, self.layouts, strict=True):
             attended = attend(q, k, v, layout)
-            outputs.append([attended[0] if isinstance(attended, tuple) else attended])
+            o = attended[0] if isinstance(attended, tuple) else attended
+            if q.shape[0] == 0:  # `attend` need not use q, k, v then; the backward of their exchange needs this rank
+                o = o + (q.sum() + k.sum() + v.sum()).to(o.dtype)
+            outputs.append([o])
         returned = [o for (o,) in self._exchange(outputs, heads, self.to_rows)]
         return returned[0] if len(returned) == 1 else torch.cat(returned)
 

@@ -1,5 +1,6 @@
 """Planning from Python: the golden plans, the promises of a plan, and errors by name. None of it needs torch."""
 
+import copy
 import itertools
 import json
 import math
@@ -71,6 +72,13 @@ def test_plans_are_values():
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "g2n2" in repr(plan)
     assert math.isinf(plan.wir_before)
+
+
+@pytest.mark.parametrize(
+    "value", [kf.Cluster("h200", fixed_s=1.5), kf.TrainedModel(mode="lora"), kf.WorkloadModel(0.7)]
+)
+def test_values_can_be_pickled(value: object) -> None:
+    assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,20 @@ TEST(Observe, TeachesAllRanksTheSame) {
   }
 }
 
+TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
+  SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
+  for (int64_t step = 0; step < 20; ++step) {
+    std::vector<int64_t> lens;
+    for (int64_t i = 0; i < 100; ++i) lens.push_back(64 + (37 * i + 911 * step) % 4096);
+    balancer.plan_step(lens, 64, {.num_micro_batches = 100});
+    for (int64_t micro_batch = 0; micro_batch < 100; ++micro_batch) {
+      const Plan& plan = balancer.follow_micro_batch(micro_batch);
+      if (micro_batch == 0) balancer.observe(busy_seconds(plan, 0.4, {1.0})[0]);
+    }
+  }
+  EXPECT_NEAR(value_of(balancer.metrics(), "gamma"), 0.4, 0.01);
+}
+
 TEST(Observe, RefusesWhatIsNoTime) {
   SequenceBalancer balancer("g1n1", {}, nullptr, {});
   EXPECT_THROW(balancer.observe(1), StateError);

@@ -1,6 +1,9 @@
 #include "knapformer/torch/comm/fingerprint.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
+#include <functional>
 #include <thread>
 #include <utility>
 
@@ -101,11 +104,17 @@ const Fingerprint* CallFingerprints::made_ago(int64_t num_calls) const {
   return ago <= calls_.size() ? &calls_[calls_.size() - ago] : nullptr;
 }
 
-Fingerprint CallFingerprints::resolve(const Fingerprint& own, bool follows) {
+const Fingerprint* CallFingerprints::predicted(const Fingerprint& own, bool follows) const {
   const Fingerprint* expected = predicted();
-  if (expected != nullptr && expected->fields == own.fields && (follows || expected->gradients == own.gradients)) {
-    return *expected;
-  }
+  if (expected == nullptr || expected->fields != own.fields) return nullptr;
+  if (!follows) return expected->gradients == own.gradients ? expected : nullptr;
+  const auto lacks = [](char digit, char of_own) { return ((of_own - '0') & ~(digit - '0')) != 0; };
+  const bool has_more = !std::ranges::equal(expected->gradients, own.gradients, std::not_fn(lacks));
+  return has_more ? nullptr : expected;
+}
+
+Fingerprint CallFingerprints::resolve(const Fingerprint& own, bool follows) {
+  if (const Fingerprint* expected = predicted(own, follows)) return *expected;
   Fingerprint agreed = own;
   if (place_.num_ranks > 1) agreed.gradients = announce(own, follows);
   return agreed;
@@ -123,9 +132,10 @@ void CallFingerprints::agree(const Fingerprint& own) {
 
 std::string CallFingerprints::gradients_of_others(const Fingerprint& own) {
   const std::lock_guard lock(mutex_);
-  const Fingerprint* expected = predicted();
-  if (expected != nullptr && expected->fields == own.fields) return expected->gradients;
-  if (const auto before = gradients_of_.find(own.fields); before != gradients_of_.end()) return before->second;
+  if (const Fingerprint* expected = predicted(own, /*follows=*/true)) return expected->gradients;
+  const bool may_be_recomputed = torch::autograd::get_current_graph_task_id() >= 0;
+  const auto before = gradients_of_.find(own.fields);
+  if (may_be_recomputed && before != gradients_of_.end()) return before->second;
   announced_ = resolve(own, /*follows=*/true);
   return announced_->gradients;
 }

@@ -57,9 +57,8 @@ class CallFingerprints final : public WatchedGroup {
   /// they are in different calls. Collective where the call is not as predicted.
   void agree(const Fingerprint& own);
   /// For a rank without rows, before `agree` on the same call: the gradients that travel on the other ranks; where no
-  /// rank has rows, those of one of them. For a call that is not as predicted but was agreed on before it returns what
-  /// was agreed on then: activation checkpointing may repeat the call without its exchange. Collective where the call
-  /// is new.
+  /// rank has rows, those of one of them. Collective where the call is not as predicted, except in a backward pass:
+  /// there activation checkpointing may repeat a call without its exchange, so it returns what was agreed on last.
   std::string gradients_of_others(const Fingerprint& own);
   /// Begins a new step: places are counted from here.
   void begin_step();
@@ -67,6 +66,9 @@ class CallFingerprints final : public WatchedGroup {
 
  private:
   const Fingerprint* predicted() const;
+  /// Null where the call is not as predicted. A rank without rows follows the prediction, unless its own tensors have
+  /// more gradients than that: then those of the others, which went through the same layers, will have them too.
+  const Fingerprint* predicted(const Fingerprint& own, bool follows) const;
   const Fingerprint* made_ago(int64_t num_calls) const;
   Fingerprint resolve(const Fingerprint& own, bool follows);
   void erase_call(int64_t call);

@@ -94,9 +94,9 @@ void Watchdog::make_lifeline() {
 }
 
 void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort) {
-  groups_.push_back(group);
-  num_calls_begun_.push_back(group->num_calls_begun_);
-  if (abort) aborts_.push_back(std::move(abort));
+  KNAPFORMER_ASSERT(num_groups_ < kMaxGroups);
+  groups_[num_groups_] = {.group = group, .num_calls_begun = group->num_calls_begun_, .abort = std::move(abort)};
+  ++num_groups_;  // last: the patrol may look at the same time
 }
 
 void Watchdog::device_works(Patrol::Mark mark) {
@@ -105,7 +105,9 @@ void Watchdog::device_works(Patrol::Mark mark) {
     const auto abort = [this](const std::exception& error) {
       post(error);
       TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
-      for (const std::function<void()>& abort_group : aborts_) abort_group();
+      for (size_t i = 0; i < num_groups_; ++i) {
+        if (groups_[i].abort) groups_[i].abort();
+      }
     };
     patrol_ = owned_by_this_process(std::make_unique<Patrol>([this] { look(); }, abort));
   }
@@ -116,7 +118,7 @@ void Watchdog::leave(bool at_end) noexcept {
   if (num_ranks_ == 0 || process_ != ::getpid() || std::exchange(has_left_, true)) return;
   try {
     Position last;
-    for (size_t i = 0; i < num_calls_begun_.size(); ++i) last.counts[i] = *num_calls_begun_[i];
+    for (size_t i = 0; i < num_groups_; ++i) last.counts[i] = *groups_[i].num_calls_begun;
     store_->set(text(kLeftNote, '/', rank_), text(last.counts[0], ' ', last.counts[1], ' '));
     store_->deleteKey(text(kPositionNote, '/', rank_));
     if (store_->add(kNumLeftKey, 1) == num_ranks_) {
@@ -135,7 +137,7 @@ void Watchdog::leave(bool at_end) noexcept {
 
 void Watchdog::check_ranks_left() {
   if (!store_->check({kNumLeftKey})) return;
-  for (size_t i = 0; i < groups_.size(); ++i) {
+  for (size_t i = 0; i < num_groups_; ++i) {
     const std::shared_ptr<WatchedGroup> here = group(i);
     if (!here) continue;
     for (int32_t j = 0; j < here->place().num_ranks; ++j) {
@@ -159,7 +161,7 @@ std::optional<std::string> Watchdog::note_of(int32_t rank, std::string_view name
 }
 
 std::shared_ptr<WatchedGroup> Watchdog::group(size_t i) const {
-  return i < groups_.size() ? groups_[i].lock() : nullptr;
+  return i < num_groups_ ? groups_[i].group.lock() : nullptr;
 }
 
 Watchdog::Position Watchdog::position(const std::string& call) const {
@@ -186,7 +188,7 @@ void Watchdog::show(const Position& position) {
 
 void Watchdog::look() {
   check_errors();
-  for (size_t i = 0; i < groups_.size(); ++i) {
+  for (size_t i = 0; i < num_groups_; ++i) {
     if (const auto alive = group(i)) alive->check_announcements();
   }
   check_ranks_left();

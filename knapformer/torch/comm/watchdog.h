@@ -155,9 +155,13 @@ class Watchdog {
   std::string first_error_;  // the first that this rank knows of; empty: none
   std::string ended_;        // the message where a rank's process has ended; empty: none has
   bool has_left_ = false;
-  std::vector<std::weak_ptr<WatchedGroup>> groups_;
-  std::vector<std::shared_ptr<std::atomic<int64_t>>> num_calls_begun_;  // of groups_
-  std::vector<std::function<void()>> aborts_;
+  struct Group {
+    std::weak_ptr<WatchedGroup> group;
+    std::shared_ptr<std::atomic<int64_t>> num_calls_begun;
+    std::function<void()> abort;  // or none
+  };
+  std::array<Group, kMaxGroups> groups_;
+  std::atomic<size_t> num_groups_ = 0;
   // The last members: their threads end first.
   std::unique_ptr<Lifeline> lifeline_;
   std::shared_ptr<Patrol> patrol_;  // from the first collective of an accelerator on

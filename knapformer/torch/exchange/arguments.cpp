@@ -105,6 +105,7 @@ void ExchangeArguments::add_derivatives() {
 /// It follows the last agreement: if ranks with rows then have other derivatives in the same gradient mode, that is an
 /// error.
 void ExchangeArguments::follow_others() {
+  if (!local.empty()) return;  // they have as many rows of this rank as it has, and derivatives
   if (std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; })) return;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
   const std::string gradients = comm->watchdog().guard(

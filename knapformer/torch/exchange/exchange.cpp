@@ -218,17 +218,7 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArgument
   return outputs;
 }
 
-std::atomic<void (*)(const Error&)> raise_in_backward{nullptr};
-
-template <class Body>
-auto in_backward(Body body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    if (auto* raise = raise_in_backward.load()) raise(error);
-    throw;
-  }
-}
+std::atomic<void (*)(const Error&)> raise_as_told{nullptr};
 
 /// Appends the gradients of rows that were given to an exchange and did not travel, as views.
 void append_local_gradients(Tensors& results, const Tensors& gradients, const ExchangeArguments& arguments) {
@@ -421,6 +411,10 @@ StartedExchange start_exchange(ExchangeArguments arguments) {
 
 Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }
 
-void set_raise_in_backward(void (*raise)(const Error& error)) { raise_in_backward = raise; }
+void set_raise_in_backward(void (*raise)(const Error& error)) { raise_as_told = raise; }
+
+void raise_in_backward(const Error& error) {
+  if (auto* raise = raise_as_told.load()) raise(error);
+}
 
 }  // namespace knapformer

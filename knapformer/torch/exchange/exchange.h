@@ -56,6 +56,18 @@ std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 /// Sets the function that raises an error of a backward pass. If the error itself were thrown, torch's engine would
 /// turn it into Python's RuntimeError; the function throws another exception in its place.
 void set_raise_in_backward(void (*raise)(const Error& error));
+/// Calls that function, if one is set.
+void raise_in_backward(const Error& error);
+/// Runs a part of a backward pass.
+template <class Body>
+auto in_backward(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    raise_in_backward(error);
+    throw;
+  }
+}
 
 /// `tables` and `layout` of the op, for callers of the op itself (a traced graph).
 struct OpSegments {

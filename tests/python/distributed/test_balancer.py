@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
+from knapformer.compile import AttentionTables
+from knapformer.models import varlen_attention
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import ArgumentError, SequenceBalancer, StateError, WorkloadModel, plan
+from knapformer import ArgumentError, Cluster, SequenceBalancer, StateError, WorkloadModel, plan
 
 
 def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
@@ -240,6 +243,55 @@ def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
             plan_it([10], 4)
             x = torch.randn(10, 4)
             assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
+    balancer.plan_step([10] * 2, 4, micro_batches=2)
+    with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 20"):
+        balancer.plan_step([60] * 2, 4, micro_batches=2)
+    with pytest.raises(StateError, match="plan_step: has planned no step"):
+        balancer.follow_micro_batch(0)
+
+
+def check_frozen_blocks_on_ranks_without_shared_rows(rank: int, world_size: int) -> None:
+    """Equal calls of which some have gradients, on ranks that hold whole sequences only, or nothing."""
+    few, many = {
+        2: ([[1], []], [[6000], []]),
+        4: ([[6000], [], [1500, 1500], [3000]], [[1000, 4000, 500], [500, 500], [300], [2000, 300]]),
+    }[world_size]
+    for steps in ([(few, True), (many, True)], [(many, True)], [(few, True), (few, False), (many, True)]):
+        for topology in (f"g{world_size}n1", f"g{world_size}/1n1", "g4/2/1n1" if world_size == 4 else "g1n2"):
+            balancer = SequenceBalancer(topology)
+            blocks = torch.nn.ModuleList(torch.nn.Linear(4, 12) for _ in range(4))
+            blocks[:2].requires_grad_(False)
+            for lens, trains in steps:
+                balancer.plan_routing(lens[rank], 3072)
+                with torch.set_grad_enabled(trains):
+                    _, x, _ = balancer.route(torch.randn(sum(lens[rank]), 4))
+                    for block in blocks:
+                        q, k, v = block(x).unflatten(1, (3, 1, 4)).unbind(1)
+                        x = x + balancer.attention(q, k, v, lambda q, k, v, _: q + k + v).flatten(1)
+                    _, y = balancer.reverse_route(x)
+                if trains:
+                    y.sum().backward()
+                    assert [block.weight.grad is not None for block in blocks] == [False, False, True, True]
+
+
+def check_a_kernel_that_needs_no_tokens(rank: int, world_size: int) -> None:
+    """Its result for no tokens may depend on nothing; the rank still takes part in the exchanges of gradients."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+        return causal_free_attention(q, k, v, seq_lens) if len(q) else q.new_zeros(0, q.shape[1], v.shape[2])
+
+    lens: list[list[int]] = [[] for _ in range(world_size - 1)] + [[13]]
+    for topology in (f"g1n{world_size}", f"g{world_size}/1n1", f"g{world_size}n1"):
+        for compiled in (False, True):
+            balancer = SequenceBalancer(topology)
+            embed = torch.nn.Linear(8, 8)
+            balancer.plan_routing(lens[rank], 8)
+            _, x, _ = balancer.route(embed(torch.randn(sum(lens[rank]), 8)))
+            attends: Any = AttentionTables.of(balancer, x.device) if compiled else balancer
+            o = attends.attention(*(x.view(-1, 2, 4),) * 3, attend)
+            balancer.reverse_route(o.flatten(1))[1].sum().backward()
+            assert embed.weight.grad is not None
+            balancer.plan_routing([3], 8)
 
 
 def check_op_is_well_formed(rank: int, world_size: int) -> None:
@@ -321,6 +373,8 @@ CHECKS: list[Check] = [
     check_attention_alone_is_computed_again,
     check_log_sum_exp_and_edits_in_place,
     check_a_refused_plan_is_not_the_end,
+    check_frozen_blocks_on_ranks_without_shared_rows,
+    check_a_kernel_that_needs_no_tokens,
     check_op_is_well_formed,
     check_masks,
     check_given_work,
@@ -365,6 +419,52 @@ def test_a_rank_alone_hears_of_a_recomputation_under_another_plan() -> None:
         total = total + balancer.reverse_route(checkpoint(block, y, use_reentrant=False))[1].sum()
     with pytest.raises(StateError, match="computed again in the backward pass of an earlier plan"):
         total.backward()
+
+
+def test_one_segment_that_is_computed_again_under_another_plan() -> None:
+    """Without reverse_route, and with one recomputation for all attentions of a step."""
+    balancer = SequenceBalancer("g1n1")
+    total = torch.zeros(())
+    for lens in ([3, 4], [4, 3]):
+        balancer.plan_routing(lens, 8)
+        x = torch.randn(7, 8, requires_grad=True)
+
+        def block(x: Tensor) -> Tensor:
+            return balancer.attention(*(x.view(7, 4, 2),) * 3, lambda q, k, v, seq_lens: q * k * seq_lens[0]).flatten(1)
+
+        total = total + checkpoint(block, x, use_reentrant=False).sum()
+    with pytest.raises(StateError, match="attention: computed again in the backward pass of an earlier plan"):
+        total.backward()
+
+
+class AttendsWithAParameter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+        self.sink = torch.nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: Tensor, balancer: SequenceBalancer) -> Tensor:
+        _, x, _ = balancer.route(x)
+        q, k, v = self.qkv(x).unflatten(1, (3, 4, 4)).unbind(1)
+        o = balancer.attention(q, k, v, lambda q, k, v, lens: varlen_attention(q * self.sink.mean(), k, v, lens))
+        return balancer.reverse_route(x + o.flatten(1))[1]
+
+
+def a_parameter_in_the_kernel_with_ddp(rank: int, world_size: int) -> None:
+    """Rank 1 has whole and shared rows, rank 0 shared ones: gradients of the parameter are ready behind the start of an
+    all-to-all on one of them, and before it on the other."""
+    net = torch.nn.parallel.DistributedDataParallel(AttendsWithAParameter(), bucket_cap_mb=0.01)
+    cluster = Cluster(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
+    balancer = SequenceBalancer("g2/1n1", cluster=cluster)
+    for _ in range(3):
+        num_tokens = [41, 1][rank]
+        planned = balancer.plan_routing([num_tokens], 16)
+        assert sorted(planned.degree_of_sequence) == [1, 2]
+        net(torch.randn(num_tokens, 16), balancer).sum().backward()
+
+
+def test_a_parameter_in_the_kernel_with_ddp() -> None:
+    run_ranks(a_parameter_in_the_kernel_with_ddp, 2, group_timeout_s=20)
 
 
 @pytest.mark.parametrize("attended", [(1,), (1, 2, 3), [torch.zeros(7, 4, 2)]])

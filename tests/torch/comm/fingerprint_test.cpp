@@ -220,6 +220,23 @@ TEST(CallFingerprints, LetRanksWithoutRowsFollow) {
   });
 }
 
+TEST(CallFingerprints, LetRanksWithoutRowsFollowEqualCallsOfWhichSomeHaveGradients) {
+  Callers world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    for (int32_t step = 0; step < 3; ++step) {
+      for (const char* gradients : {"0", "0", "1", "1"}) {  // of blocks, the first of which are frozen
+        Fingerprint own = fingerprint("attention", "float", gradients);
+        if (rank == 1) own.gradients = calls->gradients_of_others(own);
+        EXPECT_EQ(own.gradients, gradients);
+        calls->agree(own);
+      }
+      if (step == 1) calls->agree(fingerprint("evaluation"));
+      if (step < 2) calls->begin_step();
+    }
+  });
+}
+
 TEST(CallFingerprints, AgreeOnOneOfAllRanksWithoutRows) {
   Callers world(3);
   std::array<std::string, 3> agreed;
