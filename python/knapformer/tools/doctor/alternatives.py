@@ -10,12 +10,12 @@ import bisect
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
-from knapformer.tools.cli_args import Lengths, micro_batches_of_step
+from knapformer.tools.cli_args import Lengths, lengths_of_step, micro_batches_of_step
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,34 @@ class Setting:
 class Draw:
     """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
 
-    pool: the lengths that an alternative draws from where it takes other samples.
+    pool: the lengths that an alternative draws from where it takes other samples. batches: the same samples,
+    [step][micro-batch][rank], as ranks draw them; None: each step is cut into parts of nearly equal numbers.
     """
 
     setting: Setting
     steps: Sequence[Lengths]
     pool: Sequence[int]
     seed: int = 0
+    batches: Sequence[Sequence[Lengths]] | None = None
+
+    @staticmethod
+    def of_batches(
+        setting: Setting, batches: Sequence[Sequence[Lengths]], pool: Sequence[int], seed: int = 0
+    ) -> Draw:  # fmt: skip
+        """batches: [step][micro-batch][rank]."""
+        return Draw(setting, [lengths_of_step(step) for step in batches], pool, seed, batches)
+
+    def with_micro_batches(self, batches: Sequence[Sequence[Lengths]]) -> Draw:
+        """Of steps with another number of micro-batches."""
+        setting = replace(self.setting, micro_batches=len(batches[0]))
+        return Draw.of_batches(setting, batches, self.pool, self.seed)
+
+    @cached_property
+    def micro_batches(self) -> Sequence[Sequence[Lengths]]:
+        """[step][micro-batch][rank]: what ranks compute together where no step is planned whole."""
+        if self.batches is not None:
+            return self.batches
+        return [micro_batches_of_step(lengths, self.setting.micro_batches) for lengths in self.steps]
 
     @cached_property
     def sorted_pool(self) -> list[int]:
@@ -109,9 +130,9 @@ class Alternative:
 
 def as_drawn(draw: Draw) -> Iterator[Step]:
     """Each rank computes what it drew, packed without padding."""
-    for lengths in draw.steps:
+    for micro_batches in draw.micro_batches:
         step = Step()
-        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches:
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -199,9 +220,9 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
     """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn."""
 
     def steps(draw: Draw) -> Iterator[Step]:
-        for lengths in draw.steps:
+        for micro_batches in draw.micro_batches:
             step = Step()
-            for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+            for micro_batch in micro_batches:
                 step.add(
                     plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
                 )
@@ -212,9 +233,9 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
 
 def longest_first(draw: Draw) -> Iterator[Step]:
     """Assigns each micro-batch's samples, the longest first, to the rank that has the least work."""
-    for lengths in draw.steps:
+    for micro_batches in draw.micro_batches:
         step = Step()
-        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches:
             step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
         yield step
 

@@ -8,7 +8,6 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, TopologyOption
@@ -17,7 +16,7 @@ from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor import topologies
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
-from knapformer.tools.doctor.topologies import ranked, sharing
+from knapformer.tools.doctor.topologies import ranked_for, sharing
 from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
@@ -93,8 +92,8 @@ def run(args: argparse.Namespace) -> None:
     source = _Source(args)
     setting, memory = _setting(args, source.num_ranks)
     cost_args.warn_if_far(args, setting.d_model, max(source.pool))
-    draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
-    ranking = ranked(setting, draw.steps)
+    draw = Draw.of_batches(setting, source.batches(setting.micro_batches), source.pool, args.seed)
+    ranking = ranked_for(draw)
     candidates = alternatives(setting, sharing(ranking))
     with Progress(len(candidates) + 2, enabled=sys.stderr.isatty()) as progress:
         results = []
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         progress.describe("how sure")
         verdict = decide(results, now, draw)
         progress.advance()
-        moved = levers(verdict, results, draw, source.steps)
+        moved = levers(verdict, results, draw, source.batches)
         progress.advance()
     write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved, ranking))
     if args.report is not None:
@@ -127,8 +126,7 @@ class _Source:
         self.num_samples = 0  # of the data set; 0 where it has no end
         if args.data is not None:
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
-            first = self.steps(1)
-            self.pool: Sequence[int] = [length for step in first for lens in step for length in lens]
+            self.pool: Sequence[int] = [length for (batch,) in self.batches(1) for lens in batch for length in lens]
             self.description = f"mix {args.data}"
             return
         preset = preset_named(args.model or "flux")
@@ -147,8 +145,8 @@ class _Source:
         self.num_samples = len(self.pool)
         self.description = f"{args.lengths}, {self.num_samples:,} samples"
 
-    def steps(self, micro_batches: int) -> list[Lengths]:
-        """Optimizer steps, [step][rank]: the same ones for the same number of micro-batches."""
+    def batches(self, micro_batches: int) -> list[list[Lengths]]:
+        """Of optimizer steps, [step][micro-batch][rank]: the same ones for the same number of micro-batches."""
         args, drawn = self._args, self.samples.steps
         count = args.steps
         if self._mix is not None or drawn:
@@ -163,14 +161,11 @@ class _Source:
                     return drawn[i]
                 return self._mix.draw_lengths(args.seed, i, self.num_ranks)
 
-            return [_joined([batch(step * micro_batches + k) for k in range(micro_batches)]) for step in range(count)]
+            return [[batch(i) for i in cli_args.batches_of_step(step, micro_batches)] for step in range(count)]
         rng = random.Random(args.seed)
         size = args.batch_size * micro_batches
-        return [[rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count)]
-
-
-def _joined(batches: Sequence[Lengths]) -> Lengths:
-    return [[length for batch in batches for length in batch[rank]] for rank in range(len(batches[0]))]
+        steps = ([rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count))
+        return [cli_args.micro_batches_of_step(step, micro_batches) for step in steps]
 
 
 def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryModel]:
@@ -290,7 +285,7 @@ def _write_report(
     by_count: dict[str, dict[int, float]] = {result.alternative.name: {} for result in compared}
     for count in _REPORTED_COUNTS:
         try:
-            other = replace(draw, setting=replace(setting, micro_batches=count), steps=source.steps(count))
+            other = draw.with_micro_batches(source.batches(count))
         except ArgumentError:  # fewer batches than that were given
             continue
         for result in compared:

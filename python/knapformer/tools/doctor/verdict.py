@@ -104,9 +104,10 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
 
 
 def levers(
-    verdict: Verdict, results: Sequence[Result], draw: Draw, steps_of: Callable[[int], Sequence[Lengths]]
+    verdict: Verdict, results: Sequence[Result], draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]]
 ) -> list[Lever]:
-    """The levers, first the one that changes the gain most. steps_of: draws steps with another number of micro-batches.
+    """The levers, first the one that changes the gain most. batches_of: draws steps with another number of
+    micro-batches, [step][micro-batch][rank].
 
     Where nothing is worth it, the gain is that of the fastest of this project's alternatives.
     """
@@ -122,21 +123,21 @@ def levers(
         found.append(Lever(f"{what} times {low:g} or {high:g}", taken.alternative.name, *values))
     count = draw.setting.micro_batches
     fewer, more = max(1, count // 2), count * 2
-    values = [_speedup_with(micro_batches, draw, steps_of, taken, now) for micro_batches in (fewer, more)]
+    values = [_speedup_with(micro_batches, draw, batches_of, taken, now) for micro_batches in (fewer, more)]
     found.append(Lever(f"{fewer} or {more} micro-batches", taken.alternative.name, *values))
     known = [lever for lever in found if math.isfinite(lever.low) and math.isfinite(lever.high)]
     return sorted(known, key=lambda lever: -abs(lever.high - lever.low))
 
 
 def _speedup_with(
-    micro_batches: int, draw: Draw, steps_of: Callable[[int], Sequence[Lengths]], taken: Result, now: Result
-) -> float:
+    micro_batches: int, draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]], taken: Result,
+    now: Result,
+) -> float:  # fmt: skip
     try:
-        steps = steps_of(micro_batches)
+        batches = batches_of(micro_batches)
     except ArgumentError:  # fewer batches than that were given
         return math.nan
-    setting = replace(draw.setting, micro_batches=micro_batches)
-    return _speedup(replace(draw, setting=setting, steps=steps), taken, now)
+    return _speedup(draw.with_micro_batches(batches), taken, now)
 
 
 def _rank(result: Result) -> int | None:

@@ -1,0 +1,96 @@
+"""`knapformer doctor` as a command: batches as they were drawn, batch sizes, what files state, what it says of it."""
+
+import json
+
+import pytest
+from knapformer.tools.cli import main
+from knapformer.tools.doctor.alternatives import Draw, Setting, as_drawn, longest_first, static_sharing
+
+import knapformer as kf
+from knapformer import Cluster, TrainedModel
+
+D, GAMMA = 64, 0.5
+
+
+def block_s(length):
+    """Of one block's forward pass; the formula typed anew."""
+    return (24 * length * D**2 + GAMMA * 4 * length**2 * D) / 1e9
+
+
+def diagnosis(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def printed(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return " ".join(out.split())
+
+
+def refused(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def by_key(found):
+    return {row["key"]: row for row in found["alternatives"]}
+
+
+def file_of(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+BATCHES = [[[100], [50, 20, 20]], [[10, 10, 10], [300]]]  # of one step, with other numbers of samples on each rank
+SMALL = Setting(
+    2, 2, 2, D, GAMMA, Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0),
+    TrainedModel(num_blocks=3, num_parameters=0, routed=False),
+)  # fmt: skip
+
+
+def test_recorded_batches_are_computed_as_they_were_drawn():
+    draw = Draw.of_batches(SMALL, [BATCHES], [1])
+    assert draw.steps == [[[100, 10, 10, 10], [50, 20, 20, 300]]]
+    passes = 3 * 4  # blocks; forward, recompute and a backward pass of two
+
+    def seconds(alternative):
+        (step,) = alternative(draw)
+        return step.compute_s / passes
+
+    assert seconds(as_drawn) == pytest.approx(
+        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
+    )
+    assert seconds(longest_first) == pytest.approx(
+        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
+    )
+    work = sum(block_s(length) for batch in BATCHES for lens in batch for length in lens)
+    assert seconds(static_sharing(2)) == pytest.approx(work / 2)
+
+
+def alternating(num_batches):
+    """Ranks take turns with one long sample, and with many short ones of nearly the same work."""
+    return [[[16384] if (rank + i) % 2 == 0 else [1024] * 21 for rank in range(4)] for i in range(num_batches)]
+
+
+def test_batches_of_equal_work_are_not_worth_it_however_many_make_a_step(tmp_path, capsys):
+    path = file_of(tmp_path / "alternating.json", alternating(24))
+    one, two, three = (diagnosis(capsys, path, "--micro-batches", count) for count in (1, 2, 3))
+    assert [found["take"] for found in (one, two, three)] == [None] * 3
+    for key in ("as_drawn", "longest_first", "static_2", "static_4"):
+        for count, found in ((2, two), (3, three)):
+            assert by_key(found)[key]["step_s"] == pytest.approx(count * by_key(one)[key]["step_s"], rel=1e-6), key
+    # What is planned whole is planned for all samples of the step.
+    assert by_key(two)["sampler"]["step_s"] <= by_key(two)["as_drawn"]["step_s"] * (1 + 1e-9)
+
+
+def test_topologies_are_ranked_on_the_recorded_batches(tmp_path, capsys):
+    batches = alternating(2)
+    found = diagnosis(capsys, file_of(tmp_path / "two.json", batches), "--micro-batches", 2)
+    asked = kf.rank_topologies(batches, 3072, num_heads=24, cluster=Cluster("h100", fixed_s=0))
+    times = {option["topology"]: option["predicted_time_s"] for option in found["topologies"]}
+    ranked = {option.topology: option.predicted_time for option in asked}
+    assert times["g1n4"] == pytest.approx(ranked["g1n4"])
