@@ -94,3 +94,43 @@ def test_topologies_are_ranked_on_the_recorded_batches(tmp_path, capsys):
     times = {option["topology"]: option["predicted_time_s"] for option in found["topologies"]}
     ranked = {option.topology: option.predicted_time for option in asked}
     assert times["g1n4"] == pytest.approx(ranked["g1n4"])
+
+
+@pytest.mark.parametrize("mix", ["low", "mixed"])
+def test_buckets_and_time_budgets_have_the_batch_size_of_the_mix(capsys, mix):
+    drawn = [len(lens) for lens in kf.DataMix.parse(mix).draw_lengths(0, 0, 32)]
+    size = sum(drawn) / 32
+    found = diagnosis(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert found["batch_size"] == size
+    if mix == "low":  # lengths differ little: neither does the number of samples
+        assert by_key(found)["buckets"]["speedup"] == pytest.approx(1.09, abs=0.03)
+        assert by_key(found)["time_budget"]["speedup"] == pytest.approx(1.09, abs=0.03)
+    else:
+        assert by_key(found)["buckets"]["speedup"] > 0.5
+    text = printed(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert f"{size:.3g} samples x 1 micro-batches each" in text
+
+
+def test_recorded_batches_have_the_batch_size_that_they_have(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert found["batch_size"] == 4
+    assert by_key(found)["buckets"]["samples_per_s"] * by_key(found)["buckets"]["step_s"] == pytest.approx(8)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_batch_size_beside_batches_is_refused(tmp_path, capsys, recorded):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4]])
+    source = [path] if recorded else ["--data", "low"]
+    whose = str(path) if recorded else "--data"
+    assert f"--batch-size: got 32, expected none: {whose} states" in refused(capsys, *source, "--batch-size", 32)
+
+
+def test_a_batch_size_is_that_of_drawn_lengths(tmp_path, capsys):
+    path = file_of(tmp_path / "lengths.txt", "100\n" * 9)
+    arguments = [path, "--ranks", 2, "--steps", 2, "--mode", "lora"]
+    assert diagnosis(capsys, *arguments)["batch_size"] == 1
+    found = diagnosis(capsys, *arguments, "--batch-size", 3)
+    assert found["batch_size"] == 3
+    drawn = by_key(found)["as_drawn"]
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(6)

@@ -22,11 +22,12 @@ from knapformer.tools.cli_args import Lengths, lengths_of_step, micro_batches_of
 class Setting:
     """What all alternatives have in common.
 
-    max_tokens: tokens that a rank may hold in a micro-batch; 0: memory is not limited.
+    batch_size: samples that a rank draws for a micro-batch, in the mean. max_tokens: tokens that a rank may hold in a
+    micro-batch; 0: memory is not limited.
     """
 
     num_ranks: int
-    batch_size: int
+    batch_size: float
     micro_batches: int
     d_model: int
     gamma: float
@@ -181,7 +182,7 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
         for _ in range(setting.micro_batches):
             bucket = bisect.bisect_right(ends, places.pop())
             first = ends[bucket - 1] if bucket else 0
-            size = setting.batch_size
+            size = max(1, round(setting.batch_size))
             if setting.max_tokens:
                 size = max(1, min(size, setting.max_tokens // tops[bucket]))
             lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(setting.num_ranks)]

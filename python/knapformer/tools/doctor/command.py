@@ -49,7 +49,10 @@ def add_parser(subparsers: Any) -> None:
         help="of a table, where not recognised: length, or width, height, frames, text",
     )  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)} (default flux)")
-    cli_args.add_count(parser, "--batch-size", 1, "samples of a rank in a micro-batch", high=1 << 16)
+    parser.add_argument(
+        "--batch-size", type=cli_args.integer(1, 1 << 16), metavar="N",
+        help="samples of a rank in a micro-batch, where none are drawn as --data or LENGTHS says (default 1)",
+    )  # fmt: skip
     cli_args.add_count(parser, "--micro-batches", 1, "of an optimizer step", high=1 << 12)
     parser.add_argument("--now", default="as_drawn", choices=_KEYS, help="what you do now (default as_drawn)")
     parser.add_argument(
@@ -90,9 +93,10 @@ def _measured_point(text: str) -> tuple[int, float]:
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     source = _Source(args)
-    setting, memory = _setting(args, source.num_ranks)
+    batches = source.batches(args.micro_batches)
+    setting, memory = _setting(args, source.num_ranks, _mean_batch_size(batches))
     cost_args.warn_if_far(args, setting.d_model, max(source.pool))
-    draw = Draw.of_batches(setting, source.batches(setting.micro_batches), source.pool, args.seed)
+    draw = Draw.of_batches(setting, batches, source.pool, args.seed)
     ranking = ranked_for(draw)
     candidates = alternatives(setting, sharing(ranking))
     with Progress(len(candidates) + 2, enabled=sys.stderr.isatty()) as progress:
@@ -125,6 +129,7 @@ class _Source:
         self._mix: DataMix | None = None
         self.num_samples = 0  # of the data set; 0 where it has no end
         if args.data is not None:
+            self._refuse_batch_size("--data")
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
             self.pool: Sequence[int] = [length for (batch,) in self.batches(1) for lens in batch for length in lens]
             self.description = f"mix {args.data}"
@@ -136,6 +141,8 @@ class _Source:
                 args.lengths, preset, args.columns, lambda rows: progress.describe(f"reading {args.lengths}: {rows:,}")
             )
         steps = self.samples.steps
+        if steps:
+            self._refuse_batch_size(args.lengths)
         if steps and args.ranks not in (None, len(steps[0])):
             raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(steps[0])}, as {args.lengths} has, or none")
         if not steps and args.ranks is None:
@@ -144,6 +151,12 @@ class _Source:
         self.pool = self.samples.lengths
         self.num_samples = len(self.pool)
         self.description = f"{args.lengths}, {self.num_samples:,} samples"
+
+    def _refuse_batch_size(self, source: str) -> None:
+        if self._args.batch_size is not None:
+            raise ArgumentError(
+                f"--batch-size: got {self._args.batch_size}, expected none: {source} states what each rank draws"
+            )
 
     def batches(self, micro_batches: int) -> list[list[Lengths]]:
         """Of optimizer steps, [step][micro-batch][rank]: the same ones for the same number of micro-batches."""
@@ -163,12 +176,18 @@ class _Source:
 
             return [[batch(i) for i in cli_args.batches_of_step(step, micro_batches)] for step in range(count)]
         rng = random.Random(args.seed)
-        size = args.batch_size * micro_batches
+        size = (args.batch_size or 1) * micro_batches
         steps = ([rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count))
         return [cli_args.micro_batches_of_step(step, micro_batches) for step in steps]
 
 
-def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryModel]:
+def _mean_batch_size(batches: Sequence[Sequence[Lengths]]) -> float:
+    """Samples of a rank in a micro-batch: an int where that is one."""
+    mean = statistics.fmean(len(lens) for step in batches for batch in step for lens in batch)
+    return int(mean) if mean.is_integer() else mean
+
+
+def _setting(args: argparse.Namespace, num_ranks: int, batch_size: float) -> tuple[Setting, MemoryModel]:
     cost = cost_args.costs(args)
     preset = preset_named(args.model or "flux")
     fields = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
@@ -195,7 +214,7 @@ def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryM
             f"{memory.gib(0):.1f} GiB of each; expected at most {limit_gib:g} (--memory-gib)"
         )
     setting = Setting(
-        num_ranks, args.batch_size, args.micro_batches, d_model, cost["gamma"], cluster, model,
+        num_ranks, batch_size, args.micro_batches, d_model, cost["gamma"], cluster, model,
         min(filter(None, (max_tokens, args.max_tokens_per_rank)), default=0), args.mask, args.rank_speed,
     )  # fmt: skip
     return setting, memory
@@ -301,7 +320,7 @@ def _write_report(
     if verdict.is_worth_it and verdict.now.problem is None:
         top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
     settings = {
-        "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": args.batch_size,
+        "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": setting.batch_size,
         "micro-batches": setting.micro_batches, "width": setting.d_model, "gamma": setting.gamma,
         **{name: value for part in cost_args.settings_dict(setting.cluster, setting.model).values()
            for name, value in part.items()},
@@ -339,7 +358,7 @@ def _print(
         "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.",
     ]
     parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in results if r.problem is not None]
-    of_drawn = sum(map(len, draw.steps[0])) or 1
+    of_drawn = statistics.fmean(sum(map(len, step)) for step in draw.steps) or 1
     for result in results:
         if result.alternative.effect and result.problem is None:
             ratio = result.mean(lambda step: step.samples) / of_drawn
@@ -355,7 +374,7 @@ def _print(
     parts += [
         "",
         f"Assumed: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}; "
-        f"{setting.num_ranks} ranks in nodes of {cluster.ranks_per_node}, {setting.batch_size} samples x "
+        f"{setting.num_ranks} ranks in nodes of {cluster.ranks_per_node}, {_digits(setting.batch_size)} samples x "
         f"{setting.micro_batches} micro-batches each; {setting.model.num_blocks} blocks of width {setting.d_model}, "
         f"{setting.model.mode}; gamma {setting.gamma:g}, {cluster.flops_per_s / 1e12:.3g} TFLOP/s, "
         f"{cluster.node_bytes_per_s / 1e9:g} and {cluster.network_bytes_per_s / 1e9:g} GB/s, fixed {cluster.fixed_s:g} "
