@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from knapformer.calibration import FixedCost
 from knapformer.tools.cli import main
+from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.doctor.alternatives import Draw, Setting, as_drawn, longest_first, static_sharing
 
 import knapformer as kf
@@ -134,3 +136,50 @@ def test_a_batch_size_is_that_of_drawn_lengths(tmp_path, capsys):
     assert found["batch_size"] == 3
     drawn = by_key(found)["as_drawn"]
     assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(6)
+
+
+def calibration(path, **fields):
+    measured = kf.Calibration(
+        gamma=0.5, seconds_per_flop=1e-14, d_model=3072, recomputes=True, relative_rms_error=0,
+        relative_rms_error_without_gamma=0, noise=0, **fields,
+    )  # fmt: skip
+    return file_of(path, measured.to_dict())
+
+
+LOW = ["--data", "low", "--steps", 2]
+
+
+def test_a_calibration_with_adapters_is_of_lora(tmp_path, capsys):
+    path = calibration(tmp_path / "lora.json", mode="lora")
+    assert diagnosis(capsys, *LOW, "--calibration", path)["model"]["mode"] == "lora"
+    assert diagnosis(capsys, *LOW, "--calibration", path, "--mode", "training")["model"]["mode"] == "training"
+    assert diagnosis(capsys, *LOW)["model"]["mode"] == "training"
+
+
+def test_the_model_of_a_cluster_file_stands_over_the_named_model(tmp_path, capsys):
+    """And options over both, also where the file's value is the default of a model without a name."""
+    stated = {"num_blocks": TrainedModel().num_blocks, "num_parameters": 1.3e9, "mode": "lora"}
+    path = file_of(tmp_path / "own.json", {"model": stated})
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--model", "wan-1.3b")["model"]
+    assert found == found | stated
+    assert found["num_heads"] == 12  # wan-1.3b's: the file says nothing of heads
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--blocks", 7, "--mode", "training")["model"]
+    assert found == found | {"num_blocks": 7, "num_parameters": 1.3e9, "mode": "training"}
+    cluster, model = Cluster("a100"), TrainedModel(num_blocks=9, num_parameters=2e9, num_heads=4, element_size=4)
+    path = file_of(tmp_path / "all.json", settings_dict(cluster, model))
+    found = diagnosis(capsys, *LOW, "--cluster", path)["model"]
+    assert {**found, "routed": None} == {**model.to_dict(), "routed": None}
+
+
+def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, capsys):
+    silent = file_of(tmp_path / "silent.json", {"cluster": {"flops_per_s": 2e14}})
+    stating = file_of(tmp_path / "stating.json", {"cluster": {"flops_per_s": 2e14, "fixed_s": 0.25}})
+    calibrated = calibration(tmp_path / "calibration.json", fixed=FixedCost(2, 0.125))
+    alone = diagnosis(capsys, *LOW, "--cluster", silent)
+    assert alone["cluster"]["fixed_s"] == 0
+    with_fixed = diagnosis(capsys, *LOW, "--cluster", stating)
+    assert with_fixed["cluster"]["fixed_s"] == 0.25
+    steps = [by_key(found)["as_drawn"]["step_s"] for found in (alone, with_fixed)]
+    assert steps[1] - steps[0] == pytest.approx(0.25)
+    found = diagnosis(capsys, *LOW, "--cluster", silent, "--calibration", calibrated)
+    assert found["cluster"]["fixed_s"] == 0.125
