@@ -1,6 +1,8 @@
 """`knapformer doctor` as a command: batches as they were drawn, batch sizes, what files state, what it says of it."""
 
 import json
+import math
+import warnings
 
 import pytest
 from knapformer.calibration import FixedCost
@@ -183,3 +185,75 @@ def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, c
     assert steps[1] - steps[0] == pytest.approx(0.25)
     found = diagnosis(capsys, *LOW, "--cluster", silent, "--calibration", calibrated)
     assert found["cluster"]["fixed_s"] == 0.125
+
+
+def test_a_report_is_written_where_nothing_fits(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    page = tmp_path / "doctor.html"
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu", "--max-tokens-per-rank", 3]
+    assert "No alternative keeps" in printed(capsys, *arguments, "--report", page)
+    text = page.read_text()
+    assert "No alternative keeps" in text and "Lengths and work" in text and "One step<" not in text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask"), [([512] * 5, "full"), ([7, 40, 64] * 3, "full"), ([10, 100, 1000], "causal"), ([1], "full")]
+)
+def test_the_histogram_of_a_report_holds_all_samples_and_all_work(lengths, mask):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("plotly")
+    from dataclasses import replace
+
+    from knapformer.tools.doctor.page import _distribution
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, work = _distribution(lengths, replace(SMALL, mask=mask)).data
+    for bars in (samples, work):
+        assert sum(bars.y) == pytest.approx(100)
+        assert np.isfinite(bars.x).all() and (np.asarray(bars.width) > 0).all()
+    pairs = (lambda n: n * (n + 1) / 2) if mask == "causal" else (lambda n: n * n)
+    work_of = [24 * n * D**2 + 4 * GAMMA * pairs(n) * D for n in lengths]
+    for bars, weights in ((samples, [1] * len(lengths)), (work, work_of)):
+        shares = {n: 100 * sum(w for m, w in zip(lengths, weights, strict=True) if m == n) / sum(weights)
+                  for n in set(lengths)}  # fmt: skip
+        for length, share in shares.items():
+            (found,) = {y for x, width, y in zip(bars.x, bars.width, bars.y, strict=True)
+                        if y > 0 and abs(math.log(x / length)) <= math.log(1 + width / x)}  # fmt: skip
+            assert found == pytest.approx(share)
+
+
+def test_steps_are_those_that_were_simulated(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", alternating(5))
+    assert diagnosis(capsys, path, "--micro-batches", 2)["steps"] == 2
+    assert diagnosis(capsys, path)["steps"] == 5
+    assert diagnosis(capsys, path, "--steps", 3)["steps"] == 3
+    assert diagnosis(capsys, "--data", "low", "--steps", 2)["steps"] == 2
+
+
+def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
+    path = file_of(tmp_path / "one.json", [[[60000], [3000, 2000]]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    low, speedup, high = found["speedup"]
+    assert (low, high) == (None, None) and speedup > 1.03
+    few = "One step is too few to say how sure that is."
+    assert found["verdict"].startswith("Take ") and found["verdict"].endswith(few) and " to " not in found[
+        "verdict"].removesuffix(few)  # fmt: skip
+    equal = diagnosis(capsys, file_of(tmp_path / "equal.json", [[[3000], [3000]]]), "--mode", "lora")
+    assert equal["verdict"].startswith("Not worth it") and equal["verdict"].endswith(few)
+    two = diagnosis(capsys, file_of(tmp_path / "two.json", [[[60000], [3000, 2000]]] * 2), "--mode", "lora")
+    assert few not in two["verdict"] and two["speedup"][0] <= speedup <= two["speedup"][2]
+
+
+def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu"]
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
+    assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
+    assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
+    assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text
+    assert "fit" not in text
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 40)
+    assert text.startswith("Take ")
+    assert "no balancing does not keep --max-tokens-per-rank 40 (64 tokens on a rank)." in text.partition("┏")[0]

@@ -23,7 +23,8 @@ class Setting:
     """What all alternatives have in common.
 
     batch_size: samples that a rank draws for a micro-batch, in the mean. max_tokens: tokens that a rank may hold in a
-    micro-batch; 0: memory is not limited.
+    micro-batch; 0: memory is not limited. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and
+    not what fits in memory.
     """
 
     num_ranks: int
@@ -36,6 +37,12 @@ class Setting:
     max_tokens: int = 0
     mask: str = "full"
     rank_speed: Sequence[float] = ()
+    limit_is_given: bool = False
+
+    @property
+    def too_much(self) -> str:
+        """What is said of an alternative that needs more than max_tokens."""
+        return f"does not keep --max-tokens-per-rank {self.max_tokens}" if self.limit_is_given else "does not fit"
 
     def plan(self, lengths: Lengths, topology: str, *, solver: str = "greedy", routed: bool = False) -> Plan:
         return knapformer.plan(

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         results = []
         for alternative in candidates:
             progress.describe(f"simulating {alternative.name}")
-            results.append(_within(simulate(alternative, draw), setting.max_tokens))
+            results.append(_within(simulate(alternative, draw), setting))
             progress.advance()
         now = next((result for result in results if result.alternative.key == args.now), None)
         if now is None:
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         progress.advance()
         moved = levers(verdict, results, draw, source.batches)
         progress.advance()
-    write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved, ranking))
+    write_json(args.json, _as_dict(args, source, draw, memory, results, verdict, moved, ranking))
     if args.report is not None:
         _write_report(args, source, draw, memory, results, verdict)
     if args.json != "-":
@@ -226,17 +226,20 @@ def _setting(args: argparse.Namespace, num_ranks: int, batch_size: float) -> tup
             f"does not fit in memory: parameters, gradients and optimizer, sharded over {shards} ranks, take "
             f"{memory.gib(0):.1f} GiB of each; expected at most {limit_gib:g} (--memory-gib)"
         )
+    given = args.max_tokens_per_rank
     setting = Setting(
         num_ranks, batch_size, args.micro_batches, d_model, gamma, cluster, model,
-        min(filter(None, (max_tokens, args.max_tokens_per_rank)), default=0), args.mask, args.rank_speed,
+        min(filter(None, (max_tokens, given)), default=0), args.mask, args.rank_speed,
+        limit_is_given=bool(given) and (not max_tokens or given <= max_tokens),
     )  # fmt: skip
     return setting, memory
 
 
-def _within(result: Result, max_tokens: int) -> Result:
+def _within(result: Result, setting: Setting) -> Result:
+    max_tokens = setting.max_tokens
     if result.problem is None and max_tokens and result.max_tokens > max_tokens:
-        problem = f"{result.max_tokens:,} tokens on a rank, {max_tokens:,} fit"
-        return Result(result.alternative, [], problem)
+        fit = "" if setting.limit_is_given else f", {max_tokens:,} fit"
+        return Result(result.alternative, [], f"{result.max_tokens:,} tokens on a rank{fit}")
     return result
 
 
@@ -269,9 +272,10 @@ def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel,
 
 
 def _as_dict(
-    args: argparse.Namespace, source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result],
+    args: argparse.Namespace, source: _Source, draw: Draw, memory: MemoryModel, results: Sequence[Result],
     verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> dict[str, Any]:  # fmt: skip
+    setting = draw.setting
     return {
         "format": _FORMAT,
         "version": 1,
@@ -286,7 +290,7 @@ def _as_dict(
         "ranks": setting.num_ranks,
         "batch_size": setting.batch_size,
         "micro_batches": setting.micro_batches,
-        "steps": args.steps,
+        "steps": len(draw.steps),
         "seed": args.seed,
         "d_model": setting.d_model,
         "gamma": setting.gamma,
@@ -370,7 +374,7 @@ def _print(
         "wait: of computing time, for the slowest rank or on padding.\n"
         "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.",
     ]
-    parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in results if r.problem is not None]
+    parts += [f"{r.alternative.name} {setting.too_much}: {r.problem}." for r in results if r.problem is not None]
     of_drawn = statistics.fmean(sum(map(len, step)) for step in draw.steps) or 1
     for result in results:
         if result.alternative.effect and result.problem is None:
@@ -384,6 +388,8 @@ def _print(
         parts += ["", *topologies.table(ranking)]
     cluster = setting.cluster
     limit = f"{setting.max_tokens:,} tokens of a rank fit" if setting.max_tokens else "memory is not limited"
+    if setting.limit_is_given:
+        limit = f"at most {setting.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
     parts += [
         "",
         f"Assumed: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}; "
