@@ -5,6 +5,7 @@ Rows are read as a stream. Rows that cannot be read are counted, and the first o
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -123,12 +124,13 @@ class _Reader:
 
 
 def _integer(value: Any, what: str) -> int:
-    try:
-        number = int(value)
-        if number == float(value) and not isinstance(value, bool):
-            return number
-    except (TypeError, ValueError, OverflowError):
-        pass
+    """Takes integers written as floats too: pandas writes a column of integers with a missing cell so."""
+    if type(value) is int:
+        return value
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+        if number.is_integer() and not isinstance(value, bool):
+            return int(number)
     raise ValueError(f"{what}: got {value!r}, expected an integer")
 
 
@@ -197,9 +199,7 @@ def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] 
         if sys.stdin is None:
             raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")
         text = sys.stdin.read().removeprefix("\ufeff")
-        kind = "json" if text.lstrip().startswith("[[") and _is_json(text) else None
-        kind = kind or ("jsonl" if _is_json(text.lstrip().split("\n", 1)[0]) else "csv")
-        return _text_rows(io.StringIO(text, newline=""), path, kind)
+        return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
     kind = Path(path).suffix.lower().lstrip(".")
     if kind not in FORMATS:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
@@ -208,6 +208,16 @@ def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] 
     if kind == "npy":
         return _npy_values(path), None
     return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
+
+
+def _kind_of(text: str) -> str:
+    """The format of a text without a name, by its beginning."""
+    first = text.lstrip().split("\n", 1)[0]
+    if first.startswith("[") and _is_json(text):
+        return "json"
+    if _is_json(first) and not first.startswith('"'):  # a quoted text is a heading of CSV
+        return "jsonl"
+    return "json" if first.startswith(("[", "{")) else "csv"  # a list or object that goes on, or is not closed
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Sequence[str] | None]:

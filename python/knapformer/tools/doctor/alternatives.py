@@ -10,23 +10,25 @@ import bisect
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
-from knapformer.tools.cli_args import Lengths, micro_batches_of_step
+from knapformer.tools.cli_args import Lengths, lengths_of_step, micro_batches_of_step
 
 
 @dataclass(frozen=True)
 class Setting:
     """What all alternatives have in common.
 
-    max_tokens: tokens that a rank may hold in a micro-batch; 0: memory is not limited.
+    batch_size: samples that a rank draws for a micro-batch, in the mean. max_tokens: tokens that a rank may hold in a
+    micro-batch; 0: memory is not limited. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and
+    not what fits in memory.
     """
 
     num_ranks: int
-    batch_size: int
+    batch_size: float
     micro_batches: int
     d_model: int
     gamma: float
@@ -35,6 +37,12 @@ class Setting:
     max_tokens: int = 0
     mask: str = "full"
     rank_speed: Sequence[float] = ()
+    limit_is_given: bool = False
+
+    @property
+    def too_much(self) -> str:
+        """What is said of an alternative that needs more than max_tokens."""
+        return f"does not keep --max-tokens-per-rank {self.max_tokens}" if self.limit_is_given else "does not fit"
 
     def plan(self, lengths: Lengths, topology: str, *, solver: str = "greedy", routed: bool = False) -> Plan:
         return knapformer.plan(
@@ -50,13 +58,34 @@ class Setting:
 class Draw:
     """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
 
-    pool: the lengths that an alternative draws from where it takes other samples.
+    pool: the lengths that an alternative draws from where it takes other samples. batches: the same samples,
+    [step][micro-batch][rank], as ranks draw them; None: each step is cut into parts of nearly equal numbers.
     """
 
     setting: Setting
     steps: Sequence[Lengths]
     pool: Sequence[int]
     seed: int = 0
+    batches: Sequence[Sequence[Lengths]] | None = None
+
+    @staticmethod
+    def of_batches(
+        setting: Setting, batches: Sequence[Sequence[Lengths]], pool: Sequence[int], seed: int = 0
+    ) -> Draw:  # fmt: skip
+        """batches: [step][micro-batch][rank]."""
+        return Draw(setting, [lengths_of_step(step) for step in batches], pool, seed, batches)
+
+    def with_micro_batches(self, batches: Sequence[Sequence[Lengths]]) -> Draw:
+        """Of steps with another number of micro-batches."""
+        setting = replace(self.setting, micro_batches=len(batches[0]))
+        return Draw.of_batches(setting, batches, self.pool, self.seed)
+
+    @cached_property
+    def micro_batches(self) -> Sequence[Sequence[Lengths]]:
+        """[step][micro-batch][rank]: what ranks compute together where no step is planned whole."""
+        if self.batches is not None:
+            return self.batches
+        return [micro_batches_of_step(lengths, self.setting.micro_batches) for lengths in self.steps]
 
     @cached_property
     def sorted_pool(self) -> list[int]:
@@ -109,9 +138,9 @@ class Alternative:
 
 def as_drawn(draw: Draw) -> Iterator[Step]:
     """Each rank computes what it drew, packed without padding."""
-    for lengths in draw.steps:
+    for micro_batches in draw.micro_batches:
         step = Step()
-        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches:
             step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
         yield step
 
@@ -160,7 +189,7 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
         for _ in range(setting.micro_batches):
             bucket = bisect.bisect_right(ends, places.pop())
             first = ends[bucket - 1] if bucket else 0
-            size = setting.batch_size
+            size = max(1, round(setting.batch_size))
             if setting.max_tokens:
                 size = max(1, min(size, setting.max_tokens // tops[bucket]))
             lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(setting.num_ranks)]
@@ -199,9 +228,9 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
     """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn."""
 
     def steps(draw: Draw) -> Iterator[Step]:
-        for lengths in draw.steps:
+        for micro_batches in draw.micro_batches:
             step = Step()
-            for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+            for micro_batch in micro_batches:
                 step.add(
                     plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
                 )
@@ -212,9 +241,9 @@ def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
 
 def longest_first(draw: Draw) -> Iterator[Step]:
     """Assigns each micro-batch's samples, the longest first, to the rank that has the least work."""
-    for lengths in draw.steps:
+    for micro_batches in draw.micro_batches:
         step = Step()
-        for micro_batch in micro_batches_of_step(lengths, draw.setting.micro_batches):
+        for micro_batch in micro_batches:
             step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
         yield step
 

@@ -8,16 +8,16 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, TopologyOption
+from knapformer import ArgumentError, Cluster, DataMix, TopologyOption, TrainedModel
+from knapformer.json_file import read_json
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor import topologies
 from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
-from knapformer.tools.doctor.topologies import ranked, sharing
+from knapformer.tools.doctor.topologies import ranked_for, sharing
 from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, show, table_of, write_json
 from knapformer.tools.measure.progress import Progress
@@ -50,7 +50,10 @@ def add_parser(subparsers: Any) -> None:
         help="of a table, where not recognised: length, or width, height, frames, text",
     )  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)} (default flux)")
-    cli_args.add_count(parser, "--batch-size", 1, "samples of a rank in a micro-batch", high=1 << 16)
+    parser.add_argument(
+        "--batch-size", type=cli_args.integer(1, 1 << 16), metavar="N",
+        help="samples of a rank in a micro-batch, where none are drawn as --data or LENGTHS says (default 1)",
+    )  # fmt: skip
     cli_args.add_count(parser, "--micro-batches", 1, "of an optimizer step", high=1 << 12)
     parser.add_argument("--now", default="as_drawn", choices=_KEYS, help="what you do now (default as_drawn)")
     parser.add_argument(
@@ -91,16 +94,17 @@ def _measured_point(text: str) -> tuple[int, float]:
 def run(args: argparse.Namespace) -> None:
     check_outputs({"--json": None if args.json == "-" else args.json, "--report": args.report})
     source = _Source(args)
-    setting, memory = _setting(args, source.num_ranks)
+    batches = source.batches(args.micro_batches)
+    setting, memory = _setting(args, source.num_ranks, _mean_batch_size(batches))
     cost_args.warn_if_far(args, setting.d_model, max(source.pool))
-    draw = Draw(setting, source.steps(setting.micro_batches), source.pool, args.seed)
-    ranking = ranked(setting, draw.steps)
+    draw = Draw.of_batches(setting, batches, source.pool, args.seed)
+    ranking = ranked_for(draw)
     candidates = alternatives(setting, sharing(ranking))
     with Progress(len(candidates) + 2, enabled=sys.stderr.isatty()) as progress:
         results = []
         for alternative in candidates:
             progress.describe(f"simulating {alternative.name}")
-            results.append(_within(simulate(alternative, draw), setting.max_tokens))
+            results.append(_within(simulate(alternative, draw), setting))
             progress.advance()
         now = next((result for result in results if result.alternative.key == args.now), None)
         if now is None:
@@ -108,9 +112,9 @@ def run(args: argparse.Namespace) -> None:
         progress.describe("how sure")
         verdict = decide(results, now, draw)
         progress.advance()
-        moved = levers(verdict, results, draw, source.steps)
+        moved = levers(verdict, results, draw, source.batches)
         progress.advance()
-    write_json(args.json, _as_dict(args, source, setting, memory, results, verdict, moved, ranking))
+    write_json(args.json, _as_dict(args, source, draw, memory, results, verdict, moved, ranking))
     if args.report is not None:
         _write_report(args, source, draw, memory, results, verdict)
     if args.json != "-":
@@ -126,9 +130,9 @@ class _Source:
         self._mix: DataMix | None = None
         self.num_samples = 0  # of the data set; 0 where it has no end
         if args.data is not None:
+            self._refuse_batch_size("--data")
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
-            first = self.steps(1)
-            self.pool: Sequence[int] = [length for step in first for lens in step for length in lens]
+            self.pool: Sequence[int] = [length for (batch,) in self.batches(1) for lens in batch for length in lens]
             self.description = f"mix {args.data}"
             return
         preset = preset_named(args.model or "flux")
@@ -138,6 +142,8 @@ class _Source:
                 args.lengths, preset, args.columns, lambda rows: progress.describe(f"reading {args.lengths}: {rows:,}")
             )
         steps = self.samples.steps
+        if steps:
+            self._refuse_batch_size(args.lengths)
         if steps and args.ranks not in (None, len(steps[0])):
             raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(steps[0])}, as {args.lengths} has, or none")
         if not steps and args.ranks is None:
@@ -147,8 +153,14 @@ class _Source:
         self.num_samples = len(self.pool)
         self.description = f"{args.lengths}, {self.num_samples:,} samples"
 
-    def steps(self, micro_batches: int) -> list[Lengths]:
-        """Optimizer steps, [step][rank]: the same ones for the same number of micro-batches."""
+    def _refuse_batch_size(self, source: str) -> None:
+        if self._args.batch_size is not None:
+            raise ArgumentError(
+                f"--batch-size: got {self._args.batch_size}, expected none: {source} states what each rank draws"
+            )
+
+    def batches(self, micro_batches: int) -> list[list[Lengths]]:
+        """Of optimizer steps, [step][micro-batch][rank]: the same ones for the same number of micro-batches."""
         args, drawn = self._args, self.samples.steps
         count = args.steps
         if self._mix is not None or drawn:
@@ -163,24 +175,39 @@ class _Source:
                     return drawn[i]
                 return self._mix.draw_lengths(args.seed, i, self.num_ranks)
 
-            return [_joined([batch(step * micro_batches + k) for k in range(micro_batches)]) for step in range(count)]
+            return [[batch(i) for i in cli_args.batches_of_step(step, micro_batches)] for step in range(count)]
         rng = random.Random(args.seed)
-        size = args.batch_size * micro_batches
-        return [[rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count)]
+        size = (args.batch_size or 1) * micro_batches
+        steps = ([rng.choices(self.pool, k=size) for _ in range(self.num_ranks)] for _ in range(count))
+        return [cli_args.micro_batches_of_step(step, micro_batches) for step in steps]
 
 
-def _joined(batches: Sequence[Lengths]) -> Lengths:
-    return [[length for batch in batches for length in batch[rank]] for rank in range(len(batches[0]))]
+def _mean_batch_size(batches: Sequence[Sequence[Lengths]]) -> float:
+    """Samples of a rank in a micro-batch: an int where that is one."""
+    mean = statistics.fmean(len(lens) for step in batches for batch in step for lens in batch)
+    return int(mean) if mean.is_integer() else mean
 
 
-def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryModel]:
+def _costs(args: argparse.Namespace, of: TrainedModel) -> tuple[float, Cluster, TrainedModel]:
+    """Gamma, the cluster, and `of` with what a --cluster file, a calibration and options state of the model: of two the
+    later, as in cost_args.costs. A fixed time counts only where the file or the calibration states it."""
     cost = cost_args.costs(args)
+    is_file = args.cluster is not None and args.cluster not in (*Cluster.names(), "published")
+    stated = read_json(args.cluster, "--cluster") if is_file else {}
+    options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
+    fields = {*stated.get("model", {}), *(name for name in options if getattr(args, name) is not None)}
+    if cost["model"].mode != TrainedModel().mode:
+        fields.add("mode")  # a calibration's, if none of these
+    model = of.replace(**{name: getattr(cost["model"], name) for name in fields})
+    # A file that states no fixed time has that of a named cluster.
+    silent = is_file and "fixed_s" not in stated.get("cluster", {})
+    origin = argparse.Namespace(cluster=None if silent else args.cluster, calibration=args.calibration)
+    return cost["gamma"], cost_args.without_foreign_fixed(origin, cost["cluster"]), model
+
+
+def _setting(args: argparse.Namespace, num_ranks: int, batch_size: float) -> tuple[Setting, MemoryModel]:
     preset = preset_named(args.model or "flux")
-    fields = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
-    model = preset.trained_model().replace(
-        **{name: getattr(cost["model"], name) for name in fields if getattr(args, name, None) is not None}
-    )
-    cluster = cost_args.without_foreign_fixed(args, cost["cluster"])
+    gamma, cluster, model = _costs(args, preset.trained_model())
     d_model = args.d_model or preset.d_model
     memory = MemoryModel.of(model, d_model, num_ranks)
     if args.measured_memory is not None:
@@ -199,17 +226,20 @@ def _setting(args: argparse.Namespace, num_ranks: int) -> tuple[Setting, MemoryM
             f"does not fit in memory: parameters, gradients and optimizer, sharded over {shards} ranks, take "
             f"{memory.gib(0):.1f} GiB of each; expected at most {limit_gib:g} (--memory-gib)"
         )
+    given = args.max_tokens_per_rank
     setting = Setting(
-        num_ranks, args.batch_size, args.micro_batches, d_model, cost["gamma"], cluster, model,
-        min(filter(None, (max_tokens, args.max_tokens_per_rank)), default=0), args.mask, args.rank_speed,
+        num_ranks, batch_size, args.micro_batches, d_model, gamma, cluster, model,
+        min(filter(None, (max_tokens, given)), default=0), args.mask, args.rank_speed,
+        limit_is_given=bool(given) and (not max_tokens or given <= max_tokens),
     )  # fmt: skip
     return setting, memory
 
 
-def _within(result: Result, max_tokens: int) -> Result:
+def _within(result: Result, setting: Setting) -> Result:
+    max_tokens = setting.max_tokens
     if result.problem is None and max_tokens and result.max_tokens > max_tokens:
-        problem = f"{result.max_tokens:,} tokens on a rank, {max_tokens:,} fit"
-        return Result(result.alternative, [], problem)
+        fit = "" if setting.limit_is_given else f", {max_tokens:,} fit"
+        return Result(result.alternative, [], f"{result.max_tokens:,} tokens on a rank{fit}")
     return result
 
 
@@ -242,9 +272,10 @@ def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel,
 
 
 def _as_dict(
-    args: argparse.Namespace, source: _Source, setting: Setting, memory: MemoryModel, results: Sequence[Result],
+    args: argparse.Namespace, source: _Source, draw: Draw, memory: MemoryModel, results: Sequence[Result],
     verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> dict[str, Any]:  # fmt: skip
+    setting = draw.setting
     return {
         "format": _FORMAT,
         "version": 1,
@@ -259,7 +290,7 @@ def _as_dict(
         "ranks": setting.num_ranks,
         "batch_size": setting.batch_size,
         "micro_batches": setting.micro_batches,
-        "steps": args.steps,
+        "steps": len(draw.steps),
         "seed": args.seed,
         "d_model": setting.d_model,
         "gamma": setting.gamma,
@@ -290,7 +321,7 @@ def _write_report(
     by_count: dict[str, dict[int, float]] = {result.alternative.name: {} for result in compared}
     for count in _REPORTED_COUNTS:
         try:
-            other = replace(draw, setting=replace(setting, micro_batches=count), steps=source.steps(count))
+            other = draw.with_micro_batches(source.batches(count))
         except ArgumentError:  # fewer batches than that were given
             continue
         for result in compared:
@@ -306,7 +337,7 @@ def _write_report(
     if verdict.is_worth_it and verdict.now.problem is None:
         top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
     settings = {
-        "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": args.batch_size,
+        "lengths": source.description, "ranks": setting.num_ranks, "samples of a micro-batch": setting.batch_size,
         "micro-batches": setting.micro_batches, "width": setting.d_model, "gamma": setting.gamma,
         **{name: value for part in cost_args.settings_dict(setting.cluster, setting.model).values()
            for name, value in part.items()},
@@ -343,8 +374,8 @@ def _print(
         "wait: of computing time, for the slowest rank or on padding.\n"
         "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.",
     ]
-    parts += [f"{r.alternative.name} does not fit: {r.problem}." for r in results if r.problem is not None]
-    of_drawn = sum(map(len, draw.steps[0])) or 1
+    parts += [f"{r.alternative.name} {setting.too_much}: {r.problem}." for r in results if r.problem is not None]
+    of_drawn = statistics.fmean(sum(map(len, step)) for step in draw.steps) or 1
     for result in results:
         if result.alternative.effect and result.problem is None:
             ratio = result.mean(lambda step: step.samples) / of_drawn
@@ -357,10 +388,12 @@ def _print(
         parts += ["", *topologies.table(ranking)]
     cluster = setting.cluster
     limit = f"{setting.max_tokens:,} tokens of a rank fit" if setting.max_tokens else "memory is not limited"
+    if setting.limit_is_given:
+        limit = f"at most {setting.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
     parts += [
         "",
         f"Assumed: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}; "
-        f"{setting.num_ranks} ranks in nodes of {cluster.ranks_per_node}, {setting.batch_size} samples x "
+        f"{setting.num_ranks} ranks in nodes of {cluster.ranks_per_node}, {_digits(setting.batch_size)} samples x "
         f"{setting.micro_batches} micro-batches each; {setting.model.num_blocks} blocks of width {setting.d_model}, "
         f"{setting.model.mode}; gamma {setting.gamma:g}, {cluster.flops_per_s / 1e12:.3g} TFLOP/s, "
         f"{cluster.node_bytes_per_s / 1e9:g} and {cluster.network_bytes_per_s / 1e9:g} GB/s, fixed {cluster.fixed_s:g} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ _COLOURS = {"computing": "#2b8cd6", "exchanging": "#E69F00", "waiting": "#999999
 _LINES = ("#2b8cd6", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _MAX_RANKS = 64  # only the first ranks are drawn in a step's picture
 _NUM_BINS = 40
+_Had = Sequence[tuple[Result, Mapping[str, Any]]]  # alternatives that are possible, and their figures
 
 
 def write_page(
@@ -36,25 +36,27 @@ def write_page(
     page = HtmlPage()
     had = [(result, of) for result, of in zip(results, figures, strict=True) if result.problem is None]
     page.add_table("Alternatives", "Per optimizer step, in the mean; predicted.", rows)
-    text = "On equal work; the bars' ends: twice the standard error over the drawn steps."
-    page.add("How fast each is", text, _speeds(had), 120 + 32 * len(had))
+    if had:
+        text = "On equal work; the bars' ends: twice the standard error over the drawn steps."
+        page.add("How fast each is", text, _speeds(had), 120 + 32 * len(had))
     text = "Attention's work grows with the square of the length: few long samples can hold most of it."
     page.add("Lengths and work", text, _distribution(lengths, setting), 340)
-    text = "What each rank does in the first step that was simulated, its micro-batches added up"
-    text += f"; the first {_MAX_RANKS} ranks." if setting.num_ranks > _MAX_RANKS else "."
-    page.add("One step", text, _steps(had), 110 + 125 * len(had))
-    text = "The samples' own work over what a step takes, with other numbers of micro-batches in a step."
-    page.add("Micro-batches", text, _by_count(efficiency_by_count), 360)
-    text = "Of the fullest rank in any micro-batch; counted, not measured."
-    page.add("Memory", text, _memory(had, limit_gib), 120 + 32 * len(had))
+    if had:
+        text = "What each rank does in the first step that was simulated, its micro-batches added up"
+        text += f"; the first {_MAX_RANKS} ranks." if setting.num_ranks > _MAX_RANKS else "."
+        page.add("One step", text, _steps(had), 110 + 125 * len(had))
+        text = "The samples' own work over what a step takes, with other numbers of micro-batches in a step."
+        page.add("Micro-batches", text, _by_count(efficiency_by_count), 360)
+        text = "Of the fullest rank in any micro-batch; counted, not measured."
+        page.add("Memory", text, _memory(had, limit_gib), 120 + 32 * len(had))
     page.write(path, verdict, html.escape(subtitle), top, settings)
 
 
-def _names(had: Sequence[tuple[Result, Mapping[str, Any]]]) -> list[str]:
+def _names(had: _Had) -> list[str]:
     return [result.alternative.name for result, _ in had]
 
 
-def _speeds(had: Sequence[tuple[Result, Mapping[str, Any]]]) -> go.Figure:
+def _speeds(had: _Had) -> go.Figure:
     figure = go.Figure()
     values = [of["speedup"] if of["speedup"] is not None else of["efficiency"] for _, of in had]
     errors = [2 * (of["speedup_standard_error"] or 0) for _, of in had]
@@ -72,9 +74,11 @@ def _speeds(had: Sequence[tuple[Result, Mapping[str, Any]]]) -> go.Figure:
 def _distribution(lengths: Sequence[int], setting: Setting) -> go.Figure:
     """Shares of samples, and of their work, by length in bins of equal ratio."""
     values = np.asarray(lengths, dtype=np.float64)
-    low, high = math.log10(values.min()), math.log10(values.max())
-    edges = np.logspace(low, max(high, low + 0.05) + 1e-9, _NUM_BINS + 1)
-    work = 24 * values * setting.d_model**2 + setting.gamma * 4 * values**2 * setting.d_model
+    low, high = values.min(), max(values.max(), 1.12 * values.min())
+    edges = np.geomspace(low, high, _NUM_BINS + 1)
+    edges[0], edges[-1] = low, high  # exactly, so that no sample is outside
+    distinct, places = np.unique(np.asarray(lengths), return_inverse=True)
+    work = np.array([setting.work(int(length)) for length in distinct])[places]
     figure = go.Figure()
     for name, weights, colour in (("samples", None, "#E69F00"), ("work", work, "#2b8cd6")):
         share, _ = np.histogram(values, edges, weights=weights)
@@ -109,7 +113,7 @@ def _seconds(plans: Sequence[Plan]) -> dict[str, np.ndarray[Any, Any]]:
     return total
 
 
-def _steps(had: Sequence[tuple[Result, Mapping[str, Any]]]) -> go.Figure:
+def _steps(had: _Had) -> go.Figure:
     figure = make_subplots(rows=len(had), cols=1, shared_xaxes=True, subplot_titles=_names(had), vertical_spacing=0.02)
     for row, (result, _) in enumerate(had, start=1):
         for name, seconds in _seconds(result.steps[0].plans).items():
@@ -137,7 +141,7 @@ def _by_count(efficiency_by_count: Mapping[str, Mapping[int, float]]) -> go.Figu
     return figure
 
 
-def _memory(had: Sequence[tuple[Result, Mapping[str, Any]]], limit_gib: float | None) -> go.Figure:
+def _memory(had: _Had, limit_gib: float | None) -> go.Figure:
     figure = go.Figure()
     figure.add_bar(
         x=[of["max_gib"] for _, of in had], y=_names(had), orientation="h", marker_color="#009E73",

@@ -10,18 +10,22 @@ from typing import Any
 from rich.console import Group
 
 from knapformer import TopologyOption, rank_topologies
-from knapformer.tools.cli_args import Lengths, micro_batches_of_step
-from knapformer.tools.doctor.alternatives import Setting
+from knapformer.tools.cli_args import Lengths
+from knapformer.tools.doctor.alternatives import Draw, Setting
 from knapformer.tools.files import table_of
 
 _MAX_STEPS, _MAX_BATCHES = 2, 4  # a larger sample changes the order by less than the predictions' error
 
 
 def ranked(setting: Setting, steps: Sequence[Lengths]) -> list[TopologyOption]:
+    """As ranked_for, with the steps, [step][rank], cut into micro-batches of nearly equal numbers."""
+    return ranked_for(Draw(setting, steps[:_MAX_STEPS], pool=()))
+
+
+def ranked_for(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
-    drawn = (
-        micro_batch for step in steps[:_MAX_STEPS] for micro_batch in micro_batches_of_step(step, setting.micro_batches)
-    )
+    setting = draw.setting
+    drawn = itertools.chain.from_iterable(draw.micro_batches[:_MAX_STEPS])
     return rank_topologies(
         list(itertools.islice(drawn, _MAX_BATCHES)), setting.d_model, setting.gamma, mask=setting.mask,
         max_tokens_per_rank=setting.max_tokens, rank_speed=setting.rank_speed, cluster=setting.cluster,

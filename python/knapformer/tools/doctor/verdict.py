@@ -13,6 +13,7 @@ from knapformer.tools.doctor.alternatives import Draw, Result, Setting, gain, si
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
 _UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
+_NO_MEMORY = "Does not fit in memory"
 _LEVERS = {"gamma": (0.5, 2.0), "bandwidth": (0.25, 4.0)}
 # The least change comes first; alternatives that change which samples a step has are not advised.
 _CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
@@ -33,17 +34,19 @@ class Verdict:
     """now, taken: what was compared; equal where nothing is better. speedup: how many times as fast as now; 1: equal.
 
     low, high: the range of speedup, given the draw of data (two standard errors) and the uncertainty of gamma and the
-    cluster. problem: why nothing can be taken. faster: alternatives that are faster than taken but not advised, because
-    they change which samples a step has; the fastest first.
+    cluster; None where only one step was simulated, which tells nothing of the draw. problem: why nothing can be taken.
+    faster: alternatives that are faster than taken but not advised, because they change which samples a step has; the
+    fastest first. too_much: what is said of `now` where it has a problem.
     """
 
     now: Result
     taken: Result
     speedup: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
+    low: float | None = 1.0
+    high: float | None = 1.0
     problem: str | None = None
     faster: tuple[Result, ...] = ()
+    too_much: str = ""
 
     @property
     def is_worth_it(self) -> bool:
@@ -52,17 +55,19 @@ class Verdict:
     def sentence(self) -> str:
         if self.problem is not None:
             return self.problem
+        few = "" if self.low is not None else " One step is too few to say how sure that is."
         if not self.is_worth_it:
             return (
                 f"Not worth it: no alternative that trains on the same samples is {WORTH:.0%} faster than "
-                f"{self.now.alternative.name}, or surely faster."
+                f"{self.now.alternative.name}, or surely faster.{few}"
             )
         name = self.taken.alternative.name
         if self.now.problem is not None:
-            return f"Take {name}: {self.now.alternative.name} does not fit in memory ({self.now.problem})."
+            return f"Take {name}: {self.now.alternative.name} {self.too_much} ({self.now.problem})."
+        span = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
         return (
-            f"Take {name}: {self.speedup:.2f} times as fast as {self.now.alternative.name} "
-            f"({self.low:.2f} to {self.high:.2f}), {1 - 1 / self.speedup:.0%} fewer GPU-hours."
+            f"Take {name}: {self.speedup:.2f} times as fast as {self.now.alternative.name}{span}, "
+            f"{1 - 1 / self.speedup:.0%} fewer GPU-hours.{few}"
         )
 
     def aside(self) -> str | None:
@@ -87,15 +92,21 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
     advised = [r for r in results if r.problem is None and _rank(r) is not None]
     if not advised:
         shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
-        return Verdict(now, now, problem=f"Does not fit in memory: {shortest}")
+        limit = draw.setting.max_tokens
+        what = f"No alternative keeps --max-tokens-per-rank {limit}" if draw.setting.limit_is_given else _NO_MEMORY
+        return Verdict(now, now, problem=f"{what}: {shortest}")
     fastest = max(advised, key=lambda r: r.efficiency)
     close = [r for r in advised if r.efficiency >= fastest.efficiency / (1 + WORTH)]
     taken = min(close, key=lambda r: _rank(r) or 0)
     if now.problem is not None:
-        return Verdict(now, taken)
+        of_memory = "" if draw.setting.limit_is_given else " in memory"
+        return Verdict(now, taken, too_much=draw.setting.too_much + of_memory)
     speedup, error = gain(taken, now)
+    one_step = len(draw.steps) == 1  # then error is NaN
     if taken is now or speedup < 1 + WORTH or speedup - 2 * error <= 1:
-        return Verdict(now, now)
+        return Verdict(now, now, 1.0, None, None) if one_step else Verdict(now, now)
+    if one_step:
+        return Verdict(now, taken, speedup, None, None)
     seen = [speedup - 2 * error, speedup + 2 * error]
     for what, factors in _UNSURE.items():
         seen += [_speedup(_scaled(draw, what, factor), taken, now) for factor in factors]
@@ -104,9 +115,10 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
 
 
 def levers(
-    verdict: Verdict, results: Sequence[Result], draw: Draw, steps_of: Callable[[int], Sequence[Lengths]]
+    verdict: Verdict, results: Sequence[Result], draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]]
 ) -> list[Lever]:
-    """The levers, first the one that changes the gain most. steps_of: draws steps with another number of micro-batches.
+    """The levers, first the one that changes the gain most. batches_of: draws steps with another number of
+    micro-batches, [step][micro-batch][rank].
 
     Where nothing is worth it, the gain is that of the fastest of this project's alternatives.
     """
@@ -122,21 +134,21 @@ def levers(
         found.append(Lever(f"{what} times {low:g} or {high:g}", taken.alternative.name, *values))
     count = draw.setting.micro_batches
     fewer, more = max(1, count // 2), count * 2
-    values = [_speedup_with(micro_batches, draw, steps_of, taken, now) for micro_batches in (fewer, more)]
+    values = [_speedup_with(micro_batches, draw, batches_of, taken, now) for micro_batches in (fewer, more)]
     found.append(Lever(f"{fewer} or {more} micro-batches", taken.alternative.name, *values))
     known = [lever for lever in found if math.isfinite(lever.low) and math.isfinite(lever.high)]
     return sorted(known, key=lambda lever: -abs(lever.high - lever.low))
 
 
 def _speedup_with(
-    micro_batches: int, draw: Draw, steps_of: Callable[[int], Sequence[Lengths]], taken: Result, now: Result
-) -> float:
+    micro_batches: int, draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]], taken: Result,
+    now: Result,
+) -> float:  # fmt: skip
     try:
-        steps = steps_of(micro_batches)
+        batches = batches_of(micro_batches)
     except ArgumentError:  # fewer batches than that were given
         return math.nan
-    setting = replace(draw.setting, micro_batches=micro_batches)
-    return _speedup(replace(draw, setting=setting, steps=steps), taken, now)
+    return _speedup(draw.with_micro_batches(batches), taken, now)
 
 
 def _rank(result: Result) -> int | None:

@@ -1,0 +1,259 @@
+"""`knapformer doctor` as a command: batches as they were drawn, batch sizes, what files state, what it says of it."""
+
+import json
+import math
+import warnings
+
+import pytest
+from knapformer.calibration import FixedCost
+from knapformer.tools.cli import main
+from knapformer.tools.cost_args import settings_dict
+from knapformer.tools.doctor.alternatives import Draw, Setting, as_drawn, longest_first, static_sharing
+
+import knapformer as kf
+from knapformer import Cluster, TrainedModel
+
+D, GAMMA = 64, 0.5
+
+
+def block_s(length):
+    """Of one block's forward pass; the formula typed anew."""
+    return (24 * length * D**2 + GAMMA * 4 * length**2 * D) / 1e9
+
+
+def diagnosis(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def printed(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return " ".join(out.split())
+
+
+def refused(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def by_key(found):
+    return {row["key"]: row for row in found["alternatives"]}
+
+
+def file_of(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+BATCHES = [[[100], [50, 20, 20]], [[10, 10, 10], [300]]]  # of one step, with other numbers of samples on each rank
+SMALL = Setting(
+    2, 2, 2, D, GAMMA, Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0),
+    TrainedModel(num_blocks=3, num_parameters=0, routed=False),
+)  # fmt: skip
+
+
+def test_recorded_batches_are_computed_as_they_were_drawn():
+    draw = Draw.of_batches(SMALL, [BATCHES], [1])
+    assert draw.steps == [[[100, 10, 10, 10], [50, 20, 20, 300]]]
+    passes = 3 * 4  # blocks; forward, recompute and a backward pass of two
+
+    def seconds(alternative):
+        (step,) = alternative(draw)
+        return step.compute_s / passes
+
+    assert seconds(as_drawn) == pytest.approx(
+        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
+    )
+    assert seconds(longest_first) == pytest.approx(
+        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
+    )
+    work = sum(block_s(length) for batch in BATCHES for lens in batch for length in lens)
+    assert seconds(static_sharing(2)) == pytest.approx(work / 2)
+
+
+def alternating(num_batches):
+    """Ranks take turns with one long sample, and with many short ones of nearly the same work."""
+    return [[[16384] if (rank + i) % 2 == 0 else [1024] * 21 for rank in range(4)] for i in range(num_batches)]
+
+
+def test_batches_of_equal_work_are_not_worth_it_however_many_make_a_step(tmp_path, capsys):
+    path = file_of(tmp_path / "alternating.json", alternating(24))
+    one, two, three = (diagnosis(capsys, path, "--micro-batches", count) for count in (1, 2, 3))
+    assert [found["take"] for found in (one, two, three)] == [None] * 3
+    for key in ("as_drawn", "longest_first", "static_2", "static_4"):
+        for count, found in ((2, two), (3, three)):
+            assert by_key(found)[key]["step_s"] == pytest.approx(count * by_key(one)[key]["step_s"], rel=1e-6), key
+    # What is planned whole is planned for all samples of the step.
+    assert by_key(two)["sampler"]["step_s"] <= by_key(two)["as_drawn"]["step_s"] * (1 + 1e-9)
+
+
+def test_topologies_are_ranked_on_the_recorded_batches(tmp_path, capsys):
+    batches = alternating(2)
+    found = diagnosis(capsys, file_of(tmp_path / "two.json", batches), "--micro-batches", 2)
+    asked = kf.rank_topologies(batches, 3072, num_heads=24, cluster=Cluster("h100", fixed_s=0))
+    times = {option["topology"]: option["predicted_time_s"] for option in found["topologies"]}
+    ranked = {option.topology: option.predicted_time for option in asked}
+    assert times["g1n4"] == pytest.approx(ranked["g1n4"])
+
+
+@pytest.mark.parametrize("mix", ["low", "mixed"])
+def test_buckets_and_time_budgets_have_the_batch_size_of_the_mix(capsys, mix):
+    drawn = [len(lens) for lens in kf.DataMix.parse(mix).draw_lengths(0, 0, 32)]
+    size = sum(drawn) / 32
+    found = diagnosis(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert found["batch_size"] == size
+    if mix == "low":  # lengths differ little: neither does the number of samples
+        assert by_key(found)["buckets"]["speedup"] == pytest.approx(1.09, abs=0.03)
+        assert by_key(found)["time_budget"]["speedup"] == pytest.approx(1.09, abs=0.03)
+    else:
+        assert by_key(found)["buckets"]["speedup"] > 0.5
+    text = printed(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert f"{size:.3g} samples x 1 micro-batches each" in text
+
+
+def test_recorded_batches_have_the_batch_size_that_they_have(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert found["batch_size"] == 4
+    assert by_key(found)["buckets"]["samples_per_s"] * by_key(found)["buckets"]["step_s"] == pytest.approx(8)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_batch_size_beside_batches_is_refused(tmp_path, capsys, recorded):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4]])
+    source = [path] if recorded else ["--data", "low"]
+    whose = str(path) if recorded else "--data"
+    assert f"--batch-size: got 32, expected none: {whose} states" in refused(capsys, *source, "--batch-size", 32)
+
+
+def test_a_batch_size_is_that_of_drawn_lengths(tmp_path, capsys):
+    path = file_of(tmp_path / "lengths.txt", "100\n" * 9)
+    arguments = [path, "--ranks", 2, "--steps", 2, "--mode", "lora"]
+    assert diagnosis(capsys, *arguments)["batch_size"] == 1
+    found = diagnosis(capsys, *arguments, "--batch-size", 3)
+    assert found["batch_size"] == 3
+    drawn = by_key(found)["as_drawn"]
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(6)
+
+
+def calibration(path, **fields):
+    measured = kf.Calibration(
+        gamma=0.5, seconds_per_flop=1e-14, d_model=3072, recomputes=True, relative_rms_error=0,
+        relative_rms_error_without_gamma=0, noise=0, **fields,
+    )  # fmt: skip
+    return file_of(path, measured.to_dict())
+
+
+LOW = ["--data", "low", "--steps", 2]
+
+
+def test_a_calibration_with_adapters_is_of_lora(tmp_path, capsys):
+    path = calibration(tmp_path / "lora.json", mode="lora")
+    assert diagnosis(capsys, *LOW, "--calibration", path)["model"]["mode"] == "lora"
+    assert diagnosis(capsys, *LOW, "--calibration", path, "--mode", "training")["model"]["mode"] == "training"
+    assert diagnosis(capsys, *LOW)["model"]["mode"] == "training"
+
+
+def test_the_model_of_a_cluster_file_stands_over_the_named_model(tmp_path, capsys):
+    """And options over both, also where the file's value is the default of a model without a name."""
+    stated = {"num_blocks": TrainedModel().num_blocks, "num_parameters": 1.3e9, "mode": "lora"}
+    path = file_of(tmp_path / "own.json", {"model": stated})
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--model", "wan-1.3b")["model"]
+    assert found == found | stated
+    assert found["num_heads"] == 12  # wan-1.3b's: the file says nothing of heads
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--blocks", 7, "--mode", "training")["model"]
+    assert found == found | {"num_blocks": 7, "num_parameters": 1.3e9, "mode": "training"}
+    cluster, model = Cluster("a100"), TrainedModel(num_blocks=9, num_parameters=2e9, num_heads=4, element_size=4)
+    path = file_of(tmp_path / "all.json", settings_dict(cluster, model))
+    found = diagnosis(capsys, *LOW, "--cluster", path)["model"]
+    assert {**found, "routed": None} == {**model.to_dict(), "routed": None}
+
+
+def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, capsys):
+    silent = file_of(tmp_path / "silent.json", {"cluster": {"flops_per_s": 2e14}})
+    stating = file_of(tmp_path / "stating.json", {"cluster": {"flops_per_s": 2e14, "fixed_s": 0.25}})
+    calibrated = calibration(tmp_path / "calibration.json", fixed=FixedCost(2, 0.125))
+    alone = diagnosis(capsys, *LOW, "--cluster", silent)
+    assert alone["cluster"]["fixed_s"] == 0
+    with_fixed = diagnosis(capsys, *LOW, "--cluster", stating)
+    assert with_fixed["cluster"]["fixed_s"] == 0.25
+    steps = [by_key(found)["as_drawn"]["step_s"] for found in (alone, with_fixed)]
+    assert steps[1] - steps[0] == pytest.approx(0.25)
+    found = diagnosis(capsys, *LOW, "--cluster", silent, "--calibration", calibrated)
+    assert found["cluster"]["fixed_s"] == 0.125
+
+
+def test_a_report_is_written_where_nothing_fits(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    page = tmp_path / "doctor.html"
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu", "--max-tokens-per-rank", 3]
+    assert "No alternative keeps" in printed(capsys, *arguments, "--report", page)
+    text = page.read_text()
+    assert "No alternative keeps" in text and "Lengths and work" in text and "One step<" not in text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask"), [([512] * 5, "full"), ([7, 40, 64] * 3, "full"), ([10, 100, 1000], "causal"), ([1], "full")]
+)
+def test_the_histogram_of_a_report_holds_all_samples_and_all_work(lengths, mask):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("plotly")
+    from dataclasses import replace
+
+    from knapformer.tools.doctor.page import _distribution
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, work = _distribution(lengths, replace(SMALL, mask=mask)).data
+    for bars in (samples, work):
+        assert sum(bars.y) == pytest.approx(100)
+        assert np.isfinite(bars.x).all() and (np.asarray(bars.width) > 0).all()
+    pairs = (lambda n: n * (n + 1) / 2) if mask == "causal" else (lambda n: n * n)
+    work_of = [24 * n * D**2 + 4 * GAMMA * pairs(n) * D for n in lengths]
+    for bars, weights in ((samples, [1] * len(lengths)), (work, work_of)):
+        shares = {n: 100 * sum(w for m, w in zip(lengths, weights, strict=True) if m == n) / sum(weights)
+                  for n in set(lengths)}  # fmt: skip
+        for length, share in shares.items():
+            (found,) = {y for x, width, y in zip(bars.x, bars.width, bars.y, strict=True)
+                        if y > 0 and abs(math.log(x / length)) <= math.log(1 + width / x)}  # fmt: skip
+            assert found == pytest.approx(share)
+
+
+def test_steps_are_those_that_were_simulated(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", alternating(5))
+    assert diagnosis(capsys, path, "--micro-batches", 2)["steps"] == 2
+    assert diagnosis(capsys, path)["steps"] == 5
+    assert diagnosis(capsys, path, "--steps", 3)["steps"] == 3
+    assert diagnosis(capsys, "--data", "low", "--steps", 2)["steps"] == 2
+
+
+def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
+    path = file_of(tmp_path / "one.json", [[[60000], [3000, 2000]]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    low, speedup, high = found["speedup"]
+    assert (low, high) == (None, None) and speedup > 1.03
+    few = "One step is too few to say how sure that is."
+    assert found["verdict"].startswith("Take ") and found["verdict"].endswith(few) and " to " not in found[
+        "verdict"].removesuffix(few)  # fmt: skip
+    equal = diagnosis(capsys, file_of(tmp_path / "equal.json", [[[3000], [3000]]]), "--mode", "lora")
+    assert equal["verdict"].startswith("Not worth it") and equal["verdict"].endswith(few)
+    two = diagnosis(capsys, file_of(tmp_path / "two.json", [[[60000], [3000, 2000]]] * 2), "--mode", "lora")
+    assert few not in two["verdict"] and two["speedup"][0] <= speedup <= two["speedup"][2]
+
+
+def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu"]
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
+    assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
+    assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
+    assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text
+    assert "fit" not in text
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 40)
+    assert text.startswith("Take ")
+    assert "no balancing does not keep --max-tokens-per-rank 40 (64 tokens on a rank)." in text.partition("┏")[0]
