@@ -99,18 +99,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
+def costs(
+    args: argparse.Namespace, of: Plan | None = None, *, model: TrainedModel | None = None, own_fixed: bool = False
+) -> dict[str, Any]:
     """The arguments `gamma`, `cluster` and `model` of `plan`.
 
-    The named cluster, or that of the plan `of`. Measured values of a calibration replace its fields, and single options
-    replace both. Raises ArgumentError, OSError.
+    The named cluster, or that of the plan `of`, and `model` (default: TrainedModel()) with the fields that a file of
+    --cluster states. Measured values of a calibration replace their fields, and single options replace all.
+
+    own_fixed: leaves out a fixed time that does not belong to the cluster. A named cluster's was fitted to somebody
+    else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only where a
+    calibration, or the user's own cluster, states it. Raises ArgumentError, OSError.
     """
     gamma, calibration = gamma_and_calibration(args)
-    if args.cluster is None:
-        cluster, model = (Cluster(), TrainedModel()) if of is None else (of.cluster, of.model)
+    states_fixed, model = False, model or TrainedModel()
+    if args.cluster is not None:
+        cluster, model, states_fixed = read_cluster(args.cluster, model)
     else:
-        cluster, model = read_cluster(args.cluster)
+        cluster, model = (Cluster(), model) if of is None else (of.cluster, of.model)
     if calibration is not None:
+        states_fixed = states_fixed or calibration.fixed is not None
         cluster = calibration.cluster(of=cluster)
         if calibration.mode == "lora":
             model = model.replace(mode="lora")
@@ -118,16 +126,9 @@ def costs(args: argparse.Namespace, of: Plan | None = None) -> dict[str, Any]:
     given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
+    if own_fixed and not states_fixed:
+        cluster = cluster.replace(fixed_s=0.0)
     return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
-
-
-def without_foreign_fixed(args: argparse.Namespace, cluster: Cluster) -> Cluster:
-    """The cluster that `costs` gave, without a fixed time that does not belong to it. A named cluster's was fitted to
-    somebody else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only
-    where a calibration, or the user's own cluster, states it."""
-    named = (args.cluster or Cluster.names()[0]) in Cluster.names()
-    measured = args.calibration is not None and Calibration.load(args.calibration).fixed is not None
-    return cluster.replace(fixed_s=0.0) if named and not measured else cluster
 
 
 def assumed(
@@ -160,12 +161,13 @@ def assumed(
     )
 
 
-def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:
-    """A named cluster, or {"cluster": {field: value}, "model": {field: value}} from a file."""
+def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel, bool]:
+    """A named cluster, or {"cluster": {field: value}, "model": {field: value}} from a file; `model` with the fields of
+    that; and whether a fixed time is stated that belongs to the cluster."""
     if name == "published":
-        return Cluster.published(), TrainedModel()
+        return Cluster.published(), model, True
     if name in Cluster.names():
-        return Cluster(name), TrainedModel()
+        return Cluster(name), model, False
     if not Path(name).exists():
         known = ", ".join([*Cluster.names(), "published"])
         raise ArgumentError(f"--cluster: got {name!r}, expected {known}, or a JSON file that exists")
@@ -177,7 +179,7 @@ def read_cluster(name: str) -> tuple[Cluster, TrainedModel]:
         if not isinstance(fields, dict):
             raise ArgumentError(f"--cluster: {name}: {part}: expected an object")
     try:
-        return Cluster(**parts["cluster"]), TrainedModel(**parts["model"])
+        return Cluster(**parts["cluster"]), model.replace(**parts["model"]), "fixed_s" in parts["cluster"]
     except ArgumentError as error:
         raise ArgumentError(f"--cluster: {name}: {error}") from None
 

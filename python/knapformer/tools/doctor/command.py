@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, TopologyOption, TrainedModel
-from knapformer.json_file import read_json
+from knapformer import ArgumentError, Cluster, DataMix, TopologyOption
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import Lengths
 from knapformer.tools.doctor import topologies
@@ -188,26 +187,9 @@ def _mean_batch_size(batches: Sequence[Sequence[Lengths]]) -> float:
     return int(mean) if mean.is_integer() else mean
 
 
-def _costs(args: argparse.Namespace, of: TrainedModel) -> tuple[float, Cluster, TrainedModel]:
-    """Gamma, the cluster, and `of` with what a --cluster file, a calibration and options state of the model: of two the
-    later, as in cost_args.costs. A fixed time counts only where the file or the calibration states it."""
-    cost = cost_args.costs(args)
-    is_file = args.cluster is not None and args.cluster not in (*Cluster.names(), "published")
-    stated = read_json(args.cluster, "--cluster") if is_file else {}
-    options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
-    fields = {*stated.get("model", {}), *(name for name in options if getattr(args, name) is not None)}
-    if cost["model"].mode != TrainedModel().mode:
-        fields.add("mode")  # a calibration's, if none of these
-    model = of.replace(**{name: getattr(cost["model"], name) for name in fields})
-    # A file that states no fixed time has that of a named cluster.
-    silent = is_file and "fixed_s" not in stated.get("cluster", {})
-    origin = argparse.Namespace(cluster=None if silent else args.cluster, calibration=args.calibration)
-    return cost["gamma"], cost_args.without_foreign_fixed(origin, cost["cluster"]), model
-
-
 def _setting(args: argparse.Namespace, num_ranks: int, batch_size: float) -> tuple[Setting, MemoryModel]:
     preset = preset_named(args.model or "flux")
-    gamma, cluster, model = _costs(args, preset.trained_model())
+    gamma, cluster, model = cost_args.costs(args, model=preset.trained_model(), own_fixed=True).values()
     d_model = args.d_model or preset.d_model
     memory = MemoryModel.of(model, d_model, num_ranks)
     if args.measured_memory is not None:

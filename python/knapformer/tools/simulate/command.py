@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
-    gamma, cluster, model = cost_args.costs(args).values()
+    gamma, cluster, model = cost_args.costs(args, own_fixed=True).values()
     settings = SimulationSettings(
         data=args.data or args.lengths,
         lengths=() if args.lengths is None else tuple(read_samples(args.lengths, None).lengths),
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         num_repeats=args.repeats,
         solver=args.solver,
         gamma=gamma,
-        cluster=cost_args.without_foreign_fixed(args, cluster),
+        cluster=cluster,
         shard_ranks=model.shard_ranks,
         predicts=args.calibration is not None or args.cluster is not None,
         seed=args.seed,
