@@ -90,6 +90,8 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
 
 def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
     """The speed-up of each alternative over no balancing; of several topologies of bags the best one counts."""
+    samples = statistics.fmean(len(lens) for step in steps for lens in step)
+    setting = replace(setting, batch_size=samples / setting.micro_batches)
     draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
     results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
     found: dict[str, float] = {}

@@ -3,7 +3,7 @@
     python tests/package/versions.py python3.10:2.11.0 python3.13:none -- tests/python/distributed
 
 An argument is an interpreter and a torch, or "none" for the planner alone, with the tests that need no torch. Arguments
-after -- go to pytest, in place of the whole suite but for tests/python/accelerator, whose device is built for one
+after -- go to pytest, in place of the whole suite but for what runs on the simulated device, which is built for one
 torch. Prints a row of a table for each; ends with 1 where one failed.
 """
 
@@ -17,6 +17,7 @@ from wheels import ROOT, environment, run
 
 PLANNER_TESTS = ["pytest", "pytest-timeout", "hypothesis"]
 PLANNER_FILES = ["plan", "call_errors", "signatures"]
+ON_SIMULATED_DEVICE = ["accelerator", "test_gpu_command.py"]
 
 
 def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
@@ -40,7 +41,7 @@ def check(python: str, torch: str, tests: list[str]) -> tuple[str, bool]:
 def main() -> int:
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
-    tests = given[cut + 1 :] or ["--ignore=tests/python/accelerator"]
+    tests = given[cut + 1 :] or [f"--ignore=tests/python/{name}" for name in ON_SIMULATED_DEVICE]
     rows = [check(*versions.rsplit(":", 1), tests) for versions in given[:cut]]
     print("| Python | torch | tests |\n| --- | --- | --- |", *(row for row, _ in rows), sep="\n")
     return 0 if all(good for _, good in rows) else 1
