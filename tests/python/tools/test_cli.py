@@ -102,6 +102,7 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*SIMULATE, "--data", "g2b1i256f1s0"], "--ranks: got none"),
         ([*SIMULATE, "--data", "mixed", "--ranks", "2"], "ranks: got 2"),
         ([*SIMULATE, *TWO, "--topology", "g2n1"], "topology: got 'g2n1' twice"),
+        ([*SIMULATE, *TWO, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*SIMULATE, *TWO, "--topology", "g3n1"], "topology: got 'g3n1'"),
         ([*SIMULATE, *TWO, "--topology", "n2"], "topology: got 'n2'"),
     ],
