@@ -368,6 +368,7 @@ def test_wrong_input_is_one_line_and_status_2(
         ([*good, "--ranks", "5"], "ranks: got 5"),
         ([*good, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*good, "--micro-batches", "2", "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1"),
+        (["replay", "--from", "../wide.json", "--seed", "9", *tiny], "--seed: got one beside --from"),
         (["replay", "--from", "../wide.json", "--max-tokens-per-rank", "9", *tiny], "--max-tokens-per-rank: got one"),
         ([*good, "--repeats", "0"], "--repeats: got '0'"),
         ([*good, "--warmup", "0"], "--warmup: got '0'"),

@@ -16,6 +16,7 @@ from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, Trained
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import NO_BALANCER, write_report
+from knapformer.tools.unused import OF_DRAW, refuse, remember_defaults
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
@@ -53,11 +54,16 @@ def add_parser(subparsers: Any) -> None:
     cost_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
     cli_args.add_results(parser, device="the device")
     parser.set_defaults(run=run)
+    remember_defaults(parser, (*OF_DRAW, "ranks", "steps"))
 
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     check_outputs({"--json": args.json, "--report": args.report})
+    if args.plan is not None:
+        refuse(args, (*OF_DRAW, "ranks", "steps"), "--from")
+    elif args.lengths is not None:
+        refuse(args, OF_DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.device import default_dtype, use_device
