@@ -19,6 +19,8 @@ import argparse
 import gc
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -70,6 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.compare and arguments.balancer == "none":
         parser.error("--compare: got --balancer none, expected the sampler or a topology to compare with none")
+    if "WORLD_SIZE" not in os.environ:
+        start = f"torchrun --nproc-per-node 2 {shlex.join(sys.argv)}"
+        parser.exit(2, f"{parser.prog}: got no WORLD_SIZE, expected the ranks that torchrun starts: {start}\n")
     lists = arguments.micro_batches * int(os.environ["WORLD_SIZE"])
     if lists < 1 or arguments.batch_size < 1 or arguments.batch_size % lists:
         parser.error(

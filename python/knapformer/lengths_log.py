@@ -1,9 +1,17 @@
-"""A log of the lengths that ranks draw, which `knapformer doctor` reads. Needs no torch, and no collective."""
+"""A log of the lengths that ranks draw, which `knapformer doctor` reads. Needs no torch, and no collective.
+
+A rank's file is lines of JSON. Each time that the rank opens it, it writes a line {"session": N}, where N is 0 in a new
+file and one more each time, and then a line for each batch, with the lengths that it drew. Only batches of the same
+session are paired: ranks of a run that was killed may have written different numbers of lines. Lines before the first
+session, as former versions wrote them, are of session 0.
+"""
 
 from __future__ import annotations
 
 import json
+import operator
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +27,31 @@ class Recorder:
         if not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank: got {rank}, expected 0 to {num_ranks - 1}, of num_ranks")
         Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder, log_name(rank, num_ranks))
+        session, cut = 0, ""
+        if path.exists():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            session = 1 + max(_sessions(text))
+            cut = "\n" if text and not text.endswith("\n") else ""  # behind a line that a run was killed in
         # A line at a time reaches the file, so that a run that is killed leaves whole batches.
-        self._file = open(Path(folder, log_name(rank, num_ranks)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._file.write(f"{cut}{_marker(session)}\n")
 
     def __call__(self, seq_lens: Iterable[Any]) -> None:
         """Logs the next batch (with accumulation: micro-batch) of this rank. seq_lens: the tokens of each sample, an
         iterable or a tensor; empty for a batch without samples. Raises ArgumentError."""
-        lens = [int(length) for length in seq_lens]
-        for length in lens:
-            if not 1 <= length <= MAX_SEQUENCE_TOKENS:
-                raise ArgumentError(f"seq_lens: got {length}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
+        try:
+            lens = list(seq_lens)
+        except TypeError:
+            raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
+        for place, length in enumerate(lens):
+            try:
+                lens[place] = tokens = operator.index(length)
+            except TypeError:
+                expected = f"an integer, 1 to {MAX_SEQUENCE_TOKENS} tokens"
+                raise ArgumentError(f"seq_lens: got {length!r}, expected {expected}") from None
+            if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
+                raise ArgumentError(f"seq_lens: got {tokens}, expected 1 to {MAX_SEQUENCE_TOKENS} tokens")
         self._file.write(json.dumps(lens) + "\n")
 
     def close(self) -> None:
@@ -51,8 +74,8 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
                 log(batch.seq_lens)
 
     Each rank writes a file of its own in `folder`, which all ranks may share. `BalancedLoader(record=log)` writes as
-    it draws. An existing log is appended to. rank, num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them;
-    without these, one rank. Raises ArgumentError, OSError.
+    it draws. An existing log is appended to; all ranks open it equally often, as batches are paired by that. rank,
+    num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank. Raises ArgumentError, OSError.
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", 1)) if num_ranks is None else num_ranks)
@@ -63,7 +86,8 @@ def log_name(rank: int, num_ranks: int) -> str:
 
 
 def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
-    """For each batch that all ranks have drawn: what each rank's line holds, unchecked; None where it is no JSON.
+    """For each batch that all ranks have drawn in a session: what each rank's line holds, unchecked; None where it is
+    no JSON.
 
     Raises ArgumentError, OSError.
     """
@@ -75,9 +99,26 @@ def read_log(folder: str | os.PathLike[str]) -> Iterator[list[Any]]:
     expected = [log_name(rank, int(count)) for rank in range(int(count))]
     if missing := sorted(set(expected) - set(names)):
         raise ArgumentError(f"{folder}: got no {missing[0]}, expected a log of each of {count} ranks")
-    logs = [Path(folder, name).read_text(encoding="utf-8", errors="replace").splitlines() for name in expected]
-    for lines in zip(*logs, strict=False):  # ranks of a run that was killed may differ by a batch
-        yield list(map(_value, lines))
+    logs = [_sessions(Path(folder, name).read_text(encoding="utf-8", errors="replace")) for name in expected]
+    for session in sorted(set.intersection(*map(set, logs))):
+        for lines in zip(*(log[session] for log in logs), strict=False):
+            yield list(map(_value, lines))
+
+
+def _marker(session: int) -> str:
+    return json.dumps({"session": session})
+
+
+def _sessions(text: str) -> dict[int, list[str]]:
+    """The lines of each session in a rank's file."""
+    sessions: dict[int, list[str]] = {0: []}
+    lines = sessions[0]
+    for line in text.splitlines():
+        if found := re.fullmatch(r'\{"session": ([0-9]{1,18})\}', line):
+            lines = sessions.setdefault(int(found[1]), [])
+        else:
+            lines.append(line)
+    return sessions
 
 
 def _value(line: str) -> Any:

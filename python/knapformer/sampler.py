@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import torch
@@ -24,6 +25,9 @@ from knapformer._core import (
     plan,
 )
 
+_BLOCK = 1 << 20  # values of a memory map that are converted at a time
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch indexes and converts these, and computes little of them
+_SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
@@ -54,11 +58,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         x = torch.cat([sample[begin:end] for sample, (_, begin, end) in zip(batch, chunks)])
 
     lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
-        map. An array or a tensor is not copied.
+        map, of any integers. An array or a tensor is not copied.
     batch_size: mean number of samples of a rank in a micro-batch.
     d_model: width of the blocks, in features.
     micro_batches: the number of them in an optimizer step: so many lists make a step, on every rank.
-    topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"). None: every sample is whole on one rank.
+    topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
+        what `rank_topologies` puts first. None: every sample is whole on one rank.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
     same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
@@ -112,15 +117,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if num_replicas is None or rank is None:
             grouped = dist.is_initialized()
             num_replicas, rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
-        counts = {"batch_size": batch_size, "micro_batches": micro_batches, "num_replicas": num_replicas}
-        for name, value in counts.items():
-            if value < 1:
-                raise ArgumentError(f"{name}: got {value}, expected at least 1")
-        if not 0 <= rank < num_replicas:
-            raise ArgumentError(f"rank: got {rank}, expected 0 to {num_replicas - 1}")
+        batch_size = _integer("batch_size", batch_size, 1)
+        micro_batches = _integer("micro_batches", micro_batches, 1)
+        num_replicas = _integer("num_replicas", num_replicas, 1)
+        rank = _integer("rank", rank, 0, num_replicas - 1)
+        seed = _integer("seed", seed, *_SEEDS)
+        if topology == "auto":
+            raise ArgumentError(
+                "topology: got 'auto', expected one for all steps, as the balancer that follows has; "
+                "knapformer.rank_topologies and knapformer doctor --topologies name the best"
+            )
+        if not isinstance(model, TrainedModel | None):
+            raise ArgumentError(f"model: got {model!r}, expected a TrainedModel")
         self._lengths = _checked_integers("lengths", lengths)
         if len(self._lengths) > 0:
-            shortest, longest = (int(length) for length in self._lengths.aminmax())
+            shortest, longest = _range(self._lengths)
             if shortest < 1:
                 raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
             if longest > MAX_SEQUENCE_TOKENS:
@@ -187,6 +198,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
+        self._set_epoch(_integer("epoch", epoch, *self._epochs))
+
+    @property
+    def _epochs(self) -> tuple[int, int]:
+        """The lowest and the highest: with the seed they make a seed of torch's."""
+        return _SEEDS[0] - self._seed, _SEEDS[1] - self._seed
+
+    def _set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, None
             self._planned.clear()
@@ -198,7 +217,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def num_tokens(self, step: int) -> int:
         """The tokens of all ranks in an optimizer step of this pass."""
-        return int(self._lengths[self._samples(step)].sum())
+        return int(_chosen(self._lengths, self._samples(step)).sum())
 
     def step_plan(self, step: int) -> StepPlan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
@@ -215,8 +234,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         chunks = planned.chunks_on(self._rank, self._checked_micro_batch(micro_batch))
         held = samples[[sequence for sequence, _, _ in chunks]]
         if self._shapes is not None:
-            own = held[self._shapes[held].argsort(stable=True)]
-            return [(i, 0, n) for i, n in zip(own.tolist(), self._lengths[own].tolist(), strict=True)]
+            own = held[_chosen(self._shapes, held).argsort(stable=True)]
+            return [(i, 0, n) for i, n in zip(own.tolist(), _chosen(self._lengths, own).tolist(), strict=True)]
         return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
 
     def groups(self, step: int, micro_batch: int) -> list[list[int]]:
@@ -237,27 +256,32 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_steps: optimizer steps taken in this pass. None: as many as were yielded whole, which is right only where
             nothing fetches ahead; a DataLoader's workers do.
         """
-        after = self._next if num_steps is None else self._first + num_steps * self._step_size
+        after = self._next
+        if num_steps is not None:
+            after = self._first + _integer("num_steps", num_steps, 0) * self._step_size
         return {"epoch": self._epoch, "next_sample": min(after, len(self._lengths)), **self._order_follows()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches."""
+        if not isinstance(state, Mapping):
+            raise ArgumentError(f"state: got {type(state).__name__}, expected a dict, which state_dict returned")
         for name, own in self._order_follows().items():
             if state.get(name) != own:
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
-        if not 0 <= state["next_sample"] <= len(self._lengths):
-            raise ArgumentError(f"state: got sample {state['next_sample']}, expected 0 to {len(self._lengths)}")
-        self.set_epoch(state["epoch"])
-        self._resume_at = self._first = self._next = state["next_sample"]
+        for name in ("epoch", "next_sample"):
+            if name not in state:
+                raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
+        epoch = _integer("state", state["epoch"], *self._epochs, of="epoch ")
+        next_sample = _integer("state", state["next_sample"], 0, len(self._lengths), of="sample ")
+        self._set_epoch(epoch)
+        self._resume_at = self._first = self._next = next_sample
 
     def _order_follows(self) -> dict[str, int]:
         """The values that the order of an epoch's samples depends on."""
         return {"seed": self._seed, "shuffle": int(self._shuffle), "num_samples": len(self._lengths)}
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
-        if not 0 <= micro_batch < self._micro_batches:
-            raise ArgumentError(f"micro_batch: got {micro_batch}, expected 0 to {self._micro_batches - 1}")
-        return micro_batch
+        return _integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
 
     @property
     def _step_size(self) -> int:
@@ -278,14 +302,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _samples(self, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
-        if not 0 <= step < self._num_steps():
-            raise ArgumentError(f"step: got {step}, expected 0 to {self._num_steps() - 1}")
+        step = _integer("step", step, 0, self._num_steps() - 1)
         if self._order is None:
             size = len(self._lengths)
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             self._order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
         first = self._first + step * self._step_size
-        samples = self._order[first : first + self._step_size]
+        samples = self._order[first : min(first + self._step_size, len(self._order))]
         dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]
@@ -297,9 +320,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if key in self._planned:
             self._planned.move_to_end(key)
             return self._planned[key]
-        counted = self._lengths[samples]
+        counted = _chosen(self._lengths, samples)
         if self._shapes is not None:
-            _, shape = self._shapes[samples].unique(return_inverse=True)
+            _, shape = _chosen(self._shapes, samples).unique(return_inverse=True)
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
         work = None if self._work is None else self._by_rank(self._work[samples])
@@ -329,7 +352,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             places[ids] = micro_batch * self._num_ranks + ranks
         by_place = places.argsort(stable=True)
         by_place = by_place[counted[by_place].argsort(stable=True)]
-        by_shape = self._shapes[samples].argsort(stable=True)
+        by_shape = _chosen(self._shapes, samples).argsort(stable=True)
         by_shape = by_shape[counted[by_shape].argsort(stable=True)]
         gathered = torch.empty_like(samples)
         gathered[by_place] = samples[by_shape]
@@ -344,10 +367,10 @@ def _checked_work(values: Any, num_samples: int) -> Tensor:
             f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
         )
     if num_samples > 0:
-        lowest, highest = work.aminmax()  # NaN where any of them is NaN
+        lowest, highest = _range(work)  # NaN where any of them is NaN
         if not (lowest >= 1 / MAX_MAGNITUDE and highest <= MAX_MAGNITUDE):
             raise ArgumentError(
-                f"work: got {lowest.item()} to {highest.item()}, expected positive finite numbers, from "
+                f"work: got {lowest} to {highest}, expected positive finite numbers, from "
                 f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
             )
     return work
@@ -363,9 +386,43 @@ def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tens
 
 
 def _checked_integers(name: str, values: Any) -> Tensor:
-    checked = _as_tensor(name, values)
-    if checked.ndim != 1 or checked.is_floating_point() or checked.is_complex():
+    # Of an empty list torch makes floats.
+    checked = _as_tensor(name, values, torch.int64 if isinstance(values, Sequence) and len(values) == 0 else None)
+    if checked.ndim != 1 or checked.dtype == torch.bool or checked.is_floating_point() or checked.is_complex():
         raise ArgumentError(
             f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
         )
     return checked
+
+
+def _range(values: Tensor) -> tuple[Any, Any]:
+    """The lowest and the highest of values that are not empty. Values are converted a block at a time, where they must
+    be at all: they may be a memory map that is larger than the memory."""
+    if values.dtype not in _UNSIGNED:
+        lowest, highest = values.aminmax()
+        return lowest.item(), highest.item()
+    # int64 holds those of the narrower types; uint64's bits, with the highest flipped, are int64 in the same order.
+    is_widest = values.dtype == torch.uint64
+    offset = 2**63 if is_widest else 0
+    extremes = []
+    for block in values.split(_BLOCK):
+        signed = block.view(torch.int64) ^ torch.iinfo(torch.int64).min if is_widest else block.long()
+        extremes += [int(extreme) + offset for extreme in signed.aminmax()]
+    return min(extremes), max(extremes)
+
+
+def _chosen(values: Tensor, samples: Tensor) -> Tensor:
+    """Integers of these samples, in a type that torch computes with."""
+    return values[samples].long()
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None, of: str = "") -> int:
+    """Also of numpy's integers. of: what of the argument the value is, for the error."""
+    expected = f"at least {low}" if high is None else f"{low} to {high}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: got {of}{value!r}, expected an integer, {expected}") from None
+    if number < low or (high is not None and number > high):
+        raise ArgumentError(f"{name}: got {of}{number}, expected {expected}")
+    return number

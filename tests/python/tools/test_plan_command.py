@@ -163,6 +163,33 @@ def test_plan_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (status, err) == (0, "") and "nothing to balance" in out
 
 
+def test_nothing_is_written_where_no_step_is_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an empty picture, nor a file without points."""
+    monkeypatch.chdir(tmp_path)
+    contents = {
+        "step": plan([[40, 3], [5]], "g2n1", 8, micro_batches=2).to_json(),
+        "nothing": plan([[], []], "g2n1", 8).to_json(),
+        "lengths": "[[], []]",
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    for source, what in (
+        (["--from", "step.json"], "the plan of a step of micro-batches"),
+        (["--from", "nothing.json"], "a plan without sequences"),
+        (["--lengths", "lengths.json", "--topology", "g2n1"], "lengths without sequences"),
+        (["--lengths", "lengths.json", "--topology", "g2n1", "--micro-batches", "2"], "lengths without sequences"),
+    ):
+        for option, file in (("--picture", "x.png"), ("--predictions", "x.json"), ("--predictions", "-")):
+            status, out, err = run(capsys, "plan", *source, option, file, "--json", "plan.json")
+            assert (status, out) == (2, "") and err.count("\n") == 1
+            assert f"knapformer plan: {option}: got one with {what}, of which nothing is predicted" in err
+            assert len(os.listdir(tmp_path)) == len(contents)
+    status, out, _ = run(capsys, "plan", "--from", "step.json", "--json", "-")
+    assert status == 0 and out.strip() == contents["step"].strip()
+
+
 def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
     status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")

@@ -215,6 +215,37 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
     assert made == given.plan([[8, 4]], "g1n1", 0.49) and made.cluster == given.cluster
 
 
+def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> None:
+    """The ranks draw three samples and one."""
+    given = settings(data="g1b3i256f1s0,g1b1i256f1s0", topologies=("g1n2", "g2n1"), ways=("static_2",))
+    lens = given.draw(0).seq_lens(0)
+    free = plan(lens, "g1n2", given.model.d_model, 0.5, cluster=given.cluster, model=given.trained())
+    limit = free.max_tokens  # two samples
+    limited = dataclasses.replace(given, max_tokens_per_rank=limit)
+    plans = Variants(limited, 0.5).plans(0)
+    for topology in limited.topologies:
+        assert plans[topology] == [limited.plan(lens, topology, 0.5)] and plans[topology][0].max_tokens <= limit
+    assert plans[NO_BALANCER][0].max_tokens == sum(lens[0]) > limit
+    assert plans["sequence parallel 2"] == Variants(given, 0.5).plans(0)["sequence parallel 2"]
+    with pytest.raises(ArgumentError, match=f"max_tokens_per_rank: got {limit // 2}, expected "):
+        dataclasses.replace(given, max_tokens_per_rank=limit // 2)
+    # With micro-batches, of those steps that are planned whole, as in `knapformer plan`.
+    twice = dataclasses.replace(given, micro_batches=2, topologies=("g1n2",), ways=())
+    of_topology = Variants(twice, 0.5).plans(0)["g1n2"]
+    limit = max(of.max_tokens for of in of_topology) - 1
+    kept = Variants(dataclasses.replace(twice, max_tokens_per_rank=limit), 0.5).plans(0)
+    assert kept["g1n2"] == of_topology and max(of.max_tokens for of in kept[PLANNED_STEP]) <= limit
+
+
+def test_ranks_keep_the_limit_of_tokens() -> None:
+    """A world of one: the process itself."""
+    given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), max_tokens_per_rank=5000)
+    balancer = balancer_of(given, "g1n1", 0.49)
+    assert balancer.plan_routing([4000, 1000], 64).max_tokens == 5000
+    with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 5000"):
+        balancer.plan_routing([4000, 1001], 64)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -224,6 +255,7 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
         ({"ways": ("static_4",)}, "way: got 'static_4', expected each once of buckets, time_budget, static_2 on 2"),
         ({"ways": ("buckets", "buckets")}, "way: got 'buckets'"),
         ({"micro_batches": 2, "max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3"),
+        ({"max_tokens_per_rank": 3}, "max_tokens_per_rank: got 3, expected at least"),
         ({"topologies": ("g2n1", "g2n1")}, "topology: got 'g2n1' twice"),
         ({"num_ranks": 4, "topologies": ("g3n1",)}, "topology: got 'g3n1'"),
         (

@@ -29,6 +29,7 @@ from knapformer.tools.plan.scaling import (
 from knapformer.tools.plan.tables import print_plan, print_step_plan
 from knapformer.tools.report import write_report
 from knapformer.tools.report.points import Point
+from knapformer.tools.unused import OF_DRAW, refuse, remember_defaults
 
 # Options that a plan from a file has fixed already.
 _OF_PLANNING = (
@@ -90,7 +91,8 @@ def add_parser(subparsers: Any) -> None:
     )
     files.add_argument("--timeline", metavar="FILE", help="the plan's predicted step as a trace for ui.perfetto.dev")
     files.add_argument("--picture", metavar="FILE", help="draws predicted steps: .png, .svg or .pdf (needs matplotlib)")
-    parser.set_defaults(run=run, defaults={name: parser.get_default(name) for name in _OF_PLANNING})
+    parser.set_defaults(run=run)
+    remember_defaults(parser, _OF_PLANNING)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -134,7 +136,11 @@ def _show_file(args: argparse.Namespace) -> None:
     elif (cost["cluster"], cost["model"]) != (first.cluster, first.model):
         raise ArgumentError("--cluster: got one beside the plan of a step, which keeps its own, expected none")
     points = []
-    if isinstance(plan, Plan) and plan.num_tokens:
+    if isinstance(plan, StepPlan):
+        _check_predicts(args, "the plan of a step of micro-batches")
+    elif not plan.num_tokens:
+        _check_predicts(args, "a plan without sequences")
+    else:
         mask, peak = args.mask, _peak_tflops(args)
         points = [
             summary([PlannedStep([of], 0.0)], name, mask, peak)
@@ -157,10 +163,14 @@ def _show_file(args: argparse.Namespace) -> None:
 def _plan_and_predict(args: argparse.Namespace) -> None:
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4, or auto")
+    if args.sync == "step" and args.micro_batches is None:
+        raise ArgumentError("--sync: got 'step' without --micro-batches, expected both or neither")
+    if args.lengths is not None:
+        refuse(args, OF_DRAW, "--lengths")
     workload, ranks = _workload(args, cost_args.costs(args))
     is_one = len(ranks) == len(args.topology) == args.steps == 1
     # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
-    predicts = args.sync == "micro_batch" or args.micro_batches is None
+    predicts = args.sync == "micro_batch"
     if not predicts and (not is_one or args.picture is not None or args.predictions is not None):
         raise ArgumentError(
             "--sync: got 'step' with several topologies, ranks or steps, or with predictions, expected 'micro_batch'"
@@ -169,14 +179,22 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
     first = next(workload.steps(ranks[0]))
     if args.calibration is not None:
         cost_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, first)))
-    plan, elapsed_s = _first_plan(workload, first, args.topology[-1], ranks[0])
     has_tokens = any(lens for of_ranks in first for lens in of_ranks)
+    if not has_tokens:
+        _check_predicts(args, "lengths without sequences")
+    plan, elapsed_s = _first_plan(workload, first, args.topology[-1], ranks[0])
     points = predict_scaling(workload, ranks, args.topology) if predicts and has_tokens else []
     _write(args, workload, plan, points, elapsed_s)
     if "-" not in (args.json, args.predictions):
         planner = "" if isinstance(plan, StepPlan) else f"{plan.solver} "
         _print(plan if is_one else None, f"{planner}in {elapsed_s * 1e3:.3g} ms", points, workload.num_steps)
         show(cost_args.assumed(args, workload.gamma, workload.cluster, workload.model))
+
+
+def _check_predicts(args: argparse.Namespace, what: str) -> None:
+    for option, given in (("--picture", args.picture), ("--predictions", args.predictions)):
+        if given is not None:
+            raise ArgumentError(f"{option}: got one with {what}, of which nothing is predicted, expected none")
 
 
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:

@@ -16,6 +16,7 @@ from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, Trained
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import NO_BALANCER, write_report
+from knapformer.tools.unused import OF_DRAW, refuse, remember_defaults
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
@@ -53,11 +54,16 @@ def add_parser(subparsers: Any) -> None:
     cost_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
     cli_args.add_results(parser, device="the device")
     parser.set_defaults(run=run)
+    remember_defaults(parser, (*OF_DRAW, "ranks", "steps"))
 
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     check_outputs({"--json": args.json, "--report": args.report})
+    if args.plan is not None:
+        refuse(args, (*OF_DRAW, "ranks", "steps"), "--from")
+    elif args.lengths is not None:
+        refuse(args, OF_DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.device import default_dtype, use_device
@@ -155,7 +161,11 @@ def _ways(
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
         seq_lens, text_tokens = _drawn(args, config)
         topologies = {str(Topology(text, len(seq_lens[0][0]))): text for text in args.topology}
-        options: dict[str, Any] = {"masks": config.mask, "cluster": cluster, "model": model}
+        # With --micro-batches the limit is that of steps planned whole.
+        limit = args.max_tokens_per_rank if args.micro_batches is None else 0
+        options: dict[str, Any] = {
+            "masks": config.mask, "cluster": cluster, "model": model, "max_tokens_per_rank": limit
+        }  # fmt: skip
         ways = [
             _Way(
                 name,
@@ -230,7 +240,7 @@ def _planned_whole(
         limit = args.max_tokens_per_rank or max(plan.max_tokens for plan in of_step)
         step: StepPlan = knapformer.plan(
             cli_args.lengths_of_step([plan.seq_lens for plan in of_step]), way.topology, config.d_model, gamma,
-            args.solver, max_tokens_per_rank=limit, micro_batches=len(of_step), **options,
+            args.solver, micro_batches=len(of_step), **(options | {"max_tokens_per_rank": limit}),
         )  # fmt: skip
         # A step's sequences are numbered rank by rank and, within a rank, micro-batch by micro-batch.
         by_micro_batch = [iter(of) for of in text_tokens]
@@ -247,7 +257,10 @@ def _planned_whole(
 
 def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan | StepPlan:
     plan = cli_args.read_plan(args.plan)
-    for option, given in (("--topology", args.topology), ("--micro-batches", args.micro_batches)):
+    for option, given in (
+        ("--topology", args.topology), ("--micro-batches", args.micro_batches),
+        ("--max-tokens-per-rank", args.max_tokens_per_rank or None),
+    ):  # fmt: skip
         if given is not None:
             raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
     for of_micro_batch in plan.plans if isinstance(plan, StepPlan) else [plan]:

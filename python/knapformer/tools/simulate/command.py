@@ -8,6 +8,7 @@ from typing import Any
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks
+from knapformer.tools.unused import refuse, remember_defaults
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
     )
     cli_args.add_results(parser, device="a rank's device")
     parser.set_defaults(run=run)
+    remember_defaults(parser, ("batch_size", "scale", "max_text_tokens"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -59,6 +61,10 @@ def run(args: argparse.Namespace) -> None:
 
     num_ranks = check_ranks(args.ranks)
     check_outputs({"--json": args.json, "--report": args.report})
+    if args.lengths is None:
+        refuse(args, ("batch_size",), "--data")
+    else:
+        refuse(args, ("scale", "max_text_tokens"), "--lengths")
     gamma, cluster, model = cost_args.costs(args, own_fixed=True).values()
     settings = SimulationSettings(
         data=args.data or args.lengths,

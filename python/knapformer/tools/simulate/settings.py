@@ -28,7 +28,8 @@ class SimulationSettings(RunSettings):
     ways: tuple[str, ...] = ()  # of WAYS, measured as well
     topologies: tuple[str, ...]  # each is measured beside "no balancer", with the balancer in the model
     micro_batches: int | None = None  # of a step, which is then also planned whole; None: one, not planned whole
-    # Of a step planned whole (0: what the fullest rank draws for a micro-batch), buckets and time budgets (0: none).
+    # Of every plan or, with micro_batches, of steps planned whole alone (0: none, and for those what the fullest rank
+    # draws for a micro-batch); of buckets and time budgets (0: none).
     max_tokens_per_rank: int = 0
     equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
     scale: float = 1.0  # divides the resolutions
@@ -125,16 +126,20 @@ class SimulationSettings(RunSettings):
         of = self.planning(gamma)
         # A fixed time, which is the same in every plan, would hide how far a plan is from the best.
         of |= {"model": of["model"].replace(routed=False), "cluster": self.cluster.replace(fixed_s=0.0)}
+        of |= {"max_tokens_per_rank": self.max_tokens_per_rank or data.max_tokens()}
         planned: StepPlan = plan(
             data.seq_lens_of_step(), f"g1n{self.num_ranks}", self.model.d_model, masks=self.model.mask,
-            max_tokens_per_rank=self.max_tokens_per_rank or data.max_tokens(),
             micro_batches=self.micro_batches or 1, **of,
         )  # fmt: skip
         return planned.fill_ranks()
 
     def planning(self, gamma: float) -> dict[str, Any]:
         """Arguments of `plan` and of SequenceBalancer."""
-        return {"gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": self.trained()}
+        limit = self.max_tokens_per_rank if self.micro_batches is None else 0
+        return {
+            "gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": self.trained(),
+            "max_tokens_per_rank": limit,
+        }  # fmt: skip
 
     def trained(self) -> TrainedModel:
         model = self.model

@@ -75,7 +75,10 @@ class Variants:
             elif name in settings.topologies:
                 of[name] = [settings.plan(of_ranks, name, gamma) for of_ranks in lens]
             else:
-                of[name] = [plan_home(settings.plan(of_ranks, f"g1n{settings.num_ranks}", gamma)) for of_ranks in lens]
+                alone = f"g1n{settings.num_ranks}"
+                of[name] = [
+                    plan_home(settings.plan(of_ranks, alone, gamma, max_tokens_per_rank=0)) for of_ranks in lens
+                ]
         return of
 
     def _static(self, degree: int) -> list[WayStep]:
@@ -84,7 +87,10 @@ class Variants:
         topology = f"g{degree}n{settings.num_ranks // degree}"
 
         def followed(data: StepData, micro_batch: int) -> Plan:
-            return plan_home_bags(settings.plan(data.seq_lens(micro_batch), topology, self._gamma, solver="greedy"))
+            planned = settings.plan(
+                data.seq_lens(micro_batch), topology, self._gamma, solver="greedy", max_tokens_per_rank=0
+            )
+            return plan_home_bags(planned)
 
         return [WayStep(data, [followed(data, k) for k in range(settings.micro_batches or 1)]) for data in self._drawn]
 

@@ -68,7 +68,7 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         variants = Variants(settings, gamma)
         balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
         balancers |= {
-            name: balancer_of(settings, str(way.followed[0].topology), gamma)
+            name: balancer_of(settings, str(way.followed[0].topology), gamma, max_tokens_per_rank=0)
             for name, way in variants.ways(0).items()
             if way.followed is not None
         }
@@ -105,9 +105,9 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
         write_report(settings, device, dtype, gamma, fit, measured, num_parameters)
 
 
-def balancer_of(settings: SimulationSettings, topology: str, gamma: float) -> SequenceBalancer:
-    """Plans as settings.plan does. Collective over the world."""
-    return SequenceBalancer(topology, mask=settings.model.mask, **settings.planning(gamma))
+def balancer_of(settings: SimulationSettings, topology: str, gamma: float, **others: Any) -> SequenceBalancer:
+    """Plans as settings.plan does, with `others` too. Collective over the world."""
+    return SequenceBalancer(topology, mask=settings.model.mask, **(settings.planning(gamma) | others))
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
