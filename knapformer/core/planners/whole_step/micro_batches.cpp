@@ -12,6 +12,7 @@
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/whole_step/fit_by_tokens.h"
 #include "knapformer/core/planners/whole_step/micro_batch_packing.h"
 #include "knapformer/core/util/error.h"
 
@@ -25,6 +26,8 @@ constexpr double kTooFar = 0.005;
 /// Higher levels hold more tokens: they must be faster by this factor.
 constexpr double kWorthMemory = 1 - 5e-5;
 constexpr int32_t kManyKicks = 1000;  // the number of trials ends the search first
+/// A step within this of its bound is not packed in other ways.
+constexpr double kNearEnough = 1.01;
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
 /// Shorter by more than the rounding of sums in another order.
@@ -45,7 +48,10 @@ class StepSolver {
 
   StepPlan solve() {
     consider_packing();
+    consider_spread();
     consider_given_order();
+    if (!best_) consider_fit();
+    if (!best_) refuse();
     return std::move(*best_);
   }
 
@@ -183,26 +189,43 @@ class StepSolver {
     is_near_bound_ = !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * well;
     allowance_s_ = blocks_bound_s_ * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
-    std::vector<int32_t> micro_batches;
-    for (const PackedSequence& sequence : packed->sequences) micro_batches.push_back(sequence.micro_batch);
-    consider_plans(std::move(micro_batches), &*packed);
+    consider_packed(packed->sequences);
     if (packed->shares() && packed->num_used() > 1)
-      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), nullptr);
+      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), {});
   }
 
-  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better. `packed` may be
-  /// null.
-  void consider_plans(std::vector<int32_t> micro_batches, const Packed* packed) {
+  void consider_packed(std::span<const PackedSequence> packed) {
+    std::vector<int32_t> micro_batches;
+    for (const PackedSequence& sequence : packed) micro_batches.push_back(sequence.micro_batch);
+    consider_plans(std::move(micro_batches), packed);
+  }
+
+  /// All sequences that must be shared lie in one micro-batch then, which leaves the others little to hide FSDP behind.
+  /// So packings are considered with even levels, in which every sequence above its level is shared, in any micro-batch.
+  void consider_spread() {
+    if (blocks_bound_s_ <= 0 || input_.sync == StepSync::kStep || (best_ && best_s_ <= bound_s_ * kNearEnough)) return;
+    for (int32_t used = input_.num_micro_batches; used > 1; used /= 2) {
+      std::vector<double> levels_s(static_cast<size_t>(input_.num_micro_batches), 0.0);
+      std::fill_n(levels_s.begin(), used, blocks_bound_s_ / used);
+      MicroBatchPacking packing(input_.sequences, levels_s.front(), Sharing::kSpread);
+      std::vector<double> times_s = packing.pack(std::move(levels_s));
+      if (!is_low()) times_s = packing.refine({.num_trials = num_trials(), .good_enough_s = blocks_bound_s_, .num_kicks = 0});
+      if (best_ && accumulated_s(input_, times_s) + fixed_s() >= best_s_) continue;
+      is_packed_well_ = false;
+      consider_packed(packing.sequences());
+    }
+  }
+
+  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better. `packed`: empty
+  /// if nothing is.
+  void consider_plans(std::vector<int32_t> micro_batches, std::span<const PackedSequence> packed) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
-    if (packed != nullptr) {
-      for (size_t s = 0; s < micro_batches.size(); ++s)
-        placements[micro_batches[s]].push_back(packed->sequences[s].placement);
-    }
+    for (size_t s = 0; s < packed.size(); ++s) placements[micro_batches[s]].push_back(packed[s].placement);
     std::vector<Plan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
       std::optional<Plan> plan;
-      if (packed != nullptr) plan = plan_of(inputs[k], std::move(placements[k]));
+      if (!packed.empty()) plan = plan_of(inputs[k], std::move(placements[k]));
       plan = better_of(std::move(plan), inputs[k]);
       if (!plan) return;
       plans.push_back(std::move(*plan));
@@ -210,14 +233,18 @@ class StepSolver {
     consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
   }
 
-  /// The packed plan, or nothing if a rank holds too many tokens after all: ranks that share may differ by one token.
+  /// The packed plan, or nothing if a rank holds too many tokens after all.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
     improve_locality(input, placements, may_search());
     const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
-    Plan plan = shares && !input.topology.is_flat()
-                    ? Plan(input, "packed", placements, uneven_chunk_lens(input, placements))
-                    : Plan(input, "packed", std::move(placements));
-    if (input.max_tokens_per_rank > 0 && plan.max_tokens() > input.max_tokens_per_rank) return std::nullopt;
+    const int64_t limit = input.max_tokens_per_rank;
+    if (!shares || input.topology.is_flat()) {
+      Plan even(input, "packed", placements);
+      if (limit == 0 || even.max_tokens() <= limit) return even;
+      if (!shares) return std::nullopt;
+    }
+    Plan plan(input, "packed", placements, uneven_chunk_lens(input, placements));
+    if (limit > 0 && plan.max_tokens() > limit) return std::nullopt;
     return plan;
   }
 
@@ -262,14 +289,20 @@ class StepSolver {
     for (size_t k = 0; k < inputs.size(); ++k) {
       if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
       std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, planners_effort());
-      if (!plan) {
-        if (!best_) refuse();
-        return;
-      }
+      if (!plan) return;
       plans.push_back(*std::move(plan));
       clock.add(plans.back());
     }
     consider(StepPlan(input_, micro_batches, std::move(plans)), clock.total_s());
+  }
+
+  /// The last resort for a limit of tokens: the packing by tokens alone, each micro-batch planned anew.
+  void consider_fit() {
+    is_packed_well_ = false;
+    for (const FitInto into : {FitInto::kSmallest, FitInto::kBags}) {
+      if (const auto fit = fit_by_tokens(input_, into)) consider_packed(*fit);
+      if (best_) return;
+    }
   }
 
   StepInput input_;
@@ -399,7 +432,7 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
     try {
       return plan_step(input, solver, effort);
     } catch (const ArgumentError& error) {
-      // With every sequence in its own micro-batch, the limit is kept or cannot be kept.
+      // With every sequence in its own micro-batch, shared by its whole bag, the limit is kept.
       const bool is_last = k >= std::min(step.seq_lens.num_sequences(), StepInput::kMaxMicroBatches);
       if (!is_over_limit(error) || share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
     }
