@@ -103,7 +103,7 @@ class ReplicaRoom {
   std::vector<SequenceId> ids_;
   std::vector<int32_t> degrees_;  // ascending
   std::vector<Group> groups_;
-  std::vector<std::vector<int64_t>> room_;       // by micro-batch and group: tokens
+  std::vector<std::vector<int64_t>> room_;        // by micro-batch and group: tokens
   std::vector<std::vector<Emptiest>> most_room_;  // by micro-batch, see find_most_room
   std::vector<int64_t> with_parents_;
 };

@@ -10,7 +10,10 @@
 
 namespace knapformer {
 MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s, Sharing sharing)
-    : bound_s_(bound_s), sharing_(sharing), max_tokens_(input.max_tokens_per_rank), num_sequences_(input.seq_lens.num_sequences()) {
+    : bound_s_(bound_s),
+      sharing_(sharing),
+      max_tokens_(input.max_tokens_per_rank),
+      num_sequences_(input.seq_lens.num_sequences()) {
   key_ = 0x6D6963726F626174u;
   for (const int64_t length : input.seq_lens.lens()) key_ = (key_ ^ static_cast<uint64_t>(length)) * Random::kGamma;
   replicas_.reserve(static_cast<size_t>(input.topology.num_replicas()));
