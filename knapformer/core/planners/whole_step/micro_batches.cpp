@@ -60,8 +60,8 @@ class StepSolver {
     consider_packing();
     consider_spread();
     consider_given_order();
-    consider_flat_bags();
     if (!best_) consider_fit();
+    consider_flat_bags();
     if (!best_) refuse();
     return std::move(*best_);
   }
@@ -209,13 +209,15 @@ class StepSolver {
   void consider_spread() {
     if (blocks_bound_s_ <= 0 || input_.sync == StepSync::kStep || is_within(kNearEnough)) return;
     if (is_low() && !has_few()) return;
-    for (int32_t used = input_.num_micro_batches; used > 1; used /= 2) {
+    const int32_t least = input_.num_micro_batches / 4;  // fewer leave too much of FSDP exposed
+    for (int32_t used = input_.num_micro_batches; used > 1 && used >= least; used /= 2) {
       std::vector<double> levels_s(static_cast<size_t>(input_.num_micro_batches), 0.0);
       std::fill_n(levels_s.begin(), used, blocks_bound_s_ / used);
       if (best_ && accumulated_s(input_, levels_s) + fixed_s() >= best_s_ * kWorthMemory) continue;
       for (const double longest_s : {levels_s.front(), blocks_bound_s_}) {
         MicroBatchPacking packing(input_.sequences, longest_s, Sharing::kSpread);
         std::vector<double> times_s = packing.pack(levels_s);
+        if (!std::isfinite(packing.overflow())) continue;
         if (!is_low()) {
           times_s = packing.refine(
               {.num_trials = num_trials(), .good_enough_s = blocks_bound_s_ * good_enough(false), .num_kicks = 0});
@@ -325,7 +327,8 @@ class StepSolver {
       input.sequences.topology = topology;
       const double blocks_s = blocks_lower_bound_s(input);
       if (best_ && lower_bound_s(input, blocks_s) >= best_s_ * kShorter) continue;
-      StepSolver flat(std::move(input), solver_, effort_, blocks_s);
+      // Where nothing keeps the limit so far, hardly any of them does.
+      StepSolver flat(std::move(input), solver_, best_ ? effort_ : Effort{.moves = Effort::kLow}, blocks_s);
       flat.consider_packing();
       flat.consider_spread();
       if (!best_ && !flat.best_) flat.consider_fit();
