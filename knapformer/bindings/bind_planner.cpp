@@ -105,9 +105,10 @@ PlanInput sequences_from(const GivenLengths& seq_lens_per_rank, const GivenInteg
   return settings;
 }
 
-void choose_topology(PlanInput& input, const std::string& chosen, const std::string& solver) {
-  input.topology = Topology::parse(chosen == "auto" ? rank_topologies({&input, 1}, solver).front().topology : chosen,
-                                   input.seq_lens.num_ranks());
+/// `fewest`: the number of micro-batches is chosen, too.
+void choose_topology(StepInput& input, const std::string& chosen, const std::string& solver, bool fewest) {
+  input.sequences.topology = Topology::parse(chosen == "auto" ? best_topology(input, solver, fewest) : chosen,
+                                             input.sequences.seq_lens.num_ranks());
 }
 
 }  // namespace
@@ -119,14 +120,14 @@ void bind_planner(py::module_& m) {
          const GivenNumber& gamma, const GivenText& solver, const GivenEffort& effort, const GivenMasks& masks,
          const GivenInteger& max_tokens_per_rank, const GivenNumbers& rank_speed, const GivenCluster& cluster,
          const GivenInteger& num_heads, const GivenModel& model, const GivenWork& work) {
-        PlanInput input =
-            sequences_from(seq_lens_per_rank, d_model, masks, work,
-                           settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model));
+        StepInput step{.sequences = sequences_from(
+                           seq_lens_per_rank, d_model, masks, work,
+                           settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model))};
         const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
         const Effort moves = effort_from(effort);
         const py::gil_scoped_release release;
-        choose_topology(input, chosen, solver_name);
-        return make_plan(std::move(input), solver_name, moves);
+        choose_topology(step, chosen, solver_name, /*fewest=*/false);
+        return make_plan(std::move(step.sequences), solver_name, moves);
       },
       py::arg("seq_lens_per_rank"), py::arg("topology"), py::arg("d_model"), py::arg("gamma") = kDefaultGamma,
       py::arg("solver") = planners().front().name, py::arg("effort") = "default", py::arg("masks") = "full",
@@ -170,7 +171,7 @@ Raises ArgumentError, naming the argument. The same input gives the same plan, b
         const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
         const Effort moves = effort_from(effort);
         const py::gil_scoped_release release;
-        choose_topology(step.sequences, chosen, solver_name);
+        choose_topology(step, chosen, solver_name, is_auto);
         return is_auto ? plan_fewest_micro_batches(std::move(step), solver_name, moves)
                        : plan_step(std::move(step), solver_name, moves);
       },

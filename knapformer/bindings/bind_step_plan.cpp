@@ -111,8 +111,8 @@ void bind_step_plan(py::module_& m) {
           py::arg("rank"), py::arg("micro_batch"),
           "The indices, in a rank's own list, of the sequences that a micro-batch computes; ascending.")
       .def("fill_ranks", &fill_ranks,
-           "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are whole "
-           "sequences for it: short ones move.")
+           "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are sequences "
+           "for it: short ones move, and shared ones where a rank takes no whole ones.")
       .def_property_readonly("num_tokens", &StepPlan::num_tokens, "How many tokens all sequences have.")
       .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
       .def_property_readonly("tokens_moved", &StepPlan::tokens_moved,

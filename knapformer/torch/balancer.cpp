@@ -9,7 +9,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
@@ -171,8 +171,9 @@ std::shared_ptr<CommGroup> SequenceBalancer::join_bag(const BagMaking& making) c
 void SequenceBalancer::choose_topology(const GatheredLengths& lengths, Planning& planning) {
   if (!undecided_ || lengths.lengths.num_sequences() == 0) return;
   try {
-    const PlanInput input = planning.input(lengths);
-    topology_ = Topology::parse(rank_topologies({&input, 1}, options_.solver).front().topology, num_ranks());
+    const StepInput input{.sequences = planning.input(lengths),
+                          .num_micro_batches = planning.shape ? planning.shape->num_micro_batches : 1};
+    topology_ = Topology::parse(best_topology(input, options_.solver, /*fewest=*/false), num_ranks());
   } catch (const ArgumentError&) {
     return;  // what is wrong with them is said where they are planned, on all ranks alike
   }

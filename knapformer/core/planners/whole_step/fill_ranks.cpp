@@ -1,6 +1,7 @@
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,42 +9,105 @@
 namespace knapformer {
 namespace {
 
-/// In one replica, whole sequences move by ascending work to ranks that have none, if another one stays behind.
-void fill_replica(const StepInput& input, int32_t replica, std::vector<int32_t>& micro_batches,
-                  std::vector<Placement>& placements) {
-  const PlanInput& step = input.sequences;
-  const int32_t num_ranks = step.topology.num_ranks_per_replica();
-  const auto [first, last] = step.sequences_of(replica);
-  std::vector<int32_t> num_held(static_cast<size_t>(num_ranks) * input.num_micro_batches);
-  const auto held_in = [&](int32_t micro_batch, Rank rank) -> int32_t& {
-    return num_held[static_cast<size_t>(micro_batch) * num_ranks + rank.value % num_ranks];
-  };
-  std::vector<std::pair<double, int32_t>> whole;
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const Placement& place = placements[s];
-    for (int32_t i = 0; i < place.degree; ++i) ++held_in(micro_batches[s], Rank(place.first_rank.value + i));
-    if (place.degree == 1) whole.emplace_back(step.work(SequenceId(s)), s);
+/// One replica of a step. Sequences move to ranks that have none, the smallest degrees first and then by ascending
+/// work, if each of their ranks keeps another one.
+class ReplicaFill {
+ public:
+  ReplicaFill(const StepPlan& plan, int32_t replica, std::vector<int32_t>& micro_batches,
+              std::vector<Placement>& placements, const Ragged<int64_t>& chunk_lens)
+      : input_(plan.input()),
+        max_tokens_(plan.max_tokens()),
+        num_ranks_(input_.sequences.topology.num_ranks_per_replica()),
+        first_rank_(replica * num_ranks_),
+        micro_batches_(micro_batches),
+        placements_(placements),
+        chunk_lens_(chunk_lens),
+        held_(static_cast<size_t>(num_ranks_) * input_.num_micro_batches) {
+    const PlanInput& step = input_.sequences;
+    const auto [first, last] = step.sequences_of(replica);
+    for (SequenceId id = first; id < last; ++id.value) {
+      add(id.value, +1);
+      sequences_of_[placements_[id.index()].degree].emplace_back(step.work(id), id.value);
+    }
+    for (auto& [degree, sequences] : sequences_of_) std::ranges::sort(sequences);
   }
-  std::ranges::sort(whole);
-  auto next = whole.begin();
-  for (int32_t k = 0; k < input.num_micro_batches; ++k) {
-    for (int32_t r = replica * num_ranks; r < (replica + 1) * num_ranks; ++r) {
-      const BagId bag = step.topology.bag_of(Rank(r));
-      const bool takes_whole = step.topology.shapes()[step.topology.bag(bag).shape].degrees.front() == 1;
-      if (held_in(k, Rank(r)) > 0 || !takes_whole) continue;
-      const auto is_alone = [&](const std::pair<double, int32_t>& sequence) {
-        return held_in(micro_batches[sequence.second], placements[sequence.second].first_rank) == 1;
-      };
-      next = std::find_if_not(next, whole.end(), is_alone);
-      if (next == whole.end()) return;
-      const int32_t s = next++->second;
-      --held_in(micro_batches[s], placements[s].first_rank);
-      ++held_in(k, Rank(r));
-      micro_batches[s] = k;
-      placements[s] = {.bag = bag, .first_rank = Rank(r), .degree = 1};
+
+  /// Returns whether a sequence moved.
+  bool fill() {
+    bool moved = false;
+    std::map<int32_t, size_t> next;  // by degree: the sequences before this one have ranks that hold no other
+    for (int32_t k = 0; k < input_.num_micro_batches; ++k) {
+      for (int32_t r = first_rank_; r < first_rank_ + num_ranks_; ++r) {
+        if (held(k, r).num_sequences == 0) moved = fill(k, Rank(r), next) || moved;
+      }
+    }
+    return moved;
+  }
+
+ private:
+  struct Held {
+    int32_t num_sequences = 0;
+    int64_t tokens = 0;
+  };
+  Held& held(int32_t micro_batch, int32_t rank) {
+    return held_[static_cast<size_t>(micro_batch) * num_ranks_ + (rank - first_rank_)];
+  }
+
+  /// Adds a sequence to what its ranks hold (+1), or takes it away (-1).
+  void add(int32_t s, int32_t sign) {
+    for (int32_t i = 0; i < placements_[s].degree; ++i) {
+      Held& there = held(micro_batches_[s], placements_[s].first_rank.value + i);
+      there.num_sequences += sign;
+      there.tokens += sign * chunk_lens_.of(s)[i];
     }
   }
-}
+
+  bool is_spare(int32_t s) {
+    for (int32_t i = 0; i < placements_[s].degree; ++i) {
+      if (held(micro_batches_[s], placements_[s].first_rank.value + i).num_sequences < 2) return false;
+    }
+    return true;
+  }
+
+  bool fits(int32_t s, int32_t micro_batch, const Placement& place) {
+    for (int32_t i = 0; i < place.degree; ++i) {
+      if (held(micro_batch, place.first_rank.value + i).tokens + chunk_lens_.of(s)[i] > max_tokens_) return false;
+    }
+    return true;
+  }
+
+  /// Gives the rank a sequence.
+  bool fill(int32_t micro_batch, Rank rank, std::map<int32_t, size_t>& next) {
+    const Topology& topology = input_.sequences.topology;
+    const BagId bag = topology.bag_of(rank);
+    for (const int32_t degree : topology.shapes()[topology.bag(bag).shape].degrees) {
+      const auto& sequences = sequences_of_[degree];
+      const int32_t in_bag = rank.value - topology.bag(bag).first_rank.value;
+      const Placement place{.bag = bag, .first_rank = Rank(rank.value - in_bag % degree), .degree = degree};
+      size_t& first = next[degree];
+      while (first < sequences.size() && !is_spare(sequences[first].second)) ++first;
+      for (size_t i = first; i < sequences.size(); ++i) {
+        const int32_t s = sequences[i].second;
+        if (!fits(s, micro_batch, place) || !is_spare(s)) continue;
+        add(s, -1);
+        micro_batches_[s] = micro_batch;
+        placements_[s] = place;
+        add(s, +1);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  const StepInput& input_;
+  int64_t max_tokens_;
+  int32_t num_ranks_, first_rank_;
+  std::vector<int32_t>& micro_batches_;
+  std::vector<Placement>& placements_;
+  const Ragged<int64_t>& chunk_lens_;
+  std::vector<Held> held_;                                                   // by micro-batch and rank
+  std::map<int32_t, std::vector<std::pair<double, int32_t>>> sequences_of_;  // by degree: work and id, ascending
+};
 
 }  // namespace
 
@@ -60,7 +124,8 @@ StepPlan fill_ranks(const StepPlan& plan) {
     append_chunk_lens(micro_batch, id, chunk_lens);
   }
   for (int32_t r = 0; r < input.sequences.topology.num_replicas(); ++r)
-    fill_replica(input, r, micro_batches, placements);
+    for (ReplicaFill replica(plan, r, micro_batches, placements, chunk_lens); replica.fill();) {
+    }
   std::vector<std::string> solvers;
   for (const Plan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
   std::vector<Plan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);

@@ -9,8 +9,11 @@
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
-MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s)
-    : bound_s_(bound_s), max_tokens_(input.max_tokens_per_rank), num_sequences_(input.seq_lens.num_sequences()) {
+MicroBatchPacking::MicroBatchPacking(const PlanInput& input, double bound_s, Sharing sharing)
+    : bound_s_(bound_s),
+      sharing_(sharing),
+      max_tokens_(input.max_tokens_per_rank),
+      num_sequences_(input.seq_lens.num_sequences()) {
   key_ = 0x6D6963726F626174u;
   for (const int64_t length : input.seq_lens.lens()) key_ = (key_ ^ static_cast<uint64_t>(length)) * Random::kGamma;
   replicas_.reserve(static_cast<size_t>(input.topology.num_replicas()));
@@ -59,8 +62,10 @@ std::vector<double> MicroBatchPacking::levels_s(const PackingShape& shape, int32
 
 void MicroBatchPacking::fill(PackedBins& bins) const {
   bins.clear(levels_s_.size());
+  const auto used = std::ranges::count_if(levels_s_, [](double level_s) { return level_s > 0; });  // those come first
+  const int32_t num_sharing = sharing_ == Sharing::kSpread ? std::max(1, static_cast<int32_t>(used)) : 1;
   for (size_t i = 0; i < bins.items.size(); ++i) {
-    if (bins.items[i].shared_node >= 0) bins.share(static_cast<int32_t>(i));
+    if (bins.items[i].shared_node >= 0) bins.share(static_cast<int32_t>(i), num_sharing);
   }
   // How full a bin is, in seconds: its load, or its level times the part of its token capacity that is used.
   const auto fullness_s = [&](int32_t bin) {
@@ -137,9 +142,8 @@ std::vector<double> MicroBatchPacking::pack(std::vector<double> levels_s) {
   is_whole_.assign(levels_s_.size(), 1);
   for (PackedBins& bins : replicas_) {
     fill(bins);
-    if (bins.shares()) is_whole_[0] = 0;
     for (int32_t bin = 0; bin < bins.num_bins(); ++bin) {
-      if (bins.free_tokens(bin) < 0) is_whole_[bins.micro_batch_of(bin)] = 0;
+      if (bins.free_tokens(bin) < 0 || bins.shared_tokens[bin] > 0) is_whole_[bins.micro_batch_of(bin)] = 0;
     }
   }
   return times_s();

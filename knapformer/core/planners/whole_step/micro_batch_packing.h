@@ -12,7 +12,7 @@
 //    longest remaining sequence. Fewer and higher levels are easier to fill and need more memory.
 // 2. Fill: sequences by descending work, each into the bin with the most time left below its level. A sequence that
 //    takes longer in one bin than the bound, or has too many tokens for it, is shared in the first micro-batch, by the
-//    smallest group that fits it.
+//    smallest group that fits it. With Sharing::kSpread it is shared in the micro-batch with the least time so far.
 // 3. Refine: bins swap sequences (bin_swaps.h).
 #pragma once
 
@@ -31,6 +31,9 @@ struct PackingShape {
   int32_t stepped = 0;  // of these, at least so many have the longest remaining sequence as their level
 };
 
+/// Where the sequences go that must be shared.
+enum class Sharing { kFirst, kSpread };
+
 /// Where a sequence goes.
 struct PackedSequence {
   int32_t micro_batch = 0;
@@ -39,8 +42,8 @@ struct PackedSequence {
 
 class MicroBatchPacking {
  public:
-  /// `bound_s`: a lower bound of the sum of levels, for one block.
-  MicroBatchPacking(const PlanInput& input, double bound_s);
+  /// `bound_s`: a lower bound of the sum of levels, for one block; with kSpread of each level.
+  MicroBatchPacking(const PlanInput& input, double bound_s, Sharing sharing = Sharing::kFirst);
 
   std::vector<double> levels_s(const PackingShape& shape, int32_t num_micro_batches) const;
   /// Packs under these levels. Returns, by micro-batch, the block time of its slowest bin.
@@ -65,6 +68,7 @@ class MicroBatchPacking {
   std::vector<double> times_s() const;
 
   double bound_s_ = 0;
+  Sharing sharing_;
   int64_t max_tokens_ = 0;
   int32_t num_sequences_ = 0;
   uint64_t key_ = 0;

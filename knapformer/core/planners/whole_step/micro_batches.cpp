@@ -12,6 +12,8 @@
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
+#include "knapformer/core/planners/topology_choice.h"
+#include "knapformer/core/planners/whole_step/fit_by_tokens.h"
 #include "knapformer/core/planners/whole_step/micro_batch_packing.h"
 #include "knapformer/core/util/error.h"
 
@@ -25,6 +27,8 @@ constexpr double kTooFar = 0.005;
 /// Higher levels hold more tokens: they must be faster by this factor.
 constexpr double kWorthMemory = 1 - 5e-5;
 constexpr int32_t kManyKicks = 1000;  // the number of trials ends the search first
+/// A step within this of its bound is not packed with even levels; nor, within the others, in flat bags.
+constexpr double kNearEnough = 1.01, kFar = 1.03, kFarAtLowEffort = 1.05;
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
 /// Shorter by more than the rounding of sums in another order.
@@ -34,18 +38,31 @@ bool is_over_limit(const ArgumentError& error) {
   return std::string_view(error.what()).starts_with("max_tokens_per_rank:");
 }
 
+/// The step's sequences as if they were one micro-batch's.
+PlanInput all_at_once(const StepInput& input) {
+  PlanInput all = input.sequences;
+  const int64_t max = std::numeric_limits<int64_t>::max() / input.num_micro_batches;
+  all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, max) * input.num_micro_batches;
+  return all;
+}
+
 class StepSolver {
  public:
-  StepSolver(StepInput input, std::string_view solver, Effort effort)
+  /// `blocks_bound_s`: from blocks_lower_bound_s.
+  StepSolver(StepInput input, std::string_view solver, Effort effort, double blocks_bound_s)
       : input_(std::move(input)),
         solver_(solver),
         effort_(effort),
-        blocks_bound_s_(blocks_lower_bound_s(input_)),
+        blocks_bound_s_(blocks_bound_s),
         bound_s_(lower_bound_s(input_, blocks_bound_s_)) {}
 
   StepPlan solve() {
     consider_packing();
+    consider_spread();
     consider_given_order();
+    if (!best_) consider_fit();
+    consider_flat_bags();
+    if (!best_) refuse();
     return std::move(*best_);
   }
 
@@ -123,7 +140,7 @@ class StepSolver {
   std::optional<Packed> pack() const {
     const PlanInput& step = input_.sequences;
     const int32_t num_packed = input_.sync == StepSync::kStep ? 1 : input_.num_micro_batches;
-    MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once() : step, blocks_bound_s_);
+    MicroBatchPacking packing(input_.sync == StepSync::kStep ? all_at_once(input_) : step, blocks_bound_s_);
     std::optional<Packed> best;
     std::vector<std::vector<double>> tried;
     // Keeps the packing if it is the best. Returns whether it is then as good as its levels allow.
@@ -166,14 +183,6 @@ class StepSolver {
     return best;
   }
 
-  /// The step's sequences as if they were one micro-batch's.
-  PlanInput all_at_once() const {
-    PlanInput all = input_.sequences;
-    const int64_t max = std::numeric_limits<int64_t>::max() / input_.num_micro_batches;
-    all.max_tokens_per_rank = std::min(all.max_tokens_per_rank, max) * input_.num_micro_batches;
-    return all;
-  }
-
   void consider_packing() {
     if (blocks_bound_s_ <= 0) return;
     const std::optional<Packed> packed = pack();
@@ -183,26 +192,53 @@ class StepSolver {
     is_near_bound_ = !packed->shares() && packed->time_s + fixed_s() <= bound_s_ * well;
     allowance_s_ = blocks_bound_s_ * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
-    std::vector<int32_t> micro_batches;
-    for (const PackedSequence& sequence : packed->sequences) micro_batches.push_back(sequence.micro_batch);
-    consider_plans(std::move(micro_batches), &*packed);
+    consider_packed(packed->sequences);
     if (packed->shares() && packed->num_used() > 1)
-      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), nullptr);
+      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), {});
   }
 
-  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better. `packed` may be
-  /// null.
-  void consider_plans(std::vector<int32_t> micro_batches, const Packed* packed) {
+  void consider_packed(std::span<const PackedSequence> packed) {
+    std::vector<int32_t> micro_batches;
+    for (const PackedSequence& sequence : packed) micro_batches.push_back(sequence.micro_batch);
+    consider_plans(std::move(micro_batches), packed);
+  }
+
+  /// The levels of the packing above differ, and all sequences that must be shared lie in one micro-batch: that leaves
+  /// the others little to hide FSDP behind. So packings with even levels are considered, with sequences shared in any
+  /// micro-batch: those that no level holds, or only those that the whole step does not.
+  void consider_spread() {
+    if (blocks_bound_s_ <= 0 || input_.sync == StepSync::kStep || is_within(kNearEnough)) return;
+    if (is_low() && !has_few()) return;
+    const int32_t least = input_.num_micro_batches / 4;  // fewer leave too much of FSDP exposed
+    for (int32_t used = input_.num_micro_batches; used > 1 && used >= least; used /= 2) {
+      std::vector<double> levels_s(static_cast<size_t>(input_.num_micro_batches), 0.0);
+      std::fill_n(levels_s.begin(), used, blocks_bound_s_ / used);
+      if (best_ && accumulated_s(input_, levels_s) + fixed_s() >= best_s_ * kWorthMemory) continue;
+      for (const double longest_s : {levels_s.front(), blocks_bound_s_}) {
+        MicroBatchPacking packing(input_.sequences, longest_s, Sharing::kSpread);
+        std::vector<double> times_s = packing.pack(levels_s);
+        if (!std::isfinite(packing.overflow())) continue;
+        if (!is_low()) {
+          times_s = packing.refine(
+              {.num_trials = num_trials(), .good_enough_s = blocks_bound_s_ * good_enough(false), .num_kicks = 0});
+        }
+        if (best_ && accumulated_s(input_, times_s) + fixed_s() >= best_s_) continue;
+        is_packed_well_ = false;
+        consider_packed(packing.sequences());
+      }
+    }
+  }
+
+  /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better. `packed`: empty
+  /// if nothing is.
+  void consider_plans(std::vector<int32_t> micro_batches, std::span<const PackedSequence> packed) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
-    if (packed != nullptr) {
-      for (size_t s = 0; s < micro_batches.size(); ++s)
-        placements[micro_batches[s]].push_back(packed->sequences[s].placement);
-    }
+    for (size_t s = 0; s < packed.size(); ++s) placements[micro_batches[s]].push_back(packed[s].placement);
     std::vector<Plan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
       std::optional<Plan> plan;
-      if (packed != nullptr) plan = plan_of(inputs[k], std::move(placements[k]));
+      if (!packed.empty()) plan = plan_of(inputs[k], std::move(placements[k]));
       plan = better_of(std::move(plan), inputs[k]);
       if (!plan) return;
       plans.push_back(std::move(*plan));
@@ -210,14 +246,18 @@ class StepSolver {
     consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
   }
 
-  /// The packed plan, or nothing if a rank holds too many tokens after all: ranks that share may differ by one token.
+  /// The packed plan, or nothing if a rank holds too many tokens after all.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
     improve_locality(input, placements, may_search());
     const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
-    Plan plan = shares && !input.topology.is_flat()
-                    ? Plan(input, "packed", placements, uneven_chunk_lens(input, placements))
-                    : Plan(input, "packed", std::move(placements));
-    if (input.max_tokens_per_rank > 0 && plan.max_tokens() > input.max_tokens_per_rank) return std::nullopt;
+    const int64_t limit = input.max_tokens_per_rank;
+    if (!shares || input.topology.is_flat()) {
+      Plan even(input, "packed", placements);
+      if (limit == 0 || even.max_tokens() <= limit) return even;
+      if (!shares) return std::nullopt;
+    }
+    Plan plan(input, "packed", placements, uneven_chunk_lens(input, placements));
+    if (limit > 0 && plan.max_tokens() > limit) return std::nullopt;
     return plan;
   }
 
@@ -262,14 +302,60 @@ class StepSolver {
     for (size_t k = 0; k < inputs.size(); ++k) {
       if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
       std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, planners_effort());
-      if (!plan) {
-        if (!best_) refuse();
-        return;
-      }
+      if (!plan) return;
       plans.push_back(*std::move(plan));
       clock.add(plans.back());
     }
     consider(StepPlan(input_, micro_batches, std::move(plans)), clock.total_s());
+  }
+
+  /// Route aside, which no packing avoids and the bound leaves out.
+  bool is_within(double factor) const {
+    if (!best_) return false;
+    double packed_s = best_s_;
+    for (const Plan& plan : best_->plans()) packed_s -= predict_step(plan).route_s;
+    return packed_s <= bound_s_ * factor;
+  }
+
+  /// Steps in the flat topologies that this one contains, packed and planned by the same planner.
+  void consider_flat_bags() {
+    const PlanInput& step = input_.sequences;
+    if (step.topology.is_flat() || !has_few()) return;
+    for (const Topology& topology : step.topology.flat_topologies()) {
+      if (is_within(is_low() ? kFarAtLowEffort : effort_.moves == Effort::kHigh ? kNearEnough : kFar)) return;
+      StepInput input = input_;
+      input.sequences.topology = topology;
+      const double blocks_s = blocks_lower_bound_s(input);
+      if (best_ && lower_bound_s(input, blocks_s) >= best_s_ * kShorter) continue;
+      // Where nothing keeps the limit so far, hardly any of them does.
+      StepSolver flat(std::move(input), solver_, best_ ? effort_ : Effort{.moves = Effort::kLow}, blocks_s);
+      flat.consider_packing();
+      flat.consider_spread();
+      if (!best_ && !flat.best_) flat.consider_fit();
+      if (flat.best_) consider(in_nested_bags(*flat.best_));
+    }
+  }
+
+  /// The plan of a flat topology, as one of this input's nested bags.
+  StepPlan in_nested_bags(const StepPlan& flat) const {
+    std::vector<PlanInput> inputs = micro_batch_inputs(input_, flat.micro_batches());
+    std::vector<Plan> plans;
+    for (size_t k = 0; k < inputs.size(); ++k) {
+      const Plan& part = flat.plans()[k];
+      std::vector<Placement> placements(part.placements().begin(), part.placements().end());
+      for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
+      plans.emplace_back(std::move(inputs[k]), part.solver(), std::move(placements), part.chunk_lens());
+    }
+    return StepPlan(input_, {flat.micro_batches().begin(), flat.micro_batches().end()}, std::move(plans));
+  }
+
+  /// The last resort for a limit of tokens: the packing by tokens alone, each micro-batch planned anew.
+  void consider_fit() {
+    is_packed_well_ = false;
+    for (const FitInto into : {FitInto::kSmallest, FitInto::kBags}) {
+      if (const auto fit = fit_by_tokens(input_, into)) consider_packed(*fit);
+      if (best_) return;
+    }
   }
 
   StepInput input_;
@@ -288,7 +374,7 @@ class StepSolver {
 /// must all have them in the same micro-batch; so most ranks that wait for each other meet in the first micro-batch,
 /// where no rank is late.
 void StepSolver::consider_sums(const Packed& packed) {
-  const PlanInput all = all_at_once();
+  const PlanInput all = all_at_once(input_);
   std::vector<Placement> packed_placements;
   for (const PackedSequence& sequence : packed.sequences) packed_placements.push_back(sequence.placement);
   const std::optional<Plan> sums = better_of(plan_of(all, std::move(packed_placements)), all);
@@ -383,7 +469,8 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   check_token_limit(input);
-  return StepSolver(std::move(input), solver, effort).solve();
+  const double blocks_bound_s = blocks_lower_bound_s(input);
+  return StepSolver(std::move(input), solver, effort, blocks_bound_s).solve();
 }
 
 StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort) {
@@ -399,11 +486,36 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
     try {
       return plan_step(input, solver, effort);
     } catch (const ArgumentError& error) {
-      // With every sequence in its own micro-batch, the limit is kept or cannot be kept.
+      // With every sequence in its own micro-batch, shared by its whole bag, the limit is kept.
       const bool is_last = k >= std::min(step.seq_lens.num_sequences(), StepInput::kMaxMicroBatches);
       if (!is_over_limit(error) || share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
     }
   }
+}
+
+std::string best_topology(StepInput input, std::string_view solver, bool fewest) {
+  PlanInput& step = input.sequences;
+  const auto lens = step.seq_lens.lens();
+  const int64_t limit = step.max_tokens_per_rank;
+  const auto count_of = [](int64_t count) {
+    return static_cast<int32_t>(std::clamp<int64_t>(count, 1, StepInput::kMaxMicroBatches));
+  };
+  if (fewest && limit > 0) {
+    const int64_t tokens = std::accumulate(lens.begin(), lens.end(), int64_t{0});
+    input.num_micro_batches = count_of((tokens / limit + step.seq_lens.num_ranks()) / step.seq_lens.num_ranks());
+  }
+  const PlanInput all = all_at_once(input);
+  const std::vector<TopologyOption> ranked = rank_topologies({&all, 1}, solver);
+  if (limit == 0 || (input.num_micro_batches == 1 && !fewest)) return ranked.front().topology;
+  const int32_t last = fewest ? count_of(std::ssize(lens)) : input.num_micro_batches;
+  for (; input.num_micro_batches <= last; ++input.num_micro_batches) {
+    for (const TopologyOption& option : ranked) {
+      step.topology = Topology::parse(option.topology, step.seq_lens.num_ranks());
+      if (share_of_longest(step) > limit) continue;
+      if (fit_by_tokens(input, FitInto::kSmallest) || fit_by_tokens(input, FitInto::kBags)) return option.topology;
+    }
+  }
+  return ranked.front().topology;
 }
 
 }  // namespace knapformer

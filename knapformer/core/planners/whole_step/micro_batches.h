@@ -2,10 +2,15 @@
 //
 //   1. lower bound        cost/accumulation.h: that of one micro-batch with all sequences
 //   2. pack               micro_batch_packing.h: whole sequences, over all micro-batches at once, for a few sets of
-//                         levels; with StepSync::kStep the ranks' sums are balanced, and then cut into micro-batches
+//                         levels; with StepSync::kStep the ranks' sums are balanced, and then cut into micro-batches.
+//                         If the step is then far above its bound, also with even levels, and shared sequences in any
+//                         micro-batch
 //   3. plan               a micro-batch that needs sharing, or is not even enough, by the named planner
-//   4. compare            with all sequences in one micro-batch, if some sequences must be shared; and with the given
-//                         order, each micro-batch planned by itself
+//   4. compare            with all sequences in one micro-batch, if some sequences must be shared; with the given
+//   order,
+//                         each micro-batch planned by itself; and with the flat topologies that the nested one
+//                         contains, if the step is far above its bound
+//   5. fit                fit_by_tokens.h: if nothing so far keeps the limit of tokens
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
 // planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. Planning
@@ -18,6 +23,7 @@
 // the number of tokens that memory allows as max_tokens_per_rank.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 #include "knapformer/core/plan/step_plan.h"
@@ -32,5 +38,10 @@ StepPlan plan_step(StepInput input, std::string_view solver, Effort effort = {})
 /// Uses as few micro-batches as keep max_tokens_per_rank; the input's number is ignored. Throws ArgumentError (argument
 /// "micro_batches") if there is no limit, and otherwise as plan_step does.
 StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort = {});
+
+/// In place of the input's topology, the best of rank_topologies for all sequences of the step, whose ranks hold the
+/// limit of tokens once in each micro-batch; of those in which every micro-batch is sure to keep it, if there are any.
+/// `fewest`: for plan_fewest_micro_batches. Throws ArgumentError as rank_topologies does.
+std::string best_topology(StepInput input, std::string_view solver, bool fewest);
 
 }  // namespace knapformer

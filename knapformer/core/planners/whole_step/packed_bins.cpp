@@ -135,40 +135,49 @@ double PackedBins::group_s(const Group& group) const {
   return token_sum_s(group) / group.size + longest_s;
 }
 
-void PackedBins::share(int32_t index) {
+void PackedBins::share(int32_t index, int32_t num_micro_batches) {
   const Item& item = items[index];
   const int32_t degree = trees.node(item.shared_node).degree;
-  int32_t best = -1;
+  int32_t best = -1, best_bin = -1;
   double min_s = kInfinity;
-  for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
-    const auto [first, last] = trees.nodes_of(bag, degree);
-    for (int32_t v = first; v < last; ++v) {
-      const int32_t leaf_node = first_leaf_below(trees, v);
-      const int32_t leaf = leaf_of_node[leaf_node];
-      const int32_t num_sharing = degree / trees.node(leaf_node).degree;
-      double load_s = 0;
-      for (int32_t i = leaf; i < leaf + num_sharing; ++i) load_s = std::max(load_s, token_s[i] + attention_s[i]);
-      if (load_s < min_s) {
-        min_s = load_s;
-        best = v;
+  bool best_fits = false;
+  for (int32_t k = 0; k < num_micro_batches; ++k) {
+    for (int32_t bag = 0; bag < trees.num_bags(); ++bag) {
+      const auto [first, last] = trees.nodes_of(bag, degree);
+      for (int32_t v = first; v < last; ++v) {
+        const int32_t leaf_node = first_leaf_below(trees, v);
+        const int32_t bin = k * num_leaves() + leaf_of_node[leaf_node];
+        const int32_t num_sharing = degree / trees.node(leaf_node).degree;
+        double load_s = 0;
+        bool fits = true;
+        for (int32_t i = bin; i < bin + num_sharing; ++i) {
+          load_s = std::max(load_s, token_s[i] + attention_s[i]);
+          fits = fits && item.tokens / num_sharing <= free_tokens(i);
+        }
+        // In one micro-batch chunks may be uneven, so what fits is not known yet.
+        if (num_micro_batches == 1) fits = true;
+        if (fits != best_fits ? fits : load_s < min_s) {
+          min_s = load_s;
+          best = v;
+          best_bin = bin;
+          best_fits = fits;
+        }
       }
     }
   }
   KNAPFORMER_ASSERT(best >= 0);
-  const int32_t leaf_node = first_leaf_below(trees, best);
-  const int32_t leaf = leaf_of_node[leaf_node];
-  const int32_t num_sharing = degree / trees.node(leaf_node).degree;
+  const int32_t num_sharing = degree / trees.node(leaf_of(best_bin).node).degree;
   const PlacementTrees::Node& node = trees.node(best);
-  Group group{.first = leaf, .size = num_sharing, .exchange_per_token = node.exchange_per_token * trees.unit_s()};
-  for (int32_t i = leaf; i < leaf + num_sharing; ++i) {
-    token_s[i] += item.tokens / num_sharing * leaves[i].time_per_token;
+  Group group{.first = best_bin, .size = num_sharing, .exchange_per_token = node.exchange_per_token * trees.unit_s()};
+  for (int32_t i = best_bin; i < best_bin + num_sharing; ++i) {
+    token_s[i] += item.tokens / num_sharing * leaf_of(i).time_per_token;
     attention_s[i] += item.attention * node.attention_share * trees.unit_s();
     tokens[i] += item.tokens / num_sharing;
     shared_tokens[i] += item.tokens / num_sharing;
     if (groups[i].size > group.size) group = groups[i];  // groups nest
   }
   for (int32_t i = group.first; i < group.first + group.size; ++i) groups[i] = group;
-  bin_of_item[index] = leaf;
+  bin_of_item[index] = best_bin;
   node_of_item[index] = best;
 }
 

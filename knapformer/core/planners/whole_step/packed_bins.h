@@ -52,8 +52,9 @@ struct PackedBins {
   /// Puts a whole item into a bin, or takes it out.
   void put(int32_t item, int32_t bin);
   void take_out(int32_t item, int32_t bin);
-  /// Shares an item in the first micro-batch, by the group whose fullest bin has the lowest load.
-  void share(int32_t item);
+  /// Shares an item in one of the first micro-batches, by the group whose fullest bin has the lowest load; among
+  /// several micro-batches by one with room for even chunks, if there is one.
+  void share(int32_t item, int32_t num_micro_batches);
   bool shares() const {
     return std::ranges::any_of(node_of_item, [](int32_t node) { return node >= 0; });
   }

@@ -245,6 +245,103 @@ TEST(MicroBatches, KeepsALimitOfTokensInEach) {
   }
 }
 
+StepInput default_step(std::vector<std::vector<int64_t>> lens, std::string_view topology, int32_t num_micro_batches,
+                       int64_t limit = 0) {
+  return {.sequences = {.seq_lens = SequenceLengths::from_lists(lens),
+                        .topology = Topology::parse(topology, std::ssize(lens)),
+                        .d_model = 3072,
+                        .workload = {},
+                        .max_tokens_per_rank = limit},
+          .num_micro_batches = num_micro_batches};
+}
+
+TEST(MicroBatches, SharedSequencesGoIntoAnyMicroBatchToKeepALimit) {
+  std::vector<std::vector<int64_t>> lens(8, {1024, 1024});
+  lens[0] = lens[1] = {60'000, 2048};
+  for (const char* topology : {"g8/4/2/1n1", "g8n1"}) {
+    for (const int32_t count : {2, 4, 64}) {
+      const StepPlan plan = plan_step(default_step(lens, topology, count, 12'000), "balanced");
+      plan.validate();
+      EXPECT_LE(plan.max_tokens(), 12'000);
+    }
+    const StepInput any = default_step(lens, topology, 1, 12'000);
+    EXPECT_EQ(plan_fewest_micro_batches(any, "balanced").num_micro_batches(), 2);
+  }
+  const StepInput exact = default_step({{22}, {327}}, "g2/1n1", 2, 164);  // 327 = 164 + 163
+  EXPECT_LE(plan_step(exact, "balanced").max_tokens(), 164);
+  EXPECT_EQ(plan_fewest_micro_batches(exact, "balanced").num_micro_batches(), 2);
+  const StepInput one_each = default_step({{2064, 2369}, {2087, 2647}, {}, {}}, "g4n1", 4, 860);
+  EXPECT_LE(plan_step(one_each, "balanced").max_tokens(), 860);
+}
+
+TEST(MicroBatches, NothingIsRefusedThatFitsOneByOne) {
+  Cases cases(11);
+  for (int i = 0; i < 60; ++i) {
+    StepInput input = random_step(cases, i);
+    const auto lens = input.sequences.seq_lens.lens();
+    if (lens.empty()) continue;
+    const int64_t bag = input.sequences.topology.shapes().back().num_ranks_per_bag();
+    const int64_t lowest = (std::ranges::max(lens) + bag - 1) / bag;
+    input.num_micro_batches = static_cast<int32_t>(std::ssize(lens) + cases.integer(0, 1));
+    input.sequences.max_tokens_per_rank = lowest + (i % 3 == 0 ? cases.integer(0, lowest) : 0);
+    const Effort effort{.moves = i % 12 == 1 ? Effort::kDefault : Effort::kLow};
+    const StepPlan plan = plan_step(input, "balanced", effort);
+    plan.validate();
+    EXPECT_LE(plan.max_tokens(), input.sequences.max_tokens_per_rank) << i;
+    const StepPlan fewest = plan_fewest_micro_batches(input, "balanced", effort);
+    EXPECT_LE(fewest.max_tokens(), input.sequences.max_tokens_per_rank) << i;
+    EXPECT_LE(fewest.num_micro_batches(), std::ssize(lens)) << i;
+    if (fewest.num_micro_batches() == 1) continue;
+    input.num_micro_batches = fewest.num_micro_batches() - 1;
+    EXPECT_THROW(plan_step(input, "balanced", effort), ArgumentError) << i;
+  }
+}
+
+TEST(MicroBatches, SharedSequencesAreSpreadWhereThatIsFaster) {
+  // Each long sequence takes longer than an even step: in one micro-batch they would leave three with nothing to hide
+  // FSDP behind.
+  const std::vector<std::vector<int64_t>> lens = {
+      {30'000, 1024}, {1024, 1024, 1024}, {30'000}, {1024, 1024, 1024}, {1024, 1024, 1024, 1024}, {1024}, {1024},
+      {30'000}};
+  for (const int64_t moves : {Effort::kLow, Effort::kDefault, Effort::kHigh}) {
+    const double nested_s = time_s(plan_step(default_step(lens, "g8/4/2/1n1", 4), "balanced", {.moves = moves}));
+    EXPECT_LE(nested_s, time_s(plan_step(default_step(lens, "g8n1", 4), "balanced", {.moves = moves})));
+    EXPECT_LE(nested_s, 6.3);
+  }
+}
+
+TEST(MicroBatches, NestedBagsAreHardlySlowerThanTheirFlatOnes) {
+  Cases cases(12);
+  for (int i = 0; i < 60; ++i) {
+    std::vector<std::vector<int64_t>> lens(8);
+    for (auto& list : lens) {
+      for (int64_t s = cases.integer(0, 4); s > 0; --s)
+        list.push_back(cases.integer(0, 3) == 0 ? cases.integer(15'000, 60'000) : cases.integer(200, 4000));
+    }
+    StepInput input = default_step(lens, "g8/4/2/1n1", static_cast<int32_t>(cases.integer(2, 6)));
+    if (i % 4 == 0) input.sync = StepSync::kStep;
+    const Effort effort{.moves = i % 2 == 0 ? Effort::kDefault : Effort::kLow};
+    const double nested_s = time_s(plan_step(input, "balanced", effort));
+    for (const char* flat : {"g8n1", "g4n2", "g2n4", "g1n8"}) {
+      input.sequences.topology = Topology::parse(flat);
+      EXPECT_LE(nested_s, time_s(plan_step(input, "balanced", effort)) * 1.03) << i << ' ' << flat;
+    }
+  }
+}
+
+TEST(MicroBatches, TheTopologyOfAStepKeepsTheLimitInEachMicroBatch) {
+  // Whole sequences fit, four micro-batches of them; all of them at once would not.
+  std::vector<std::vector<int64_t>> lens(8, std::vector<int64_t>(4, 1000));
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4, 1100), "balanced", false), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 1100), "balanced", true), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 1, 4100), "balanced", false), "g1n8");
+  EXPECT_EQ(best_topology(default_step(lens, "g8n1", 4), "balanced", false), "g1n8");
+  // One sequence fits a rank's four micro-batches, but no micro-batch of one rank.
+  lens[0] = {3000};
+  const std::string shares = best_topology(default_step(lens, "g8n1", 4, 1600), "balanced", false);
+  EXPECT_LE(plan_step(default_step(lens, shares, 4, 1600), "balanced").max_tokens(), 1600);
+}
+
 TEST(MicroBatches, TheFewestKeepTheLimit) {
   StepInput input = step_of_mix("mixed", 2, 0.41, 4);
   EXPECT_THROW(plan_fewest_micro_batches(input, "balanced"), ArgumentError);  // without a limit
@@ -292,6 +389,24 @@ TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
   const StepPlan filled = fill_ranks(plan_step(input, "balanced"));
   for (int32_t k = 0; k < 2; ++k) {
     for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.sequences_on(Rank(r), k).size(), 1);
+  }
+}
+
+TEST(MicroBatches, SharedSequencesFillMicroBatchesToo) {
+  for (const char* topology : {"g4n1", "g2n2", "g4/2n1", "g4/2/1n1"}) {
+    for (const StepSync sync : {StepSync::kMicroBatch, StepSync::kStep}) {
+      std::vector<std::vector<int64_t>> lens(4);
+      for (int64_t s = 0; s < 48; ++s) lens[s % 4].push_back(100 + 37 * s);
+      StepInput input = default_step(lens, topology, 3);
+      input.sync = sync;
+      const StepPlan plan = plan_step(input, "balanced");
+      const StepPlan filled = fill_ranks(plan);
+      filled.validate();
+      EXPECT_LE(filled.max_tokens(), plan.max_tokens());
+      for (int32_t k = 0; k < 3; ++k) {
+        for (int32_t r = 0; r < 4; ++r) EXPECT_GE(filled.sequences_on(Rank(r), k).size(), 1) << topology << k << r;
+      }
+    }
   }
 }
 
