@@ -504,7 +504,7 @@ std::string best_topology(StepInput input, std::string_view solver, bool fewest)
     const int64_t tokens = std::accumulate(lens.begin(), lens.end(), int64_t{0});
     input.num_micro_batches = count_of((tokens / limit + step.seq_lens.num_ranks()) / step.seq_lens.num_ranks());
   }
-  const PlanInput all = all_at_once(input);
+  const PlanInput all = limit > 0 ? all_at_once(input) : step;
   const std::vector<TopologyOption> ranked = rank_topologies({&all, 1}, solver);
   if (limit == 0 || (input.num_micro_batches == 1 && !fewest)) return ranked.front().topology;
   const int32_t last = fewest ? count_of(std::ssize(lens)) : input.num_micro_batches;

@@ -6,11 +6,10 @@
 //                         If the step is then far above its bound, also with even levels, and shared sequences in any
 //                         micro-batch
 //   3. plan               a micro-batch that needs sharing, or is not even enough, by the named planner
-//   4. compare            with all sequences in one micro-batch, if some sequences must be shared; with the given
-//   order,
-//                         each micro-batch planned by itself; and with the flat topologies that the nested one
-//                         contains, if the step is far above its bound
+//   4. compare            with all sequences in one micro-batch, if some sequences must be shared; and with the given
+//                         order, each micro-batch planned by itself
 //   5. fit                fit_by_tokens.h: if nothing so far keeps the limit of tokens
+//   6. compare            with the flat topologies that the nested one contains, if the step is far above its bound
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
 // planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. Planning

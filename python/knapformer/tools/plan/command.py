@@ -12,6 +12,7 @@ from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, plan_home
 from knapformer.tools import cli_args, cost_args
+from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, write_atomically, write_json
 from knapformer.tools.measure.figures import PEAK_TFLOPS
 from knapformer.tools.plan.predictions import as_dict, draw_scaling, print_points
@@ -29,7 +30,6 @@ from knapformer.tools.plan.scaling import (
 from knapformer.tools.plan.tables import print_plan, print_step_plan
 from knapformer.tools.report import write_report
 from knapformer.tools.report.points import Point
-from knapformer.tools.unused import OF_DRAW, refuse, remember_defaults
 
 # Options that a plan from a file has fixed already.
 _OF_PLANNING = (

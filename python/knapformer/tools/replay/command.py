@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import knapformer
 from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, TrainedModel, plan_home
 from knapformer.tools import cli_args, cost_args
+from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
 from knapformer.tools.report import NO_BALANCER, write_report
-from knapformer.tools.unused import OF_DRAW, refuse, remember_defaults
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from knapformer.tools import cli_args, cost_args
+from knapformer.tools.cli_args import refuse, remember_defaults
 from knapformer.tools.files import check_outputs
 from knapformer.tools.launch import check_ranks, run_on_ranks
-from knapformer.tools.unused import refuse, remember_defaults
 
 
 def add_parser(subparsers: Any) -> None:
