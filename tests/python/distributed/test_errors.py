@@ -325,14 +325,27 @@ def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
     assert seconds > 7
 
 
-def _without_a_bags_group(rank: int, world_size: int) -> tuple[str, str, float]:
+def _without_a_bags_group(rank: int, world_size: int, ranks: tuple[int, ...]) -> tuple[str, str, float]:
     from knapformer import balancer
 
-    if rank == 1:
+    if rank in ranks:
         balancer._bag_group = lambda *_: None  # type: ignore[assignment, return-value]
-    return _error_of(lambda: SequenceBalancer("g2n1"))
+    return _error_of(lambda: SequenceBalancer("g2n2"))
 
 
 def test_a_bag_without_its_group_is_an_error_on_all_ranks() -> None:
-    for kind, message, seconds in run_ranks(_without_a_bags_group, 2, timeout_s=60):
+    for kind, message, seconds in run_ranks(_without_a_bags_group, 4, (0, 1), timeout_s=60):
         assert kind == "StateError" and "make_bag_group: got no group for bag 0" in message and seconds < SOON_S
+
+
+def _alone_without_a_bags_group(rank: int, world_size: int) -> float:
+    begin = time.monotonic()
+    try:
+        assert _without_a_bags_group(rank, world_size, (1,))[0] == "StateError"
+    except RuntimeError:  # torch's, where a rank waits for rank 1 in making their group
+        assert rank == 0
+    return time.monotonic() - begin
+
+
+def test_a_rank_alone_in_making_its_bags_group_ends_in_the_groups_timeout() -> None:
+    assert max(run_ranks(_alone_without_a_bags_group, 4, group_timeout_s=6, timeout_s=60)) < 30

@@ -217,7 +217,13 @@ def test_ranks_plan_with_the_cluster_that_is_given() -> None:
 
 def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> None:
     """The ranks draw three samples and one."""
-    given = settings(data="g1b3i256f1s0,g1b1i256f1s0", topologies=("g1n2", "g2n1"), ways=("static_2",))
+    given = settings(
+        data="g1b3i256f1s0,g1b1i256f1s0",
+        topologies=("g1n2", "g2n1"),
+        ways=("static_2",),
+        num_warmup_steps=0,
+        num_steps=1,
+    )
     lens = given.draw(0).seq_lens(0)
     free = plan(lens, "g1n2", given.model.d_model, 0.5, cluster=given.cluster, model=given.trained())
     limit = free.max_tokens  # two samples
@@ -235,6 +241,16 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
     limit = max(of.max_tokens for of in of_topology) - 1
     kept = Variants(dataclasses.replace(twice, max_tokens_per_rank=limit), 0.5).plans(0)
     assert kept["g1n2"] == of_topology and max(of.max_tokens for of in kept[PLANNED_STEP]) <= limit
+
+
+def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts() -> None:
+    given = settings()
+    tokens = [sum(map(sum, given.draw(step).seq_lens(0))) for step in range(12)]
+    limit = -(-tokens[0] // 2)
+    assert max(tokens) > 2 * limit  # g2n1 halves them
+    dataclasses.replace(given, num_warmup_steps=0, num_steps=1, max_tokens_per_rank=limit)
+    with pytest.raises(ArgumentError, match=f"max_tokens_per_rank: got {limit}, expected at least"):
+        dataclasses.replace(given, max_tokens_per_rank=limit)
 
 
 def test_ranks_keep_the_limit_of_tokens() -> None:

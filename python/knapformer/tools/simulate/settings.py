@@ -70,12 +70,14 @@ class SimulationSettings(RunSettings):
             )
 
         # Some errors show only in planning, such as a solver that does not support nested bags.
-        first = self.draw(0)
         gamma = DEFAULT_GAMMA if self.gamma is None else self.gamma
-        for topology in self.topologies:
-            self.plan(first.seq_lens(0), topology, gamma)
-        if self.micro_batches is not None:
-            self.plan_step(first, gamma)
+        # A limit of tokens may be kept in one step and not in another.
+        for step in range(self.num_warmup_steps + self.num_steps if self.max_tokens_per_rank else 1):
+            drawn = self.draw(step)
+            for topology in self.topologies:
+                self.plan(drawn.seq_lens(0), topology, gamma)
+            if self.micro_batches is not None:
+                self.plan_step(drawn, gamma)
 
     def mix(self) -> DataMix:
         return DataMix.parse(self.data, resolution_scale=self.scale, max_text_tokens=self.max_text_tokens)
