@@ -21,7 +21,7 @@ class ReplicaRoom {
     for (const BagShape& shape : topology.shapes())
       degrees_.insert(degrees_.end(), shape.degrees.begin(), shape.degrees.end());
     std::ranges::sort(degrees_);
-    degrees_.erase(std::ranges::unique(degrees_).begin(), degrees_.end());
+    degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
     const int64_t limit = std::min(input.sequences.max_tokens_per_rank, sum);  // so that no product overflows
     for (int32_t b = 0; b < topology.num_bags_per_replica(); ++b) {
       const BagId bag(replica * topology.num_bags_per_replica() + b);
