@@ -135,6 +135,8 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of a bag. ranks: as numbered inside `parent`, in order; only these ranks take part in making it."""
     assert parent is not None  # a rank alone has a bag of one, which needs no group
+    if len(ranks) == parent.size():
+        return parent
     return _subgroup(parent, ranks, f"bag {ranks[0]}-{ranks[-1]}", dist.get_backend_config(parent))
 
 

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from knapformer.compile import AttentionTables
-from knapformer.models import varlen_attention
-from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import ArgumentError, Cluster, SequenceBalancer, StateError, WorkloadModel, plan
+from knapformer import ArgumentError, SequenceBalancer, StateError, WorkloadModel, plan
 
 
 def check_gradients_by_finite_differences(rank: int, world_size: int) -> None:
@@ -435,36 +433,6 @@ def test_one_segment_that_is_computed_again_under_another_plan() -> None:
         total = total + checkpoint(block, x, use_reentrant=False).sum()
     with pytest.raises(StateError, match="attention: computed again in the backward pass of an earlier plan"):
         total.backward()
-
-
-class AttendsWithAParameter(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 48)
-        self.sink = torch.nn.Parameter(torch.ones(4096))
-
-    def forward(self, x: Tensor, balancer: SequenceBalancer) -> Tensor:
-        _, x, _ = balancer.route(x)
-        q, k, v = self.qkv(x).unflatten(1, (3, 4, 4)).unbind(1)
-        o = balancer.attention(q, k, v, lambda q, k, v, lens: varlen_attention(q * self.sink.mean(), k, v, lens))
-        return balancer.reverse_route(x + o.flatten(1))[1]
-
-
-def a_parameter_in_the_kernel_with_ddp(rank: int, world_size: int) -> None:
-    """Rank 1 has whole and shared rows, rank 0 shared ones: gradients of the parameter are ready behind the start of an
-    all-to-all on one of them, and before it on the other."""
-    net = torch.nn.parallel.DistributedDataParallel(AttendsWithAParameter(), bucket_cap_mb=0.01)
-    cluster = Cluster(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
-    balancer = SequenceBalancer("g2/1n1", cluster=cluster)
-    for _ in range(3):
-        num_tokens = [41, 1][rank]
-        planned = balancer.plan_routing([num_tokens], 16)
-        assert sorted(planned.degree_of_sequence) == [1, 2]
-        net(torch.randn(num_tokens, 16), balancer).sum().backward()
-
-
-def test_a_parameter_in_the_kernel_with_ddp() -> None:
-    run_ranks(a_parameter_in_the_kernel_with_ddp, 2, group_timeout_s=20)
 
 
 @pytest.mark.parametrize("attended", [(1,), (1, 2, 3), [torch.zeros(7, 4, 2)]])
