@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <functional>
 #include <thread>
 #include <utility>
 
@@ -108,9 +107,8 @@ const Fingerprint* CallFingerprints::predicted(const Fingerprint& own, bool foll
   const Fingerprint* expected = predicted();
   if (expected == nullptr || expected->fields != own.fields) return nullptr;
   if (!follows) return expected->gradients == own.gradients ? expected : nullptr;
-  const auto lacks = [](char digit, char of_own) { return ((of_own - '0') & ~(digit - '0')) != 0; };
-  const bool has_more = !std::ranges::equal(expected->gradients, own.gradients, std::not_fn(lacks));
-  return has_more ? nullptr : expected;
+  const auto has_all = [](char digit, char of_own) { return ((of_own - '0') & ~(digit - '0')) == 0; };
+  return std::ranges::equal(expected->gradients, own.gradients, has_all) ? expected : nullptr;
 }
 
 Fingerprint CallFingerprints::resolve(const Fingerprint& own, bool follows) {

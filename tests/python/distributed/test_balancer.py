@@ -403,24 +403,9 @@ def test_a_rank_alone_needs_no_group() -> None:
     assert torch.equal(balancer.reverse_route(y)[1], x)
 
 
-def test_a_rank_alone_hears_of_a_recomputation_under_another_plan() -> None:
-    balancer = SequenceBalancer("g1n1")
-    total = torch.zeros(())
-    for lens in ([3, 4], [4, 3]):
-        balancer.plan_routing(lens, 8)
-        x = torch.randn(7, 8, requires_grad=True)
-
-        def block(x: Tensor) -> Tensor:
-            return balancer.attention(*(x.view(7, 4, 2),) * 3, causal_free_attention).flatten(1)
-
-        _, y, _ = balancer.route(x)
-        total = total + balancer.reverse_route(checkpoint(block, y, use_reentrant=False))[1].sum()
-    with pytest.raises(StateError, match="computed again in the backward pass of an earlier plan"):
-        total.backward()
-
-
-def test_one_segment_that_is_computed_again_under_another_plan() -> None:
-    """Without reverse_route, and with one recomputation for all attentions of a step."""
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_rank_alone_hears_of_a_recomputation_under_another_plan(routed: bool) -> None:
+    """Without reverse_route, one recomputation holds all attentions of a step."""
     balancer = SequenceBalancer("g1n1")
     total = torch.zeros(())
     for lens in ([3, 4], [4, 3]):
@@ -430,7 +415,8 @@ def test_one_segment_that_is_computed_again_under_another_plan() -> None:
         def block(x: Tensor) -> Tensor:
             return balancer.attention(*(x.view(7, 4, 2),) * 3, lambda q, k, v, seq_lens: q * k * seq_lens[0]).flatten(1)
 
-        total = total + checkpoint(block, x, use_reentrant=False).sum()
+        y = checkpoint(block, balancer.route(x)[1] if routed else x, use_reentrant=False)
+        total = total + (balancer.reverse_route(y)[1] if routed else y).sum()
     with pytest.raises(StateError, match="attention: computed again in the backward pass of an earlier plan"):
         total.backward()
 
