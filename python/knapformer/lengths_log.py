@@ -77,8 +77,16 @@ def record(folder: str | os.PathLike[str], rank: int | None = None, num_ranks: i
     it draws. An existing log is appended to; all ranks open it equally often, as batches are paired by that. rank,
     num_ranks: None: RANK and WORLD_SIZE, as torchrun sets them; without these, one rank. Raises ArgumentError, OSError.
     """
-    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-    return Recorder(folder, rank, int(os.environ.get("WORLD_SIZE", 1)) if num_ranks is None else num_ranks)
+    rank = _from_environment("RANK", 0) if rank is None else rank
+    return Recorder(folder, rank, _from_environment("WORLD_SIZE", 1) if num_ranks is None else num_ranks)
+
+
+def _from_environment(name: str, otherwise: int) -> int:
+    value = os.environ.get(name, str(otherwise))
+    try:
+        return int(value)
+    except ValueError:
+        raise ArgumentError(f"{name}: got {value!r} in the environment, expected an integer") from None
 
 
 def log_name(rank: int, num_ranks: int) -> str:

@@ -127,6 +127,9 @@ def test_what_is_no_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         list(read_log(tmp_path))
     with pytest.raises(kf.ArgumentError, match="rank: got 2, expected 0 to 1"):
         kf.record(tmp_path, 2, 2)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(kf.ArgumentError, match="RANK: got 'first' in the environment, expected an integer"):
+        kf.record(tmp_path)
 
 
 @pytest.mark.parametrize("micro_batches", [None, 2])

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,9 +139,14 @@ def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
 
 
 def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
-    """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers."""
-    cuts = [[len(lens) * part // count for part in range(count + 1)] for lens in lengths]
-    return [[list(lens[of[k] : of[k + 1]]) for lens, of in zip(lengths, cuts, strict=True)] for k in range(count)]
+    """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers, the
+    larger parts first: the given order with which plan_step compares."""
+
+    def cut(lens: Sequence[int], part: int) -> int:
+        size, num_larger = divmod(len(lens), count)
+        return part * size + min(part, num_larger)
+
+    return [[list(lens[cut(lens, k) : cut(lens, k + 1)]) for lens in lengths] for k in range(count)]
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:

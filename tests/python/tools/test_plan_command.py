@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from knapformer.tools.cli_args import micro_batches_of_step
 from printed import MIXED, rows_of_tables, run
 
 from knapformer import Cluster, DataMix, Plan, StepPlan, TrainedModel, plan, predict_step, rank_topologies
@@ -203,3 +204,10 @@ def test_simulate_and_plan_draw_the_same(capsys: pytest.CaptureFixture[str]) -> 
     )  # fmt: skip
     lengths = Plan.from_json(out).seq_lens[0]
     assert status == 0 and len(lengths) == 3 and all(256 * 0.96 - 1 <= n <= 256 * 1.04 for n in lengths)
+
+
+def test_a_step_is_cut_into_micro_batches_as_the_planner_cuts_the_given_order():
+    lengths = [[1, 2, 3, 4, 5, 6, 7, 8], [9], []]
+    assert micro_batches_of_step(lengths, 3) == [[[1, 2, 3], [9], []], [[4, 5, 6], [], []], [[7, 8], [], []]]
+    sizes = [len(part[0]) for part in micro_batches_of_step(lengths, 5)]
+    assert sizes == [2, 2, 2, 1, 1]

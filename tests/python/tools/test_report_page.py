@@ -202,6 +202,8 @@ def test_text_in_titles_is_escaped(tmp_path):
         ("--topology: got one beside a plan", ["--from", "whole.json", "--topology", "g1n2"]),
         ("--gamma: got one beside a plan", ["--from", "whole.json", "--gamma", "0.5"]),
         ("--timeline: got none", ["--traces", "broken.json"]),
+        ("--topology: got one beside --traces", ["--traces", "a.json", "--timeline", "t.json", "--topology", "g1n2"]),
+        ("--report: got one beside --traces", ["--traces", "a.json", "--timeline", "t.json"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys, monkeypatch):

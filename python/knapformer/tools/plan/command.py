@@ -36,6 +36,8 @@ _OF_PLANNING = (
     "topology", "ranks", "micro_batches", "sync", "step", "steps", "seed", "scale", "max_text_tokens", "solver",
     "effort", "gamma", "d_model", "mask", "max_tokens_per_rank", "rank_speed",
 )  # fmt: skip
+# Options that --traces has no plan for.
+_OF_PLAN = ("json", "predictions", "report", "measured", "picture")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -92,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     files.add_argument("--timeline", metavar="FILE", help="the plan's predicted step as a trace for ui.perfetto.dev")
     files.add_argument("--picture", metavar="FILE", help="draws predicted steps: .png, .svg or .pdf (needs matplotlib)")
     parser.set_defaults(run=run)
-    remember_defaults(parser, _OF_PLANNING)
+    remember_defaults(parser, _OF_PLANNING + _OF_PLAN)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -119,13 +121,14 @@ def _merge_traces(args: argparse.Namespace) -> None:
 
     if args.timeline is None:
         raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
+    refuse(args, _OF_PLANNING + _OF_PLAN, "--traces")
     write_timeline(args.timeline, merged(args.traces))
     print(f"wrote {args.timeline}")
 
 
 def _show_file(args: argparse.Namespace) -> None:
-    for name, default in args.defaults.items():
-        if getattr(args, name) != default:
+    for name in _OF_PLANNING:
+        if getattr(args, name) != args.defaults[name]:
             option = "--" + name.replace("_", "-")
             raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
     plan = cli_args.read_plan(args.plan)
