@@ -6,7 +6,6 @@
 
 #include "knapformer/core/planners/balanced/solver.h"
 #include "knapformer/core/planners/greedy/greedy.h"
-#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
@@ -50,17 +49,18 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
   const int64_t min_limit = std::max(of_replica, of_longest);
   const int64_t kept = kept_limit(plan.input(), planner, effort, min_limit > limit ? min_limit : plan.max_tokens());
   if (kept != min_limit) {
-    throw_argument(
+    throw_argument<TokenLimitError>(
         "max_tokens_per_rank", limit,
         text(kept, ", ", kept - limit, " more: the minimum that solver '", plan.solver(), "' found with topology ",
              topology.str(), "; with more effort, or in bags of more ranks, less may be possible"));
   }
   if (of_replica >= of_longest) {
-    throw_argument("max_tokens_per_rank", limit,
-                   text("at least ", of_replica, ": a replica of ", num_ranks, " ranks has ", max_replica, " tokens, ",
-                        max_replica - limit * num_ranks, " more than it may hold"));
+    throw_argument<TokenLimitError>(
+        "max_tokens_per_rank", limit,
+        text("at least ", of_replica, ": a replica of ", num_ranks, " ranks has ", max_replica, " tokens, ",
+             max_replica - limit * num_ranks, " more than it may hold"));
   }
-  throw_argument(
+  throw_argument<TokenLimitError>(
       "max_tokens_per_rank", limit,
       text("at least ", of_longest, ": a sequence of ", longest, " tokens is shared by at most ", sharing,
            sharing == 1 ? " rank" : " ranks", ", ", of_longest - limit, " more tokens each than they may hold"));

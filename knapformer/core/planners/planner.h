@@ -10,6 +10,7 @@
 
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
+#include "knapformer/core/util/error.h"
 
 namespace knapformer {
 
@@ -21,6 +22,12 @@ struct Planner {
   bool plans_nested_bags = false;
 };
 
+/// No plan that was found keeps max_tokens_per_rank.
+class TokenLimitError : public ArgumentError {
+ public:
+  using ArgumentError::ArgumentError;
+};
+
 /// The default comes first.
 std::span<const Planner> planners();
 /// Throws ArgumentError (argument "solver") for an unknown name.
@@ -30,9 +37,9 @@ const Planner& planner_named(std::string_view name);
 /// the planner cannot plan them.
 const Planner& planner_for(const Topology& topology, std::string_view solver, Effort effort);
 
-/// Plans with the named planner. Throws ArgumentError for an unknown name, invalid input, or a limit of tokens per rank
-/// that the plan does not keep. In that case the error names a limit that the planner keeps, which takes a few more
-/// plans to find.
+/// Plans with the named planner. Throws ArgumentError for an unknown name or invalid input, and TokenLimitError if the
+/// plan does not keep the limit of tokens per rank. The latter names a limit that the planner keeps, which takes a few
+/// more plans to find.
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort = {});
 /// The same, but returns nothing if the plan does not keep the limit.
 std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort = {});

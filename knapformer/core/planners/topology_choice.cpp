@@ -102,13 +102,11 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
         for (int32_t s = 0; s < plan.num_sequences(); ++s) {
           longest_s = std::max(longest_s, plan.input().model.num_blocks * rates.work_s(plan.input(), SequenceId(s)));
         }
-      } catch (const ArgumentError& error) {
-        const std::string_view refusal = error.what();
-        if (!refusal.starts_with("max_tokens_per_rank:")) throw;
+      } catch (const TokenLimitError& error) {
         option = {.topology = option.topology,
                   .predicted_time_s = kInfinity,
                   .efficiency_loss = kInfinity,
-                  .reason = std::string(refusal)};
+                  .reason = error.what()};
         break;
       }
     }

@@ -38,9 +38,9 @@ std::string text(const Parts&... parts) {
 }
 
 /// "gamma: got -1, expected a finite number >= 0".
-template <class Got>
+template <class Thrown = ArgumentError, class Got>
 [[noreturn]] void throw_argument(std::string_view argument, const Got& got, std::string_view expected) {
-  throw ArgumentError(text(argument, ": got ", got, ", expected ", expected));
+  throw Thrown(text(argument, ": got ", got, ", expected ", expected));
 }
 
 /// The upper bound of all factors, rates and seconds that users give; its inverse is the lower bound of rates. Lengths

@@ -34,10 +34,6 @@ constexpr double kWellPacked = 1.0004;
 /// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
 
-bool is_over_limit(const ArgumentError& error) {
-  return std::string_view(error.what()).starts_with("max_tokens_per_rank:");
-}
-
 /// The step's sequences as if they were one micro-batch's.
 PlanInput all_at_once(const StepInput& input) {
   PlanInput all = input.sequences;
@@ -282,10 +278,11 @@ class StepSolver {
 
   [[noreturn]] void refuse() const {
     const PlanInput& step = input_.sequences;
-    throw_argument("max_tokens_per_rank", step.max_tokens_per_rank,
-                   text("a limit that solver '", solver_, "' keeps with topology ", step.topology.str(), " and ",
-                        input_.num_micro_batches,
-                        " micro-batches; with more of them, or in bags of more ranks, less may ", "be possible"));
+    throw_argument<TokenLimitError>(
+        "max_tokens_per_rank", step.max_tokens_per_rank,
+        text("a limit that solver '", solver_, "' keeps with topology ", step.topology.str(), " and ",
+             input_.num_micro_batches,
+             " micro-batches; with more of them, or in bags of more ranks, less may be possible"));
   }
 
   void consider_sums(const Packed& packed);
@@ -451,15 +448,16 @@ void check_token_limit(const StepInput& input) {
   const int64_t limit = step.max_tokens_per_rank;
   if (limit == 0) return;
   if (share_of_longest(step) > limit) {
-    throw_argument("max_tokens_per_rank", limit,
-                   text("at least ", share_of_longest(step), ": what each rank of the largest bag of topology ",
-                        step.topology.str(), " holds of the longest sequence"));
+    throw_argument<TokenLimitError>(
+        "max_tokens_per_rank", limit,
+        text("at least ", share_of_longest(step), ": what each rank of the largest bag of topology ",
+             step.topology.str(), " holds of the longest sequence"));
   }
   const int32_t num_ranks = step.topology.num_ranks_per_replica();
   if (full_ranks(step, limit) > int64_t{num_ranks} * input.num_micro_batches) {
-    throw_argument("max_tokens_per_rank", limit,
-                   text("a limit with which ", num_ranks, " ranks hold the step's tokens in ", input.num_micro_batches,
-                        " micro-batches"));
+    throw_argument<TokenLimitError>("max_tokens_per_rank", limit,
+                                    text("a limit with which ", num_ranks, " ranks hold the step's tokens in ",
+                                         input.num_micro_batches, " micro-batches"));
   }
 }
 
@@ -485,10 +483,10 @@ StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Eff
     input.num_micro_batches = static_cast<int32_t>(std::min<int64_t>(k, StepInput::kMaxMicroBatches));
     try {
       return plan_step(input, solver, effort);
-    } catch (const ArgumentError& error) {
+    } catch (const TokenLimitError&) {
       // With every sequence in its own micro-batch, shared by its whole bag, the limit is kept.
       const bool is_last = k >= std::min(step.seq_lens.num_sequences(), StepInput::kMaxMicroBatches);
-      if (!is_over_limit(error) || share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
+      if (share_of_longest(step) > step.max_tokens_per_rank || is_last) throw;
     }
   }
 }
