@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/core/util/process.h"
 
 namespace knapformer {
 namespace {
@@ -112,8 +113,8 @@ std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPt
   const std::lock_guard lock(r.mutex);
   std::string unique(name);
   for (int32_t i = 1; r.groups.contains(unique); ++i) unique = text(name, "#", i);
-  const std::shared_ptr<CommGroup> made(
-      new CommGroup(unique, std::move(group), store_prefix, std::move(watchdog), first_rank));
+  const std::shared_ptr<CommGroup> made = owned_by_this_process(std::unique_ptr<CommGroup>(
+      new CommGroup(unique, std::move(group), store_prefix, std::move(watchdog), first_rank)));
   r.groups.emplace(unique, made);
   return made;
 }

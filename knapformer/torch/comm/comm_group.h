@@ -31,7 +31,8 @@ class CommGroup {
  public:
   /// The op finds the group by a unique name, which begins with `name`. store_prefix: a prefix of store keys that no
   /// other comm group over this process group uses; the same on all ranks. first_rank: the number that messages give
-  /// the group's first rank; the others follow it. Thread-safe.
+  /// the group's first rank; the others follow it. Thread-safe. A forked process never deletes it, nor what it holds:
+  /// the threads of the process group and of the watchdog are not there.
   static std::shared_ptr<CommGroup> make(std::string_view name, ProcessGroupPtr group, const std::string& store_prefix,
                                          std::shared_ptr<Watchdog> watchdog, int32_t first_rank = 0);
   /// Throws StateError where no comm group has that name (any more).

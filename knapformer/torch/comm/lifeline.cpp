@@ -102,11 +102,7 @@ int start_connecting(const std::string& host, const std::string& port) {
 
 Lifeline::Lifeline(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t num_ranks,
                    std::function<void(int32_t)> on_end)
-    : store_(std::move(store)),
-      rank_(rank),
-      next_((rank + 1) % num_ranks),
-      on_end_(std::move(on_end)),
-      process_(::getpid()) {
+    : store_(std::move(store)), rank_(rank), next_((rank + 1) % num_ranks), on_end_(std::move(on_end)) {
   std::random_device random;
   number_ = uint64_t{random()} << 32 | random();
   const std::string host = own_address(store_host(store_));
@@ -169,16 +165,12 @@ bool Lifeline::hear_next() {
 }
 
 Lifeline::~Lifeline() {
-  if (process_ != ::getpid()) {  // forked: these connections speak for another process
-    if (thread_.joinable()) thread_.detach();
-  } else {
-    if (thread_.joinable()) {
-      const uint64_t one = 1;
-      static_cast<void>(!::write(wake_, &one, sizeof(one)));
-      thread_.join();
-    }
-    for (const int fd : from_previous_) static_cast<void>(::send(fd, &kGoodbye, 1, MSG_NOSIGNAL));
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    static_cast<void>(!::write(wake_, &one, sizeof(one)));
+    thread_.join();
   }
+  for (const int fd : from_previous_) static_cast<void>(::send(fd, &kGoodbye, 1, MSG_NOSIGNAL));
   for (int* fd : {&listener_, &to_next_, &wake_}) close_fd(*fd);
   for (int fd : from_previous_) close_fd(fd);
 }

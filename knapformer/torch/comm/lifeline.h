@@ -10,8 +10,6 @@
 // reach each other this way (a firewall) there are no lifelines, and a killed rank is noticed at the group's timeout.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -30,7 +28,8 @@ class Lifeline {
   void connect();
   /// After all ranks have connected: takes the address out of the store.
   void withdraw_address();
-  /// Says goodbye, except in a process that was forked from the one that made it.
+  /// Says goodbye. Not for a forked process (owned_by_this_process): it lacks the thread, and the connections speak for
+  /// another process.
   ~Lifeline();
   Lifeline(const Lifeline&) = delete;
   Lifeline& operator=(const Lifeline&) = delete;
@@ -44,7 +43,6 @@ class Lifeline {
   c10::intrusive_ptr<c10d::Store> store_;
   int32_t rank_, next_;
   std::function<void(int32_t)> on_end_;
-  pid_t process_;
   uint64_t number_ = 0, next_number_ = 0;  // proof that a connection reaches the right lifeline
   int listener_ = -1, to_next_ = -1, wake_ = -1;
   bool is_known_ = false;           // the next rank has sent its number

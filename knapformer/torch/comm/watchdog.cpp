@@ -90,7 +90,8 @@ void Watchdog::throw_store_lost(const std::exception& error) {
 }
 
 void Watchdog::make_lifeline() {
-  lifeline_ = std::make_unique<Lifeline>(store_, rank_, num_ranks_, [this](int32_t rank) { post_end_of(rank); });
+  lifeline_ = owned_by_this_process(
+      std::make_unique<Lifeline>(store_, rank_, num_ranks_, [this](int32_t rank) { post_end_of(rank); }));
 }
 
 void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort) {

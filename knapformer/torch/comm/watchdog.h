@@ -163,7 +163,7 @@ class Watchdog {
   std::array<Group, kMaxGroups> groups_;
   std::atomic<size_t> num_groups_ = 0;
   // The last members: their threads end first.
-  std::unique_ptr<Lifeline> lifeline_;
+  std::shared_ptr<Lifeline> lifeline_;
   std::shared_ptr<Patrol> patrol_;  // from the first collective of an accelerator on
 };
 

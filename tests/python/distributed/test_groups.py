@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import os
+import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -116,3 +119,35 @@ def _end_with_the_groups(rank: int, world_size: int) -> None:
 
 def test_groups_end_with_the_balancer_and_the_process() -> None:
     run_ranks(_end_with_the_groups, 3, group_timeout_s=TIMEOUT.total_seconds(), timeout_s=120)
+
+
+def _is_let_go_in_a_fork(holder: list[SequenceBalancer]) -> bool:
+    """Whether a forked process ends as it should after it has dropped the balancer, as its garbage collector may do."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a process that waits
+        # So many threads make the system give back the memory of those that the parent had.
+        together = threading.Barrier(12)
+        threads = [threading.Thread(target=together.wait) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        holder.clear()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _drop_in_forks(rank: int, world_size: int) -> list[bool]:
+    holder = [SequenceBalancer("g1n1+g2n1")]
+    _step(holder[0], backward=True)
+    let_go = [_is_let_go_in_a_fork(holder)]
+    _step(holder[0])  # which goes on here
+    dist.barrier()
+    dist.destroy_process_group()
+    return [*let_go, _is_let_go_in_a_fork(holder)]  # with the last of the groups
+
+
+def test_a_forked_process_may_drop_the_balancer() -> None:
+    """As a worker of a DataLoader does, where it collects an old balancer that was garbage when it was forked."""
+    assert run_ranks(_drop_in_forks, 3) == [[True, True]] * 3
