@@ -10,7 +10,7 @@ import atexit
 import functools
 import os
 from collections.abc import Sequence
-from typing import SupportsFloat, cast
+from typing import Any, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,10 @@ class SequenceBalancer(_torch.SequenceBalancer):
             make_bag_group=lambda ranks: _bag_group(group, [int(rank) for rank in ranks]),
             make_cpu_group=lambda: _cpu_group(group),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBalancer:
+        """Itself, so that models which hold it may be copied: to make a balancer takes all ranks."""
+        return self
 
 
 def node_topology(group: dist.ProcessGroup | None = None) -> str:

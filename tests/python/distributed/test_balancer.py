@@ -403,6 +403,18 @@ def test_a_rank_alone_needs_no_group() -> None:
     assert torch.equal(balancer.reverse_route(y)[1], x)
 
 
+def test_a_copied_model_has_the_same_balancer() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+            self.balancer = SequenceBalancer("g1n1")
+
+    model = Holder()
+    average = torch.optim.swa_utils.AveragedModel(model).module
+    assert average.balancer is model.balancer and average.linear is not model.linear
+
+
 @pytest.mark.parametrize("routed", [True, False])
 def test_a_rank_alone_hears_of_a_recomputation_under_another_plan(routed: bool) -> None:
     """Without reverse_route, one recomputation holds all attentions of a step."""
