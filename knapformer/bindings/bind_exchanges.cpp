@@ -62,7 +62,8 @@ route may be called several times with one plan.
 
 Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks pass
 tensors that differ only in their number of rows, and backward runs on all ranks or none; a rank without rows follows
-the others in whether gradients travel. With a group of one the tensors come back as views.)")
+the others in whether gradients travel, as they did in the step before: where what makes x is frozen, make a new
+balancer. With a group of one the tensors come back as views.)")
       .def(
           "reverse_route",
           [](SequenceBalancer& self, const GivenTensor& x) {

@@ -139,7 +139,7 @@ void CommGroup::release_process_groups() {
     for (const auto& [name, group] : r.groups) groups.push_back(group.lock());
   }
   for (const std::shared_ptr<CommGroup>& group : groups) {
-    if (!group) continue;
+    if (!group || group->process_ != ::getpid()) continue;
     group->watchdog().leave(/*at_end=*/true);
     ProcessGroupPtr released, released_cpu;  // dropped after the lock, too: their threads may still use the comm group
     const std::lock_guard lock(group->mutex_);

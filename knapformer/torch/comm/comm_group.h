@@ -1,6 +1,8 @@
 // A comm group: one balancer's use of a process group, and the state that its exchanges share.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -42,7 +44,8 @@ class CommGroup {
   static std::shared_ptr<CommGroup> find_if_alive(std::string_view name);
 
   /// For a process that is about to end: leaves all balancers, releases all process groups, and waits for the threads
-  /// of those that nobody else holds. No collective can start afterwards.
+  /// of those that nobody else holds. No collective can start afterwards. Leaves those of the process that this one
+  /// was forked from.
   static void release_process_groups();
   /// Sets the function by which a comm group drops its process group at its end: the end of a process group joins
   /// threads that may need a lock which this thread holds.
@@ -104,6 +107,7 @@ class CommGroup {
 
   std::string name_;
   mutable std::mutex mutex_;
+  const pid_t process_ = ::getpid();
   ProcessGroupPtr process_group_;
   ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
   bool has_several_backends_;

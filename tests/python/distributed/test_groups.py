@@ -8,6 +8,7 @@ import datetime
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -121,8 +122,8 @@ def test_groups_end_with_the_balancer_and_the_process() -> None:
     run_ranks(_end_with_the_groups, 3, group_timeout_s=TIMEOUT.total_seconds(), timeout_s=120)
 
 
-def _is_let_go_in_a_fork(holder: list[SequenceBalancer]) -> bool:
-    """Whether a forked process ends as it should after it has dropped the balancer, as its garbage collector may do."""
+def _ends_well_in_a_fork(let_go: Callable[[], None]) -> bool:
+    """Whether a forked process comes through this."""
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends a process that waits
@@ -133,7 +134,7 @@ def _is_let_go_in_a_fork(holder: list[SequenceBalancer]) -> bool:
             thread.start()
         for thread in threads:
             thread.join()
-        holder.clear()
+        let_go()
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
@@ -141,13 +142,13 @@ def _is_let_go_in_a_fork(holder: list[SequenceBalancer]) -> bool:
 def _drop_in_forks(rank: int, world_size: int) -> list[bool]:
     holder = [SequenceBalancer("g1n1+g2n1")]
     _step(holder[0], backward=True)
-    let_go = [_is_let_go_in_a_fork(holder)]
+    ends_well = [_ends_well_in_a_fork(holder.clear)]
     _step(holder[0])  # which goes on here
     dist.barrier()
-    dist.destroy_process_group()
-    return [*let_go, _is_let_go_in_a_fork(holder)]  # with the last of the groups
+    dist.destroy_process_group()  # so that the balancer holds the last of the groups
+    return ends_well + [_ends_well_in_a_fork(let_go) for let_go in (holder.clear, atexit._run_exitfuncs)]
 
 
 def test_a_forked_process_may_drop_the_balancer() -> None:
-    """As a worker of a DataLoader does, where it collects an old balancer that was garbage when it was forked."""
-    assert run_ranks(_drop_in_forks, 3) == [[True, True]] * 3
+    """As a worker of a DataLoader does where it collects an old balancer, and as any process does at its end."""
+    assert run_ranks(_drop_in_forks, 3) == [[True, True, True]] * 3
