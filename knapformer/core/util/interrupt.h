@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 namespace knapformer {
 
@@ -12,5 +13,21 @@ inline std::atomic<void (*)()> interrupt_check{nullptr};
 inline void check_interrupt() {
   if (void (*check)() = interrupt_check.load(std::memory_order_relaxed)) check();
 }
+
+/// Asks in a loop whose turns may be short: once in so much work that it takes milliseconds.
+class InterruptChecks {
+ public:
+  /// work: of this turn, in steps of some nanoseconds.
+  void count(int64_t work) {
+    since_check_ += work;
+    if (since_check_ < kWorkPerCheck) return;
+    since_check_ = 0;
+    check_interrupt();
+  }
+
+ private:
+  static constexpr int64_t kWorkPerCheck = 1'000'000;
+  int64_t since_check_ = 0;
+};
 
 }  // namespace knapformer

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
 
@@ -166,6 +167,7 @@ class BinSwaps {
       list_lots(other, with_pairs, taken_);
       taken_.push_back({});
       trials_left_ -= std::ssize(given_) * std::ssize(taken_);
+      checks_.count(std::ssize(given_) * std::ssize(taken_));
       if (group.size == 1 && other_group.size == 1) {
         // Nothing is shared, as nearly everywhere.
         try_lots(bin, other, [&](double tokens, double attention) {
@@ -261,6 +263,7 @@ class BinSwaps {
   double sum_s_ = 0;           // of the levels
   int32_t num_open_ = 0;       // micro-batches in use and not settled
   int64_t trials_left_ = 0;
+  InterruptChecks checks_;
   std::vector<Lot> given_, taken_;
   int32_t best_from_ = -1, best_bin_ = -1;
   double best_s_ = 0;

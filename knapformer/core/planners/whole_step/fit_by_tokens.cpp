@@ -4,6 +4,8 @@
 #include <functional>
 #include <numeric>
 
+#include "knapformer/core/util/interrupt.h"
+
 namespace knapformer {
 namespace {
 
@@ -93,6 +95,7 @@ class ReplicaRoom {
         out = {.micro_batch = static_cast<int32_t>(k), .placement = groups_[emptiest.group].place};
         for (int32_t g = emptiest.group; g >= 0; g = groups_[g].parent) room_[k][g] -= tokens;
         find_most_room(k);
+        checks_.count(std::ssize(groups_));
         return true;
       }
     }
@@ -106,6 +109,7 @@ class ReplicaRoom {
   std::vector<std::vector<int64_t>> room_;        // by micro-batch and group: tokens
   std::vector<std::vector<Emptiest>> most_room_;  // by micro-batch, see find_most_room
   std::vector<int64_t> with_parents_;
+  InterruptChecks checks_;
 };
 
 }  // namespace

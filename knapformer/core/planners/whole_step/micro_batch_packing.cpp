@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "knapformer/core/util/infinity.h"
+#include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
 
@@ -64,8 +65,11 @@ void MicroBatchPacking::fill(PackedBins& bins) const {
   bins.clear(levels_s_.size());
   const auto used = std::ranges::count_if(levels_s_, [](double level_s) { return level_s > 0; });  // those come first
   const int32_t num_sharing = sharing_ == Sharing::kSpread ? std::max(1, static_cast<int32_t>(used)) : 1;
+  InterruptChecks checks;
   for (size_t i = 0; i < bins.items.size(); ++i) {
-    if (bins.items[i].shared_node >= 0) bins.share(static_cast<int32_t>(i), num_sharing);
+    if (bins.items[i].shared_node < 0) continue;
+    bins.share(static_cast<int32_t>(i), num_sharing);
+    checks.count(int64_t{num_sharing} * bins.num_leaves());
   }
   // How full a bin is, in seconds: its load, or its level times the part of its token capacity that is used.
   const auto fullness_s = [&](int32_t bin) {

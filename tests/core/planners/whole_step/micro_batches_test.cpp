@@ -11,6 +11,7 @@
 
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
+#include "knapformer/core/util/interrupt.h"
 #include "tests/core/cases.h"
 #include "tests/core/mixes.h"
 
@@ -67,6 +68,20 @@ TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
     input.sync = sync;
     EXPECT_LE(time_s(plan_step(input, "balanced")), even_s * (1 + 1e-12));
   }
+}
+
+TEST(MicroBatches, PackingALargeStepAsksWhetherItIsWanted) {
+  struct Unwanted {};
+  // Every sequence is shared, and at low effort nothing is annealed.
+  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({2048, std::vector<int64_t>(1, 1000)}),
+                                .topology = Topology::parse("g2/1n1024"),
+                                .d_model = 64,
+                                .workload = {}},
+                  .num_micro_batches = 2};
+  input.sequences.max_tokens_per_rank = 600;
+  interrupt_check = [] { throw Unwanted(); };
+  EXPECT_THROW(plan_step(input, "balanced", {.moves = Effort::kLow}), Unwanted);
+  interrupt_check = nullptr;
 }
 
 /// Of all ways to put whole sequences on ranks of micro-batches, the shortest: by the work on each rank alone.
