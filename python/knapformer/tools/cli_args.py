@@ -74,7 +74,9 @@ def counts(text: str, argument: str, high: int) -> list[int]:
 
 
 def effort(text: str) -> int | str:
-    return text if text in ("low", "default", "high") else integer(0, 2**62)(text)
+    if text in ("low", "default", "high"):
+        return text
+    return _bounded(int, lambda moves: 0 <= moves <= 2**62, "low, default, high, or a number of moves")(text)
 
 
 def speeds(text: str) -> list[float]:
@@ -264,8 +266,13 @@ def read_lengths(path: str, num_ranks: int | None = None) -> list[Lengths]:
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     given = parse_json(content, f"--lengths: {path}")
     if not isinstance(given, list) or not given or not all(isinstance(item, list) for item in given):
+        got = type(given).__name__
+        if isinstance(given, list):
+            got = next(
+                (f"a list with {type(item).__name__}" for item in given if type(item) is not list), "an empty list"
+            )
         raise ArgumentError(
-            f"--lengths: {path}: expected a list with a list of lengths for each rank, or steps of them"
+            f"--lengths: {path}: got {got}, expected a list with a list of lengths for each rank, or steps of them"
         )
     of_steps = any(isinstance(item, list) for items in given for item in items)
     steps = given if of_steps else [given]

@@ -297,8 +297,10 @@ def _npy_values(path: str) -> Iterator[int]:
         raise ArgumentError("LENGTHS: NPY needs numpy: pip install numpy, or write CSV or JSON") from None
     try:
         values = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ArgumentError(f"LENGTHS: {path}: {error}") from None
+    except (ValueError, EOFError):  # their words tell how to load what may run code
+        raise ArgumentError(
+            f"LENGTHS: {path}: got what is no array of numbers, expected a file of numpy.save"
+        ) from None
     if not isinstance(values, numpy.ndarray):
         raise ArgumentError(f"LENGTHS: {path}: got several arrays, expected one of integers, (samples,)")
     if values.ndim != 1 or values.dtype.kind not in "iu":

@@ -225,7 +225,7 @@ def test_an_array_file_that_is_none_is_refused(tmp_path, empty):
         ("a.json", "{}", [], "got dict, expected a list"),
         ("a.xls", "", [], "expected '-' or a file that ends in .json"),
         ("a.parquet", "no table", [], "a.parquet"),
-        ("a.npy", "no array", [], "a.npy"),
+        ("a.npy", "no array", [], "a.npy: got what is no array of numbers, expected a file of numpy.save"),
         ("a.txt", "5\n", ["--model", "gpt"], "--model: got 'gpt', expected one of flux"),
         ("a.txt", "5\n", ["--memory-gib", "1"], "does not fit in memory: parameters, gradients and optimizer"),
         ("a.txt", "5\n", ["--measured-memory", "5:1"], "--measured-memory: got 1 GiB, expected more than"),

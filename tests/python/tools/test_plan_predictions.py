@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from knapformer.tools.cli import main
+from knapformer.tools.plan.predictions import milliseconds
 from knapformer.tools.plan.scaling import parse_ranks, topology_for
 
 import knapformer as kf
@@ -107,6 +108,13 @@ def test_utilization_needs_a_peak(tmp_path, capsys):
         assert point["hfu"] == pytest.approx(4 * 57 * forward / (point["total_s"] * 32 * 0.1e12))
     assert _predict(*shared, "--cluster", "a100", "--mode", "lora") == 0
     assert json.loads(target.read_text())["points"][0]["hfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0"), (1.5e-6, "0.0015"), (0.9994, "999"), (0.9996, "1,000"), (342.2, "342,200")]
+)
+def test_planning_times_have_no_exponent(seconds, text):
+    assert milliseconds(seconds) == text
 
 
 def _docs_script(monkeypatch):
@@ -236,7 +244,7 @@ def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
     lengths.write_text(json.dumps(steps[0]))
     assert _predict(*arguments, "--micro-batches", "2") == 0
     none, flat, whole = json.loads(target.read_text())["points"]
-    parts = [kf.plan(lens, "g2n1", 3072) for lens in ([[80], [40]], [[10], [60, 20]])]
+    parts = [kf.plan(lens, "g2n1", 3072) for lens in ([[80], [40, 60]], [[10], [20]])]
     assert none["total_s"] == pytest.approx(sum(predict_step(plan_home(plan)).total_s for plan in parts))
     assert flat["total_s"] == pytest.approx(sum(predict_step(plan).total_s for plan in parts))
     assert whole["tokens"] == 210

@@ -103,6 +103,12 @@ def _use_cells(point: Point, unbalanced_s: float) -> dict[str, str]:
     }
 
 
+def milliseconds(seconds: float) -> str:
+    """Three digits, and none of an exponent."""
+    ms = seconds * 1e3
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}"
+
+
 def _sent_cells(point: Point, unbalanced_s: float) -> dict[str, str]:
     mean, gb_of_all_ranks = point.mean, point.num_ranks * 1e9
     between_bytes = mean["route_bytes_between_nodes"] + mean["attention_bytes_between_nodes"]
@@ -111,5 +117,5 @@ def _sent_cells(point: Point, unbalanced_s: float) -> dict[str, str]:
         "attention": f"{mean['attention_bytes'] / gb_of_all_ranks:.2f}",
         "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
         "FSDP": f"{mean['fsdp_bytes'] / gb_of_all_ranks:.1f}",
-        "plan ms": f"{point.plan_s * 1e3:.3g}",
+        "plan ms": milliseconds(point.plan_s),
     }
