@@ -111,9 +111,17 @@ def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
     return x if norm is None else norm(x)
 
 
+def _is_fused(attn: Any) -> bool:
+    """Whether the module's own forward takes its fused projections. diffusers' older class leaves that to its processor:
+    its flag stays set when it is unfused."""
+    if hasattr(attn, "unfuse_projections"):
+        return bool(attn.fused_projections)
+    return type(attn.processor).__name__.startswith("Fused")
+
+
 def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a stream, q and k normed: (tokens, width) -> (tokens, heads, head_dim). Projections fused or not."""
-    if getattr(attn, "fused_projections", False):
+    if _is_fused(attn):
         q, k, v = (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, -1)
     elif added:
         q, k, v = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)

@@ -54,6 +54,12 @@ class StableDiffusion3(JointAdapter):
             raise StateError(
                 f"transformer: got dual_attention_layers {model.config.dual_attention_layers}, expected ()"
             )
+        fused = any(type(block.attn.processor).__name__.startswith("Fused") for block in model.transformer_blocks)
+        if fused and model.config.qk_norm is not None:
+            raise StateError(
+                f"transformer: got fused projections with qk_norm {model.config.qk_norm!r}, which diffusers leaves out "
+                "there, expected unfuse_qkv_projections()"
+            )
 
     def input_weight(self, model: Any) -> Tensor:
         weight: Tensor = model.pos_embed.proj.weight

@@ -183,6 +183,30 @@ def test_fused_projections_are_used() -> None:
         assert relative_error(model(samples)[0], expected) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["flux", "sd3-plain", "qwen-image", "wan"])
+def test_unfused_projections_are_used(name: str) -> None:
+    """Also where diffusers leaves its flag and the fused weights on the modules."""
+    case = cases()[name]
+    model: Any = case.make()
+    samples = [case.sample(*size, seed) for seed, size in enumerate(SIZES[:3])]
+    model.fuse_qkv_projections()
+    model.unfuse_qkv_projections()
+    seeded(model, seed=1)
+    outputs, expected = one_by_one(model, samples)
+    knapformer.balance(model)
+    assert all(relative_error(p, o) <= 1e-5 for p, o in zip(model(samples), outputs, strict=True))
+    assert_gradients_equal(packed(model, samples), expected)
+
+
+def test_fused_projections_whose_norms_diffusers_leaves_out_are_refused() -> None:
+    model: Any = knapformer.balance(cases()["sd3"].make())
+    model.fuse_qkv_projections()
+    with pytest.raises(knapformer.StateError, match=r"got fused projections with qk_norm 'rms_norm', which diffusers"):
+        model([])
+    model.unfuse_qkv_projections()
+    assert len(model([])) == 0
+
+
 def test_a_rank_without_samples_reaches_every_parameter() -> None:
     for name, case in cases().items():
         model = knapformer.balance(case.make())
