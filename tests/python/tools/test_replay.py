@@ -333,7 +333,7 @@ def test_a_step_plan_from_a_file_is_replayed(tmp_path: Path) -> None:
         sum(kf.predict_step(plan, Cluster(**result["cluster"]["cluster"]), TrainedModel(**result["cluster"]["model"]))
             .route_s for plan in step.plans)
     )  # fmt: skip
-    # At home, a rank computes the first half of its list and then the second.
+    # At home, a rank computes the first half of its list, the larger of unequal ones, and then the second.
     halves = [[[300, 20], [90], [10, 200], []], [[40], [80], [30, 5], []]]
     for got, half in zip(none["work_per_rank"], halves, strict=True):
         assert got == pytest.approx([sum(24 * n * 32**2 + 0.3 * 4 * n**2 * 32 for n in lens) for lens in half])
