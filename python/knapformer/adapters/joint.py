@@ -112,8 +112,8 @@ def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
 
 
 def _is_fused(attn: Any) -> bool:
-    """Whether the module's own forward takes its fused projections. In diffusers' older class the processor says so: its
-    flag stays set when it is unfused."""
+    """Whether the module's own forward takes its fused projections. In diffusers' older class the processor says so:
+    the flag there stays set after unfusing."""
     if hasattr(attn, "unfuse_projections"):
         return bool(attn.fused_projections)
     return type(attn.processor).__name__.startswith("Fused")
