@@ -52,9 +52,12 @@ std::string reason_for(const Candidate& candidate, double exchange, double fsdp,
                 " times a rank's share of the work, and at most ", candidate.bag_ranks,
                 candidate.bag_ranks == 1 ? " rank" : " ranks", " can hold it");
   }
-  const double idle = std::max(0.0, option.efficiency_loss - 1 - exchange - fsdp);
-  return text(percent(exchange), " of the ideal time goes to exchanges",
-              option.exchanged_fraction == 0 ? " (nothing is shared)" : "", ", ", percent(idle), " to waiting");
+  // The slowest ranks may compute less than the mean because they exchange. So much of the exchange costs nothing.
+  const double lost = std::max(0.0, option.efficiency_loss - 1 - fsdp);
+  const double to_exchange = std::min(exchange, lost);
+  return text(percent(to_exchange), " of the ideal time goes to exchanges",
+              option.exchanged_fraction == 0 ? " (nothing is shared)" : "", ", ", percent(lost - to_exchange),
+              " to waiting");
 }
 
 }  // namespace
