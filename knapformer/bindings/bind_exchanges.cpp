@@ -61,9 +61,9 @@ tokens of each chunk that this rank now holds; x and features of these tokens; s
 route may be called several times with one plan.
 
 Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks pass
-tensors that differ only in their number of rows, and backward runs on all ranks or none; a rank without rows follows
-the others in whether gradients travel, as they did in the step before: where what makes x is frozen, make a new
-balancer. With a group of one the tensors come back as views.)")
+tensors that differ only in their number of rows, and backward runs on all ranks or none. A rank without rows computed
+nothing: whether gradients travel, its tensors need not say. It waits until a rank with rows tells it, in every call
+anew, so what makes x may be frozen and trained in turn. With a group of one the tensors come back as views.)")
       .def(
           "reverse_route",
           [](SequenceBalancer& self, const GivenTensor& x) {

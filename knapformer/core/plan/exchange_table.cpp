@@ -38,6 +38,45 @@ ExchangeEnd make_end(int64_t num_rows, int32_t num_peers, std::span<const PeerRu
   return end;
 }
 
+/// Says at an end who has no rows there. travel, stay: for each peer, whether it has such rows.
+void set_peers_without_rows(ExchangeEnd& end, int32_t this_peer, const std::vector<bool>& travel,
+                            const std::vector<bool>& stay) {
+  const auto first = std::ranges::find(travel, true);
+  end.speaker = first == travel.end() ? 0 : static_cast<int32_t>(first - travel.begin());
+  end.without_rows = end.without_any_rows = {};
+  for (int32_t peer = 0; peer < static_cast<int32_t>(travel.size()); ++peer) {
+    if (travel[peer] || peer == end.speaker) continue;
+    ++end.without_rows.num;
+    end.without_rows.this_peer |= peer == this_peer;
+    if (stay[peer]) continue;
+    ++end.without_any_rows.num;
+    end.without_any_rows.this_peer |= peer == this_peer;
+  }
+}
+
+/// Who in the bag has rows of chunks, and who of whole sequences; in both cases, of those that travel or stay.
+struct RowsInBag {
+  explicit RowsInBag(const Plan& plan, const Bag& bag) {
+    const auto num_ranks = static_cast<size_t>(bag.num_ranks);
+    for (std::vector<bool>* of : {&chunks, &chunks_stay, &sequences, &sequences_stay}) of->assign(num_ranks, false);
+    for (size_t i = 0; i < num_ranks; ++i) {
+      for (const int32_t index : plan.chunks_on(Rank(bag.first_rank.value + static_cast<int32_t>(i)))) {
+        const Chunk& chunk = plan.chunk(index);
+        const bool travels = plan.degree_of(chunk) > 1, has_rows = chunk.num_tokens > 0;
+        if (has_rows) (travels ? chunks : chunks_stay)[i] = true;
+        (travels ? sequences : sequences_stay)[i] = true;
+      }
+    }
+  }
+
+  void set(ExchangeTable& pre_attn) const {
+    set_peers_without_rows(pre_attn.send, pre_attn.this_peer, chunks, chunks_stay);
+    set_peers_without_rows(pre_attn.recv, pre_attn.this_peer, sequences, sequences_stay);
+  }
+
+  std::vector<bool> chunks, chunks_stay, sequences, sequences_stay;
+};
+
 /// The rows of the bag's fullest rank.
 int64_t max_rows_of(const Plan& plan, const Bag& bag) {
   const auto first = static_cast<size_t>(bag.first_rank.value);
@@ -133,6 +172,15 @@ RouteTables make_route_tables(const Plan& plan, Rank rank) {
   }
   tables.tokens.recv = make_end(row, plan.num_ranks(), tokens);
   tables.sequences.recv = make_end(static_cast<int64_t>(held.size()), plan.num_ranks(), sequences);
+
+  std::vector<bool> before, after;
+  for (const int64_t num_tokens : plan.tokens_before()) before.push_back(num_tokens > 0);
+  for (const int64_t num_tokens : plan.tokens_after()) after.push_back(num_tokens > 0);
+  const std::vector<bool> none(before.size(), false);
+  for (ExchangeTable* table : {&tables.tokens, &tables.sequences}) {
+    set_peers_without_rows(table->send, rank.value, before, none);
+    set_peers_without_rows(table->recv, rank.value, after, none);
+  }
   return tables;
 }
 
@@ -149,6 +197,10 @@ AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
     first_row += tables.levels.back().num_rows;
   }
   KNAPFORMER_ASSERT(next == chunks.size());
+  const RowsInBag rows(plan, bag);
+  for (AttentionLevel& level : tables.levels) {
+    if (level.degree > 1) rows.set(level.pre_attn);
+  }
   for (int32_t i = 0; i < bag.num_ranks; ++i) {
     const std::span<const int32_t> held = plan.chunks_on(Rank(bag.first_rank.value + i));
     if (!held.empty() && plan.degree_of(plan.chunk(held.back())) > 1) tables.any_shared = true;

@@ -1,7 +1,5 @@
 #include "knapformer/torch/comm/fingerprint.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -14,11 +12,14 @@ namespace {
 // For each announced call the store holds what the first rank said (its number, a space, the text), and how many ranks
 // have come.
 constexpr const char* kFields = "fields";
-constexpr const char* kGradients = "gradients";              // of the first rank with rows
-constexpr const char* kFollowed = "gradients_without_rows";  // of the first rank without: used where none has any
+constexpr const char* kGradients = "gradients";
 constexpr const char* kNumCome = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
 constexpr const char* kNumGone = "num_gone";              // how many ranks' objects have ended
+// For each call in which ranks without rows listen: what the speaker said (its number, a space, its gradients, a line's
+// end, its fields), and how many ranks have heard it. The last one to hear it removes both.
+constexpr const char* kSpoken = "spoken";
+constexpr const char* kNumHeard = "num_heard";
 
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
 
@@ -81,13 +82,14 @@ CallFingerprints::~CallFingerprints() {
     for (const char* name : {kLastAnnounced, kNumGone}) store_->deleteKey(name);
     erase_call(last_announced_);
     erase_call(num_calls_);  // a call that not all ranks came to
-  } catch (...) {            // NOLINT: a store that is gone
+    for (const char* name : {kSpoken, kNumHeard}) store_->deleteKey(key(num_calls_, name));
+  } catch (...) {  // NOLINT: a store that is gone
   }
 }
 
 void CallFingerprints::erase_call(int64_t call) {
   if (call < 0) return;
-  for (const char* name : {kFields, kGradients, kFollowed, kNumCome}) store_->deleteKey(key(call, name));
+  for (const char* name : {kFields, kGradients, kNumCome}) store_->deleteKey(key(call, name));
 }
 
 const Fingerprint* CallFingerprints::predicted() const {
@@ -103,39 +105,61 @@ const Fingerprint* CallFingerprints::made_ago(int64_t num_calls) const {
   return ago <= calls_.size() ? &calls_[calls_.size() - ago] : nullptr;
 }
 
-const Fingerprint* CallFingerprints::predicted(const Fingerprint& own, bool follows) const {
-  const Fingerprint* expected = predicted();
-  if (expected == nullptr || expected->fields != own.fields) return nullptr;
-  if (!follows) return expected->gradients == own.gradients ? expected : nullptr;
+const std::string* CallFingerprints::made_in_this_step(const Fingerprint& own) const {
   const auto has_all = [](char digit, char of_own) { return ((of_own - '0') & ~(digit - '0')) == 0; };
-  return std::ranges::equal(expected->gradients, own.gradients, has_all) ? expected : nullptr;
-}
-
-Fingerprint CallFingerprints::resolve(const Fingerprint& own, bool follows) {
-  if (const Fingerprint* expected = predicted(own, follows)) return *expected;
-  Fingerprint agreed = own;
-  if (place_.num_ranks > 1) agreed.gradients = announce(own, follows);
-  return agreed;
+  const std::string *last = nullptr, *with_all = nullptr;
+  for (size_t i = calls_.size(); i-- > num_last_step_;) {
+    const Fingerprint& made = calls_[i];
+    if (made.fields != own.fields) continue;
+    if (made.gradients == own.gradients) return &made.gradients;
+    if (last == nullptr) last = &made.gradients;
+    if (with_all == nullptr && std::ranges::equal(made.gradients, own.gradients, has_all)) with_all = &made.gradients;
+  }
+  return with_all != nullptr ? with_all : last;
 }
 
 void CallFingerprints::agree(const Fingerprint& own) {
   const std::lock_guard lock(mutex_);
-  Fingerprint agreed = announced_ == own ? own : resolve(own, /*follows=*/false);
-  announced_.reset();
-  if (const Fingerprint* before = made_ago(1)) followed_by_[id_of(*before)] = agreed;
-  gradients_of_[agreed.fields] = agreed.gradients;
-  calls_.push_back(std::move(agreed));
+  const Fingerprint* expected = predicted();
+  if ((expected == nullptr || *expected != own) && place_.num_ranks > 1) announce(own);
+  if (const Fingerprint* before = made_ago(1)) followed_by_[id_of(*before)] = own;
+  calls_.push_back(own);
   *num_calls_begun_ = ++num_calls_;
 }
 
-std::string CallFingerprints::gradients_of_others(const Fingerprint& own) {
+std::string CallFingerprints::gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat) {
   const std::lock_guard lock(mutex_);
-  if (const Fingerprint* expected = predicted(own, /*follows=*/true)) return expected->gradients;
-  const bool may_be_recomputed = torch::autograd::get_current_graph_task_id() >= 0;
-  const auto before = gradients_of_.find(own.fields);
-  if (may_be_recomputed && before != gradients_of_.end()) return before->second;
-  announced_ = resolve(own, /*follows=*/true);
-  return announced_->gradients;
+  const bool listens = listening.part == Listening::kListens;
+  const std::string* made = may_repeat ? made_in_this_step(own) : nullptr;
+  if (made != nullptr) return listens ? *made : own.gradients;
+  if (listens) return listen(own, listening.num_listeners);
+  if (listening.part == Listening::kSpeaks) {
+    store_->set(key(num_calls_, kSpoken), text(place_.number(), ' ', own.gradients, '\n', own.fields));
+  }
+  return own.gradients;
+}
+
+std::string CallFingerprints::listen(const Fingerprint& own, int32_t num_listeners) {
+  *num_calls_begun_ = num_calls_ + 1;
+  // Where this call is not as predicted, ranks that go ahead in the predicted one must find out.
+  const Fingerprint* expected = predicted();
+  const bool is_known = expected != nullptr && expected->fields == own.fields;
+  if (!is_known) say_fields(own);
+  const std::string spoken = key(num_calls_, kSpoken), said = key(num_calls_, kFields);
+  await(own, [&] {
+    if (store_->check({spoken})) return true;
+    if (is_known && store_->check({said})) say_fields(own);  // the speaker may have announced another call
+    return false;
+  });
+  const Said from = parse_said(store_->get_to_str(spoken));
+  const size_t end = from.text.find('\n');
+  if (const std::string fields = from.text.substr(end + 1); fields != own.fields) {
+    throw_mismatch(own, from.rank, fields);
+  }
+  if (num_listeners > 1 && store_->add(key(num_calls_, kNumHeard), 1) < num_listeners) return from.text.substr(0, end);
+  store_->deleteKey(spoken);
+  if (num_listeners > 1) store_->deleteKey(key(num_calls_, kNumHeard));
+  return from.text.substr(0, end);
 }
 
 void CallFingerprints::begin_step() {
@@ -145,35 +169,35 @@ void CallFingerprints::begin_step() {
   num_last_step_ = calls_.size();
 }
 
-std::string CallFingerprints::announce(const Fingerprint& own, bool follows) {
+void CallFingerprints::say_fields(const Fingerprint& own) {
+  const Said first = say_first(*store_, key(num_calls_, kFields), place_.number(), own.fields);
+  if (first.text != own.fields) throw_mismatch(own, first.rank, first.text);
+  store_->set(kLastAnnounced, std::to_string(num_calls_));
+}
+
+void CallFingerprints::announce(const Fingerprint& own) {
   const int64_t call = num_calls_;
   *num_calls_begun_ = call + 1;
-  const Said first = say_first(*store_, key(call, kFields), place_.number(), own.fields);
-  if (first.text != own.fields) throw_mismatch(own, first.rank, first.text);
-  Said gradients = say_first(*store_, key(call, follows ? kFollowed : kGradients), place_.number(), own.gradients);
-  if (!follows && gradients.text != own.gradients) {
-    throw_mismatch(own, gradients.rank, own.fields, gradients.text);
-  }
-  store_->set(kLastAnnounced, std::to_string(call));
+  say_fields(own);
+  const Said gradients = say_first(*store_, key(call, kGradients), place_.number(), own.gradients);
+  if (gradients.text != own.gradients) throw_mismatch(own, gradients.rank, own.fields, gradients.text);
   if (store_->add(key(call, kNumCome), 1) == place_.num_ranks) {
     // All ranks are here, so all have read what was announced before.
     erase_call(last_announced_);
   } else {
-    await_all(call, value_of("call", own.fields));
+    await(own, [&] { return store_->add(key(call, kNumCome), 0) == place_.num_ranks; });
   }
   last_announced_ = call;
-  const std::string by_rows = key(call, kGradients);
-  if (follows && store_->check({by_rows})) gradients = parse_said(store_->get_to_str(by_rows));
-  return gradients.text;
 }
 
-void CallFingerprints::await_all(int64_t call, const std::string& name) {
+void CallFingerprints::await(const Fingerprint& own, const std::function<bool()>& is_here) {
+  const std::string name = value_of("call", own.fields);
   const auto give_up = std::chrono::steady_clock::now() + timeout_;
   std::chrono::microseconds pause(100);
   watchdog_->wait(name, [&](std::chrono::milliseconds patience) {
     for (const auto look = std::chrono::steady_clock::now() + patience; std::chrono::steady_clock::now() < look;
          std::this_thread::sleep_for(pause)) {
-      if (store_->add(key(call, kNumCome), 0) == place_.num_ranks) return true;
+      if (is_here()) return true;
       watchdog_->check_errors();
       if (std::chrono::steady_clock::now() > give_up) {
         const std::string absent = watchdog_->absent_ranks(*this);
@@ -182,7 +206,7 @@ void CallFingerprints::await_all(int64_t call, const std::string& name) {
                               " s, the group's timeout, for ", absent.empty() ? "the other ranks" : absent,
                               " to come to the same call"));
       }
-      pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
+      pause = std::min<std::chrono::microseconds>(pause + pause / 4, std::chrono::milliseconds(10));
     }
     return false;
   });

@@ -10,13 +10,16 @@
 // ahead: nothing is exchanged in the steady state. A rank whose call is not as predicted announces it in the group's
 // store, and waits until all ranks have announced the same call. A rank that went ahead while another announced a call
 // finds out when it has waited for a moment (watchdog.h).
+//
+// A rank without rows computed nothing, so its tensors do not say which derivatives travel. Where the plan shows such a
+// rank, one rank with rows posts in the store which, and goes on; the rank without rows waits for that post.
 #pragma once
 
 #include <unistd.h>
 
 #include <chrono>
+#include <functional>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -43,6 +46,14 @@ struct Fingerprint {
   std::string gradients;
 };
 
+/// How the ranks of a group decide which derivatives travel in a call: a rank without rows computed nothing, so it
+/// listens to one that has rows.
+struct Listening {
+  enum Part { kNone, kSpeaks, kListens };
+  Part part = kNone;
+  int32_t num_listeners = 0;
+};
+
 /// The calls of one group of one balancer. The caller posts what it throws. Thread-safe, although the calls of a group
 /// must have one order anyway.
 class CallFingerprints final : public WatchedGroup {
@@ -56,24 +67,28 @@ class CallFingerprints final : public WatchedGroup {
   /// Agrees on the next call and counts it. Throws ArgumentError on every rank where ranks differ, StateError where
   /// they are in different calls. Collective where the call is not as predicted.
   void agree(const Fingerprint& own);
-  /// For a rank without rows, before `agree` on the same call: the gradients that travel on the other ranks; where no
-  /// rank has rows, those of one of them. Collective where the call is not as predicted, except in a backward pass:
-  /// there activation checkpointing may repeat a call without its exchange, so it returns what was agreed on last.
-  std::string gradients_of_others(const Fingerprint& own);
+  /// Before `agree` on a call in which some rank has no rows: the gradients that travel. The speaker posts its own ones
+  /// in the store, for which a rank that listens waits. All ranks of the group come here, or those two kinds alone.
+  /// may_repeat: activation checkpointing may run a call of this step again, also without its exchange; then nothing is
+  /// posted, and a rank that listens gets what was agreed on: its own gradients, where they were.
+  std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat);
   /// Begins a new step: places are counted from here.
   void begin_step();
   void check_announcements() override;
 
  private:
   const Fingerprint* predicted() const;
-  /// Null where the call is not as predicted. A rank without rows follows the prediction, unless its own tensors have
-  /// more gradients than that: then those of the others, which went through the same layers, will have them too.
-  const Fingerprint* predicted(const Fingerprint& own, bool follows) const;
   const Fingerprint* made_ago(int64_t num_calls) const;
-  Fingerprint resolve(const Fingerprint& own, bool follows);
+  /// The gradients of a call of this step with these fields: `own`'s if there was one, or else the last that had all of
+  /// them, or else the last. Null where there was no such call.
+  const std::string* made_in_this_step(const Fingerprint& own) const;
   void erase_call(int64_t call);
-  std::string announce(const Fingerprint& own, bool follows);
-  void await_all(int64_t call, const std::string& name);
+  /// Says which call this rank has come to. Throws where another rank said another one.
+  void say_fields(const Fingerprint& own);
+  void announce(const Fingerprint& own);
+  std::string listen(const Fingerprint& own, int32_t num_listeners);
+  /// Waits in the next call until `is_here`, up to the group's timeout.
+  void await(const Fingerprint& own, const std::function<bool()>& is_here);
   /// Names the first line that differs from the other rank's; where none does, the first gradient.
   [[noreturn]] void throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields,
                                    const std::string& gradients = "") const;
@@ -86,9 +101,7 @@ class CallFingerprints final : public WatchedGroup {
   std::recursive_mutex mutex_;      // recursive: a wait for announcements checks for others, too
   std::vector<Fingerprint> calls_;  // of the step before, and of this one
   size_t num_last_step_ = 0;        // how many of these are of the step before
-  std::unordered_map<std::string, Fingerprint> followed_by_;   // by fingerprint, what came after it last
-  std::unordered_map<std::string, std::string> gradients_of_;  // by a call's fields, as agreed on last
-  std::optional<Fingerprint> announced_;                       // the next call, where it was announced already
+  std::unordered_map<std::string, Fingerprint> followed_by_;  // by fingerprint, what came after it last
   int64_t num_calls_ = 0;
   int64_t last_announced_ = -1;  // the last call that this rank announced
 };

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <array>
@@ -88,7 +89,7 @@ void ExchangeArguments::decide_derivatives() {
   differentiable.clear();
   if (!is_differentiating()) return;
   for (const at::Tensor& tensor : tensors) differentiable.push_back(derivatives_of(tensor));
-  follow_others();
+  follow_others(/*in_backward=*/false);
 }
 
 void ExchangeArguments::add_derivatives() {
@@ -100,16 +101,26 @@ void ExchangeArguments::add_derivatives() {
   }
 }
 
-/// A rank without rows follows the other ranks, as its own tensors may have been made without any derivative. It learns
-/// here, before autograd looks, which derivatives travel on the others, since its backward must run where theirs does.
-/// It follows the last agreement: if ranks with rows then have other derivatives in the same gradient mode, that is an
-/// error.
-void ExchangeArguments::follow_others() {
-  if (!local.empty()) return;  // they have as many rows of this rank as it has, and derivatives
-  if (std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return tensor.size(0) > 0; })) return;
+/// A rank without rows follows one that has rows, as its own tensors may have been made without any derivative. It
+/// learns here, before autograd looks, which derivatives travel on the others, since its backward must run where theirs
+/// does. All ranks know from the plan who follows, and whom. In a backward pass a rank whose only rows do not travel
+/// follows too, as no gradient may have come for those that do.
+void ExchangeArguments::follow_others(bool in_backward) {
+  const PackedEnd& send = segments.front().table.send;
+  if (!send.table.has_storage()) return;  // for gradients of tangents in torch.func, which wraps tables
+  const PackedEndView end(send);
+  const bool has_local_rows = joined_end != HeadSharing::kNeither && !in_backward;
+  const PeersWithoutRows without_rows = has_local_rows ? end.without_any_rows() : end.without_rows();
+  if (without_rows.num == 0) return;
+  Listening listening{.num_listeners = without_rows.num};
+  if (end.this_peer() == end.speaker()) listening.part = Listening::kSpeaks;
+  if (without_rows.this_peer) listening.part = Listening::kListens;
+  if (listening.part == Listening::kNone) return;
+  const bool may_repeat = !in_backward && torch::autograd::get_current_graph_task_id() >= 0;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
-  const std::string gradients = comm->watchdog().guard(
-      [&] { return comm->fingerprints().gradients_of_others(fingerprint(comm->separates_devices())); });
+  const std::string gradients = comm->watchdog().guard([&] {
+    return comm->fingerprints().gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat);
+  });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;
@@ -171,7 +182,7 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
   }
   if (is_differentiating()) back.follow_other_levels();
   for (const at::Tensor& gradient : back.tensors) back.differentiable.push_back(derivatives_of(gradient));
-  if (is_differentiating()) back.follow_others();
+  if (is_differentiating()) back.follow_others(/*in_backward=*/true);
   return back;
 }
 

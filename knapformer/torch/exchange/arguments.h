@@ -71,7 +71,7 @@ struct ExchangeArguments {
   void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
            HeadSharing sharing = {});
   /// Decides which derivatives travel: those that the tensors require or have now; on a rank without rows, those that
-  /// travel on the other ranks. On such a rank it is collective where the call is new.
+  /// travel on a rank with rows, for which it waits. Collective where the plan shows a rank without rows.
   void decide_derivatives();
   /// Adds derivatives that the tensors require or have and that were not known: each of several nested function
   /// transforms (torch.func) shows only its own.
@@ -105,7 +105,7 @@ struct ExchangeArguments {
   Fingerprint fingerprint(bool separates_devices) const;
 
  private:
-  void follow_others();
+  void follow_others(bool in_backward);
   void follow_other_levels();
   /// The exchange of the slots that have the derivative; the tables' ends are not swapped. input(number) gives the
   /// tensor of a slot: it is called for each slot, or where `joined` only for those of the first segment.

@@ -11,7 +11,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583034;  // "KNAPEX04"
+constexpr int64_t kTableMagic = 0x4b4e415045583035;  // "KNAPEX05"
 
 // A run is read in place from the packed table.
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
@@ -41,6 +41,11 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
   out[kMaxRows] = table.max_rows;
+  out[kSpeaker] = end.speaker;
+  out[kNumWithoutRows] = end.without_rows.num;
+  out[kIsWithoutRows] = end.without_rows.this_peer;
+  out[kNumWithoutAnyRows] = end.without_any_rows.num;
+  out[kIsWithoutAnyRows] = end.without_any_rows.this_peer;
   out += kNumFields;
   out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
   out = std::copy(end.runs.offsets.begin(), end.runs.offsets.end(), out);

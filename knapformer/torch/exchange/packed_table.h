@@ -57,6 +57,9 @@ class PackedEndView {
   int64_t num_wire_rows() const { return field(kNumWireRows); }
   /// ExchangeTable::max_rows.
   int64_t max_rows() const { return field(kMaxRows); }
+  int32_t speaker() const { return static_cast<int32_t>(field(kSpeaker)); }
+  PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
+  PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
   int64_t peer_rows(int32_t peer) const { return data_[kNumFields + static_cast<size_t>(peer)]; }
   /// In wire order.
   std::span<const RowRun> runs_of(int32_t peer) const;
@@ -84,9 +87,17 @@ class PackedEndView {
     kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has
     kMaxRows,
+    kSpeaker,
+    kNumWithoutRows,  // then whether this peer is one of them
+    kIsWithoutRows,
+    kNumWithoutAnyRows,  // likewise
+    kIsWithoutAnyRows,
     kNumFields,  // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
   };
   int64_t field(Field f) const { return data_[f]; }
+  PeersWithoutRows peers_at(Field num) const {
+    return {.num = static_cast<int32_t>(data_[num]), .this_peer = data_[num + 1] != 0};
+  }
 
   std::span<const int64_t> data_;
   at::Tensor index_;

@@ -87,6 +87,27 @@ def balancers_agree(
     return results
 
 
+def frozen_in_turn_agrees(rank: int, world: int, peer_memory: bool) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
+    """What makes x is frozen in turn, where all ranks but the last have no rows. Gradients on the last rank, paired
+    with those that a rank alone would have; and what made the host wait for the device."""
+    balancer, pairs, syncs = SequenceBalancer(f"g{world}/1n1", group=sim.new_group(), peer_memory=peer_memory), [], []
+    has_rows = rank == world - 1
+    tokens = torch.arange(14.0 if has_rows else 0.0, dtype=torch.float64).view(-1, 2).to("sim")
+    for trains in (True, False, True, True, False):
+        weight, gain = (torch.ones(2, dtype=torch.float64, device="sim", requires_grad=True) for _ in range(2))
+        balancer.plan_routing([3, 4] if has_rows else [], 2)
+        with sim.counted() as counted:
+            _, h, (again,) = balancer.route(tokens * weight if trains and has_rows else tokens, [tokens])
+            q = (h * gain).unflatten(1, (2, 1))
+            _, y = balancer.reverse_route(balancer.attention(q, q, q, lambda q, k, v, _: q).flatten(1))
+            (y * 3).sum().backward()
+        syncs += counted.syncs
+        assert h.requires_grad == trains and not again.requires_grad
+        if has_rows and trains:
+            pairs.append((3 * tokens.sum(0).cpu(), weight.grad.cpu()))
+    return pairs, syncs
+
+
 def devices_mix(rank: int, world: int, topologies: list[str]) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
     """Results of a step on the CPU, paired with those of one in which every other rank has its tensors on the device;
     and what such a step raises where ranks on the CPU and on the device do not meet."""

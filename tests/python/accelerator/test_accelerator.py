@@ -18,6 +18,7 @@ from accelerator.device_ranks import (
     balancers_agree,
     devices_mix,
     errors_with_work_in_flight,
+    frozen_in_turn_agrees,
     launches_of_calls,
     lens_of,
     loader_agrees,
@@ -53,6 +54,14 @@ each_topology = pytest.mark.parametrize(
     ("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]]
 )
 each_transport = pytest.mark.parametrize("peer_memory", [False, True], ids=["all_to_all", "peer_memory"])
+
+
+@each_transport
+def test_a_rank_without_rows_is_told_which_gradients_travel(peer_memory: bool) -> None:
+    for pairs, syncs in run_ranks(frozen_in_turn_agrees, 3, peer_memory):
+        assert syncs == []
+        for expected, got in pairs:
+            assert torch.equal(expected, got)
 
 
 @each_transport

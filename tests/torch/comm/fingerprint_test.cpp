@@ -204,49 +204,91 @@ TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
   }
 }
 
-TEST(CallFingerprints, LetRanksWithoutRowsFollow) {
-  Callers world(3);
-  world.ranks.run_all([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    // An evaluation without gradients comes between training steps. Rank 2 never has rows, nor gradients of its own.
-    for (const char flag : {'1', '1', '0', '1', '0', '0', '1', '1'}) {
-      const std::string gradients(1, flag);
-      Fingerprint own =
-          fingerprint(flag == '1' ? "route" : "route without gradients", "float", rank == 2 ? "0" : gradients);
-      if (rank == 2 && flag == '1') own.gradients = calls->gradients_of_others(own);
-      EXPECT_EQ(own.gradients, gradients);
-      calls->agree(own);
-    }
-  });
+Listening listening(int32_t rank, int32_t speaker, int32_t num_listeners) {
+  return {.part = rank == speaker ? Listening::kSpeaks : Listening::kListens, .num_listeners = num_listeners};
 }
 
-TEST(CallFingerprints, LetRanksWithoutRowsFollowEqualCallsOfWhichSomeHaveGradients) {
-  Callers world(2);
+TEST(CallFingerprints, TellRanksWithoutRowsWhichGradientsTravel) {
+  Callers world(3);
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
     for (int32_t step = 0; step < 3; ++step) {
-      for (const char* gradients : {"0", "0", "1", "1"}) {  // of blocks, the first of which are frozen
-        Fingerprint own = fingerprint("attention", "float", gradients);
-        if (rank == 1) own.gradients = calls->gradients_of_others(own);
+      // Ranks 0 and 1 have rows, rank 2 has gradients of its own, which do not count.
+      for (const char* gradients : {"1", "0", "0", "1", "1", "0"}) {
+        Fingerprint own = fingerprint("route", "float", rank == 2 ? "1" : gradients);
+        if (rank != 1) own.gradients = calls->gradients_of_speaker(own, listening(rank, 0, 1), /*may_repeat=*/false);
         EXPECT_EQ(own.gradients, gradients);
         calls->agree(own);
       }
-      if (step == 1) calls->agree(fingerprint("evaluation"));
-      if (step < 2) calls->begin_step();
+      calls->begin_step();
     }
   });
 }
 
-TEST(CallFingerprints, AgreeOnOneOfAllRanksWithoutRows) {
+TEST(CallFingerprints, LetAllRanksListenToOneAndLeaveFewKeysBehind) {
   Callers world(3);
-  std::array<std::string, 3> agreed;
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
-    agreed[static_cast<size_t>(rank)] =
-        calls->gradients_of_others(fingerprint("route", "float", rank == 1 ? "1" : "0"));
+    for (int32_t i = 0; i < 100; ++i) {
+      Fingerprint own = fingerprint("route", "float", (i + rank) % 3 == 0 ? "1" : "0");
+      own.gradients = calls->gradients_of_speaker(own, listening(rank, i % 2, 2), /*may_repeat=*/false);
+      EXPECT_EQ(own.gradients, (i + i % 2) % 3 == 0 ? "1" : "0");
+      calls->agree(own);
+    }
   });
-  EXPECT_EQ(agreed[0], agreed[1]);
-  EXPECT_EQ(agreed[1], agreed[2]);
+  EXPECT_LT(world.store->getNumKeys(), 12);
+}
+
+TEST(CallFingerprints, RememberTheGradientsOfCallsThatAreRepeated) {
+  Callers world(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    const auto repeat = [&](const char* own) {
+      return calls->gradients_of_speaker(fingerprint("attention", "float", own), listening(rank, 0, 1), true);
+    };
+    for (int32_t step = 0; step < 2; ++step) {
+      calls->begin_step();
+      for (const char* gradients : {"10", "11"}) {
+        if (step == 0) calls->agree(fingerprint("attention", "float", gradients));
+      }
+      if (step == 1) calls->agree(fingerprint("attention", "float", "00"));
+      for (const char* own : {"10", "01", "00"}) {
+        const std::string made = repeat(own);
+        if (rank == 0) {
+          EXPECT_EQ(made, own);
+        } else if (step == 0) {
+          EXPECT_EQ(made, own == std::string("10") ? "10" : "11");
+        } else {
+          EXPECT_EQ(made, "00");
+        }
+      }
+    }
+  });
+}
+
+TEST(CallFingerprints, EndTheWaitOfARankThatListensInAnotherCall) {
+  for (const bool speaks : {false, true}) {
+    Callers world(2);
+    const auto errors = world.ranks.run([&](int32_t rank) {
+      const auto calls = world.join(rank);
+      world.watchdog(rank)->guard([&] {
+        for (int32_t i = 0; i < 4; ++i) calls->agree(fingerprint("route"));
+        Fingerprint own = fingerprint("route", rank == 0 && speaks ? "half" : "float");
+        if (rank == 0 && !speaks) own = Fingerprint("plan_routing");
+        if (rank == 1 || speaks) {
+          own.gradients = calls->gradients_of_speaker(own, listening(rank, 0, 1), /*may_repeat=*/false);
+        }
+        calls->agree(own);
+      });
+    });
+    for (const auto& error : errors) {
+      const std::string message = testing::describe(error);
+      EXPECT_NE(message.find(speaks ? "x: got float on rank 1, expected half, as on rank 0"
+                                    : "call: got route on rank 1, expected plan_routing, as on rank 0"),
+                std::string::npos)
+          << message;
+    }
+  }
 }
 
 TEST(CallFingerprints, GiveUpAfterTheGroupsTimeout) {
