@@ -141,8 +141,8 @@ class Adapter(ABC):
 
 
 def original_of(block: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile and of activation checkpointing, or itself."""
-    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+    """The module inside the wrappers of FSDP1, torch.compile and activation checkpointing, or itself."""
+    for name in ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"):
         block = getattr(block, name, block)
     return block
 

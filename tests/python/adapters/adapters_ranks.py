@@ -8,7 +8,8 @@ from adapters.cases import SIZES, Case, Sample, cases, flux, gradients, sample_l
 from exactness_ranks import CLUSTER
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from knapformer import SequenceBalancer
 HOMES = {2: [[], [0, 1, 2, 3, 4]], 4: [[4], [], [0, 2], [1, 3]]}
 TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
 FROZEN, ADAPTED, COMPILED, HYBRID, TENSOR_PARALLEL = "frozen", "adapted", "compiled", "hybrid", "tensor parallel"
+WRAPPED = "wrapped in FSDP1"
 FLUX = cases()["flux"]
 TENSOR_PARALLEL_CASE = flux(num_attention_heads=4, num_layers=1)
 COMPILED_CASE = flux(num_layers=0, num_single_layers=1)
@@ -109,6 +111,20 @@ def compiled(rank: int, pair: DeviceMesh) -> Outcome:
     return outcome
 
 
+def fully_sharded_data_parallel(rank: int, pair: DeviceMesh) -> Outcome:
+    """FSDP1, whose modules stand in the place of blocks and model: balanced after it."""
+    model, group = FLUX.make(), pair.get_group()
+    policy = ModuleWrapPolicy({type(block) for block in _blocks(model)})
+    wrapped = FullyShardedDataParallel(
+        model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    balancer = SequenceBalancer(TOPOLOGIES[2], group=group, cluster=CLUSTER)
+    outcome = outcome_of(model, FLUX, HOMES[2][rank % 2], 2, balancer, call=knapformer.balance(wrapped, balancer))
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+        whole = {name.replace("_fsdp_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
+    return outcome[0], outcome[1], whole, outcome[3]
+
+
 def hybrid_sharding(rank: int, mesh: DeviceMesh) -> Outcome:
     """Weights are sharded inside a node and replicated over nodes; bags lie inside a node, too."""
     balancer = SequenceBalancer("g2/1n2", cluster=CLUSTER)
@@ -149,6 +165,7 @@ def on_ranks(rank: int, world: int) -> dict[tuple[str, int], Outcome]:
             (FROZEN, 2): ddp_with_frozen_base(rank, pair),
             (ADAPTED, 2): ddp_with_adapters(rank, pair),
             (COMPILED, 2): compiled(rank, pair),
+            (WRAPPED, 2): fully_sharded_data_parallel(rank, pair),
         }
     of_all = SequenceBalancer(TOPOLOGIES[4], cluster=CLUSTER)
     for name, outcome in sharded_and_balanced(init_device_mesh("cpu", (world,)), of_all).items():

@@ -16,6 +16,7 @@ from adapters.adapters_ranks import (
     HYBRID,
     TENSOR_PARALLEL,
     TENSOR_PARALLEL_CASE,
+    WRAPPED,
     Outcome,
     on_ranks,
     samples_of,
@@ -28,6 +29,7 @@ OTHERS = {
     (FROZEN, 2): FLUX,
     (ADAPTED, 2): ADAPTED_CASE,
     (COMPILED, 2): COMPILED_CASE,
+    (WRAPPED, 2): FLUX,
     (HYBRID, 4): FLUX,
     (TENSOR_PARALLEL, 4): TENSOR_PARALLEL_CASE,
 }
