@@ -82,7 +82,7 @@ class Flux(JointAdapter):
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        pooled, _ = samples.rows("pooled_projections", config.pooled_projection_dim)
+        pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
         times = [samples.one_each("timestep"), samples.optional_one_each("guidance", config.guidance_embeds)]
         num_axes = len(config.axes_dims_rope)
         image_ids = samples.rows_like("img_ids", num_axes, image_lens)

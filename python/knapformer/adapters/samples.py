@@ -67,6 +67,14 @@ class Samples:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {count} rows, expected {expected}, one a token")
         return packed.float()
 
+    def row_each(self, name: str, width: int) -> Tensor:
+        """One row of each sample, given as (1, width): (samples, width)."""
+        packed, counts = self.rows(name, width)
+        for i, count in enumerate(counts):
+            if count != 1:
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {count} rows, expected one")
+        return packed
+
     def one_each(self, name: str) -> Tensor:
         """One number of each sample, given as a number or a tensor with one element: (samples,)."""
         values = self.values(name)

@@ -70,7 +70,7 @@ class StableDiffusion3(JointAdapter):
         size = config.patch_size
         images = samples.grids("hidden_states", config.in_channels, (size, size))
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-        pooled, _ = samples.rows("pooled_projections", config.pooled_projection_dim)
+        pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
         # Without samples it runs on a batch of 0, so that its weights get gradients.
         grids = images or [samples.like.new_zeros((0, config.in_channels, size, size))]
         image = torch.cat([model.pos_embed(grid).flatten(0, 1) for grid in grids])

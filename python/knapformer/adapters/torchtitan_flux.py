@@ -77,7 +77,7 @@ class TorchtitanFlux(JointAdapter):
 
         image, image_lens = samples.rows("img", model.in_channels)
         text, text_lens = samples.rows("txt", model.txt_in.in_features)
-        pooled, _ = samples.rows("y", model.vector_in.in_layer.in_features)
+        pooled = samples.row_each("y", model.vector_in.in_layer.in_features)
         num_axes = len(model.pe_embedder.axes_dim)
         ids = (samples.rows_like("txt_ids", num_axes, text_lens), samples.rows_like("img_ids", num_axes, image_lens))
         # The first column of the matrix [[cos, -sin], [sin, cos]] of every pair.

@@ -235,6 +235,10 @@ def without(name: str) -> Sample:
             r"samples\[1\]\['hidden_states'\]: got shape \(2, 15, 6\), expected \(1, tokens, 6\)",
         ),
         ({**without(""), "img_ids": torch.rand(14, 3)}, r"samples\[1\]\['img_ids'\]: got 14 rows, expected 15"),
+        (
+            {**without(""), "pooled_projections": torch.rand(2, 9)},
+            r"samples\[1\]\['pooled_projections'\]: got 2 rows, expected one",
+        ),
         (torch.rand(3), r"samples\[1\]: got Tensor, expected a dict"),
     ],
 )
@@ -242,6 +246,16 @@ def test_samples_that_do_not_fit_are_named(sample: Any, message: str) -> None:
     model = knapformer.balance(CASE.make())
     with pytest.raises(knapformer.ArgumentError, match=message):
         model([samples_of()[0], sample])
+
+
+def test_pooled_texts_of_several_pictures_are_refused() -> None:
+    """Also for one sample, where rows of a batch of two would broadcast."""
+    model = knapformer.balance(cases()["sd3"].make())
+    sample = {**cases()["sd3"].sample(*SIZES[0], 0), "pooled_projections": torch.rand(2, 9)}
+    with pytest.raises(
+        knapformer.ArgumentError, match=r"samples\[0\]\['pooled_projections'\]: got 2 rows, expected one"
+    ):
+        model([sample])
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
