@@ -120,6 +120,7 @@ class Predictions(Sequence[Tensor]):
         loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
 
     It is a dataclass and registered with pytree, so that FSDP and DDP find the tensors inside for their backward hooks.
+    accelerate's mixed precision makes outputs float32 that have a dtype and `float()`.
     """
 
     tensors: list[Tensor]
@@ -130,6 +131,13 @@ class Predictions(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.zero.dtype
+
+    def float(self) -> Predictions:
+        return Predictions([tensor.float() for tensor in self.tensors], self.zero.float())
 
 
 pytree.register_pytree_node(

@@ -323,3 +323,21 @@ def test_a_forward_that_was_replaced_later_is_not_thrown_away() -> None:
     model.forward = lambda *args: None
     with pytest.raises(knapformer.StateError, match=r"forward was replaced after balance"):
         knapformer.unbalance(model)
+
+
+@pytest.mark.parametrize("seed_sizes", [SIZES[:2], []])
+def test_predictions_are_float32_under_mixed_precision_of_accelerate(seed_sizes: list[Any]) -> None:
+    """As it makes diffusers' own."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, samples = accelerate.Accelerator(mixed_precision="bf16", cpu=True), samples_of(seed_sizes)
+    try:
+        plain = accelerator.prepare(CASE.make())
+        predictions = accelerator.prepare(knapformer.balance(CASE.make()))(samples)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert isinstance(predictions, Predictions)
+    assert predictions.dtype == predictions.zero.dtype == torch.float32
+    for prediction, sample in zip(predictions, samples, strict=True):
+        output = plain(**sample).sample
+        assert prediction.dtype == output.dtype == torch.float32
+        assert relative_error(prediction, output) <= 2e-2
