@@ -20,7 +20,7 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
 
 
 def register(model_class: type, adapter: type[Adapter]) -> None:
-    """From now on `balance` takes models of this class, and of those that derive from it."""
+    """From now on `balance` takes models of this class, and of those that derive from it and keep its forward."""
     _ADAPTERS[model_class.__name__] = adapter
 
 
@@ -41,10 +41,17 @@ def adapter_named(class_name: str) -> type[Adapter]:
 
 
 def adapter_of(module: Any) -> type[Adapter] | None:
-    """Found by the name of the module's class or of a base of it: FSDP replaces the class by one derived from it."""
+    """Found by the name of the module's class or of a base of it: FSDP replaces the class by one derived from it.
+
+    Raises ArgumentError where the class computes something else than that base."""
     for base in type(module).__mro__:
         for key in (base.__name__, f"{base.__module__}.{base.__name__}"):
             if key in _ADAPTERS:
+                if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+                    raise ArgumentError(
+                        f"transformer: got {type(module).__name__}, with a forward of its own in place of "
+                        f"{base.__name__}'s, expected an adapter for it (knapformer.adapters.register)"
+                    )
                 return adapter_named(key)
     return None
 

@@ -273,6 +273,32 @@ def test_what_cannot_be_packed_is_refused() -> None:
         model(samples_of())
 
 
+def test_a_class_with_a_forward_of_its_own_needs_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed call would leave out what it adds."""
+    from knapformer.adapters import flux, register, registry
+
+    model: Any = CASE.make()
+
+    class Derived(type(model)):  # type: ignore[misc]
+        pass
+
+    class Doubling(Derived):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return (2 * super().forward(*args, **kwargs).sample,)
+
+    model.__class__ = Derived
+    assert knapformer.unbalance(knapformer.balance(model)) is model
+    model.__class__ = Doubling
+    message = (
+        r"transformer: got Doubling, with a forward of its own in place of FluxTransformer2DModel's, expected an ad"
+    )
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        knapformer.balance(model)
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+    register(Doubling, flux.Flux)
+    assert knapformer.balance(model) is model
+
+
 @pytest.mark.parametrize("block", [None, 0])
 def test_a_forward_that_was_put_there_before_is_refused(block: int | None) -> None:
     """As accelerate's prepare and hooks put it: a packed call would pass it by."""
