@@ -131,11 +131,12 @@ class Wan(Adapter):
 
         text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
         text = embedder.text_embedder(text)
-        of_sequences = _rows_of_context("encoder_hidden_states", text, text_lens, self.max_text_tokens)
+        limit = f"{self.max_text_tokens} (max_text_tokens)"
+        of_sequences = _rows_of_context("encoder_hidden_states", text, text_lens, self.max_text_tokens, limit)
         if embedder.image_embedder is not None:
             image, image_lens = self._images(embedder.image_embedder, samples, config)
             room = config.pos_embed_seq_len or _CLIP_TOKENS
-            of_sequences += _rows_of_context("encoder_hidden_states_image", image, image_lens, room)
+            of_sequences += _rows_of_context("encoder_hidden_states_image", image, image_lens, room, str(room))
         elif any(value is not None for value in samples.values("encoder_hidden_states_image")):
             raise ArgumentError(
                 "samples: got 'encoder_hidden_states_image', expected none of a model without image branch"
@@ -213,6 +214,17 @@ class Wan(Adapter):
                 raise ArgumentError(
                     f"samples[{i}]: got no 'encoder_hidden_states_image', expected one, for the model's image branch"
                 )
+            room, width = config.pos_embed_seq_len, config.image_dim
+            fits = (
+                value.ndim == 3 and value.shape[::2] == (1, width)
+                if room is None
+                else value.shape == (2, room // 2, width)
+            )
+            if not fits:
+                expected = f"(1, tokens, {width})" if room is None else f"(2, {room // 2}, {width})"
+                raise ArgumentError(
+                    f"samples[{i}]['encoder_hidden_states_image']: got shape {tuple(value.shape)}, expected {expected}"
+                )
         if not values:  # no rows, but computed through the weights, for their gradients
             none = samples.like.new_zeros((1, 0, config.image_dim))
             none = none if image_embedder.pos_embed is None else none + image_embedder.pos_embed[:, :0]
@@ -236,10 +248,12 @@ def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
     return cond
 
 
-def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int) -> list[Tensor]:
-    """(tokens, width) -> (samples, room * width) with zeros behind each context; and the contexts' lengths."""
-    if max(lens, default=0) > room:
-        raise ArgumentError(f"samples: got {max(lens)} tokens in {name!r}, expected at most {room} (max_text_tokens)")
+def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int, limit: str) -> list[Tensor]:
+    """(tokens, width) -> (samples, room * width) with zeros behind each context; and the contexts' lengths. limit: the
+    room, for the error."""
+    for i, length in enumerate(lens):
+        if length > room:
+            raise ArgumentError(f"samples[{i}][{name!r}]: got {length} tokens, expected at most {limit}")
     rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
     rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
     # The lengths stay on the CPU, where the host reads them.

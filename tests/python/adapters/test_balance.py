@@ -258,6 +258,33 @@ def test_pooled_texts_of_several_pictures_are_refused() -> None:
         model([sample])
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("wan-image", (2, 7, 11), r"got shape \(2, 7, 11\), expected \(1, tokens, 11\)"),
+        ("wan-image", (7, 11), r"got shape \(7, 11\), expected \(1, tokens, 11\)"),
+        ("wan-image", (1, 300, 11), r"got 300 tokens, expected at most 257"),
+        ("wan-two-images", (1, 12, 11), r"got shape \(1, 12, 11\), expected \(2, 6, 11\)"),
+    ],
+)
+def test_pictures_of_wan_that_do_not_fit_are_named(name: str, shape: tuple[int, ...], message: str) -> None:
+    model = knapformer.balance(cases()[name].make())
+    sample = {**cases()[name].sample(*SIZES[0], 0), "encoder_hidden_states_image": torch.rand(shape)}
+    with pytest.raises(
+        knapformer.ArgumentError, match=r"samples\[0\]\['encoder_hidden_states_image'\]: " + message + "$"
+    ):
+        model([sample])
+
+
+def test_a_text_that_has_no_room_is_named() -> None:
+    model = knapformer.balance(cases()["wan"].make(), max_text_tokens=6)
+    with pytest.raises(
+        knapformer.ArgumentError,
+        match=r"samples\[1\]\['encoder_hidden_states'\]: got 7 tokens, expected at most 6 \(max_text_tokens\)",
+    ):
+        model([cases()["wan"].sample(SIZES[0][0], num_text, 0) for num_text in (6, 7)])
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(knapformer.ArgumentError, match=r"transformer: got Linear, expected one of Flux2Transformer2DM"):
         knapformer.balance(nn.Linear(2, 2))
