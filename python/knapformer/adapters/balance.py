@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,10 +20,8 @@ from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, original_of
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
+from knapformer.balancer import SequenceBalancer
 from knapformer.models.step import PackedStep
-
-if TYPE_CHECKING:
-    from knapformer.balancer import SequenceBalancer
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_knapformer"
@@ -77,6 +75,10 @@ def balance(
     StateError where the model is set to compute what a packed call cannot, such as another attention processor, or
     where its `forward` was replaced, by accelerate's `prepare` or a hook, which a packed call would bypass.
     """
+    if not isinstance(balancer, SequenceBalancer | None):
+        raise ArgumentError(f"balancer: got {balancer!r}, expected a SequenceBalancer, or None")
+    if not isinstance(max_text_tokens, int) or max_text_tokens < 0:
+        raise ArgumentError(f"max_text_tokens: got {max_text_tokens!r}, expected an integer, at least 0")
     model, adapter_class = find_model(transformer)
     unbalance(model)
     packed = list(_modules_of(model, adapter_class))
@@ -145,7 +147,7 @@ def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _model_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[0], (list, tuple)):
+    if args and not isinstance(args[0], torch.Tensor):
         return _packed_call(model, *args, **kwargs)
     state: _Balanced = model.__dict__[_STATE]
     if not state.batches:

@@ -26,6 +26,9 @@ class Samples:
     """
 
     def __init__(self, samples: Sequence[Sample], required: Sequence[str], optional: Sequence[str], like: Tensor):
+        if not isinstance(samples, Sequence):
+            got = type(samples).__name__
+            raise ArgumentError(f"samples: got {got}, expected a list of dicts of forward's arguments")
         self._samples = samples
         self.like = like
         for i, sample in enumerate(samples):

@@ -300,6 +300,29 @@ def test_what_cannot_be_packed_is_refused() -> None:
         model(samples_of())
 
 
+@pytest.mark.parametrize("samples", [samples_of()[0], iter(()), None], ids=["one sample", "iterator", "None"])
+def test_samples_that_are_no_list_are_named(samples: Any) -> None:
+    model = knapformer.balance(CASE.make())
+    message = rf"samples: got {type(samples).__name__}, expected a list of dicts of forward's arguments"
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        model(samples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"balancer": "g1n1"}, "balancer: got 'g1n1', expected a SequenceBalancer, or None"),
+        ({"max_text_tokens": "512"}, "max_text_tokens: got '512', expected an integer, at least 0"),
+        ({"max_text_tokens": -1}, "max_text_tokens: got -1, expected an integer, at least 0"),
+    ],
+)
+def test_arguments_of_balance_are_named(arguments: dict[str, Any], message: str) -> None:
+    model = CASE.make()
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        knapformer.balance(model, **arguments)
+    assert "forward" not in model.__dict__
+
+
 def test_a_class_with_a_forward_of_its_own_needs_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed call would leave out what it adds."""
     from knapformer.adapters import flux, register, registry
