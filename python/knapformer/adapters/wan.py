@@ -243,7 +243,10 @@ def _runs(times: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
 
 
 def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
-    projected = embedder.timesteps_proj(times).to(next(embedder.time_embedder.parameters()).dtype)
+    projected = embedder.timesteps_proj(times)
+    of_weights = next(embedder.time_embedder.parameters()).dtype
+    if of_weights.is_floating_point:  # quantized weights take floating-point numbers all the same
+        projected = projected.to(of_weights)
     cond: Tensor = embedder.time_embedder(projected).to(dtype)
     return cond
 

@@ -401,6 +401,29 @@ def test_a_forward_that_was_replaced_later_is_not_thrown_away() -> None:
         knapformer.unbalance(model)
 
 
+class Int8Linear(nn.Module):
+    """As quantized layers are: the weights are no floating-point numbers, and the inputs are taken as such."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.float(), self.weight * self.scale, self.bias)
+
+
+def test_wan_with_a_quantized_time_embedding() -> None:
+    model: Any = cases()["wan"].make()
+    embedder = model.condition_embedder.time_embedder
+    embedder.linear_1, embedder.linear_2 = Int8Linear(embedder.linear_1), Int8Linear(embedder.linear_2)
+    samples = [cases()["wan"].sample(*size, seed) for seed, size in enumerate(SIZES)]
+    outputs, _ = one_by_one(model, samples)
+    predictions = knapformer.balance(model)(samples)
+    assert all(relative_error(p, o) <= 1e-5 for p, o in zip(predictions, outputs, strict=True))
+
+
 @pytest.mark.parametrize("seed_sizes", [SIZES[:2], []])
 def test_predictions_are_float32_under_mixed_precision_of_accelerate(seed_sizes: list[Any]) -> None:
     """As it makes diffusers' own."""
