@@ -80,6 +80,17 @@ class PackedCrossAttention:
         return self._pairing.attend(q, k, v, causal=False)
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast in its dtype, to which torch's attention would cast them, float64 excepted. Norms under autocast
+    give queries and keys in float32: these would be exchanged in twice the bytes, and no kernel for variable lengths
+    takes them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
 def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Zeros in the shape of q, in place of a kernel that would get no tokens or no heads.
 
@@ -116,6 +127,7 @@ class _Pairing:
         self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        q, k, v = as_autocast(q, k, v)
         if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self._runs):
             return no_attention(q, k, v)
         if _may_have_kernel(q.device) and _kernel_runs(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from knapformer.models.attention import PackedAttention
+from knapformer.models.attention import PackedAttention, as_autocast
 from knapformer.models.packing import Lengths, Segments, lengths_list
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class PackedStep:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
         a divisor -> (chunk tokens, heads, head_dim). attend: taken in place of PackedAttention."""
+        q, k, v = as_autocast(q, k, v)
         attend = attend or self._attend
         if self._balancer is None:
             return attend(q, k, v, self._seq_lens)

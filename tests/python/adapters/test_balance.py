@@ -17,6 +17,7 @@ from adapters.cases import (
     one_by_one,
     relative_error,
     sample_loss,
+    sd3,
     seeded,
 )
 from distributed.ranks import run_ranks
@@ -387,6 +388,25 @@ def wan_in_float64(rank: int, world_size: int) -> float:
 def test_wan_in_float64_where_a_rank_has_no_samples() -> None:
     of_first, of_second = run_ranks(wan_in_float64, 2)
     assert of_first > 0 and of_second == 0
+
+
+ONE_HEAD = sd3(num_attention_heads=1, attention_head_dim=24)
+
+
+def under_autocast(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = knapformer.balance(ONE_HEAD.make(), SequenceBalancer("g2n1"))
+    with torch.autocast("cpu", torch.bfloat16):
+        predictions = model([ONE_HEAD.sample(*SIZES[0], 0)] if rank == 0 else [])
+    sum((p.float().square().mean() for p in predictions), predictions.zero.float()).backward()
+    return [prediction.detach() for prediction in predictions]
+
+
+def test_autocast_where_a_rank_has_no_head() -> None:
+    """Norms give queries in float32 there, and attention is in bfloat16: also on the rank that computes none."""
+    ((prediction,), _) = run_ranks(under_autocast, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = ONE_HEAD.make()(**ONE_HEAD.sample(*SIZES[0], 0)).sample
+    assert relative_error(prediction, output) <= 2e-2
 
 
 def test_batches_are_refused_where_a_model_does_not_split_them() -> None:

@@ -17,6 +17,7 @@ from knapformer.models import attention
 from knapformer.models.attention import PackedAttention, PackedCrossAttention, varlen_attention
 from knapformer.models.layers import Rotation, rotate, rotations
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, positions, segment_index, text_flags
+from knapformer.models.step import PackedStep
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -65,6 +66,27 @@ def test_attention_without_tokens_keeps_every_input_in_the_graph() -> None:
     out = varlen_attention(q, k, v, [])
     assert out.shape == (0, 4, 4)
     assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("lens", [[2, 3], [0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_is_in_the_dtype_of_autocast(lens: list[int], dtype: torch.dtype) -> None:
+    """As torch's own, which leaves float64 alone; also where nothing is attended to. Norms under autocast give queries
+    and keys in float32."""
+    q, k, v = (torch.randn(sum(lens), 2, 4, dtype=dtype) for _ in range(3))
+    expected = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    seen: list[torch.dtype] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, seq_lens: Any) -> Tensor:
+        seen.extend(tensor.dtype for tensor in (q, k, v))
+        return q
+
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = varlen_attention(q, k, v, lens)
+        assert whole.dtype == PackedCrossAttention(lens, lens)(q, k, v).dtype == expected
+        PackedStep(lens, 8).attention(q, k, v, record)  # before the exchange, which then moves no wider numbers
+    assert seen == [expected] * 3
+    torch.testing.assert_close(whole, varlen_attention(*(t.to(expected) for t in (q, k, v)), lens))
 
 
 def test_attention_names_wrong_lengths() -> None:
