@@ -194,7 +194,8 @@ class SequenceBalancer {
   ///   waiting_s                             the host's, for other ranks in this balancer's collectives [1]
   ///   gamma, rank_speed                     what the plan was made with; the speed of this rank
   ///   given_model_error, learned_model_error  of the workload model on what was observed (core/model/load_observer.h)
-  /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning alone.
+  /// [1] For tensors of an accelerator its stream waits and not the host: then the waits of planning, and of a rank
+  ///     without rows until it is told which gradients travel.
   StepMetrics metrics();
 
   /// The one in force. Throws StateError where there is none.

@@ -206,6 +206,16 @@ void CommGroup::use_peer_memory() {
   peer_memory_ = std::make_shared<PeerMemory>(group->getGroupName(), timeout_of(*group));
 }
 
+std::string CommGroup::gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
+                                            std::string_view label) {
+  if (listening.part != Listening::kListens) return fingerprints_->gradients_of_speaker(own, listening, may_repeat);
+  RECORD_USER_SCOPE(text("knapformer::wait ", label));
+  const auto wait_begin = std::chrono::steady_clock::now();
+  std::string gradients = fingerprints_->gradients_of_speaker(own, listening, may_repeat);
+  counters_.add_wait_since(wait_begin);
+  return gradients;
+}
+
 std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need need, at::Device device,
                                                                std::string_view label) {
   // take() makes ranks meet in torch's store, where they do not look for errors of others. So they meet here first.
@@ -293,10 +303,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
   if (device_waits) watchdog_->device_works(end_of_stream(device));
   watchdog_->wait(label, poll, in_background);
   if (device_waits) watchdog_->device_works(end_of_stream(device));
-  if (!in_background) {
-    counters_.waited_ns +=
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - wait_begin).count();
-  }
+  if (!in_background) counters_.add_wait_since(wait_begin);
 }
 
 }  // namespace knapformer

@@ -27,6 +27,10 @@ struct CommCounters {
   std::atomic<int64_t> bytes_sent = 0;
   std::atomic<int64_t> num_collectives = 0;
   std::atomic<int64_t> waited_ns = 0;  // by the host; waits in the background do not count
+
+  void add_wait_since(std::chrono::steady_clock::time_point begin) {
+    waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count();
+  }
 };
 
 class CommGroup {
@@ -61,6 +65,9 @@ class CommGroup {
   int32_t rank() const { return fingerprints_->place().rank; }
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
+  /// CallFingerprints::gradients_of_speaker; what this rank waits in it counts as a wait in `label`.
+  std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
+                                   std::string_view label);
   const CommCounters& counters() const { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   bool has_cpu_backend() const;

@@ -11,8 +11,8 @@
 // A rank that leaves, because its balancer or its process ends, says how many calls it has come to: a rank that waits
 // in a later call raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
 //
-// A step without errors and long waits does not ask the store. Where the host runs ahead of an accelerator, a separate
-// thread looks (patrol.h).
+// A step in which all ranks have rows, without errors and long waits, does not ask the store. Where the host runs ahead
+// of an accelerator, a separate thread looks (patrol.h).
 #pragma once
 
 #include <unistd.h>

@@ -118,9 +118,8 @@ void ExchangeArguments::follow_others(bool in_backward) {
   if (listening.part == Listening::kNone) return;
   const bool may_repeat = !in_backward && torch::autograd::get_current_graph_task_id() >= 0;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
-  const std::string gradients = comm->watchdog().guard([&] {
-    return comm->fingerprints().gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat);
-  });
+  const std::string gradients = comm->watchdog().guard(
+      [&] { return comm->gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat, label); });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;

@@ -264,6 +264,21 @@ def check_ranks_without_rows_that_want_gradients_of_their_own(rank: int, world_s
         assert balancer.route(x)[1].requires_grad == wanted
 
 
+def check_what_a_rank_waits_until_it_is_told_is_in_its_metrics(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer(f"g{world_size}n1")
+    for trains in (True, False):
+        balancer.plan_routing([3] if rank == 0 else [], WIDTH)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            balancer.route(torch.ones(3 if rank == 0 else 0, WIDTH, requires_grad=rank == 0 and trains))
+        if rank != 0:
+            assert balancer.metrics()["balancer/waiting_s"] > 0.5
+            waits = [e.cpu_time_total for e in profiler.events() if e.name == "knapformer::wait route(x)"]
+            assert sum(waits) > 0.5e6
+
+
 CHECKS: list[Check] = [
     check_what_makes_x_is_frozen_in_turn,
     check_two_models_in_turn,
@@ -273,6 +288,7 @@ CHECKS: list[Check] = [
     check_blocks_that_are_computed_again,
     check_gradients_of_gradients,
     check_ranks_without_rows_that_want_gradients_of_their_own,
+    check_what_a_rank_waits_until_it_is_told_is_in_its_metrics,
 ]
 
 
