@@ -190,7 +190,8 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return returned.size() == 1 ? returned[0] : at::cat(returned);
 }
 
-/// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs.
+/// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with
+/// the derivatives that the level's outputs have on its peers.
 void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
                                           HeadCounts heads, const Attend& attend) const {
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
@@ -207,7 +208,13 @@ void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std
     std::vector<int64_t> shape = like->sizes().vec();
     shape[0] = 0;
     shape[1] = num_query_heads(level, heads);
-    outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
+    if (level >= first_shared && is_transformed(inputs[level])) {  // made of its inputs, which have the tangents
+      std::vector<int64_t> ones(shape.size(), 1);
+      ones[0] = 0;
+      outputs[level] = inputs[level][0].flatten(1).sum(1).to(like->scalar_type()).view(ones).expand(shape);
+    } else {
+      outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
+    }
   }
   if (any_shared_here) return;
   for (size_t level = first_shared; level < inputs.size(); ++level)

@@ -16,8 +16,9 @@ constexpr const char* kGradients = "gradients";
 constexpr const char* kNumCome = "count";
 constexpr const char* kLastAnnounced = "last_announced";  // of all calls
 constexpr const char* kNumGone = "num_gone";              // how many ranks' objects have ended
-// For each call in which ranks without rows listen: what the speaker said (its number, a space, its gradients, a line's
-// end, its fields), and how many ranks have heard it. The last one to hear it removes both.
+// For each call in which ranks without rows listen: what the speaker said (its number, a space, how many listen, a
+// space, its gradients, a line's end, its fields), and how many ranks have heard it. The last one to hear it removes
+// both.
 constexpr const char* kSpoken = "spoken";
 constexpr const char* kNumHeard = "num_heard";
 
@@ -132,14 +133,15 @@ std::string CallFingerprints::gradients_of_speaker(const Fingerprint& own, Liste
   const bool listens = listening.part == Listening::kListens;
   const std::string* made = may_repeat ? made_in_this_step(own) : nullptr;
   if (made != nullptr) return listens ? *made : own.gradients;
-  if (listens) return listen(own, listening.num_listeners);
+  if (listens) return listen(own);
   if (listening.part == Listening::kSpeaks) {
-    store_->set(key(num_calls_, kSpoken), text(place_.number(), ' ', own.gradients, '\n', own.fields));
+    store_->set(key(num_calls_, kSpoken),
+                text(place_.number(), ' ', listening.num_listeners, ' ', own.gradients, '\n', own.fields));
   }
   return own.gradients;
 }
 
-std::string CallFingerprints::listen(const Fingerprint& own, int32_t num_listeners) {
+std::string CallFingerprints::listen(const Fingerprint& own) {
   *num_calls_begun_ = num_calls_ + 1;
   // Where this call is not as predicted, ranks that go ahead in the predicted one must find out.
   const Fingerprint* expected = predicted();
@@ -152,14 +154,15 @@ std::string CallFingerprints::listen(const Fingerprint& own, int32_t num_listene
     return false;
   });
   const Said from = parse_said(store_->get_to_str(spoken));
-  const size_t end = from.text.find('\n');
+  const size_t begin = from.text.find(' ') + 1, end = from.text.find('\n');
   if (const std::string fields = from.text.substr(end + 1); fields != own.fields) {
     throw_mismatch(own, from.rank, fields);
   }
-  if (num_listeners > 1 && store_->add(key(num_calls_, kNumHeard), 1) < num_listeners) return from.text.substr(0, end);
-  store_->deleteKey(spoken);
-  if (num_listeners > 1) store_->deleteKey(key(num_calls_, kNumHeard));
-  return from.text.substr(0, end);
+  const int32_t num_listeners = std::stoi(from.text);
+  const bool is_last = num_listeners == 1 || store_->add(key(num_calls_, kNumHeard), 1) == num_listeners;
+  if (is_last) store_->deleteKey(spoken);
+  if (is_last && num_listeners > 1) store_->deleteKey(key(num_calls_, kNumHeard));
+  return from.text.substr(begin, end - begin);
 }
 
 void CallFingerprints::begin_step() {

@@ -51,7 +51,7 @@ struct Fingerprint {
 struct Listening {
   enum Part { kNone, kSpeaks, kListens };
   Part part = kNone;
-  int32_t num_listeners = 0;
+  int32_t num_listeners = 0;  // as the speaker counts them: one that has no rows may not know who else listens
 };
 
 /// The calls of one group of one balancer. The caller posts what it throws. Thread-safe, although the calls of a group
@@ -86,7 +86,7 @@ class CallFingerprints final : public WatchedGroup {
   /// Says which call this rank has come to. Throws where another rank said another one.
   void say_fields(const Fingerprint& own);
   void announce(const Fingerprint& own);
-  std::string listen(const Fingerprint& own, int32_t num_listeners);
+  std::string listen(const Fingerprint& own);
   /// Waits in the next call until `is_here`, up to the group's timeout.
   void await(const Fingerprint& own, const std::function<bool()>& is_here);
   /// Names the first line that differs from the other rank's; where none does, the first gradient.

@@ -99,6 +99,18 @@ def second_derivatives_where_a_rank_has_no_rows_at_a_level(rank: int, world_size
     torch.testing.assert_close(second(balancer.attention(x, x, x, attend)), second(attend(x, x, x, x)))
 
 
+def tangents_where_a_rank_has_no_rows_at_a_level(rank: int, world_size: int) -> None:
+    balancer = SequenceBalancer("g4/2/1n1")
+    lens_of = [[100, 2], [300, 1000], [30, 100], [4000]]
+    plan = balancer.plan_routing(lens_of[rank], 3072)
+    assert sorted(plan.degree_of_sequence) == [1, 1, 1, 1, 1, 2, 4]
+    x = torch.full((plan.tokens_after[rank], 4, 2), 2.0 + rank)
+    with fwd.dual_level():
+        q = fwd.make_dual(x, torch.ones_like(x))
+        o = balancer.attention(q, q, q, lambda q, k, v, _: q * k * v)
+        torch.testing.assert_close(fwd.unpack_dual(o).tangent, 3 * x.square())
+
+
 def a_rank_without_rows_follows_tangents(rank: int, world_size: int) -> None:
     """Its own tensor of no rows has none, and the others' exchange needs it all the same."""
     balancer = SequenceBalancer("g2n1" if world_size == 2 else "g4n1")
@@ -141,6 +153,7 @@ CHECKS = [
     jvp_is_that_of_one_process,
     derivatives_where_a_rank_has_whole_and_shared_sequences,
     second_derivatives_where_a_rank_has_no_rows_at_a_level,
+    tangents_where_a_rank_has_no_rows_at_a_level,
     a_rank_without_rows_follows_tangents,
     gradients_of_tangents_are_those_of_one_process,
     other_transforms_are_refused_in_one_line,
@@ -150,7 +163,9 @@ CHECKS = [
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_function_transforms(world_size: int) -> None:
     # On 4 ranks one has no tokens, and cannot follow gradients through a wrapped tensor: that is an error on all ranks.
-    not_here: list[object] = [second_derivatives_where_a_rank_has_no_rows_at_a_level]
+    not_here: list[object] = [
+        second_derivatives_where_a_rank_has_no_rows_at_a_level, tangents_where_a_rank_has_no_rows_at_a_level,
+    ]  # fmt: skip
     if world_size == 4:
         not_here = [
             gradients_of_tangents_are_those_of_one_process, derivatives_where_a_rank_has_whole_and_shared_sequences,
