@@ -13,6 +13,7 @@ from knapformer import ArgumentError, Sample, StateError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
+from knapformer.device_copies import to_device
 from knapformer.models.model import Draw
 
 
@@ -54,11 +55,12 @@ class QwenImage(JointAdapter):
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)
         text, padded_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
         text_rows, image_rows = self._rotations(model, samples, padded_lens, image_lens, image.device)
-        kept = self._kept(samples, padded_lens, image.device)
+        kept = self._kept(samples, padded_lens)
         text_lens = padded_lens
         if kept is not None:
             text_lens = [int(part.sum()) for part in kept.split(padded_lens)]
-            text, text_rows = text[kept], text_rows[kept]
+            rows = to_device(kept.nonzero().squeeze(1), text.device)
+            text, text_rows = text.index_select(0, rows), text_rows.index_select(0, rows)
         image = model.img_in(image)
         cond = model.time_text_embed(samples.one_each("timestep").to(image.dtype), image)
         text = model.txt_in(model.txt_norm(text))
@@ -81,7 +83,9 @@ class QwenImage(JointAdapter):
         return torch.cat([empty, *texts]), torch.cat([empty, *images])
 
     @staticmethod
-    def _kept(samples: Samples, text_lens: list[int], device: torch.device) -> Tensor | None:
+    def _kept(samples: Samples, text_lens: list[int]) -> Tensor | None:
+        """For each text token whether it is kept, on the CPU, where they are counted. A mask that comes on a device
+        costs a wait."""
         masks = samples.values("encoder_hidden_states_mask")
         if all(mask is None for mask in masks):
             return None
@@ -89,8 +93,9 @@ class QwenImage(JointAdapter):
             if mask is not None and mask.numel() != length:
                 got = tuple(mask.shape)
                 raise ArgumentError(f"samples[{i}]['encoder_hidden_states_mask']: got {got}, expected (1, {length})")
-        whole = (torch.ones(length, dtype=torch.bool, device=device) for length in text_lens)
-        return torch.cat([w if mask is None else mask.flatten().bool() for mask, w in zip(masks, whole, strict=True)])
+        whole = (torch.ones(length, dtype=torch.bool) for length in text_lens)
+        given = (mask if mask is None else mask.cpu().flatten().bool() for mask in masks)
+        return torch.cat([w if mask is None else mask for mask, w in zip(given, whole, strict=True)])
 
     @staticmethod
     def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from knapformer import ArgumentError
+from knapformer.device_copies import to_device
 
 Sample = Mapping[str, Any]
 
@@ -84,8 +85,10 @@ class Samples:
         for i, value in enumerate(values):
             if (count := torch.as_tensor(value).numel()) != 1:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {count} numbers, expected one")
-        numbers = [torch.as_tensor(value, device=self.like.device).reshape(1) for value in values]
-        return torch.cat(numbers) if numbers else self.like.new_zeros(0)
+        numbers = [torch.as_tensor(value).reshape(1) for value in values]
+        device = self.like.device
+        moved = [to_device(number, device) if number.is_cpu else number.to(device) for number in numbers]
+        return torch.cat(moved) if moved else self.like.new_zeros(0)
 
     def values(self, name: str) -> list[Any]:
         """The arguments of this name as they came; None where a sample has none."""

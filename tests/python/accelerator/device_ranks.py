@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
-from knapformer.adapters.named import build_model, load_config
+from knapformer.adapters.named import build_model, config_from_dict, load_config
 from knapformer.losses import sample_mean, token_mean
 from knapformer.models import attention, init_weights, set_checkpointing
 from knapformer.models.layers import Rotation, rotate, rotations
@@ -266,7 +266,7 @@ SAMPLES = [
 
 
 def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, Any]:
-    config = load_config(name)
+    config = config_from_dict(QWEN) if name == "qwen" else load_config(name)
     model = build_model(config, dtype)
     init_weights(model)
     set_checkpointing(model)
@@ -320,6 +320,32 @@ def models_agree(
                 )  # fmt: skip
         results[name] = by_device
     return results
+
+
+QWEN = {
+    "_class_name": "QwenImageTransformer2DModel", "in_channels": 8, "out_channels": 2, "num_layers": 2,
+    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+
+
+def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor], list[Tensor], sim.Counted]:
+    """Outputs of a model on the CPU and on the device, where time steps are numbers of Python, and masks are on the
+    CPU; and what the second call on the device counted."""
+    outputs = []
+    for device in ("cpu", "sim"):
+        model, batch, _, _ = _model_and_batch(name, rank, device, torch.float32)
+        for i, sample in enumerate(batch.samples):
+            numbers = {"timestep": 0.25 + i / 8, "guidance": 4.0}
+            sample |= {key: number for key, number in numbers.items() if sample.get(key) is not None}
+            if name == "qwen" and i == 0:  # the other sample has no mask
+                kept = torch.arange(sample["encoder_hidden_states"].shape[1]) < 4
+                sample["encoder_hidden_states_mask"] = kept.float().unsqueeze(0)
+        with torch.no_grad():
+            for _ in range(2):
+                with sim.counted() as counted:
+                    out = model.transformer(batch.samples)
+        outputs.append([prediction.cpu() for prediction in out])
+    return outputs[0], outputs[1], counted
 
 
 class VarlenKernel:

@@ -23,6 +23,7 @@ from accelerator.device_ranks import (
     lens_of,
     loader_agrees,
     models_agree,
+    numbers_of_the_host,
     packed_bytes_of_calls,
     peer_memory_without_the_kernel,
     rotations_agree,
@@ -142,6 +143,14 @@ def test_a_checkpointed_model_tries_the_kernel_once_and_waits_for_nothing() -> N
             assert loss == pytest.approx(cpu_loss, rel=BF16)
             for parameter, grad in cpu_grads.items():
                 assert (grads[parameter] - grad).norm() <= BF16 * max(grad.norm(), 1e-3), parameter
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "qwen"])
+def test_numbers_and_masks_may_be_the_hosts(name: str) -> None:
+    ((expected, outputs, counted),) = run_ranks(numbers_of_the_host, 1, name)
+    assert len(outputs) == 2
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+    assert counted.syncs == [] and counted.pageable_copies == []
 
 
 def test_sums_by_peer_memory_are_the_same_to_the_bit() -> None:
