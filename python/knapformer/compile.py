@@ -10,6 +10,8 @@ needs. Only tensors change from step to step; numbers and names stay, so one gra
     def block(x, tables):
         ...
         o = tables.attention(q, k, v, attend)             # as balancer.attention
+
+Inductor's mode "reduce-overhead" records no exchange: it divides the graph there.
 """
 
 from __future__ import annotations

@@ -382,18 +382,20 @@ Tensors finish_autograd(const at::Tensor& started, at::TensorList local) {
 
 // Here, beside exchange(): whoever links exchange() gets the registration with it, also from a static library.
 TORCH_LIBRARY(knapformer, library) {
-  library.def(text("exchange", kSchema, " -> Tensor[]").c_str());
+  // The host reads a step's tables, and calls other ranks. A CUDA graph would repeat the step that it recorded.
+  const std::vector<at::Tag> by_host{at::Tag::cudagraph_unsafe};
+  library.def(text("exchange", kSchema, " -> Tensor[]").c_str(), by_host);
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
   library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
   library.impl("exchange", c10::DispatchKey::FuncTorchBatched, kernel<exchange_vmap>);
 
-  library.def(text("exchange_start", kSchema, " -> Tensor").c_str());
+  library.def(text("exchange_start", kSchema, " -> Tensor").c_str(), by_host);
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
   library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
   library.impl("exchange_start", c10::DispatchKey::FuncTorchBatched, kernel<start_vmap>);
 
-  library.def("exchange_finish(Tensor started, Tensor[] local) -> Tensor[]");
+  library.def("exchange_finish(Tensor started, Tensor[] local) -> Tensor[]", by_host);
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
   library.impl("exchange_finish", c10::DispatchKey::Autograd, TORCH_FN(finish_autograd));
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from knapformer.checkpointing import EXCHANGES
 from knapformer.compile import AttentionTables
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -17,6 +18,12 @@ from knapformer import SequenceBalancer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
 WIDTH = HEADS * HEAD_DIM
+
+
+def test_a_cuda_graph_holds_no_exchange() -> None:
+    """Inductor's mode "reduce-overhead" would repeat the exchange of the step in which the graph was recorded."""
+    for op in EXCHANGES:
+        assert torch.Tag.cudagraph_unsafe in op.tags, op
 
 
 def segments(seq_lens: Tensor) -> Tensor:
