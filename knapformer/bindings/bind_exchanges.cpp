@@ -90,10 +90,10 @@ Collective over the balancer's group, one all-to-all, as route is.)")
           py::arg("q"), py::arg("k"), py::arg("v"),
           R"(From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
 
-q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
-seq_lens, int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed one after
-another, with this rank's share of the heads, so that attention is plain grouped-query attention. Shares are uneven
-where the bag's size does not divide the heads; in a bag of more ranks than heads some ranks have none.
+q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns seq_lens,
+int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed one after another,
+with this rank's share of the heads, so that attention is plain grouped-query attention. Shares are uneven where the
+bag's size does not divide the heads; in a bag of more ranks than heads some ranks have none.
 
 Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.)")
       .def(
@@ -130,7 +130,7 @@ q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv head
 tokens, heads, ...). attend(q, k, v, seq_lens) is the attention kernel: it sees whole sequences, packed, with a share of
 the heads (see pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It
 is called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is called
-once, with none. Sequences that are whole on this rank attend while the others travel, forward and backward. Where
+once, with none. Where more ranks than heads share a sequence, some see it without heads. Sequences that are whole on this rank attend while the others travel, forward and backward. Where
 attend raises, the other ranks raise the error, too.
 
 Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no sequence

@@ -245,6 +245,6 @@ wir, max_over_mean (_before, _after): of the planned work per rank; tokens_befor
 tokens_moved: by one route, all ranks; attention_tokens_moved: by each exchange of an attention, all ranks;
 bytes_sent, num_collectives: of this rank; planning_s: the plan and its tables; waiting_s: how long the host waited for
 other ranks in the balancer's collectives (with tensors on an accelerator the stream waits instead, which does not
-count; the host of a rank without tokens waits there too); gamma, rank_speed: what the plan was made with; given_model_error, learned_model_error: of the workload model
-against what was observed. Not collective.)");
+count; the host of a rank without tokens waits there too); gamma, rank_speed: what the plan was made with;
+given_model_error, learned_model_error: of the workload model against what was observed. Not collective.)");
 }

@@ -201,10 +201,7 @@ AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
   for (AttentionLevel& level : tables.levels) {
     if (level.degree > 1) rows.set(level.pre_attn);
   }
-  for (int32_t i = 0; i < bag.num_ranks; ++i) {
-    const std::span<const int32_t> held = plan.chunks_on(Rank(bag.first_rank.value + i));
-    if (!held.empty() && plan.degree_of(plan.chunk(held.back())) > 1) tables.any_shared = true;
-  }
+  tables.any_shared = std::ranges::find(rows.sequences, true) != rows.sequences.end();
   return tables;
 }
 
