@@ -5,6 +5,8 @@
 #include <exception>
 #include <utility>
 
+#include "knapformer/torch/comm/relaxed_capture.h"
+
 namespace knapformer {
 
 Patrol::Patrol(std::function<void()> look, std::function<void(const std::exception&)> abort,
@@ -23,6 +25,7 @@ void Patrol::device_works(Mark mark) {
 }
 
 void Patrol::run(const std::stop_token& stop) {
+  const RelaxedCapture relaxed;
   IsDone is_done;  // none: the device has passed the last mark
   while (true) {
     try {
