@@ -146,6 +146,9 @@ void bind_data_mix(py::module_& m) {
           py::arg("seed"), py::arg("step"), py::arg("rank"), "The samples that a rank draws in a step.")
       .def("draw_lengths", &DataMix::draw_lengths, py::arg("seed"), py::arg("step"), py::arg("num_ranks"),
            "Per rank, the lengths of its samples in a step, in tokens.")
+      .def(py::pickle(
+          [](const DataMix& mix) { return std::pair(mix.str(), mix.max_text_tokens()); },
+          [](const std::pair<std::string, int64_t>& state) { return DataMix::parse(state.first, 1, state.second); }))
       .def("__str__", &DataMix::str)
       .def("__repr__", [](const DataMix& mix) { return text("DataMix('", mix.str(), "')"); });
 }

@@ -46,9 +46,11 @@ at::Tensor depending_on(at::Tensor o, at::TensorList inputs) {
 }  // namespace
 
 void throw_recomputed(std::string_view call) {
-  throw StateError(text(call,
-                        ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
-                        "it before the next plan_routing, or give blocks their AttentionTables (knapformer.compile)"));
+  throw StateError(
+      text(call,
+           ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
+           "it before the next plan, or without activation checkpointing, or give blocks of your own their "
+           "AttentionTables (knapformer.compile)"));
 }
 
 at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan) {

@@ -459,9 +459,10 @@ void SequenceBalancer::start_moving(PlanningAhead& ahead) {
     if (all_) all_->fingerprints().agree(Fingerprint("start_moving"));
     const Planned planned = await(ahead);
     if (planned.refused || std::ranges::count(planned.statuses, DataStatus::kFailed) > 0) return;
+    const bool pinned = std::ranges::any_of(devices_, [](const TablesDevice& known) { return !known.device.is_cpu(); });
     try {
       ahead.moving_ = std::make_unique<SampleExchange>(all_, rank_, *planned.step_plan, ahead.samples_,
-                                                       planned.sample_bytes, ahead.max_bytes_in_flight_);
+                                                       planned.sample_bytes, ahead.max_bytes_in_flight_, pinned);
     } catch (const ArgumentError& error) {  // on all ranks alike
       ahead.too_large_ = error;
       return;

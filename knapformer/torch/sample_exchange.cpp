@@ -148,8 +148,8 @@ SampleTensors Samples::chunk_of(size_t sample, const Chunk& chunk) const {
 
 SampleExchange::SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan,
                                std::shared_ptr<const Samples> own, const std::vector<SampleBytes>& bytes,
-                               int64_t max_bytes_in_flight)
-    : group_(std::move(group)), own_(std::move(own)), rounds_(1) {
+                               int64_t max_bytes_in_flight, bool pinned)
+    : group_(std::move(group)), own_(std::move(own)), pinned_(pinned), rounds_(1) {
   const SequenceLengths& of_step = plan.input().sequences.seq_lens;
   const auto num_ranks = static_cast<size_t>(of_step.num_ranks());
   std::vector<int64_t> sent(num_ranks), received(num_ranks);  // bytes in the present round, by rank
@@ -213,7 +213,7 @@ void SampleExchange::launch() {
     next += record.num_bytes;
   }
   sent_ = packed.to(device, /*non_blocking=*/true);
-  received_ = at::empty({sum_of(recv_splits)}, options.device(device));
+  received_ = at::empty({sum_of(recv_splits)}, options.device(device).pinned_memory(pinned_ && device.is_cpu()));
   work_ = group_->start_all_to_all(received_, sent_, std::move(recv_splits), std::move(send_splits));
 }
 

@@ -59,9 +59,10 @@ class SampleExchange {
  public:
   /// group: null for one rank alone. bytes: of all samples of the step, by id. max_bytes_in_flight: the most bytes that
   /// a rank sends, and the most that it receives, in one all-to-all; 0 for no limit. A step that has more takes several
-  /// all-to-alls. Throws ArgumentError, on all ranks alike, where a single chunk has more.
+  /// all-to-alls. pinned: whether what is received lies in pinned memory, from which an accelerator copies without a
+  /// wait of the host. Throws ArgumentError, on all ranks alike, where a single chunk has more.
   SampleExchange(std::shared_ptr<CommGroup> group, Rank rank, const StepPlan& plan, std::shared_ptr<const Samples> own,
-                 const std::vector<SampleBytes>& bytes, int64_t max_bytes_in_flight);
+                 const std::vector<SampleBytes>& bytes, int64_t max_bytes_in_flight, bool pinned);
 
   /// Packs and launches the first all-to-all. Collective.
   void start();
@@ -88,6 +89,7 @@ class SampleExchange {
 
   std::shared_ptr<CommGroup> group_;
   std::shared_ptr<const Samples> own_;
+  bool pinned_;
   std::vector<Round> rounds_;
   size_t next_round_ = 0;
   std::vector<std::vector<SampleTensors>> chunks_;

@@ -46,7 +46,8 @@ class BalancedLoader(Generic[Batch]):
 
     record: a log of `knapformer.record`, to which the lengths of every batch that is drawn are written.
     device: where the model's tensors will be ("cuda": the current one). The planning thread then packs the index tables
-        of the first steps for it, too. None: the device is known from the first exchange on.
+        of the first steps for it, too, and their samples arrive in pinned memory. None: the device is known from the
+        first exchange on.
 
     An exception out of `loader` on one rank ends the pass on all ranks, after the batches before it: that rank raises
     it, the others raise StateError. The balancer cannot be used after it. A batch that the balancer's
@@ -72,7 +73,7 @@ class BalancedLoader(Generic[Batch]):
     per_token, per_sample: together the names of all tensors of a sample. Tensors in per_token have a row for each token
         and are cut where several ranks share the sample. Tensors in per_sample have any shape and go whole to every
         rank that holds a part of the sample. All are dense, on the CPU, of any dtype, without gradients. Tensors that
-        come from other ranks are views of the buffer that received them.
+        come from other ranks are views of the buffer that received them, in pinned memory once an accelerator is known.
     seq_lens: None: the number of rows of the first tensor in per_token.
     sync: as in `knapformer.plan`.
     max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes

@@ -81,6 +81,15 @@ def test_values_can_be_pickled(value: object) -> None:
     assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
 
 
+def test_a_data_mix_can_be_pickled() -> None:
+    """As the workers of a DataLoader with `spawn` get it."""
+    mix = kf.DataMix.parse("g2b4i512f1s0,g1b1i256f20s1", resolution_scale=1.5, max_text_tokens=100)
+    for again in (pickle.loads(pickle.dumps(mix)), copy.deepcopy(mix)):
+        assert [again.draw_lengths(3, step, 6) for step in range(4)] == [
+            mix.draw_lengths(3, step, 6) for step in range(4)
+        ]
+
+
 @pytest.mark.parametrize(
     ("argument", "change"),
     [

@@ -54,6 +54,7 @@ class DataMix {
   std::string str() const;
   std::span<const DataCode> codes() const { return codes_; }
   int32_t num_ranks() const { return num_ranks_; }
+  int64_t max_text_tokens() const { return max_text_tokens_; }
   /// Throws ArgumentError where `num_ranks` is no multiple of the mix's ranks.
   void check_divides(int64_t num_ranks) const;
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer import Sample, StateError
+from knapformer import ArgumentError, Sample, StateError
 from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Samples
 from knapformer.models.layers import Rotation
@@ -82,6 +82,8 @@ class Adapter(ABC):
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
     # The same for other modules of the model. FSDP gathers a module when it is called, not when only its parts are.
     modules: ClassVar[dict[str, PackedForward]] = {}
+    # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared.
+    forwards: ClassVar[tuple[str, ...]] = ()
     # Classes of attention processors that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
 
@@ -123,8 +125,21 @@ class Adapter(ABC):
         """A sample of this size, as `embed` takes it; with of_grids, of the grid grid_of(size.visual_tokens)."""
         raise NotImplementedError
 
+    def check_forward(self, name: str, module: nn.Module) -> None:
+        """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
+        of = next(base.__name__ for base in type(module).__mro__ if "forward" in base.__dict__)
+        if self.forwards and of not in self.forwards:
+            raise ArgumentError(
+                f"{name}: got {type(module).__name__} with the forward of {of}, which a packed call would not compute, "
+                f"expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
+            )
+
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""
+        if getattr(model, "is_cache_enabled", False):
+            raise StateError(
+                "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"
+            )
         for name in self.blocks:
             for i, block in enumerate(getattr(model, name)):
                 for attention in self.attentions:

@@ -84,9 +84,11 @@ def balance(
     packed = list(_modules_of(model, adapter_class))
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
-    called = {id(module) for module in (model, *(module for module, _ in packed))}
+    parts = {id(module) for module, _ in packed}
     for name, module in model.named_modules():
-        if id(module) in called and "forward" in module.__dict__:
+        if id(module) in parts:
+            adapter.check_forward(name, module)
+        if (module is model or id(module) in parts) and "forward" in module.__dict__:
             raise StateError(
                 f"{name or 'transformer'}.forward: got one that was put on the object, expected its class's: call "
                 "accelerate's prepare, and add hooks, after balance()"

@@ -54,6 +54,7 @@ class Flux2(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("guidance",)
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
+    forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012

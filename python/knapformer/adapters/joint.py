@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 
 class JointAdapter(Adapter):
     modules = {"norm_out": final_norm}  # noqa: RUF012
+    forwards: ClassVar[tuple[str, ...]] = ("AdaLayerNormContinuous",)
 
     def home(
         self,

@@ -32,6 +32,7 @@ class QwenImage(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
     optional = ("encoder_hidden_states_mask", "txt_seq_lens")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
+    forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     named_configs = {  # noqa: RUF012
         "qwen-image": {},

@@ -33,6 +33,7 @@ def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointCh
 class StableDiffusion3(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
+    forwards = ("JointTransformerBlock", *JointAdapter.forwards)
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
     min_blocks = 2  # the last one writes no text

@@ -65,6 +65,7 @@ class TorchtitanFlux(JointAdapter):
     batched = required
     blocks = {"double_blocks": double_block, "single_blocks": single_block}  # noqa: RUF012
     modules = {"final_layer": final_layer}  # noqa: RUF012
+    forwards = ("DoubleStreamBlock", "SingleStreamBlock", "LastLayer")
     attentions = ()
     processors = ()
 

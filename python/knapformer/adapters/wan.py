@@ -93,6 +93,7 @@ class Wan(Adapter):
     required = ("hidden_states", "timestep", "encoder_hidden_states")
     optional = ("encoder_hidden_states_image",)
     blocks = {"blocks": block}  # noqa: RUF012
+    forwards = ("WanTransformerBlock",)
     attentions = ("attn1", "attn2")
     processors = ("WanAttnProcessor",)
     text_beside = True

@@ -85,7 +85,7 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     give queries and keys in float32: these would be exchanged in twice the bytes, and no kernel for variable lengths
     takes them."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
@@ -141,6 +141,10 @@ class _Pairing:
         query_parts = q.split([count * length for count, length, _ in self._runs])
         key_sizes = [count * length for count, _, length in self._runs]
         grouped = k.shape[1] != q.shape[1]
+        if grouped and q.device.type != "cpu":
+            # Where no kernel takes grouped heads, as for float32 on CUDA, torch falls back to matrices of all scores.
+            k, v = _for_each_head(q, k, v)
+            grouped = False
         outs = []
         parts = zip(self._runs, query_parts, k.split(key_sizes), v.split(key_sizes), strict=True)
         for (count, query_len, key_len), q_run, k_run, v_run in parts:
@@ -161,8 +165,7 @@ class _Pairing:
             if "enable_gqa" in _kernel_options():
                 options["enable_gqa"] = True
             else:
-                repeats = q.shape[1] // k.shape[1]
-                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+                k, v = _for_each_head(q, k, v)
         run: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
         return run(q, k, v, *self._offsets_on(q.device), max(self._lens[0]), max(self._lens[1]), **options)
 
@@ -174,6 +177,12 @@ class _Pairing:
                 of_queries, of_keys = to_device(torch.stack(ends), device).unbind(0)
             self._offsets[device] = (of_queries, of_keys)
         return self._offsets[device]
+
+
+def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Grouped heads of keys and values, once for each head of the queries."""
+    repeats = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
 
 # A step has as many as its bag has degrees; those of micro-batches in flight are kept, too.

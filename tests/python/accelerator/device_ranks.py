@@ -431,6 +431,23 @@ def tables_of_a_loader(rank: int, world: int, micro_batches: int | None, told: b
     return results
 
 
+def samples_in_pinned_memory(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """For each chunk of a pass: whether another rank loaded it, and whether it lies in pinned memory. Rank 0 loads all
+    samples of a step."""
+    balancer = SequenceBalancer(f"g1n{world}", group=sim.new_group())
+    lens = [40, 30, 20, 10] if rank == 0 else []
+    batches = [[{"x": torch.arange(n, dtype=torch.float32)} for n in lens] for _ in range(3)]
+    loader: Any = BalancedLoader(batches, balancer, 8, per_token=["x"], micro_batches=1, device="sim")
+    chunks = []
+    for samples, _ in loader:
+        for sample, (_, begin, end) in zip(samples, loader.chunks, strict=True):
+            with sim.counted() as counted:
+                on_device = sample["x"].to("sim", non_blocking=True)
+            assert torch.equal(on_device.cpu(), torch.arange(begin, end, dtype=torch.float32))
+            chunks.append((rank > 0, sample["x"].is_pinned() and counted.pageable_copies == []))
+    return chunks
+
+
 def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     """Rank 0 has launched a collective on the device; rank 1 fails, or comes with other tensors. For both cases: what
     this rank raises, and after how many seconds."""

@@ -27,6 +27,7 @@ from accelerator.device_ranks import (
     packed_bytes_of_calls,
     peer_memory_without_the_kernel,
     rotations_agree,
+    samples_in_pinned_memory,
     steps_without_a_cpu_backend,
     tables_of_a_loader,
     transports_agree,
@@ -206,6 +207,13 @@ def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told:
         assert len(on_device.current_devices_of_others) >= (steps - steps_before) * per_step
         assert set(on_device.current_devices_of_others) == {1}
         assert on_cpu.num_by_training_thread == 0 and on_cpu.current_devices_of_others == []
+
+
+def test_samples_of_other_ranks_arrive_in_pinned_memory() -> None:
+    """A copy from other memory makes the host wait. What a rank loads itself stays where its loader put it."""
+    chunks = [chunk for of_rank in run_ranks(samples_in_pinned_memory, 2) for chunk in of_rank]
+    assert {came for came, _ in chunks} == {True, False}
+    assert all(came == pinned for came, pinned in chunks)
 
 
 def test_errors_are_seen_while_the_device_works() -> None:

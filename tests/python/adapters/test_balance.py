@@ -350,6 +350,42 @@ def test_a_class_with_a_forward_of_its_own_needs_an_adapter(monkeypatch: pytest.
     assert knapformer.balance(model) is model
 
 
+def test_a_block_with_a_forward_of_its_own_is_refused() -> None:
+    """A packed call would compute diffusers' block in its place."""
+    model: Any = CASE.make()
+    block = model.transformer_blocks[1]
+
+    class Derived(type(block)):  # type: ignore[misc]
+        pass
+
+    class Gated(Derived):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    block.__class__ = Derived
+    assert knapformer.unbalance(knapformer.balance(model)) is model
+    block.__class__ = Gated
+    message = (
+        "transformer_blocks.1: got Gated with the forward of Gated, which a packed call would not compute, expected "
+        "that of FluxTransformerBlock or"
+    )
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        knapformer.balance(model)
+
+
+def test_a_cache_of_diffusers_is_refused_in_a_packed_call() -> None:
+    """Its hooks take the shapes of diffusers' own calls, or sit on modules that a packed call does not call."""
+    hooks = pytest.importorskip("diffusers.hooks")
+    model: Any = knapformer.balance(CASE.make())
+    samples = samples_of()
+    expected = model(samples)
+    model.enable_cache(hooks.FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(knapformer.StateError, match=r"cache: got one of diffusers, expected none in a packed call"):
+        model(samples)
+    model.disable_cache()
+    assert torch.equal(model(samples)[0], expected[0])
+
+
 @pytest.mark.parametrize("block", [None, 0])
 def test_a_forward_that_was_put_there_before_is_refused(block: int | None) -> None:
     """As accelerate's prepare and hooks put it: a packed call would pass it by."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from knapformer.models.step import PackedStep
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
@@ -87,6 +89,23 @@ def test_attention_is_in_the_dtype_of_autocast(lens: list[int], dtype: torch.dty
         PackedStep(lens, 8).attention(q, k, v, record)  # before the exchange, which then moves no wider numbers
     assert seen == [expected] * 3
     torch.testing.assert_close(whole, varlen_attention(*(t.to(expected) for t in (q, k, v)), lens))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_by_sequence_an_accelerator_gets_as_many_keys_as_queries(device: str) -> None:
+    """For grouped heads in float32 CUDA has no kernel but the one that keeps all scores."""
+
+    class Heads(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                seen.append((args[1].shape[1], args[2].shape[1], kwargs["enable_gqa"]))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[int, int, bool]] = []
+    q, k, v = (torch.ones(5, num_heads, 4, device=device) for num_heads in (6, 2, 2))
+    with Heads():
+        assert varlen_attention(q, k, v, [2, 3]).shape == q.shape
+    assert seen == 2 * [(2, 2, True) if device == "cpu" else (6, 6, False)]
 
 
 def test_attention_names_wrong_lengths() -> None:
