@@ -28,6 +28,15 @@ show_signatures(_torch)
 torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
 
 
+@torch.library.register_fake("knapformer::exchange")
+def _shapes_of_exchange(tensors: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+    """Tracers take all tensors of an operation to be on one device; the host reads parts of an exchange's tables."""
+    differentiable, heads, tables, *others = arguments
+    beside = [table.to(tensors[0].device) for table in tables]
+    shapes: list[torch.Tensor] = torch.ops.knapformer.exchange_shapes(tensors, differentiable, heads, beside, *others)
+    return shapes
+
+
 class SequenceBalancer(_torch.SequenceBalancer):
     """Balances the work of data-parallel ranks: tokens move at the start of the model, and back at its end.
 

@@ -140,7 +140,7 @@ Tensors finish_kernel(const at::Tensor& started, at::TensorList local) {
   return InFlight::of(started).finish(local.vec());
 }
 
-Tensors exchange_meta(const ExchangeArguments& arguments) {
+Tensors shapes_kernel(const ExchangeArguments& arguments) {
   Tensors outputs;
   for (const std::vector<c10::SymInt>& shape : arguments.output_shapes()) {
     outputs.push_back(at::empty_symint(shape, arguments.input_of(outputs.size()).options()));
@@ -386,9 +386,12 @@ TORCH_LIBRARY(knapformer, library) {
   const std::vector<at::Tag> by_host{at::Tag::cudagraph_unsafe};
   library.def(text("exchange", kSchema, " -> Tensor[]").c_str(), by_host);
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
-  library.impl("exchange", c10::DispatchKey::Meta, kernel<exchange_meta>);
   library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
   library.impl("exchange", c10::DispatchKey::FuncTorchBatched, kernel<exchange_vmap>);
+
+  // What tracers are told in place of running it (python/knapformer/balancer.py).
+  library.def(text("exchange_shapes", kSchema, " -> Tensor[]").c_str());
+  library.impl("exchange_shapes", c10::DispatchKey::Meta, kernel<shapes_kernel>);
 
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str(), by_host);
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerator.device_ranks import (
+    compiled_attention_agrees,
     HEAD_BYTES,
     NUM_HEADS,
     ROUTED_BYTES,
@@ -207,6 +208,14 @@ def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told:
         assert len(on_device.current_devices_of_others) >= (steps - steps_before) * per_step
         assert set(on_device.current_devices_of_others) == {1}
         assert on_cpu.num_by_training_thread == 0 and on_cpu.current_devices_of_others == []
+
+
+@pytest.mark.parametrize("topology", ["g2n1", "g2/1n1"])
+def test_a_compiled_graph_holds_exchanges(topology: str) -> None:
+    """Tracers take all tensors of an operation to be on one device; the host reads parts of an exchange's tables."""
+    for of_rank in run_ranks(compiled_attention_agrees, 2, topology):
+        for on_cpu, on_device in of_rank:
+            torch.testing.assert_close(on_device, on_cpu, rtol=1e-5, atol=1e-6)
 
 
 def test_samples_of_other_ranks_arrive_in_pinned_memory() -> None:

@@ -330,11 +330,11 @@ TEST_P(ExchangeEngines, DifferentiatesTwice) {
   });
 }
 
-TEST_P(ExchangeEngines, MetaKernelKnowsShapesAlone) {
+TEST_P(ExchangeEngines, ShapesAreKnownWithoutRunningIt) {
   const World world = make_world({"rows", {{2, 3}, {4, 2}}}, 8);
   const PackedTable table = packed(world.tables[0], GetParam());
   const at::Tensor x = at::empty({5, 7}, at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_shapes", "");
   ExchangeArguments arguments;
   arguments.add(table, {x}, {HeadRole::kNone});
   const OpSegments segments(arguments.segments);
