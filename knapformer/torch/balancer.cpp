@@ -212,6 +212,8 @@ void SequenceBalancer::expect_device(at::Device device) {
 }
 
 const TablesDevice& SequenceBalancer::known_device(at::Device device) {
+  // As tensors name it: "cuda" is the current one.
+  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   const auto known = std::ranges::find(devices_, device, &TablesDevice::device);
   return known == devices_.end() ? devices_.emplace_back(device, options_.engine) : *known;
 }

@@ -28,7 +28,7 @@ show_signatures(_torch)
 torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
 
 
-@torch.library.register_fake("knapformer::exchange")
+@torch.library.register_fake("knapformer::exchange")  # type: ignore[untyped-decorator]
 def _shapes_of_exchange(tensors: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
     """Tracers take all tensors of an operation to be on one device; the host reads parts of an exchange's tables."""
     differentiable, heads, tables, *others = arguments

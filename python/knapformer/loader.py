@@ -120,7 +120,7 @@ class BalancedLoader(Generic[Batch]):
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
         if device is not None:
-            balancer.expect_device(_with_index(torch.device(device)))
+            balancer.expect_device(torch.device(device))
         self._loader = loader
         self._balancer = balancer
         self._d_model = d_model
@@ -345,13 +345,6 @@ class _Source(Generic[Batch]):
         except Exception as error:
             self.error = error
         return Samples(of._fields, [], []), {}
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors on it name it: cuda becomes cuda:0 where that is the current one."""
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:

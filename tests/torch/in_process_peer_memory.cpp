@@ -19,6 +19,7 @@ using c10d::symmetric_memory::SymmetricMemory;
 using c10d::symmetric_memory::SymmetricMemoryAllocator;
 
 std::atomic<int64_t> num_barriers = 0;
+constexpr size_t kOffset = 128;  // of memory in its block
 
 /// Where the ranks of a group show each other a pointer each, again and again.
 class Meeting {
@@ -73,7 +74,7 @@ class Memory final : public SymmetricMemory {
   void** get_buffer_ptrs_dev() override { throw not_needed(); }
   void** get_signal_pad_ptrs_dev() override { throw not_needed(); }
   size_t get_buffer_size() override { throw not_needed(); }
-  size_t get_offset() override { throw not_needed(); }
+  size_t get_offset() override { return kOffset; }
   bool has_multicast_support() override { return false; }
   void* get_multicast_ptr() override { return nullptr; }
   void put_signal(int, int, size_t) override { throw not_needed(); }
@@ -90,13 +91,16 @@ class Memory final : public SymmetricMemory {
 
 class Allocator final : public SymmetricMemoryAllocator {
  public:
+  /// Every other time there is no memory until more has been freed.
   void* alloc(size_t size, int, const std::optional<std::string>&) override {
-    const size_t bytes = (size + 63) / 64 * 64;
-    void* memory = std::aligned_alloc(64, bytes);
-    std::memset(memory, 0xff, bytes);  // what nobody wrote is no number
+    thread_local bool is_full = false;
+    TORCH_CHECK(!(is_full = !is_full), "peer memory: out of memory");
+    const size_t bytes = kOffset + (size + 63) / 64 * 64;
+    auto* block = static_cast<std::byte*>(std::aligned_alloc(64, bytes));
+    std::memset(block, 0xff, bytes);  // what nobody wrote is no number
     const std::lock_guard lock(mutex_);
-    blocks_[memory] = std::shared_ptr<void>(memory, &std::free);
-    return memory;
+    blocks_[block + kOffset] = std::shared_ptr<void>(block, &std::free);
+    return block + kOffset;
   }
   void free(void* memory) override {
     const std::lock_guard lock(mutex_);

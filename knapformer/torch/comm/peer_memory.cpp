@@ -1,6 +1,7 @@
 #include "knapformer/torch/comm/peer_memory.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -19,6 +20,19 @@ constexpr int64_t kKept = 3;
 
 int64_t aligned(int64_t num_bytes) {
   return (num_bytes + PeerMemory::kAlignment - 1) / PeerMemory::kAlignment * PeerMemory::kAlignment;
+}
+
+at::Tensor allocate(int64_t num_bytes, at::Device device) {
+  const auto try_to = [&] {
+    return symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
+  };
+  try {
+    return try_to();
+  } catch (const c10::Error&) {  // out of memory: what is free may lie in torch's cache, from which this does not come
+    auto* const cache = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+    if (cache != nullptr) cache->emptyCache();
+  }
+  return try_to();
 }
 
 }  // namespace
@@ -64,11 +78,12 @@ std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device
     // With room for a longer step, as steps differ.
     region->room = {.num_words = need.num_words, .landing_bytes = aligned(need.landing_bytes + need.landing_bytes / 4)};
     const int64_t num_bytes = region->kept_at() + kKept * region->room.landing_bytes;
-    region->memory =
-        symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
+    region->memory = allocate(num_bytes, device);
     meet(++num_regions_made_);
     region->handle = symmetric_memory::rendezvous(region->memory, group_);
-    for (void* memory : region->handle->get_buffer_ptrs()) region->of_peers.push_back(static_cast<std::byte*>(memory));
+    for (void* block : region->handle->get_buffer_ptrs()) {  // in which the regions begin at an offset
+      region->of_peers.push_back(static_cast<std::byte*>(block) + region->handle->get_offset());
+    }
     region->in_use = true;
     const std::lock_guard lock(mutex_);
     regions_.push_back(region);

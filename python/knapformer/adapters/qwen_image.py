@@ -12,7 +12,7 @@ from torch import Tensor
 from knapformer import ArgumentError, Sample, StateError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.model import Draw
 
@@ -85,8 +85,8 @@ class QwenImage(JointAdapter):
 
     @staticmethod
     def _kept(samples: Samples, text_lens: list[int]) -> Tensor | None:
-        """For each text token whether it is kept, on the CPU, where they are counted. A mask that comes on a device
-        costs a wait."""
+        """For each text token whether it is kept, on the CPU, where they are counted. Masks that come on a device cost
+        a wait."""
         masks = samples.values("encoder_hidden_states_mask")
         if all(mask is None for mask in masks):
             return None
@@ -95,8 +95,8 @@ class QwenImage(JointAdapter):
                 got = tuple(mask.shape)
                 raise ArgumentError(f"samples[{i}]['encoder_hidden_states_mask']: got {got}, expected (1, {length})")
         whole = (torch.ones(length, dtype=torch.bool) for length in text_lens)
-        given = (mask if mask is None else mask.cpu().flatten().bool() for mask in masks)
-        return torch.cat([w if mask is None else mask for mask, w in zip(given, whole, strict=True)])
+        given = zip(masks, whole, strict=True)
+        return torch.cat(on_host([ones if mask is None else mask.flatten().bool() for mask, ones in given]))
 
     @staticmethod
     def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:

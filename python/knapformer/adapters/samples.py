@@ -116,6 +116,16 @@ class Samples:
         return value
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype, on the CPU. Those that lie on a device cost one wait together."""
+    on_device = [tensor for tensor in tensors if not tensor.is_cpu]
+    if not on_device:
+        return list(tensors)
+    packed = torch.cat([tensor.flatten() for tensor in on_device]).cpu()
+    parts = iter(packed.split([tensor.numel() for tensor in on_device]))
+    return [tensor if tensor.is_cpu else next(parts).view(tensor.shape) for tensor in tensors]
+
+
 @dataclass(eq=False)
 class Predictions(Sequence[Tensor]):
     """What diffusers' forward would have returned for each sample, in order; each with its batch of one.

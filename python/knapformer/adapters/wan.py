@@ -26,7 +26,7 @@ from knapformer.adapters.adapter import (
     rotation_rows,
     split_predictions,
 )
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.layers import Rotation, rotate
@@ -196,11 +196,11 @@ class Wan(Adapter):
 
     @staticmethod
     def _times(samples: Samples, lens: list[int]) -> list[Tensor]:
-        """For each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted. A
-        time step that comes on a device costs a wait."""
+        """For each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted.
+        Time steps that come on a device cost a wait."""
+        given = on_host([torch.as_tensor(value).flatten().float() for value in samples.values("timestep")])
         times = []
-        for i, (value, length) in enumerate(zip(samples.values("timestep"), lens, strict=True)):
-            time = torch.as_tensor(value).cpu().flatten().float()
+        for i, (time, length) in enumerate(zip(given, lens, strict=True)):
             if time.numel() not in (1, length):
                 raise ArgumentError(f"samples[{i}]['timestep']: got {time.numel()} numbers, expected 1 or {length}")
             times.append(time.expand(length))

@@ -349,6 +349,23 @@ def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor],
     return outputs[0], outputs[1], counted
 
 
+def waits_for_numbers_of_the_device(rank: int, world: int, name: str) -> list[str]:
+    """Where the host waits in the second call with time steps and masks on the device."""
+    sim.register()
+    model, batch, _, _ = _model_and_batch(name, rank, "sim", torch.float32)
+    for i, sample in enumerate(batch.samples):
+        sample["timestep"] = torch.tensor([0.25 + i / 8], device="sim")
+        if name == "qwen":
+            kept = torch.arange(sample["encoder_hidden_states"].shape[1]) < 4
+            sample["encoder_hidden_states_mask"] = kept.float().unsqueeze(0).to("sim")
+    assert len(batch.samples) > 1
+    with torch.no_grad():
+        for _ in range(2):  # the first one copies tables of positions
+            with sim.counted() as counted:
+                model.transformer(batch.samples)
+    return counted.syncs
+
+
 class VarlenKernel:
     """Stands in for torch's variable-length attention on the device: matrix products that never make the host wait."""
 
@@ -400,12 +417,15 @@ class CopiesOfTables(NamedTuple):
     syncs: list[str]
 
 
-def tables_of_a_loader(rank: int, world: int, micro_batches: int | None, told: bool) -> dict[str, CopiesOfTables]:
-    """Copies by device. told: whether the loader gets the device. Only tables are copied: batches are made on it."""
+def tables_of_a_loader(
+    rank: int, world: int, micro_batches: int | None, told: bool, name: str = "sim:1"
+) -> dict[str, CopiesOfTables]:
+    """Copies on the CPU and on the device of this name. told: whether the loader gets the device. Only tables are
+    copied: batches are made on it."""
     group = sim.new_group()
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = {}
-    for device in ("cpu", "sim:1"):
+    for device in ("cpu", name):
         balancer = SequenceBalancer(f"g{world}n1", group=group)
         options: dict[str, Any] = {"device": device} if told else {}
         loader: Any

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerator.device_ranks import (
-    compiled_attention_agrees,
     HEAD_BYTES,
     NUM_HEADS,
     ROUTED_BYTES,
@@ -17,6 +16,7 @@ from accelerator.device_ranks import (
     a_mistake_where_memory_grows,
     a_model_with_the_kernel_agrees,
     balancers_agree,
+    compiled_attention_agrees,
     devices_mix,
     errors_with_work_in_flight,
     frozen_in_turn_agrees,
@@ -32,6 +32,7 @@ from accelerator.device_ranks import (
     steps_without_a_cpu_backend,
     tables_of_a_loader,
     transports_agree,
+    waits_for_numbers_of_the_device,
 )
 from distributed.ranks import run_ranks
 
@@ -155,6 +156,12 @@ def test_numbers_and_masks_may_be_the_hosts(name: str) -> None:
     assert counted.syncs == [] and counted.pageable_copies == []
 
 
+@pytest.mark.parametrize("name", ["wan-tiny", "qwen"])
+def test_numbers_and_masks_of_the_device_cost_one_wait(name: str) -> None:
+    (waits,) = run_ranks(waits_for_numbers_of_the_device, 1, name)
+    assert len(waits) == 1
+
+
 def test_sums_by_peer_memory_are_the_same_to_the_bit() -> None:
     for by_all_to_all, by_peer_memory in run_ranks(transports_agree, 4):
         assert len(by_all_to_all) == len(by_peer_memory) > 0
@@ -188,17 +195,17 @@ def test_a_loader_that_plans_ahead(world: int) -> None:
             assert torch.equal(on_device, on_cpu)
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(("told", "device"), [(False, "sim:1"), (True, "sim:1"), (True, "sim")])
 @pytest.mark.parametrize("micro_batches", [None, 2])
-def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told: bool) -> None:
+def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told: bool, device: str) -> None:
     """Once the balancer knows the device, from the loader or the first exchange. Where the training thread does not
     wait for their copy, numbers differ: on the simulated device it runs when that is waited for."""
     # Planning of that many steps has begun when the first step computes; none where the loader was told.
     steps_before, per_step = (2, 1) if micro_batches is None else (3, micro_batches)
     if told:
         steps_before = 0
-    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches, told):
-        on_cpu, on_device = of_rank["cpu"], of_rank["sim:1"]
+    for of_rank in run_ranks(tables_of_a_loader, 2, micro_batches, told, device):
+        on_cpu, on_device = of_rank["cpu"], of_rank[device]
         assert len(on_device.values) == len(on_cpu.values) > 0
         assert all(torch.equal(a, b) for a, b in zip(on_device.values, on_cpu.values, strict=True))
         assert on_device.syncs == []
@@ -206,7 +213,7 @@ def test_the_planning_thread_packs_index_tables(micro_batches: int | None, told:
         assert on_device.num_by_training_thread == steps_before * per_step
         # That of the step behind the last, which nobody computes, included where one is planned.
         assert len(on_device.current_devices_of_others) >= (steps - steps_before) * per_step
-        assert set(on_device.current_devices_of_others) == {1}
+        assert set(on_device.current_devices_of_others) == {1 if device == "sim:1" else 0}
         assert on_cpu.num_by_training_thread == 0 and on_cpu.current_devices_of_others == []
 
 
