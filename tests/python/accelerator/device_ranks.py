@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -293,10 +294,12 @@ def models_agree(
     topology: str,
     peer_memory: bool = False,
     dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
-    Steps are checkpointed. They are counted from after the plan to the end of the backward pass.
+    Steps are checkpointed. They are counted from after the plan to the end of the backward pass. compiled: the blocks on
+    the device are.
     """
     group = sim.new_group()
     balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
@@ -305,6 +308,8 @@ def models_agree(
         by_device = {}
         for device in ("cpu", "sim"):
             model, batch, target, config = _model_and_batch(name, rank, device, dtype)
+            for block in itertools.chain(*model.block_lists()) if compiled and device == "sim" else ():
+                block.compile(backend="aot_eager", dynamic=True)
             for step in range(2):  # the second is like every later one
                 model.zero_grad()
                 plan = balancer.plan_routing(batch.seq_lens, config.d_model)

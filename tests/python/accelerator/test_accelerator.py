@@ -92,15 +92,29 @@ def steps_of_models(world: int) -> list[dict[str, Any]]:
 each_model = pytest.mark.parametrize(("world", "name"), [(n, name) for n in MODELS for name in MODELS[n]])
 
 
-@each_model
-def test_a_models_step_is_the_cpus(world: int, name: str) -> None:
-    for of_rank in steps_of_models(world):
+def check_steps_are_the_cpus(steps: list[dict[str, Any]], name: str) -> None:
+    for of_rank in steps:
         out, loss, grads, _ = of_rank[name]["sim", 1]
         cpu_out, cpu_loss, cpu_grads, _ = of_rank[name]["cpu", 1]
         torch.testing.assert_close(out, cpu_out, rtol=1e-5, atol=1e-5)
         assert loss == pytest.approx(cpu_loss, rel=1e-5)
         for parameter, grad in cpu_grads.items():
             assert (grads[parameter] - grad).norm() <= 1e-5 * max(grad.norm(), 1e-3), parameter
+
+
+@each_model
+def test_a_models_step_is_the_cpus(world: int, name: str) -> None:
+    check_steps_are_the_cpus(steps_of_models(world), name)
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "wan-tiny"])
+def test_compiled_blocks_compute_the_same(name: str) -> None:
+    """Exchanges and kernels that take lengths are outside of their graphs, operations of ours inside."""
+    steps = run_ranks(models_agree, 2, [name], "g2n1", False, torch.float32, True, timeout_s=240)
+    check_steps_are_the_cpus(steps, name)
+    for of_rank in steps:
+        counted = of_rank[name]["sim", 1][3]
+        assert counted.syncs == [] and counted.pageable_copies == []
 
 
 @each_model
