@@ -298,8 +298,8 @@ def models_agree(
 ) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
-    Steps are checkpointed. They are counted from after the plan to the end of the backward pass. compiled: the blocks on
-    the device are.
+    Steps are checkpointed. They are counted from after the plan to the end of the backward pass. compiled: the blocks
+    on the device are.
     """
     group = sim.new_group()
     balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
