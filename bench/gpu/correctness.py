@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         checks.append(_check_peer_memory(args))
         agenda.keep({"checks": checks})
     parts.append({"checks": checks, **agenda.result()})
-    check(check_compiled, 1)
     check(check_compiled, num_ranks)
+    check(check_compiled, 1)
     if errors:
         raise errors[0]
     left_out = [thing for part in parts for thing in part["left_out"]]

@@ -94,7 +94,9 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
         (html.escape(device), "device"),
     )
     settings = {
-        part: "; ".join([of["device"], of["environment"]["commit"], _took(of), of["environment"]["time"]])
+        part: "; ".join(
+            [of["device"], of["environment"]["commit"] or "no commit", _took(of), of["environment"]["time"]]
+        )
         for part, of in results.items()
     }
     if error:

@@ -18,11 +18,11 @@ MIXES = ("joint", "mixed", "low")  # the one with the highest published HFU firs
 
 # Seconds after which a part is stopped. The parts that run on one GPU have 9 minutes together.
 LIMITS_S = {
-    "correctness": 130,
+    "correctness": 150,
     "calibrate": 130,
     "packing": 30,
     "launches": 60,
-    "replay": 190,
+    "replay": 170,
     "transport": 60,
     "steps": 400,
 }
@@ -62,7 +62,7 @@ _SIZES = {
         transport_repeats=20,
         replay_model="flux",
         replay_ranks=32,
-        replay=("--repeats", "2", "--warmup", "1"),
+        replay=("--repeats", "1", "--warmup", "1"),
         steps_model="flux",
         steps_mixes=MIXES,
         steps=("--steps", "2", "--warmup", "1"),
@@ -137,19 +137,26 @@ class Agenda:
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
         if in_time:
-            self._write({"left_out": [*self._left_before, f"{thing}, in which the part was stopped, and what follows"]})
+            self._write(f"{thing}, in which the part was stopped, and what follows")
         return bool(in_time)
 
     def keep(self, result: dict[str, Any]) -> None:
         """Saves the results so far, after a thing is done: they stay if the part is stopped in the next thing."""
         self._kept = copy.deepcopy(merged_results(self._before, result, {"done": self.done}))
-        self._write({"left_out": self._left_before})
+        self._write()
 
-    def _write(self, left_out: dict[str, Any]) -> None:
+    def _write(self, *begun: str) -> None:
         import torch.distributed as dist
 
         if not dist.is_initialized() or dist.get_rank() == 0:
+            left_out = {"left_out": [*self._left_before, *self.left_out, *begun]}
             write_atomically(str(self._args.so_far), json.dumps(self._kept | left_out | self._args.stamp))
+
+    def fails(self, thing: str) -> None:
+        """That what began last is not done: a resumed part tries it again."""
+        self.done.remove(thing)
+        self.left_out.append(thing)
+        self._write()
 
     def result(self) -> dict[str, list[str]]:
         return {"done": self.done, "left_out": self.left_out}

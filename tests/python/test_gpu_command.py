@@ -162,7 +162,7 @@ def made_up(modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "made_up", module)
     monkeypatch.setitem(run.PARTS, "packing", "made_up.part")
 
-    def finish(commit: str = "") -> bool:
+    def finish(commit: str | None = "") -> bool:
         args = argparse.Namespace(
             out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
             environment={"time": "", "commit": commit},
@@ -211,6 +211,54 @@ def test_a_part_that_was_stopped_begins_anew_at_another_commit(made_up: Any, tmp
     assert finish("b") and part.begun == ["one", "two", "three", "four"]
     assert of("packing", tmp_path)["done"] == part.begun
     assert finish("c") and part.begun == []  # whole, of whichever commit
+
+
+def test_what_fails_keeps_nothing_else_from_running(made_up: Any, tmp_path: Path) -> None:
+    """And is tried again, alone. Without git there is no commit to name."""
+    part, finish = made_up
+    begun: list[str] = []
+    broken = {"two"}
+
+    def run_part(args: argparse.Namespace) -> dict[str, Any]:
+        agenda, checks = part.settings.Agenda(args), []
+        for thing in ("one", "two", "three"):
+            if not agenda.begins(thing):
+                continue
+            begun.append(thing)
+            if thing in broken:
+                agenda.fails(thing)
+                continue
+            checks.append(check_of(thing))
+            agenda.keep({"checks": checks})
+        if broken:
+            raise RuntimeError("two")
+        return {"checks": checks, **agenda.result()}
+
+    sys.modules["made_up"].part = run_part  # type: ignore[attr-defined]
+    assert not finish(None)
+    failed = of("packing", tmp_path)
+    assert (begun, failed["done"], failed["left_out"]) == (["one", "two", "three"], ["one", "three"], ["two"])
+    (tmp_path / "page").mkdir()
+    written, _ = importlib.import_module("page").write_all({"packing": failed}, tmp_path / "page", "failed: packing")
+    assert "no commit" in next(path for path in written if path.suffix == ".html").read_text()
+    begun.clear()
+    broken.clear()
+    assert finish(None) and begun == ["two"]
+    assert [check["name"] for check in of("packing", tmp_path)["checks"]] == ["one", "three", "two"]
+
+
+def test_work_is_correlated_where_it_differs(modules: ModuleType) -> None:
+    mixes, driver = importlib.import_module("mixes"), importlib.import_module("driver")
+    variant = {"correlation": 0.995, "spread": 0.06, "work_per_rank": [[1.0, 2.0, 3.0]]}
+    assert mixes._work_check("joint", variant) == {
+        "name": "joint: measured seconds with planned work of the ranks, correlation",
+        **driver.at_least(0.995, mixes.CORRELATION_GOAL),
+    }
+    variant["work_per_rank"] = [[1.0, 1.05, 0.95]]
+    assert mixes._work_check("low", variant) == {
+        "name": "low: measured seconds over planned work of the ranks, spread",
+        **driver.at_most(0.06, mixes.SPREAD_GOAL),
+    }
 
 
 def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:
