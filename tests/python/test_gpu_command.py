@@ -247,18 +247,11 @@ def test_what_fails_keeps_nothing_else_from_running(made_up: Any, tmp_path: Path
     assert [check["name"] for check in of("packing", tmp_path)["checks"]] == ["one", "three", "two"]
 
 
-def test_work_is_correlated_where_it_differs(modules: ModuleType) -> None:
-    mixes, driver = importlib.import_module("mixes"), importlib.import_module("driver")
-    variant = {"correlation": 0.995, "spread": 0.06, "work_per_rank": [[1.0, 2.0, 3.0]]}
-    assert mixes._work_check("joint", variant) == {
-        "name": "joint: measured seconds with planned work of the ranks, correlation",
-        **driver.at_least(0.995, mixes.CORRELATION_GOAL),
-    }
-    variant["work_per_rank"] = [[1.0, 1.05, 0.95]]
-    assert mixes._work_check("low", variant) == {
-        "name": "low: measured seconds over planned work of the ranks, spread",
-        **driver.at_most(0.06, mixes.SPREAD_GOAL),
-    }
+def test_replays_are_held_against_planned_work(results: Path) -> None:
+    names = [check["name"] for check in of("replay", results)["checks"]]
+    for mix in DataMix.names():
+        assert f"{mix}: measured seconds with planned work of the ranks, spread" in names
+    assert "mixed: measured seconds with planned work of the ranks, correlation" in names
 
 
 def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:
