@@ -97,8 +97,11 @@ def main() -> None:
 
 
 def choose_device() -> torch.device:
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_local:
+        if num_gpus > 0 and local_rank == 0:
+            print(f"on the CPU: sees {num_gpus} GPUs for {num_local} ranks")
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 import knapformer._torch as _torch
-from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, TrainedModel
+from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, StateError, TrainedModel
 from knapformer.signatures import show_signatures
 
 show_signatures(_torch)
@@ -50,9 +50,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
         1 of its ranks), repeated over the ranks of `group`. None: nested bags over the ranks of each node, as
-        torchrun's LOCAL_WORLD_SIZE counts them. "auto": the balancer takes the best of `knapformer.rank_topologies` for
-        the first lengths that it plans, and keeps it; the attribute `topology` then has its text. A call of
-        `rank_topologies` can take a larger sample of lengths.
+        torchrun, Slurm or MPI count them in the environment. "auto": the balancer takes the best of
+        `knapformer.rank_topologies` for the first lengths that it plans, and keeps it; the attribute `topology` then
+        has its text. A call of `rank_topologies` can take a larger sample of lengths.
     gamma: cost of a FLOP of attention over that of a FLOP of the matrix products: a number, or a
         `knapformer.Calibration`.
     group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
@@ -117,25 +117,55 @@ class SequenceBalancer(_torch.SequenceBalancer):
         return self
 
 
+# Ranks on a node, as torchrun, DeepSpeed, Open MPI, Intel MPI, MPICH and MVAPICH count them.
+_NODE_SIZES = (
+    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"
+)  # fmt: skip
+
+
+def _ranks_per_node(num_ranks: int) -> int | None:
+    """Of the job of `num_ranks` that this process is of; None where nothing says it."""
+    for name in _NODE_SIZES:
+        if size := os.environ.get(name):
+            return int(size)
+    if os.environ.get("SLURM_STEP_NUM_TASKS") != str(num_ranks):
+        return None  # not srun has started the ranks
+    # "8" or "8(x2)"; "8,4" or "8(x2),4" where nodes have unequal numbers.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if "," in tasks:
+        raise ArgumentError(
+            f"topology: got none, for tasks of Slurm on nodes with {tasks}, expected equally many on each node, "
+            "or a topology"
+        )
+    return int(tasks.split("(")[0]) if tasks else None
+
+
 def node_topology(group: dist.ProcessGroup | None = None) -> str:
     """Nested bags over the ranks of each node, with as many degrees as nest, down to 1: g8/4/2/1n1 for 8 ranks.
 
-    group: the ranks. None: the default group, or this process alone. A node has LOCAL_WORLD_SIZE ranks, which
-    torchrun sets; where it is not set, all ranks are taken to be on one node.
+    group: the ranks. None: the default group, or this process alone. How many ranks a node has is what torchrun, Slurm
+        or MPI say in environment variables. Where none says it, all ranks are taken to be on one node.
 
-    Raises ArgumentError where the group's ranks on a node are not one after another, or nodes have unequal numbers of
-    them.
+    Raises ArgumentError where the group's ranks on a node are not one after another, where nodes have unequal numbers
+    of them, or where no variable is set and there are more ranks than this node has accelerators.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    num_ranks = 1 if group is None else group.size()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    members = range(num_ranks) if group is None else dist.get_process_group_ranks(group)
+    members = [0] if group is None else dist.get_process_group_ranks(group)
+    num_ranks = 1 if group is None else dist.get_world_size()
+    per_node = _ranks_per_node(num_ranks)
+    if per_node is None:
+        per_node, num_devices = num_ranks, torch.accelerator.device_count()
+        if 0 < num_devices < num_ranks:
+            raise ArgumentError(
+                f"topology: got none, for {num_ranks} ranks on nodes with {num_devices} accelerators, expected "
+                "LOCAL_WORLD_SIZE in the environment, the number of ranks on a node, or a topology"
+            )
     nodes = [rank // per_node for rank in members]
     on_first = nodes.count(nodes[0])
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(on_first)]:
         raise ArgumentError(
-            f"topology: got none, for ranks on the nodes {nodes} (LOCAL_WORLD_SIZE {per_node}), expected equally many "
+            f"topology: got none, for ranks on the nodes {nodes} ({per_node} ranks a node), expected equally many "
             "on each node, one after another, or a topology"
         )
     degrees = [on_first]
@@ -148,15 +178,33 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of a bag. ranks: as numbered inside `parent`, in order; only these ranks take part in making it."""
     assert parent is not None  # a rank alone has a bag of one, which needs no group
-    if len(ranks) == parent.size():
+    what, backends = f"bag {ranks[0]}-{ranks[-1]}", dist.get_backend_config(parent)
+    if len(ranks) < parent.size():
+        return _subgroup(parent, ranks, what, backends)
+    # Others (FSDP) may use the parent, and a communicator runs one collective after another: attention would wait for
+    # their all-gathers. So a bag of all ranks gets a communicator of its own on accelerators, not where hosts send.
+    of_devices = c10d.BackendConfig(dist.Backend(backends)).get_device_backend_map()
+    of_hosts = of_devices.pop("cpu", None)
+    if of_hosts in of_devices.values() or not of_devices:
         return parent
-    return _subgroup(parent, ranks, f"bag {ranks[0]}-{ranks[-1]}", dist.get_backend_config(parent))
+    group = _subgroup(parent, ranks, what, ",".join(f"{device}:{name}" for device, name in of_devices.items()))
+    cpu = torch.device("cpu")
+    if of_hosts is not None and cpu not in group._device_types:
+        group._register_backend(cpu, dist.Backend.backend_type_map[of_hosts], parent._get_backend(cpu))
+    return group
 
 
 def _cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group over Gloo of all ranks of `parent`, which has no backend for the CPU."""
     assert parent is not None  # a rank alone tells nobody anything
-    return _subgroup(parent, range(parent.size()), "for the CPU", "gloo")
+    try:
+        return _subgroup(parent, range(parent.size()), "for the CPU", "gloo")
+    except RuntimeError as error:
+        raise StateError(
+            "group: got one without a backend for the CPU, and one over Gloo could not be made. Where the name of a "
+            "host leads to its loopback address, set GLOO_SOCKET_IFNAME to the network interface that hosts share "
+            f"({error})"
+        ) from error
 
 
 def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], what: str, backend: str) -> dist.ProcessGroup:

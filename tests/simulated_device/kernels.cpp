@@ -25,6 +25,7 @@ void to_kernel_memory(packing::Address& address) {
 
 void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int64_t num_bytes) {
   Counters& counters = Counters::instance();
+  TORCH_CHECK(!counters.fails_to_pack, "simulated device: out of memory");
   counters.add_launch("knapformer::move_rows");
   counters.packed_bytes += num_bytes;
   std::vector<packing::Source> aligned(work.nbytes() / sizeof(packing::Source) + 1);

@@ -68,15 +68,14 @@ bool has_several_backends(c10d::ProcessGroup& group) {
          });
 }
 
-/// Marks the end of the stream that is current here.
-Patrol::Mark end_of_stream(at::Device device) {
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return [stream]() -> Patrol::IsDone {
-    // Sets this thread's device for good: the thread must open no context on another device.
-    c10::impl::VirtualGuardImpl(stream.device_type()).setDevice(stream.device());
-    const auto event = std::make_shared<c10::Event>(stream.device_type());
-    event->record(stream);
-    return [event] { return event->query(); };
+/// Whether the device has done all work that it was given so far on the stream that is current here.
+Patrol::IsDone end_of_stream(at::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const auto event = std::make_shared<c10::Event>(device.type());
+  event->record(guard.getStream(device));
+  return [event, device, guard] {
+    guard.setDevice(device);  // for good: the asking thread must open no context on another device
+    return event->query();
   };
 }
 
@@ -216,6 +215,15 @@ std::string CommGroup::gradients_of_speaker(const Fingerprint& own, Listening li
   return gradients;
 }
 
+template <class Wait>
+void CommGroup::let_wait(at::Device device, Wait wait) {
+  if (device.is_cpu()) return wait();
+  const auto in_wait = std::make_shared<char>();
+  watchdog_->device_works([in_wait = std::weak_ptr<char>(in_wait)] { return in_wait.expired(); });
+  wait();
+  watchdog_->device_works(end_of_stream(device));
+}
+
 std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need need, at::Device device,
                                                                std::string_view label) {
   // take() makes ranks meet in torch's store, where they do not look for errors of others. So they meet here first.
@@ -235,17 +243,11 @@ std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need 
 
 void CommGroup::wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
-  const at::Device device = lease.memory().device();
-  const auto look_while_it_works = [&] {
-    if (!device.is_cpu()) watchdog_->device_works(end_of_stream(device));
-  };
-  look_while_it_works();
   try {
-    lease.barrier();
+    let_wait(lease.memory().device(), [&] { lease.barrier(); });
   } catch (const std::exception& error) {
     fail(label, error);
   }
-  look_while_it_works();
   counters_.bytes_sent += bytes_sent;
   counters_.num_collectives += 1;
 }
@@ -298,11 +300,12 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     }
     return false;
   };
-  // It is the device that waits: on a GPU after this call, on some backends within it.
-  const bool device_waits = !device.is_cpu() && !on_host;
-  if (device_waits) watchdog_->device_works(end_of_stream(device));
-  watchdog_->wait(label, poll, in_background);
-  if (device_waits) watchdog_->device_works(end_of_stream(device));
+  const auto wait = [&] { watchdog_->wait(label, poll, in_background); };
+  if (on_host) {
+    wait();
+  } else {
+    let_wait(device, wait);
+  }
   if (!in_background) counters_.add_wait_since(wait_begin);
 }
 

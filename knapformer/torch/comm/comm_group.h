@@ -109,6 +109,11 @@ class CommGroup {
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
+  /// Runs `wait`, which makes the device wait for other ranks: on a GPU after it has returned, on some backends, and
+  /// with NCCL's option for blocking waits, within it. A thread looks for errors in both cases.
+  template <class Wait>
+  void let_wait(at::Device device, Wait wait);
+
   /// The process group by which tensors of a device travel. Throws as process_group() does.
   ProcessGroupPtr group_for(at::Device device) const;
 

@@ -16,39 +16,46 @@ Patrol::Patrol(std::function<void()> look, std::function<void(const std::excepti
       interval_(interval),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
-void Patrol::device_works(Mark mark) {
+void Patrol::device_works(IsDone is_done) {
   {
     const std::lock_guard lock(mutex_);
-    mark_ = std::move(mark);
+    newest_.swap(is_done);  // the one before is freed without the lock
   }
   changed_.notify_one();
 }
 
+bool Patrol::sleep(std::chrono::milliseconds time, const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, stop, time, [] { return false; });
+  return !stop.stop_requested();
+}
+
 void Patrol::run(const std::stop_token& stop) {
   const RelaxedCapture relaxed;
-  IsDone is_done;  // none: the device has passed the last mark
-  while (true) {
-    try {
-      {
+  try {
+    IsDone is_done;  // none: the device has passed the last mark
+    while (true) {
+      if (!is_done) {
         std::unique_lock lock(mutex_);
-        if (!is_done && !changed_.wait(lock, stop, [&] { return mark_ != nullptr; })) return;
-        if (!is_done) is_done = std::exchange(mark_, nullptr)();
-        if (changed_.wait_for(lock, stop, interval_, [] { return false; }) || stop.stop_requested()) return;
+        if (!changed_.wait(lock, stop, [&] { return newest_ != nullptr; })) return;
+        is_done.swap(newest_);
       }
+      if (!sleep(interval_, stop)) return;
       if (is_done()) {
         is_done = nullptr;
         continue;
       }
-    } catch (const std::exception& error) {  // as after an error of the device, which the host's next call of it raises
-      TORCH_WARN("knapformer: no longer looks for errors of other ranks while the device works: ", error.what());
-      return;
+      try {
+        look_();
+      } catch (const std::exception& error) {
+        if (!sleep(2 * interval_, stop)) return;
+        if (is_done()) continue;
+        abort_(error);
+        return;
+      }
     }
-    try {
-      look_();
-    } catch (const std::exception& error) {
-      abort_(error);
-      return;
-    }
+  } catch (const std::exception& error) {  // as after an error of the device, which the host's next call of it raises
+    TORCH_WARN("knapformer: no longer looks for errors of other ranks while the device works: ", error.what());
   }
 }
 

@@ -119,9 +119,9 @@ class Watchdog {
   /// Watches a group: first the balancer's, then the bag's where that is another one. abort: ends the group's
   /// collectives in flight.
   void watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort = {});
-  /// To be called when an accelerator was given a collective that no call waits for. From now on a thread looks while
-  /// it is in flight.
-  void device_works(Patrol::Mark mark);
+  /// To be called when an accelerator was given a collective that no call waits for. From now on a thread looks until
+  /// is_done.
+  void device_works(Patrol::IsDone is_done);
   /// Waits in `label` ("route(x)") until poll returns true. Each time poll returns false, looks, and throws what it
   /// finds. poll is given the time that it may take: longer each time, up to a second. in_background: this is not the
   /// thread that makes the calls, so their order is not checked.

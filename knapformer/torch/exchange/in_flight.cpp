@@ -30,16 +30,21 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
   RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
-    group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
     engine_ = make_engine(*call_);
-    if (may_use_peer_memory(*group_, *call_) && call_->bounds_bytes()) {
+    const bool by_peer_memory = may_use_peer_memory(*group_, *call_) && call_->bounds_bytes();
+    if (!by_peer_memory) {
+      call_->allocate_wire();
+      engine_->pack();
+    }
+    // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which it
+    // does in a group's first collective, they do not.
+    group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
+    if (by_peer_memory) {
       call_->use_peer_memory(*group_);
       group_->wait_for_peers(*call_->peer_memory(), 0, arguments.label);
       engine_->pack();
       return;
     }
-    call_->allocate_wire();
-    engine_->pack();
     at::Tensor received = call_->received(), sent = call_->sent();
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
     engine_->move_own();

@@ -72,14 +72,14 @@ def check_ranks(asked: int | None) -> int:
     return num_ranks
 
 
-def check_device(name: str, num_local: int) -> bool:
-    """Whether this machine has a GPU for each of its ranks. Raises ArgumentError where not, if name is "cuda"."""
+def check_device(name: str, num_local: int) -> int:
+    """How many GPUs this machine has. Raises ArgumentError where name is "cuda" and they are too few for its ranks."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and num_gpus < num_local:
         raise ArgumentError(f"device: got 'cuda', expected 'cpu': {num_gpus} GPUs for {num_local} ranks")
-    return num_gpus >= num_local
+    return num_gpus
 
 
 def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> None:

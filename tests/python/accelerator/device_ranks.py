@@ -89,6 +89,33 @@ def balancers_agree(
     return results
 
 
+def attention_beside_others(rank: int, world: int, topologies: list[str]) -> list[list[tuple[Tensor, Tensor]]]:
+    """By topology, results on the CPU and on the device, where a collective of another user of the group ends only
+    after attention: FSDP's next all-gather may be as late."""
+    group = sim.new_group()
+
+    def step(topology: str) -> list[tuple[Tensor, Tensor]]:
+        balancer = SequenceBalancer(topology, group=group)
+        lens = lens_of(rank)
+        balancer.plan_routing(lens, 24)
+
+        def attention(device: str) -> Tensor:
+            rows = balancer.chunk_lens.sum().item()
+            q = (torch.arange(rows * 24.0).view(-1, 6, 4) / 100 + rank).to(device)
+            return balancer.attention(q, q, q.sin(), _reads_all).cpu()
+
+        on_cpu = attention("cpu")
+        other = torch.ones(4, device="sim")
+        begun = dist.all_reduce(other, group=group, async_op=True) if rank == 0 else None
+        on_device = attention("sim")
+        begun = begun or dist.all_reduce(other, group=group, async_op=True)
+        assert begun is not None
+        begun.wait()
+        return [(on_cpu, on_device), (torch.full((4,), float(world)), other.cpu())]
+
+    return [step(topology) for topology in topologies]
+
+
 def frozen_in_turn_agrees(rank: int, world: int, peer_memory: bool) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
     """What makes x is frozen in turn, where all ranks but the last have no rows. Gradients on the last rank, paired
     with those that a rank alone would have; and what made the host wait for the device."""
@@ -529,6 +556,21 @@ def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, st
         with contextlib.suppress(Exception):
             balancer.plan_routing([1], 4)
     return raised
+
+
+def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
+    """Rank 1 runs out of memory in the group's first exchange. What this rank raises, and how many collectives it has
+    launched."""
+    balancer, message = SequenceBalancer("g1n2", group=sim.new_group()), ""
+    balancer.plan_routing([8] if rank == 0 else [2], 4)
+    x = torch.ones(8 if rank == 0 else 2, 4).to("sim")
+    sim.register().fail_to_pack(rank == 1)
+    with sim.counted() as counted:
+        try:
+            balancer.route(x)
+        except Exception as error:
+            message = str(error)
+    return message, counted.collectives
 
 
 def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float]:

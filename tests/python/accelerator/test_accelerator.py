@@ -15,6 +15,8 @@ from accelerator.device_ranks import (
     PackedBytes,
     a_mistake_where_memory_grows,
     a_model_with_the_kernel_agrees,
+    a_rank_that_cannot_pack,
+    attention_beside_others,
     balancers_agree,
     compiled_attention_agrees,
     devices_mix,
@@ -239,6 +241,13 @@ def test_a_compiled_graph_holds_exchanges(topology: str) -> None:
             torch.testing.assert_close(on_device, on_cpu, rtol=1e-5, atol=1e-6)
 
 
+def test_attention_waits_for_no_other_user_of_the_group() -> None:
+    """A communicator runs one collective after another; a bag of all ranks has one of its own."""
+    for of_rank in run_ranks(attention_beside_others, 2, ["g2n1", "g2/1n1"], timeout_s=90):
+        for on_cpu, on_device in (pair for pairs in of_rank for pair in pairs):
+            torch.testing.assert_close(on_device, on_cpu)
+
+
 def test_samples_of_other_ranks_arrive_in_pinned_memory() -> None:
     """A copy from other memory makes the host wait. What a rank loads itself stays where its loader put it."""
     chunks = [chunk for of_rank in run_ranks(samples_in_pinned_memory, 2) for chunk in of_rank]
@@ -253,6 +262,13 @@ def test_errors_are_seen_while_the_device_works() -> None:
     for name, words in wanted.items():
         kind, message, seconds = of_waiting[name]
         assert kind == "ArgumentError" and words in message and seconds < 10, of_waiting
+
+
+def test_no_collective_begins_before_all_ranks_have_packed() -> None:
+    """In its first one a backend opens connections, and a host that waits there for a failed rank hears nothing."""
+    of_waiting, of_failed = run_ranks(a_rank_that_cannot_pack, 2)
+    assert "rank 1: simulated device: out of memory" in of_waiting[0] and "out of memory" in of_failed[0]
+    assert of_waiting[1] == of_failed[1] == 0
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from command_ranks import simulate
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
+from knapformer.tools.measure.device import use_device
 from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
 from knapformer.tools.simulate.variants import EQUAL_LENGTHS
 from knapformer.tools.simulate.worker import joined
@@ -244,6 +245,17 @@ def test_a_signal_ends_the_run_and_its_ranks(number: int, status: int, words: st
     out, err = run.communicate(timeout=300)  # returns once no rank holds the pipes
     assert (run.returncode, out) == (status, "") and words in err.splitlines()[-1] and "Traceback" not in err
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_it_says_that_there_are_too_few_gpus(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert use_device("auto", torch.get_num_threads(), local_rank, num_local=2) == torch.device("cpu")
+    said = capsys.readouterr().err
+    assert said == ("" if local_rank else "knapformer: runs on the CPU, as it sees 1 GPUs for 2 ranks\n")
 
 
 def test_devices_that_are_not_there() -> None:

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <semaphore>
 #include <stdexcept>
 #include <string>
 
@@ -21,8 +23,8 @@ using std::chrono::milliseconds;
 struct Device {
   std::atomic<int> given = 0, done = 0;
 
-  Patrol::Mark mark() {
-    return [this]() -> Patrol::IsDone { return [this, until = given.load()] { return done >= until; }; };
+  Patrol::IsDone mark() {
+    return [this, until = given.load()] { return done >= until; };
   }
 };
 
@@ -31,7 +33,9 @@ struct Watch {
   std::atomic<int> num_looks = 0, num_aborts = 0;
   std::atomic<bool> others_failed = false;
   std::string seen;
+  std::function<void()> during_look = [] {};
   Patrol patrol{[this] {
+                  during_look();
                   ++num_looks;
                   if (others_failed) throw std::runtime_error("rank 1: no");
                 },
@@ -58,23 +62,42 @@ struct Watch {
 };
 
 TEST(Patrol, EndsWhereTheDeviceFails) {
-  for (const bool at_mark : {true, false}) {
-    Watch watch;
-    std::atomic<bool> failed = false;
-    const auto fail = [&]() -> bool {
-      failed = true;
-      throw std::runtime_error("CUDA error: an illegal memory access was encountered");
-    };
-    watch.patrol.device_works([&]() -> Patrol::IsDone {
-      if (at_mark) fail();
-      return fail;
-    });
-    EXPECT_TRUE(watch.comes([&] { return failed.load(); }));
+  Watch watch;
+  std::atomic<bool> failed = false;
+  watch.patrol.device_works([&]() -> bool {
+    failed = true;
+    throw std::runtime_error("CUDA error: an illegal memory access was encountered");
+  });
+  EXPECT_TRUE(watch.comes([&] { return failed.load(); }));
+  watch.give();
+  std::this_thread::sleep_for(milliseconds(50));  // in which a patrol that goes on would look many times
+  EXPECT_EQ(watch.num_looks, 0);
+  EXPECT_EQ(watch.num_aborts, 0);
+}
+
+TEST(Patrol, ADeviceThatIsSlowToAnswerKeepsNoHost) {
+  Watch watch;
+  std::binary_semaphore asked{0}, answers{0};
+  watch.patrol.device_works([&] {
+    asked.release();
+    answers.acquire();
+    return true;
+  });
+  asked.acquire();
+  watch.give();  // would never return if the patrol asked with its lock held
+  answers.release();
+  EXPECT_TRUE(watch.comes([&] { return watch.num_looks > 0; }));
+}
+
+TEST(Patrol, AHostThatComesByItselfKeepsItsGroups) {
+  Watch watch;
+  watch.others_failed = true;
+  watch.during_look = [&] { watch.device.done = watch.device.given.load(); };
+  for (int looks = 1; looks <= 2; ++looks) {  // so the first error was no reason to end
     watch.give();
-    std::this_thread::sleep_for(milliseconds(50));  // in which a patrol that goes on would look many times
-    EXPECT_EQ(watch.num_looks, 0);
-    EXPECT_EQ(watch.num_aborts, 0);
+    EXPECT_TRUE(watch.comes([&] { return watch.num_looks == looks; }));
   }
+  EXPECT_EQ(watch.num_aborts, 0);
 }
 
 TEST(Patrol, LooksWhileTheDeviceWorksAndEndsItsWorkOnceAnErrorIsSeen) {

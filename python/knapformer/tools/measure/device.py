@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -21,11 +22,13 @@ def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1)
 
     name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". Raises ArgumentError where CUDA lacks devices.
     """
-    enough = check_device(name, num_local)
-    if name == "cuda" or (name == "auto" and enough):
+    num_gpus = check_device(name, num_local)
+    if name == "cuda" or (name == "auto" and num_gpus >= num_local):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device
+    if name == "auto" and num_gpus > 0 and local_rank == 0:
+        print(f"knapformer: runs on the CPU, as it sees {num_gpus} GPUs for {num_local} ranks", file=sys.stderr)
     torch.set_num_threads(threads)
     return torch.device("cpu")
 
