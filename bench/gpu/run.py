@@ -27,6 +27,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -117,7 +118,6 @@ def look_at_device(args: argparse.Namespace) -> str | None:
     """Sets args.environment, num_devices, device_name and peak_tflops. Returns what is wrong with the arguments, or
     None."""
     from driver import PRELOADED, on_ranks
-    from knapformer.tools.measure.figures import PEAK_TFLOPS
     from settings import sizes_of
 
     if args.ranks < 1 or args.ranks & (args.ranks - 1):
@@ -134,10 +134,17 @@ def look_at_device(args: argparse.Namespace) -> str | None:
         seen = f"torch {args.environment['torch']} sees {args.num_devices}"
         return f"RANKS: got {args.ranks}, expected a GPU for each, and {seen}; DEVICE=cpu runs the same lines there"
     args.device_name = str(args.environment["accelerator"] or args.environment["processor"])
-    words = args.device_name.lower()
-    known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split("-"))]
-    args.peak_tflops = PEAK_TFLOPS[max(known, key=len)] if known and args.device == "cuda" else None
+    args.peak_tflops = peak_tflops(args.device_name) if args.device == "cuda" else None
     return None
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """As torch names the device: "NVIDIA H100 80GB HBM3". None for one whose peak is not known, such as "H100 NVL"."""
+    from knapformer.tools.measure.figures import PEAK_TFLOPS
+
+    words = set(re.findall("[a-z0-9]+", device_name.lower()))
+    known = [name for name in PEAK_TFLOPS if words.issuperset(name.split("-"))]
+    return PEAK_TFLOPS[max(known, key=len)] if known and "nvl" not in words else None
 
 
 def describe_rank(args: argparse.Namespace) -> Any:

@@ -349,3 +349,21 @@ def test_what_is_installed(modules: ModuleType, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     build.install()
     assert "torch" in commands[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        *(
+            (name, None)
+            for name in ("NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090")
+        ),
+    ],
+)
+def test_the_peak_of_a_device_is_its_own(device: str, peak: float | None, modules: ModuleType) -> None:
+    assert importlib.import_module("run").peak_tflops(device) == peak
