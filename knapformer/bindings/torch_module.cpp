@@ -105,6 +105,14 @@ PYBIND11_MODULE(_torch, m) {
   py::module_::import("knapformer._core");   // Plan, and how errors translate
   py::module_::import("torch.distributed");  // ProcessGroup
   bind_planning_ahead(m);
+  m.def(
+      "refuse_balancer",
+      [](const GivenGroup& group, const std::string& message) {
+        SequenceBalancer::refuse(group_from(group), ArgumentError(message));
+      },
+      py::arg("group"), py::arg("message"),
+      R"(Tells the other ranks of the group, which are making a balancer, that this one makes none: they raise
+ArgumentError with this message. Not collective.)");
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
   bind_exchanges(balancer);

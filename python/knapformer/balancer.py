@@ -10,7 +10,7 @@ import atexit
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, SupportsFloat, cast
+from typing import Any, NamedTuple, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,14 @@ class SequenceBalancer(_torch.SequenceBalancer):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         _release_groups_at_exit(os.getpid())
+        if topology is None:
+            try:
+                topology = node_topology(group)
+            except ArgumentError as error:
+                _torch.refuse_balancer(group, str(error))
+                raise
         super().__init__(
-            node_topology(group) if topology is None else topology,
+            topology,
             gamma=gamma,
             solver=solver,
             effort=effort,
@@ -117,27 +123,45 @@ class SequenceBalancer(_torch.SequenceBalancer):
         return self
 
 
-# Ranks on a node, as torchrun, DeepSpeed, Open MPI, Intel MPI, MPICH and MVAPICH count them.
-_NODE_SIZES = (
-    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"
-)  # fmt: skip
+class _Launcher(NamedTuple):
+    """The environment variables by which a launcher says how its ranks lie on nodes."""
+
+    num_ranks: str
+    per_node: str
+    local_rank: str | None = None  # of launchers that may number ranks across nodes in turn
 
 
-def _ranks_per_node(num_ranks: int) -> int | None:
-    """Of the job of `num_ranks` that this process is of; None where nothing says it."""
-    for name in _NODE_SIZES:
-        if size := os.environ.get(name):
-            return int(size)
-    if os.environ.get("SLURM_STEP_NUM_TASKS") != str(num_ranks):
-        return None  # not srun has started the ranks
-    # "8" or "8(x2)"; "8,4" or "8(x2),4" where nodes have unequal numbers.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if "," in tasks:
-        raise ArgumentError(
-            f"topology: got none, for tasks of Slurm on nodes with {tasks}, expected equally many on each node, "
-            "or a topology"
-        )
-    return int(tasks.split("(")[0]) if tasks else None
+_LAUNCHERS = (
+    _Launcher("WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun
+    _Launcher("WORLD_SIZE", "LOCAL_SIZE"),  # DeepSpeed
+    _Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    _Launcher("PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # Intel MPI, MPICH
+    _Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH
+    _Launcher("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),  # srun: "8", "8(x2)", "8(x2),4"
+)
+
+
+def _ranks_per_node(rank: int, num_ranks: int) -> int | None:
+    """As the launcher of this rank of `num_ranks` says; None where none says it of so many ranks."""
+    of = os.environ
+    for launcher in _LAUNCHERS:
+        if launcher.per_node not in of or of.get(launcher.num_ranks, str(num_ranks)) != str(num_ranks):
+            continue
+        of_nodes = of[launcher.per_node]
+        if "," in of_nodes:
+            raise ArgumentError(
+                f"topology: got none, for nodes with {of_nodes} ranks ({launcher.per_node}), expected equally many on "
+                "each node, or a topology"
+            )
+        per_node = int(of_nodes.split("(")[0])
+        local_rank = int(of.get(launcher.local_rank or "", rank % per_node))
+        if local_rank != rank % per_node:
+            raise ArgumentError(
+                f"topology: got none, for rank {rank}, which is number {local_rank} on its node "
+                f"({launcher.local_rank}), expected {per_node} ranks one after another on each node, or a topology"
+            )
+        return per_node
+    return None
 
 
 def node_topology(group: dist.ProcessGroup | None = None) -> str:
@@ -147,19 +171,19 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
         or MPI say in environment variables. Where none says it, all ranks are taken to be on one node.
 
     Raises ArgumentError where the group's ranks on a node are not one after another, where nodes have unequal numbers
-    of them, or where no variable is set and there are more ranks than this node has accelerators.
+    of them, or where no variable is set and the ranks, on accelerators, are more than the accelerators of this node.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     members = [0] if group is None else dist.get_process_group_ranks(group)
-    num_ranks = 1 if group is None else dist.get_world_size()
-    per_node = _ranks_per_node(num_ranks)
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+    per_node = _ranks_per_node(rank, num_ranks)
     if per_node is None:
         per_node, num_devices = num_ranks, torch.accelerator.device_count()
-        if 0 < num_devices < num_ranks:
+        if group is not None and _accelerator_backends(group) and num_devices < num_ranks:
             raise ArgumentError(
-                f"topology: got none, for {num_ranks} ranks on nodes with {num_devices} accelerators, expected "
-                "LOCAL_WORLD_SIZE in the environment, the number of ranks on a node, or a topology"
+                f"topology: got none, for {num_ranks} ranks, of which this one sees {num_devices} accelerators, "
+                "expected LOCAL_WORLD_SIZE in the environment, the number of ranks on a node, or a topology"
             )
     nodes = [rank // per_node for rank in members]
     on_first = nodes.count(nodes[0])
@@ -178,20 +202,31 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
 def _bag_group(parent: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of a bag. ranks: as numbered inside `parent`, in order; only these ranks take part in making it."""
     assert parent is not None  # a rank alone has a bag of one, which needs no group
-    what, backends = f"bag {ranks[0]}-{ranks[-1]}", dist.get_backend_config(parent)
+    what = f"bag {ranks[0]}-{ranks[-1]}"
     if len(ranks) < parent.size():
-        return _subgroup(parent, ranks, what, backends)
+        return _subgroup(parent, ranks, what, dist.get_backend_config(parent))
     # Others (FSDP) may use the parent, and a communicator runs one collective after another: attention would wait for
     # their all-gathers. So a bag of all ranks gets a communicator of its own on accelerators, not where hosts send.
-    of_devices = c10d.BackendConfig(dist.Backend(backends)).get_device_backend_map()
-    of_hosts = of_devices.pop("cpu", None)
-    if of_hosts in of_devices.values() or not of_devices:
+    backends = _accelerator_backends(parent)
+    if not backends:
         return parent
-    group = _subgroup(parent, ranks, what, ",".join(f"{device}:{name}" for device, name in of_devices.items()))
+    group = _subgroup(parent, ranks, what, ",".join(f"{device}:{name}" for device, name in backends.items()))
     cpu = torch.device("cpu")
-    if of_hosts is not None and cpu not in group._device_types:
-        group._register_backend(cpu, dist.Backend.backend_type_map[of_hosts], parent._get_backend(cpu))
+    if cpu not in group._device_types:
+        of_hosts = (parent if cpu in parent._device_types else _cpu_group(parent))._get_backend(cpu)
+        types, custom = dist.Backend.backend_type_map, dist.ProcessGroup.BackendType.CUSTOM
+        group._register_backend(cpu, types.get(of_hosts.name(), custom), of_hosts)
     return group
+
+
+def _accelerator_backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Names of backends, by type of device, without one that also serves the CPU, as Gloo may. None of a group that
+    torch.distributed did not make."""
+    if group not in c10d._world.pg_map:
+        return {}
+    backends = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+    of_hosts = backends.pop("cpu", None)
+    return {device: str(name) for device, name in backends.items() if name != of_hosts}
 
 
 def _cpu_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

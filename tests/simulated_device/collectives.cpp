@@ -21,6 +21,8 @@ Gate& gate() {
   return *instance;
 }
 
+std::atomic<bool> hosts_run_ahead = false;
+
 std::byte* memory_of(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), "simulated device: expected a contiguous tensor");
   if (tensor.is_cpu()) return static_cast<std::byte*>(tensor.data_ptr());
@@ -35,6 +37,8 @@ void hold_collectives(bool held) {
   gate().changed.notify_all();
 }
 
+void let_hosts_run_ahead(bool ahead) { hosts_run_ahead = ahead; }
+
 struct LateCollectives::Task final : c10d::Work {
   at::Tensor input, output;
   std::function<void(at::Tensor&, at::Tensor&)> run;
@@ -42,6 +46,7 @@ struct LateCollectives::Task final : c10d::Work {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
+  int64_t num_left_waiting = 0;  // waits that the host did not stay for
   std::exception_ptr error;
 
   bool isCompleted() override {
@@ -57,6 +62,11 @@ struct LateCollectives::Task final : c10d::Work {
       ~Counted() { ++Counters::instance().waits_ended; }
     } const counted;
     std::unique_lock lock(mutex);
+    if (hosts_run_ahead && !done) {
+      ++Counters::instance().waits_begun;
+      ++num_left_waiting;
+      return true;
+    }
     const auto is_done = [&] { return done; };
     if (timeout == kNoTimeout) {
       changed.wait(lock, is_done);
@@ -72,6 +82,7 @@ struct LateCollectives::Task final : c10d::Work {
     if (done) return;  // aborted
     error = std::move(with);
     done = true;
+    Counters::instance().waits_ended += num_left_waiting;
     input.reset();
     output.reset();
     changed.notify_all();

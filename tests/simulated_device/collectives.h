@@ -16,6 +16,9 @@ namespace simulated_device {
 
 /// With true, collectives that have not begun do not begin until this is called with false.
 void hold_collectives(bool held);
+/// With true, waits for collectives return at once, as on a GPU. Events recorded behind a wait tell when it would have
+/// ended. What is computed meanwhile is wrong.
+void let_hosts_run_ahead(bool ahead);
 
 /// Stages device memory through the hosts' own backend.
 class LateCollectives final : public c10d::Backend {

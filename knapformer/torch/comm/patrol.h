@@ -6,8 +6,8 @@
 // a waiting call does (watchdog.h). If it finds one, and two seconds later the device has still not come by, it ends
 // the collectives in flight: a host that waits for the device comes back, and the next call on the balancer raises.
 //
-// The host marks these places itself, and no lock is held while anything is asked of a device: a mark may wait for room
-// in a launch queue, and if the device hangs, that wait never ends.
+// The host marks these places itself, and no lock is held while anything is asked of a device: if it hangs, what waits
+// for room in its launch queue waits forever.
 #pragma once
 
 #include <chrono>

@@ -101,20 +101,25 @@ void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group, std::function<v
 }
 
 void Watchdog::device_works(Patrol::IsDone is_done) {
-  const std::lock_guard lock(mutex_);
-  if (!patrol_) {
-    const auto abort = [this](const std::exception& error) {
-      post(error);
-      TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
-      // All at once: the end of one group's communicators may wait for what hangs on another's.
-      std::vector<std::jthread> aborts;
-      for (size_t i = 0; i < num_groups_; ++i) {
-        if (groups_[i].abort) aborts.emplace_back(groups_[i].abort);
-      }
-    };
-    patrol_ = owned_by_this_process(std::make_unique<Patrol>([this] { look(); }, abort));
+  std::shared_ptr<Patrol> patrol;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!patrol_) {
+      const auto look = [this] { guard([this] { this->look(); }); };
+      patrol_ = owned_by_this_process(std::make_unique<Patrol>(look, [this](const auto& error) { abort(error); }));
+    }
+    patrol = patrol_;
   }
-  patrol_->device_works(std::move(is_done));
+  patrol->device_works(std::move(is_done));
+}
+
+void Watchdog::abort(const std::exception& error) {
+  TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
+  // All at once: the end of one group's communicators may wait for what hangs on another's.
+  std::vector<std::jthread> aborts;
+  for (size_t i = 0; i < num_groups_; ++i) {
+    if (groups_[i].abort) aborts.emplace_back(groups_[i].abort);
+  }
 }
 
 void Watchdog::leave(bool at_end) noexcept {

@@ -140,6 +140,8 @@ class Watchdog {
     std::array<int64_t, kMaxGroups> counts = {};  // calls begun, by group
     std::string call;                             // the one that the rank waits in; empty: none
   };
+  /// Ends all groups' collectives in flight, because of this error.
+  void abort(const std::exception& error);
   std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
   Position position(const std::string& call) const;
   std::optional<Position> position_of(int32_t rank, std::string_view note) const;

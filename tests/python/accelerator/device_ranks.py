@@ -92,9 +92,9 @@ def balancers_agree(
 def attention_beside_others(rank: int, world: int, topologies: list[str]) -> list[list[tuple[Tensor, Tensor]]]:
     """By topology, results on the CPU and on the device, where a collective of another user of the group ends only
     after attention: FSDP's next all-gather may be as late."""
-    group = sim.new_group()
 
-    def step(topology: str) -> list[tuple[Tensor, Tensor]]:
+    def step(topology: str, backend: str) -> list[tuple[Tensor, Tensor]]:
+        group = sim.new_group(backend=backend)
         balancer = SequenceBalancer(topology, group=group)
         lens = lens_of(rank)
         balancer.plan_routing(lens, 24)
@@ -113,7 +113,7 @@ def attention_beside_others(rank: int, world: int, topologies: list[str]) -> lis
         begun.wait()
         return [(on_cpu, on_device), (torch.full((4,), float(world)), other.cpu())]
 
-    return [step(topology) for topology in topologies]
+    return [step(topology, backend) for topology in topologies for backend in ("cpu:gloo,sim:late", "sim:late")]
 
 
 def frozen_in_turn_agrees(rank: int, world: int, peer_memory: bool) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
@@ -532,10 +532,10 @@ def compiled_attention_agrees(rank: int, world: int, topology: str) -> list[tupl
 
 
 def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
-    """Rank 0 has launched a collective on the device; rank 1 fails, or comes with other tensors. For both cases: what
-    this rank raises, and after how many seconds."""
+    """Rank 0 has launched a collective on the device; rank 1 fails, or comes with other tensors, while rank 0 waits in
+    the collective, or for the device. For all cases: what this rank raises, and after how many seconds."""
     raised = {}
-    for name in ("failed", "differs"):
+    for name in ("failed", "differs", "failed, ahead", "differs, ahead"):
         group = sim.new_group()
         balancer = SequenceBalancer("g1n2", group=group)
         x = torch.ones(8 if rank == 0 else 2, 4, device="sim")
@@ -544,18 +544,33 @@ def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, st
             balancer.route(x)
         balancer.plan_routing([8, 8] if rank == 0 else [], 4)
         own = torch.ones(16 if rank == 0 else 0, 4, device="sim")
+        runs_ahead = rank == 0 and name.endswith("ahead")
+        sim.register().let_hosts_run_ahead(runs_ahead)
         begin = time.monotonic()
         try:
-            if name == "failed":
+            if name.startswith("failed"):
                 balancer.route(own if rank == 0 else torch.ones(3, 4, device="sim"))
             else:
                 balancer.route(own, [own] if rank == 1 else [])
+            if runs_ahead:
+                _wait_for_device()
+                balancer.plan_routing([1], 4)
             raised[name] = ("", "", 0.0)
         except Exception as error:
             raised[name] = (type(error).__name__, str(error), time.monotonic() - begin)
+        sim.register().let_hosts_run_ahead(False)
         with contextlib.suppress(Exception):
             balancer.plan_routing([1], 4)
     return raised
+
+
+def _wait_for_device() -> None:
+    """As loss.item() waits on a GPU: outside of the balancer."""
+    event = torch.Event(device="sim")
+    event.record()
+    give_up = time.monotonic() + 60
+    while not event.query() and time.monotonic() < give_up:
+        time.sleep(0.001)
 
 
 def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:

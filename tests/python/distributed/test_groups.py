@@ -168,3 +168,15 @@ def _make_without_an_interface(rank: int, world_size: int) -> str:
 def test_the_group_for_the_cpu_says_what_it_needs() -> None:
     for message in run_ranks(_make_without_an_interface, 2):
         assert "set GLOO_SOCKET_IFNAME to the network interface that hosts share" in message
+
+
+def _on_a_group_of_its_own(rank: int, world_size: int) -> None:
+    store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroup(store, rank, world_size)
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    _step(SequenceBalancer("g2n1", group=group))
+
+
+def test_a_group_that_torch_distributed_did_not_make() -> None:
+    run_ranks(_on_a_group_of_its_own, 2)

@@ -41,48 +41,84 @@ def test_bags_are_the_ranks_of_a_node() -> None:
         assert used == "g2/1n1"  # repeated: two nodes
 
 
-def _srun(num_tasks: int, per_node: str) -> dict[str, str]:
-    return {"SLURM_STEP_NUM_TASKS": str(num_tasks), "SLURM_STEP_TASKS_PER_NODE": per_node}
+def _srun(num_tasks: int, per_node: str, local: int = 3) -> dict[str, str]:
+    """As rank 3 gets it."""
+    of_step = {"SLURM_STEP_NUM_TASKS": str(num_tasks), "SLURM_STEP_TASKS_PER_NODE": per_node}
+    return of_step | {"SLURM_LOCALID": str(local)}
+
+
+def _mpirun(num_ranks: int, per_node: int, local: int = 3) -> dict[str, str]:
+    values = {"SIZE": num_ranks, "LOCAL_SIZE": per_node, "LOCAL_RANK": local}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
 STARTERS: dict[str, tuple[dict[str, str], str]] = {
     "nobody says": ({}, "g8/4/2/1n1"),
     "torchrun, within Slurm": ({"LOCAL_WORLD_SIZE": "2", **_srun(8, "4(x2)")}, "g2/1n1"),
+    "DeepSpeed": ({"WORLD_SIZE": "8", "LOCAL_SIZE": "4", "LOCAL_RANK": "3"}, "g4/2/1n1"),
     "srun on one node": (_srun(8, "8"), "g8/4/2/1n1"),
     "srun on nodes": (_srun(8, "4(x2)"), "g4/2/1n1"),
-    "srun of one task, which starts the ranks": (_srun(1, "1"), "g8/4/2/1n1"),
-    "srun on unequal nodes": (_srun(8, "3(x2),2"), "Slurm on nodes with 3(x2),2"),
-    "mpirun": ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "g4/2/1n1"),
+    "srun of one task, which starts the ranks": (_srun(1, "1", 0), "g8/4/2/1n1"),
+    "srun on unequal nodes": (_srun(8, "3(x2),2"), "for nodes with 3(x2),2 ranks (SLURM_STEP_TASKS_PER_NODE)"),
+    "srun, node by node": (_srun(8, "4(x2)", 1), "rank 3, which is number 1 on its node (SLURM_LOCALID)"),
+    "mpirun": (_mpirun(8, 4), "g4/2/1n1"),
+    "mpirun of a process a node, which starts the ranks": (_mpirun(2, 1, 0), "g8/4/2/1n1"),
+    "mpirun, node by node": (_mpirun(8, 4, 1), "rank 3, which is number 1 on its node (OMPI_COMM_WORLD_LOCAL_RANK)"),
 }
 
 
 @pytest.mark.parametrize(("said", "expected"), STARTERS.values(), ids=list(STARTERS))
 def test_what_starts_the_ranks_says_how_many_a_node_has(
-    said: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    said: dict[str, str], expected: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("SLURM") or name in balancer._NODE_SIZES]:
-        monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
-    assert _topology_of_8() == expected if "/" in expected else expected in _topology_of_8()
+    found = _topology_of_8()
+    assert found == expected if "/" in expected else expected in found
 
 
-def test_more_ranks_than_a_node_has_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+@pytest.mark.parametrize("on_accelerators", [False, True])
+def test_more_ranks_than_a_node_has_accelerators(
+    on_accelerators: bool, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = {"cuda": "nccl"} if on_accelerators else {}
+    monkeypatch.setattr("knapformer.balancer._accelerator_backends", lambda group: backends)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    assert "8 ranks on nodes with 4 accelerators, expected LOCAL_WORLD_SIZE" in _topology_of_8()
+    found = _topology_of_8()
+    assert ("sees 4 accelerators, expected LOCAL_WORLD_SIZE" in found) == on_accelerators
+    assert (found == "g8/4/2/1n1") == (not on_accelerators)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launcher in balancer._LAUNCHERS:
+        for name in filter(None, launcher):
+            monkeypatch.delenv(name, raising=False)
 
 
 def _topology_of_8() -> str:
-    """Of a job of 8 ranks, this one among them; or why there is none."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    """Of a job of 8 ranks, of which this is rank 3; or why there is none."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     try:
         return node_topology()
     except ArgumentError as error:
         return str(error)
     finally:
         dist.destroy_process_group()
+
+
+def _where_one_rank_has_no_topology(rank: int, world_size: int) -> str:
+    os.environ |= _srun(2, "2", 0)  # on rank 1 it would be 1
+    try:
+        SequenceBalancer()
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_without_a_topology_is_heard() -> None:
+    words = "topology: got none, for rank 1, which is number 0 on its node"
+    assert all(words in message for message in run_ranks(_where_one_rank_has_no_topology, 2))
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [("1", "g1n1"), ("6", "g1n1")])
