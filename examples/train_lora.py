@@ -106,16 +106,23 @@ class Pictures(Dataset[dict[str, Any]]):
 
 
 class Progress:
-    """The number of optimizer steps taken, which accelerate saves beside the models and the sampler."""
+    """What accelerate saves beside the models: the optimizer steps taken, the epoch, and the place in it.
 
-    def __init__(self) -> None:
-        self.step = 0
+    The place is that of the steps taken, as the loader's workers have drawn more lists from the sampler than that.
+    """
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
+    def __init__(self, sampler: knapformer.BalancedBatchSampler | None) -> None:
+        self.sampler = sampler
+        self.step = self.epoch = self.step_of_pass = 0
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
+    def state_dict(self) -> dict[str, Any]:
+        place = None if self.sampler is None else self.sampler.state_dict(self.step_of_pass)
+        return {"step": self.step, "epoch": self.epoch, "place": place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.epoch = state["step"], state["epoch"]
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["place"])
 
 
 class Average(EMAModel):
@@ -163,22 +170,28 @@ def train(arguments: argparse.Namespace) -> list[float]:
             num_replicas=num_ranks, rank=rank, drop_last=True,
             model=knapformer.TrainedModel(mode="training" if arguments.full else "lora"),
         )  # fmt: skip
-    loader = DataLoader(data, batch_sampler=batches, collate_fn=list)
+    loader = DataLoader(data, batch_sampler=batches, collate_fn=list, num_workers=arguments.workers)
+    if len(loader) < accumulated:
+        raise SystemExit(
+            f"--data: got {len(data)} pictures, expected at least {arguments.batch_size * accumulated * num_ranks}, "
+            "those of a step"
+        )
 
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     # The loader is not prepared: the sampler already gives each rank its own batches.
     model, optimizer = accelerator.prepare(transformer, torch.optim.AdamW(trained, lr=arguments.learning_rate))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]  # shards under FSDP2
     average = Average(weights, decay=0.99)
-    progress, steps_an_epoch = Progress(), len(loader) // accumulated
-    accelerator.register_for_checkpointing(average, progress, *([] if arguments.plain else [order]))
+    progress = Progress(None if arguments.plain else order)
+    accelerator.register_for_checkpointing(average, progress)
     if arguments.resume:
         accelerator.load_state(str(arguments.out / "state"))
 
     losses = []
     while progress.step < arguments.steps:
-        data.epoch = progress.step // steps_an_epoch
+        data.epoch = progress.epoch
         order.set_epoch(data.epoch)
+        progress.step_of_pass = 0
         total = torch.zeros((), device=accelerator.device)
         for samples in loader:
             samples = [{name: value.to(accelerator.device) for name, value in sample.items()} for sample in samples]
@@ -198,6 +211,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
                 continue
             average.step(weights)
             progress.step += 1
+            progress.step_of_pass += 1
             losses.append(accelerator.reduce(total, "sum").item())
             total.zero_()
             accelerator.print(json.dumps({"step": progress.step, "loss": losses[-1]}))
@@ -205,6 +219,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
                 accelerator.save_state(str(arguments.out / "state"))
             if progress.step == arguments.steps:
                 break
+        progress.epoch += 1
     average.copy_to(weights)
     whole = accelerator.get_state_dict(model)  # all ranks call
     if accelerator.is_main_process:
@@ -222,6 +237,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the state and of the adapters")
     parser.add_argument("--steps", type=int, default=200, help="of the optimizer, in all")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a rank that load pictures")
     parser.add_argument("--batch-size", type=int, default=2, help="samples of a rank in a micro-batch, in the mean")
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches of a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

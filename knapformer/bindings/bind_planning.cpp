@@ -196,6 +196,13 @@ refused lengths, finish_planning_step raises the error.)")
           },
           py::arg("ahead"), "As finish_planning, for a step: follow_micro_batch takes its micro-batches from now on.")
       .def(
+          "is_in_force",
+          [](const SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
+            return self.is_in_force(*ahead);
+          },
+          py::arg("ahead"),
+          "Whether the step in force is this one: no other was planned, or finished, since it was. Not collective.")
+      .def(
           "finish_moving",
           [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
             const py::gil_scoped_release release;

@@ -453,6 +453,10 @@ const StepPlan& SequenceBalancer::finish_planning_step(PlanningAhead& ahead) {
   return *step_plan_;
 }
 
+bool SequenceBalancer::is_in_force(const PlanningAhead& ahead) const {
+  return ahead.ready() && step_plan_ && ahead.planned_.get().step_plan == step_plan_;
+}
+
 void SequenceBalancer::start_moving(PlanningAhead& ahead) {
   collective([&] {
     RECORD_USER_SCOPE("knapformer::start_moving");

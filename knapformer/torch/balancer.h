@@ -124,6 +124,8 @@ class SequenceBalancer {
   const Plan& finish_planning(PlanningAhead& ahead);
   /// The same where a step was started.
   const StepPlan& finish_planning_step(PlanningAhead& ahead);
+  /// Whether the step in force is that of `ahead`: no other was planned or taken up since it was finished.
+  bool is_in_force(const PlanningAhead& ahead) const;
   /// Between the two halves, where samples are given: waits for the plan, and starts to move them. What has failed is
   /// thrown by finish_planning_step, so that it ends no step before.
   void start_moving(PlanningAhead& ahead);

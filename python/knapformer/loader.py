@@ -5,6 +5,7 @@ With micro-batches it plans whole optimizer steps, and moves their samples to th
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from knapformer._core import ArgumentError, Plan, StateError, StepPlan
+from knapformer._core import ArgumentError, Plan, StateError, StepPlan, Topology
 from knapformer._torch import PlanningAhead, Samples
 from knapformer.balancer import SequenceBalancer
 from knapformer.lengths_log import Recorder
@@ -72,8 +73,9 @@ class BalancedLoader(Generic[Batch]):
         is a list of samples, and a sample is a dict of tensors.
     per_token, per_sample: together the names of all tensors of a sample. Tensors in per_token have a row for each token
         and are cut where several ranks share the sample. Tensors in per_sample have any shape and go whole to every
-        rank that holds a part of the sample. All are dense, on the CPU, of any dtype, without gradients. Tensors that
-        come from other ranks are views of the buffer that received them, in pinned memory once an accelerator is known.
+        rank that holds a part of the sample; so all may be in per_sample only where every bag is one rank. All are
+        dense, on the CPU, of any dtype, without gradients. Tensors that come from other ranks are views of the buffer
+        that received them, in pinned memory once an accelerator is known.
     seq_lens: None: the number of rows of the first tensor in per_token.
     sync: as in `knapformer.plan`.
     max_bytes_in_flight: the most that a rank sends, and that it receives, in one all-to-all; 0 for no limit. The bytes
@@ -113,19 +115,21 @@ class BalancedLoader(Generic[Batch]):
             raise ArgumentError(f"micro_batches: got {micro_batches}, expected at least 1")
         elif seq_lens is None and not per_token:
             raise ArgumentError("per_token: got none, expected names of tensors, or seq_lens")
+        self._balancer = balancer
+        self._micro_batches = micro_batches
+        self._fields = [(name, True) for name in per_token] + [(name, False) for name in per_sample]
         if max_bytes_in_flight < 0:
             raise ArgumentError(f"max_bytes_in_flight: got {max_bytes_in_flight}, expected at least 0")
         if micro_batches is None and end == "longest" and empty is None:
             raise ArgumentError(
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
+        with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
+            self._check_shared(balancer.topology)
         if device is not None:
             balancer.expect_device(torch.device(device))
         self._loader = loader
-        self._balancer = balancer
         self._d_model = d_model
-        self._micro_batches = micro_batches
-        self._fields = [(name, True) for name in per_token] + [(name, False) for name in per_sample]
         self._sync = sync
         self._max_bytes_in_flight = max_bytes_in_flight
         self._seq_lens = seq_lens or (_seq_lens_of if micro_batches is None else self._rows_of)
@@ -170,15 +174,18 @@ class BalancedLoader(Generic[Batch]):
         drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
         while drawn is not None:
             planned = balancer.finish_planning_step(moving)
+            self._check_shared(balancer.topology)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
-            moving, drawn = drawn, None if self._has_ended(drawn) else self._start_step(source)
+            taken, moving, drawn = moving, drawn, None if self._has_ended(drawn) else self._start_step(source)
             self._position, position, after = position, after, source.position
             self._step_plan = planned
             for number, tensors in enumerate(micro_batches):
                 if number == len(micro_batches) - 1:
                     self._position = position
                 self._micro_batch = number
+                if not balancer.is_in_force(taken):  # an evaluation has planned steps of its own
+                    balancer.finish_planning_step(taken)
                 plan = balancer.follow_micro_batch(number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
         balancer.finish_planning_step(moving)
@@ -259,6 +266,16 @@ class BalancedLoader(Generic[Batch]):
             failure=failure,
             **of_each,
         )
+
+    def _check_shared(self, topology: str) -> None:
+        """What goes whole to each rank that shares a sample would count once for each of them."""
+        if self._micro_batches is None or any(is_cut for _, is_cut in self._fields):
+            return
+        if any(len(bag) > 1 for bag in Topology(topology, self._balancer.num_ranks).bags):
+            raise ArgumentError(
+                f"per_token: got none, for a balancer of {topology}, whose ranks share samples; expected the names of "
+                f"tensors that are cut where a sample is shared, or a balancer of g1n{self._balancer.num_ranks}"
+            )
 
     def _has_ended(self, ahead: PlanningAhead) -> bool:
         return ahead.num_ended >= (1 if self._end == "shortest" else self._balancer.num_ranks)

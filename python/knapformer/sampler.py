@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +64,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     d_model: width of the blocks, in features.
     micro_batches: the number of them in an optimizer step: so many lists make a step, on every rank.
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
-        what `rank_topologies` puts first. None: every sample is whole on one rank.
+        what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention;
+        balanced models of diffusers compute samples whole. None: every sample is whole on one rank.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
     same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
@@ -116,6 +118,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ArgumentError("num_replicas, rank: got one of them, expected both or neither")
         if num_replicas is None or rank is None:
             grouped = dist.is_initialized()
+            if not grouped and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+                raise ArgumentError(
+                    f"num_replicas, rank: got none, and no process group, in a job of WORLD_SIZE={started}; expected "
+                    "them, or init_process_group before"
+                )
             num_replicas, rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
         batch_size = _integer("batch_size", batch_size, 1)
         micro_batches = _integer("micro_batches", micro_batches, 1)
@@ -179,11 +186,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
         # Positions in that order where these start: the next pass; this pass; the first step not yet yielded whole.
         self._resume_at = self._first = self._next = 0
+        self._has_begun = False  # the pass from self._first on
         self._check_last_step()
 
     def __iter__(self) -> Iterator[list[int]]:
         self._first = self._next = self._resume_at
         self._resume_at = 0
+        self._has_begun = True
         self._check_last_step()
         for step in range(self._num_steps()):
             for micro_batch in range(self._micro_batches):
@@ -209,15 +218,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if epoch != self._epoch:
             self._epoch, self._order = epoch, None
             self._planned.clear()
-            self._resume_at = self._first = self._next = 0
+            self._start_at(0)
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
         return len(self._samples(step))
 
-    def num_tokens(self, step: int) -> int:
-        """The tokens of all ranks in an optimizer step of this pass."""
-        return int(_chosen(self._lengths, self._samples(step)).sum())
+    def num_tokens(self, step: int, counted: Sequence[int] | Tensor | Any | None = None) -> int:
+        """The tokens of all ranks in an optimizer step of this pass.
+
+        counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`. None:
+            all. A list is converted in each call; a tensor or an array is not.
+        """
+        values = self._lengths if counted is None else _checked_integers("counted", counted)
+        if len(values) != len(self._lengths):
+            raise ArgumentError(f"counted: got {len(values)}, expected one for each of {len(self._lengths)} samples")
+        return int(_chosen(values, self._samples(step)).sum())
 
     def step_plan(self, step: int) -> StepPlan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
@@ -253,16 +269,19 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         Micro-batches of a step that has not ended are computed again: a checkpoint does not hold their gradients.
 
-        num_steps: optimizer steps taken in this pass. None: as many as were yielded whole, which is right only where
-            nothing fetches ahead; a DataLoader's workers do.
+        num_steps: optimizer steps taken in this pass, which began where the state that was loaded last says. None: as
+            many as were yielded whole, which is right only where nothing fetches ahead; a DataLoader's workers do.
+            Before a pass has begun: those that it is to leave out.
         """
         after = self._next
         if num_steps is not None:
-            after = self._first + _integer("num_steps", num_steps, 0) * self._step_size
+            most = (self._next - self._first) // self._step_size if self._has_begun else self._num_steps()
+            after = self._first + _integer("num_steps", num_steps, 0, most) * self._step_size
         return {"epoch": self._epoch, "next_sample": min(after, len(self._lengths)), **self._order_follows()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass goes on from the position in `state`, with any number of ranks and micro-batches."""
+        """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
+        last step has samples enough (drop_last, allow_empty)."""
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state: got {type(state).__name__}, expected a dict, which state_dict returned")
         for name, own in self._order_follows().items():
@@ -273,8 +292,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
         epoch = _integer("state", state["epoch"], *self._epochs, of="epoch ")
         next_sample = _integer("state", state["next_sample"], 0, len(self._lengths), of="sample ")
+        self._check_last_step(next_sample)
         self._set_epoch(epoch)
-        self._resume_at = self._first = self._next = next_sample
+        self._start_at(next_sample)
+
+    def _start_at(self, sample: int) -> None:
+        self._resume_at = self._first = self._next = sample
+        self._has_begun = False
 
     def _order_follows(self) -> dict[str, int]:
         """The values that the order of an epoch's samples depends on."""
@@ -291,8 +315,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         left = len(self._lengths) - self._first
         return left // self._step_size if self._drop_last else -(-left // self._step_size)
 
-    def _check_last_step(self) -> None:
-        left = (len(self._lengths) - self._first) % self._step_size
+    def _check_last_step(self, first: int | None = None) -> None:
+        left = (len(self._lengths) - (self._first if first is None else first)) % self._step_size
         num_lists = self._num_ranks * self._micro_batches
         if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
             raise ArgumentError(

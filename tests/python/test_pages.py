@@ -83,8 +83,8 @@ def test_readme_sampler() -> None:
 
     run(
         blocks_of("README.md")[2], BalancedBatchSampler=BalancedBatchSampler, DataLoader=DataLoader, dataset=data,
-        lengths=[10] * 64, model=lambda batch: batch[0] * scale, loss_per_token=lambda out: out * 0 + 10,
-        token_mean=token_mean,
+        lengths=[13] * 64, image_tokens=[10] * 64, model=lambda batch: batch[0] * scale,
+        loss_per_token=lambda out: out * 0 + 10, token_mean=token_mean,
     )  # fmt: skip
     assert sum(weights).item() == pytest.approx(
         4

@@ -1,6 +1,7 @@
 """BalancedBatchSampler: the samples of every optimizer step, and who gets them."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -447,14 +448,57 @@ def test_a_state_that_misses_a_part_is_refused_and_changes_nothing():
     assert len(list(sampler)) == 1
 
 
+def test_steps_are_counted_from_where_the_pass_began():
+    """A trainer that counts them from the epoch's start would lose samples in its second resume."""
+    sampler = BalancedBatchSampler([5] * 24, batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)
+    sampler.load_state_dict(sampler.state_dict(num_steps=4))  # before a pass: those that it is to leave out
+    assert len(list(itertools.islice(sampler, 4))) == 4
+    with pytest.raises(knapformer.ArgumentError, match="num_steps: got 8, expected 0 to 4"):
+        sampler.state_dict(num_steps=8)
+    assert sampler.state_dict(num_steps=4) == sampler.state_dict() and sampler.state_dict()["next_sample"] == 16
+
+
+def test_a_position_that_leaves_too_few_samples_is_refused_when_it_is_loaded():
+    two, four = (BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH, num_replicas=n, rank=0) for n in (2, 4))
+    state = two.state_dict(num_steps=3)
+    with pytest.raises(knapformer.ArgumentError, match="of which 2 are left for the last step; expected at least 4"):
+        four.load_state_dict(state)
+    assert len(list(four)) == 2  # from the start
+
+
+def test_tokens_that_bear_a_loss_are_counted_over_a_step():
+    draw = random.Random(3)
+    texts, images = ([draw.randint(1, 50) for _ in range(40)] for _ in range(2))
+    lengths = [text + image for text, image in zip(texts, images, strict=True)]
+    ranks = samplers(lengths, 2, batch_size=2, micro_batches=2)
+    for step in range(5):
+        held = [index for rank in ranks for m in range(2) for index, _, _ in rank.chunks(step, m)]
+        for counted in (images, torch.tensor(images), np.array(images)):
+            assert ranks[0].num_tokens(step, counted) == sum(images[i] for i in held)
+        assert ranks[0].num_tokens(step) == sum(lengths[i] for i in held)
+
+
+def test_a_sampler_before_the_process_group_is_refused(monkeypatch):
+    """Every rank would get all samples."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(knapformer.ArgumentError, match="WORLD_SIZE=2; expected them, or init_process_group before"):
+        BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)
+    assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)) == 4
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)) == 8
+
+
 def test_wrong_arguments_of_methods_are_named():
     sampler = BalancedBatchSampler([5, 4, 3, 2], batch_size=1, d_model=WIDTH, num_replicas=2, rank=0, seed=2**64 - 1)
     for call, message in (
-        (lambda: sampler.state_dict(num_steps=-1), "num_steps: got -1, expected at least 0"),
+        (lambda: sampler.state_dict(num_steps=-1), "num_steps: got -1, expected 0 to 2"),
+        (lambda: sampler.state_dict(num_steps=3), "num_steps: got 3, expected 0 to 2"),
         (lambda: sampler.state_dict(num_steps=1.5), "num_steps: got 1.5, expected an integer"),
         (lambda: sampler.set_epoch("1"), "epoch: got '1', expected an integer"),
         (lambda: sampler.set_epoch(1), "epoch: got 1, expected .* to 0"),
         (lambda: sampler.num_tokens(2), "step: got 2, expected 0 to 1"),
+        (lambda: sampler.num_tokens(0, [1, 2]), "counted: got 2, expected one for each of 4 samples"),
+        (lambda: sampler.num_tokens(0, [0.5] * 4), "counted: got torch.float32"),
         (lambda: sampler.num_tokens(0.0), "step: got 0.0, expected an integer, 0 to 1"),
         (lambda: sampler.plan(0, None), "micro_batch: got None, expected an integer, 0 to 0"),
     ):

@@ -49,7 +49,11 @@ class PackedStep:
         if not planned:
             balancer.plan_routing(self._seq_lens, d_model)
         elif (of_plan := balancer.seq_lens.tolist()) != self._seq_lens:
-            error = f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned"
+            error = (
+                f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned for this rank's own "
+                "samples; samples that have moved already, by a sampler's or a loader's plan, are computed without a "
+                "balancer in the model"
+            )
             balancer.report(error)
             raise ValueError(error)
 

@@ -98,6 +98,10 @@ class _Reader:
                 if found is not None:
                     at[what] = found
         if "length" not in at and not {"width", "height"} <= at.keys():
+            if len(names) == 1 and ";" in names[0]:
+                raise ArgumentError(
+                    f"columns: got {names[0]!r}, separated by ';', expected ',' or, in .tsv files, tabs"
+                )
             raise ArgumentError(
                 f"columns: got {', '.join(map(repr, names[:50]))}, expected a column of lengths in tokens, or of "
                 "widths and heights in pixels; name them with --columns length=NAME or "

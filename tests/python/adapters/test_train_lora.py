@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adapters.lora_ranks import trainings
 from distributed.ranks import run_ranks
+from torch.utils.data import DataLoader
+
+from knapformer import BalancedBatchSampler
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
+EXAMPLE = Path(__file__).parents[3] / "examples/train_lora.py"
 # Two optimizer steps an epoch.
 SIZES = [(16, 16), (64, 48), (130, 33), (32, 96), (48, 48), (16, 200), (96, 96), (20, 40), (33, 17)] * 2
 NUM_STEPS = 20
@@ -38,6 +44,51 @@ def test_losses_are_those_of_the_plain_loop_also_after_a_resume(folder: Path, tm
         assert values == pytest.approx(losses[name[:4] + " plain"], rel=1e-5), name
     assert_results_equal(tmp_path / "lora ddp", tmp_path / "lora ddp, resumed")
     assert_results_equal(tmp_path / "full fsdp2", tmp_path / "full fsdp2, resumed")
+
+
+def test_the_place_is_that_of_the_steps_taken_where_workers_are_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    from train_lora import Progress
+
+    def new() -> Progress:
+        sampler = BalancedBatchSampler(
+            [5, 9, 200, 30] * 16, batch_size=2, d_model=64, micro_batches=2, num_replicas=1, rank=0
+        )
+        return Progress(sampler)
+
+    def train(progress: Progress, num_steps: int) -> list[int]:
+        assert progress.sampler is not None
+        loader = DataLoader(range(64), batch_sampler=progress.sampler, collate_fn=list, num_workers=2)
+        progress.step_of_pass, seen = 0, []
+        for number, batch in enumerate(loader, 1):
+            seen += batch
+            progress.step_of_pass += number % 2 == 0
+            if progress.step_of_pass == num_steps:
+                break
+        return seen
+
+    progress, seen = new(), []
+    for num_steps in (3, 5, 100):  # a run that is resumed twice
+        seen += train(progress, num_steps)
+        state, progress = progress.state_dict(), new()
+        progress.load_state_dict(state)
+    assert sorted(seen) == list(range(64))
+
+
+def test_fewer_pictures_than_a_step_are_refused(folder: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--data",
+        str(folder),
+        "--out",
+        str(tmp_path),
+        "--cpu",
+        "--batch-size",
+        "100",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "--data: got 18 pictures, expected at least" in done.stderr, done.stderr
 
 
 def assert_results_equal(whole: Path, resumed: Path) -> None:

@@ -205,7 +205,47 @@ def check_refused_lengths(rank: int, world_size: int) -> None:
     list(lists_of(BalancedLoader(own[:2], balancer, D_MODEL, micro_batches=2, **FIELDS)))
 
 
+def check_evaluation_amid_a_step(rank: int, world_size: int) -> None:
+    """Another loader on the same balancer plans steps of its own, in the middle of one of these."""
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+
+    def new(first: int) -> BalancedLoader[Any]:
+        own = [[sample_of(first + 1000 * rank + 10 * batch)] for batch in range(6)]
+        return BalancedLoader(own, balancer, D_MODEL, micro_batches=3, **FIELDS)
+
+    whole, of_evaluation = list(lists_of(new(0))), list(lists_of(new(7)))
+    for stop in (1, 2, 3):
+        lists = []
+        for pieces in lists_of(new(0)):
+            lists.append(pieces)
+            if len(lists) == stop:
+                assert list(lists_of(new(7))) == of_evaluation
+        assert lists == whole
+
+
+def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
+    """Where ranks share samples, what goes whole to each of them would count several times."""
+    own = [[{"x": torch.ones(30, 2) * rank}]] * 3
+    options: dict[str, Any] = {
+        "micro_batches": 2,
+        "per_sample": ["x"],
+        "seq_lens": lambda of: [len(s["x"]) for s in of],
+    }
+    for topology in ("g4n1", "g4/2/1n1", "g1n2+g2n1"):
+        balancer = SequenceBalancer(topology, cluster=CLUSTER)
+        with pytest.raises(ArgumentError, match=r"per_token: got none, for a balancer of g.* or a balancer of g1n4"):
+            BalancedLoader(own, balancer, D_MODEL, **options)
+    loader = BalancedLoader(own, SequenceBalancer("g1n4"), D_MODEL, **options)
+    assert sum(on_all(sum(len(samples) for samples, _ in loader))) == 12
+    chosen = SequenceBalancer("auto", cluster=CLUSTER)  # known once the first step is planned
+    loader = BalancedLoader([[{"x": torch.ones(3000, 2)}]] if rank == 0 else [], chosen, D_MODEL, **options)
+    with pytest.raises(ArgumentError, match="per_token: got none, for a balancer of g4"):
+        list(loader)
+
+
 CHECKS = [
+    check_evaluation_amid_a_step,
+    check_only_tensors_that_go_whole,
     check_every_sample_once,
     check_given_work,
     check_resume,
