@@ -329,7 +329,7 @@ def _without_a_bags_group(rank: int, world_size: int, topology: str) -> tuple[st
     from knapformer import balancer
 
     if rank == 1:
-        balancer._bag_group = lambda *_: None  # type: ignore[assignment, return-value]
+        balancer.bag_group = lambda *_: None  # type: ignore[assignment, return-value]
     return _error_of(lambda: SequenceBalancer(topology))
 
 
