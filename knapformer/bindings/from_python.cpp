@@ -10,6 +10,7 @@ namespace {
 constexpr const char* kLengths = "a list or 1-dimensional tensor of integers";
 
 std::vector<int64_t> lengths_of(const at::Tensor& tensor) {
+  if (tensor.dim() == 1 && tensor.numel() == 0 && !tensor.is_meta()) return {};  // torch makes floats of an empty list
   if (tensor.dim() != 1 || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
     throw_argument("seq_lens", text("a tensor of shape ", tensor.sizes(), " and dtype ", tensor.scalar_type()),
                    kLengths);

@@ -192,6 +192,9 @@ void SequenceBalancer::report(const std::exception& error) noexcept {
 }
 
 RankPlan& SequenceBalancer::step() const {
+  if (!step_ && step_plan_) {
+    throw StateError("follow_micro_batch: has not been called, expected after plan_step, before anything moves");
+  }
   if (!step_) throw StateError("plan_routing: has made no plan, expected one before anything moves");
   return *step_;
 }

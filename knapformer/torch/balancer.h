@@ -183,9 +183,10 @@ class SequenceBalancer {
   void report(const std::exception& error) noexcept;
 
   /// Seconds that this rank was busy with the step of the last plan: its forward and backward passes without waiting
-  /// for other ranks. They travel with the lengths of the next plan; all ranks learn the same gamma and speeds from
-  /// them (core/model/load_observer.h), which the plan after that one follows. Not collective: a rank may skip steps.
-  /// Throws ArgumentError where seconds are not positive and finite.
+  /// for other ranks. Of a step of micro-batches: with those since the last call, so it may be called after each or
+  /// once after all of them. They travel with the lengths of the next plan; all ranks learn the same gamma and speeds
+  /// from them (core/model/load_observer.h), which the plan after that one follows. Not collective: a rank may skip
+  /// steps. Throws ArgumentError where seconds are not positive and finite.
   void observe(double seconds);
   /// Of the step since the last plan, as far as it has come. Not collective.
   ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/load_balance.h)

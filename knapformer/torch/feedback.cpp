@@ -23,7 +23,16 @@ void StepFeedback::begin_plan(const Plan& plan) {
 
 void StepFeedback::observe(double seconds) {
   if (!(seconds > 0) || !std::isfinite(seconds)) throw_argument("seconds", seconds, "a positive finite number");
-  own_ = {.plan = num_plans_, .seconds = seconds};
+  // The micro-batches of this step that were followed since the last observation.
+  int64_t first = num_plans_;
+  for (auto loads = recent_.rbegin(); loads != recent_.rend() && loads->step == step_; ++loads) {
+    if (loads->plan > last_observed_) first = loads->plan;
+  }
+  const bool goes_on = own_.last_plan > 0 && own_.last_plan + 1 == first;
+  own_ = {.first_plan = goes_on ? own_.first_plan : first,
+          .last_plan = num_plans_,
+          .seconds = seconds + (goes_on ? own_.seconds : 0)};
+  last_observed_ = num_plans_;
 }
 
 ObservedStep StepFeedback::take() { return std::exchange(own_, {}); }
@@ -31,13 +40,16 @@ ObservedStep StepFeedback::take() { return std::exchange(own_, {}); }
 bool StepFeedback::add(std::span<const ObservedStep> observed) {
   std::vector<LoadMeasurement> measured;
   for (size_t r = 0; r < observed.size(); ++r) {
-    const auto loads =
-        std::find_if(recent_.begin(), recent_.end(), [&](const Loads& l) { return l.plan == observed[r].plan; });
-    if (loads == recent_.end()) continue;  // nothing was measured, or its plan is no longer kept
-    measured.push_back({.rank = static_cast<int32_t>(r),
-                        .token_work = loads->token_work[r],
-                        .attention_work = loads->attention_work[r],
-                        .seconds = observed[r].seconds});
+    const auto& [first, last, seconds] = observed[r];
+    // Nothing was measured, or a plan is no longer kept.
+    if (first == 0 || recent_.empty() || first < recent_.front().plan || last > recent_.back().plan) continue;
+    LoadMeasurement of_rank{.rank = static_cast<int32_t>(r), .token_work = 0, .attention_work = 0, .seconds = seconds};
+    for (int64_t plan = first; plan <= last; ++plan) {
+      const Loads& loads = recent_[static_cast<size_t>(plan - recent_.front().plan)];  // numbered without gaps
+      of_rank.token_work += loads.token_work[r];
+      of_rank.attention_work += loads.attention_work[r];
+    }
+    measured.push_back(of_rank);
   }
   observer_.add(measured);
   return observer_.drifted() && !std::exchange(has_drifted_, true);

@@ -25,7 +25,7 @@ class StepFeedback {
 
   /// Plans are of another step from now on.
   void begin_step() { ++step_; }
-  /// From now on, observations are of this plan.
+  /// The next observation is of this plan, and of those of its step since the last observation.
   void begin_plan(const Plan& plan);
   /// Throws ArgumentError where seconds are not positive and finite.
   void observe(double seconds);
@@ -49,7 +49,7 @@ class StepFeedback {
 
   LoadObserver observer_{1.0, {}, 1};
   std::deque<Loads> recent_;
-  int64_t step_ = 0, num_plans_ = 0;
+  int64_t step_ = 0, num_plans_ = 0, last_observed_ = 0;
   ObservedStep own_;
   bool has_drifted_ = false;
 };

@@ -11,7 +11,7 @@ reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of
 The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank has to call, in
 the same order, also a rank without data: its part of the loss is 0 and stays attached to the model. No all-reduce is
 needed where the count is known: from the plan (`plan`), or from the caller (`total`). With gradient accumulation the
-caller counts over all micro-batches:
+count is that of all micro-batches: `total=step.num_tokens` where a StepPlan has planned them, else the caller's:
 
     total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
     for batch in micro_batches:
@@ -30,7 +30,7 @@ from torch import Tensor
 from knapformer.device_copies import to_device
 
 if TYPE_CHECKING:
-    from knapformer._core import Plan
+    from knapformer._core import Plan, StepPlan
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -46,7 +46,8 @@ def token_mean(
     """The mean over all tokens of all ranks.
 
     per_token: (tokens,), the loss of each token of this rank; may be empty. Leave out tokens that bear no loss.
-    plan: saves the all-reduce where every token that was planned bears a loss.
+    plan: saves the all-reduce where every token that was planned bears a loss. Not of one of several micro-batches,
+        whose mean is not that of the step: `total=step_plan.num_tokens`.
     total: the number of tokens of all ranks, where it is known; saves the all-reduce, too.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
     gradient_reduction: what the training loop does with gradients over these ranks.
@@ -140,7 +141,12 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _checked_rank(plan: Plan, group: dist.ProcessGroup | None) -> int:
+def _checked_rank(plan: Plan | StepPlan, group: dist.ProcessGroup | None) -> int:
+    if hasattr(plan, "plans"):
+        raise ValueError(
+            "plan: got that of a step of micro-batches, expected one plan; for the mean over the step give "
+            "total=step.num_tokens, or step.num_sequences in sample_mean"
+        )
     num_ranks = _num_ranks(group)
     if plan.num_ranks != num_ranks:
         raise ValueError(

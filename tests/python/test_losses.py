@@ -112,6 +112,14 @@ def test_accumulated_over_micro_batches() -> None:
         assert relative_error(got, wanted) <= 1e-10
 
 
+def test_the_plan_of_a_step_is_refused_with_what_to_give() -> None:
+    """And not taken for one plan: the mean over a micro-batch is not that over the step."""
+    step = knapformer.plan([[3, 4]], "g1n1", 8, micro_batches=2)
+    for mean in (lambda: token_mean(torch.ones(7), plan=step), lambda: sample_mean(torch.ones(7), [3, 4], plan=step)):
+        with pytest.raises(ValueError, match=r"plan: got that of a step of micro-batches.*total=step.num_tokens"):
+            mean()
+
+
 def test_plans_that_do_not_fit_are_named() -> None:
     first, second = run_ranks(run_misuse, 2)
     assert first[0].startswith("per_token: got 6 tokens, expected the 7 that the plan has of this rank")

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/balancer.h"
@@ -128,6 +129,24 @@ TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
     }
   }
   EXPECT_NEAR(value_of(balancer.metrics(), "gamma"), 0.4, 0.01);
+}
+
+TEST(Observe, IsOfAllMicroBatchesSinceTheLastTime) {
+  for (const int64_t every : {1, 2, 4}) {
+    SequenceBalancer balancer("g1n1", {.plan = {.workload = {.gamma = 1.0}}}, nullptr, {});
+    for (int64_t step = 0; step < 40; ++step) {
+      std::vector<int64_t> lens;
+      for (int64_t i = 0; i < 8; ++i) lens.push_back(64 + (3701 * i + 911 * step) % 16384);
+      balancer.plan_step(lens, 64, {.num_micro_batches = 4});
+      double busy_s = 0;
+      for (int64_t micro_batch = 0; micro_batch < 4; ++micro_batch) {
+        busy_s += busy_seconds(balancer.follow_micro_batch(micro_batch), 0.4, {1.0})[0];
+        if ((micro_batch + 1) % every == 0) balancer.observe(std::exchange(busy_s, 0));
+      }
+      balancer.plan_routing(std::vector<int64_t>{100'000}, 64);  // as for an evaluation, which nobody measures
+    }
+    EXPECT_NEAR(value_of(balancer.metrics(), "gamma"), 0.4, 0.01) << every;
+  }
 }
 
 TEST(Observe, RefusesWhatIsNoTime) {

@@ -60,19 +60,19 @@ std::vector<BagShape> canonical(std::vector<BagShape> shapes) {
 Topology Topology::parse(std::string_view text) {
   std::vector<BagShape> shapes;
   TextReader reader(text);
+  int64_t num_ranks = 0;
   do {
     shapes.push_back(parse_term(reader));
+    num_ranks += int64_t{shapes.back().num_ranks_per_bag()} * shapes.back().num_bags;
   } while (reader.accept('+'));
   if (!reader.at_end()) reader.fail("topology", "'+' or the end");
 
   Topology topology;
-  topology.shapes_ = canonical(std::move(shapes));
-  int64_t num_ranks = 0;
-  for (const BagShape& shape : topology.shapes_) num_ranks += int64_t{shape.num_ranks_per_bag()} * shape.num_bags;
   if (num_ranks > kMaxRanks) {
     throw_argument("topology", knapformer::text("'", text, "' with ", num_ranks, " ranks"),
                    knapformer::text("at most ", kMaxRanks, " ranks"));
   }
+  topology.shapes_ = canonical(std::move(shapes));
   topology.num_ranks_per_replica_ = static_cast<int32_t>(num_ranks);
   topology.repeat(1);
   return topology;

@@ -66,7 +66,12 @@ T json_field(const Json& json, const char* name) {
 inline Json parse_json(std::string_view json_text, std::string_view format) {
   Json json;
   try {
-    json = Json::parse(json_text);
+    json = Json::parse(json_text, [](int depth, Json::parse_event_t, Json&) {
+      constexpr int kMostNested = 32;  // copies and destructors recurse
+      if (depth > kMostNested)
+        throw_argument("plan", text("JSON of more than ", kMostNested, " levels"), "a plan as JSON");
+      return true;
+    });
   } catch (const nlohmann::json::parse_error& error) {
     throw_argument("plan", text("malformed JSON at byte ", error.byte), "a plan as JSON");
   } catch (const nlohmann::json::exception& error) {  // a number that overflows

@@ -48,6 +48,7 @@ double PlanInput::given_pairs_of(SequenceId id) const {
 }
 
 void PlanInput::validate() const {
+  if (topology.num_ranks() < 1) throw_argument("topology", "none", "one of at least one rank");
   if (seq_lens.num_ranks() != topology.num_ranks()) {
     throw_argument("seq_lens", text("lengths for ", seq_lens.num_ranks(), " ranks"),
                    text("one list for each of the ", topology.num_ranks(), " ranks of topology ", topology.str()));

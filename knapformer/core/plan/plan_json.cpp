@@ -137,6 +137,11 @@ Plan plan_from_json(std::string_view json_text) {
                " chunks"),
           text("a group within the ", input.topology.num_ranks(), " ranks, and a chunk for each of its ranks"));
     }
+    for (const int64_t length : lens[s]) {
+      if (length >= 0 && length <= input.seq_lens[SequenceId(s)]) continue;
+      throw_argument("plan", text("a chunk of ", length, " tokens of sequence ", s),
+                     text("0 to ", input.seq_lens[SequenceId(s)]));
+    }
     chunk_lens.insert(chunk_lens.end(), lens[s].begin(), lens[s].end());
   }
   Plan plan(std::move(input), json_field<std::string>(json, "solver"), std::move(placements), std::move(chunk_lens));

@@ -68,7 +68,11 @@ StepPlan step_plan_from_json(std::string_view json_text) {
     }
     const SequenceId id(next[k]++);
     const PlanInput& part = plans[k].input();
-    if (has_pairs) input.sequences.attention_pairs.push_back(static_cast<int64_t>(part.mask_pairs_of(id)));
+    if (has_pairs) {
+      const int64_t length = part.seq_lens[id];
+      input.sequences.attention_pairs.push_back(part.attention_pairs.empty() ? length * length
+                                                                             : part.attention_pairs[id.index()]);
+    }
     if (has_work) input.sequences.given_work.push_back(part.work(id));
   }
   input.validate();

@@ -21,10 +21,11 @@ struct Candidate {
   bool nested = false;
 };
 
-std::vector<Candidate> candidates(int32_t num_ranks, int32_t node, bool may_nest) {
+std::vector<Candidate> candidates(int32_t num_ranks, int32_t ranks_per_node, bool may_nest) {
+  const int32_t node = std::min(ranks_per_node, num_ranks);
   std::vector<Candidate> out;
   for (int32_t size = 1; size <= std::min(2 * static_cast<int64_t>(node), int64_t{num_ranks}); ++size) {
-    const bool tiles_nodes = node % size == 0 || size % node == 0;
+    const bool tiles_nodes = node % size == 0 || size % node == 0 || size == num_ranks;
     if (num_ranks % size != 0 || !tiles_nodes) continue;
     out.push_back({.option = {.topology = text('g', size, 'n', num_ranks / size)}, .bag_ranks = size});
     if (size == 1 || !may_nest) continue;

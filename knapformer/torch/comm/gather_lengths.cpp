@@ -11,13 +11,14 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kLengthsMagic = 0x4b4e41504c454e36;  // "KNAPLEN6": changes with the layout
+constexpr int64_t kLengthsMagic = 0x4b4e41504c454e37;  // "KNAPLEN7": changes with the layout
 
 enum HeaderField : size_t {
   kMagic,
   kWidth,
   kStatus,
-  kObservedPlan,
+  kFirstObserved,
+  kLastObserved,
   kObservedSeconds,
   kNumSequences,
   kPairs,
@@ -66,7 +67,8 @@ void LengthGatherer::launch(Pending& pending) {
   out[kWidth] = pending.d_model;
   out[kStatus] = static_cast<int64_t>(statuses.empty() ? DataStatus::kActive : statuses[0]);
   const ObservedStep step = observed.empty() ? ObservedStep() : observed[0];
-  out[kObservedPlan] = step.plan;
+  out[kFirstObserved] = step.first_plan;
+  out[kLastObserved] = step.last_plan;
   out[kObservedSeconds] = std::bit_cast<int64_t>(step.seconds);
   out[kNumSequences] = lengths.num_sequences();
   out[kPairs] = static_cast<int64_t>(pairs.size());
@@ -110,7 +112,9 @@ std::optional<GatheredLengths> LengthGatherer::wait(const Pending& pending, cons
     if (!fit) continue;
     any_pairs = any_pairs || sent[kPairs] > 0;
     result.statuses.push_back(static_cast<DataStatus>(sent[kStatus]));
-    result.observed.push_back({.plan = sent[kObservedPlan], .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
+    result.observed.push_back({.first_plan = sent[kFirstObserved],
+                               .last_plan = sent[kLastObserved],
+                               .seconds = std::bit_cast<double>(sent[kObservedSeconds])});
     const int64_t *own_lens = sent + kHeaderSize, *own_pairs = own_lens + counts[rank];
     lens.insert(lens.end(), own_lens, own_pairs);
     for (int64_t i = 0; i < counts[rank]; ++i) {

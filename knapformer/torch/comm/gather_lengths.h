@@ -27,9 +27,9 @@ constexpr int64_t kDefaultPairs = -1;
 /// Whether a rank's data goes on: sent beside its lengths.
 enum class DataStatus : int64_t { kActive, kEnded, kFailed };
 
-/// What a rank measured of an earlier step.
+/// What a rank measured of an earlier step, or of some of its micro-batches.
 struct ObservedStep {
-  int64_t plan = 0;  // its number, counted from 1 alike on all ranks; 0: nothing measured
+  int64_t first_plan = 0, last_plan = 0;  // their numbers, counted from 1 alike on all ranks; 0: nothing measured
   double seconds = 0;
 };
 

@@ -44,17 +44,23 @@ class PackedAttention:
 
     def __init__(self, mask: str = "full") -> None:
         self._causal = _is_causal(mask)
-        self._pairings: dict[int, tuple[Lengths, _Pairing]] = {}
+        self._pairings: dict[int, tuple[Lengths, int | list[int], _Pairing]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
         # By identity: a layer costs one look-up, however many sequences there are. The entry keeps the lengths alive,
-        # so that no other object can get their id.
+        # so that no other object can get their id, and shows whether they were written into.
         known = self._pairings.get(id(seq_lens))
-        if known is None:
-            known = self._pairings[id(seq_lens)] = (seq_lens, _self_pairing(tuple(lengths_list(seq_lens))))
+        state: int | list[int]
+        if isinstance(seq_lens, Tensor) and not seq_lens.is_inference():
+            state = seq_lens._version
+        else:
+            state = lengths_list(seq_lens)
+        if known is None or known[1] != state:
+            pairing = _self_pairing(tuple(lengths_list(seq_lens)))
+            known = self._pairings[id(seq_lens)] = (seq_lens, state, pairing)
             if len(self._pairings) > _KEPT_PAIRINGS:
                 self._pairings.pop(next(iter(self._pairings)), None)
-        return _attend_self(known[1], q, k, v, self._causal)
+        return _attend_self(known[2], q, k, v, self._causal)
 
 
 class PackedCrossAttention:

@@ -147,7 +147,9 @@ def assumed(
         name = args.cluster or f"{Cluster.names()[0]}, the default"
     limit = args.max_tokens_per_rank
     memory = f"at most {limit:,} tokens of a rank" if limit else "no limit of memory"
-    if args.micro_batches is not None and not limit:
+    if of is not None and not limit:
+        memory = "the plan's limit of memory, if it has one"
+    elif args.micro_batches is not None and not limit:
         memory = "steps planned whole within the fullest rank of others"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
     fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"

@@ -90,6 +90,13 @@ INSTANTIATE_TEST_SUITE_P(All, MalformedTopology,
                                          "g2n1,g2n1", "g2n1x", "g2.5n1", "g99999999999n1", "g1048576n2", "g8/3n1",
                                          "g8/8n1", "g4/8n1", "g8//4n1", "g8/n1", "g12/6/4n1", "G2n1"));
 
+TEST(Topology, CountsRanksBeyondWhatAnIntegerHolds) {
+  std::string terms = "g1n1048576";
+  for (int32_t i = 1; i < 4096; ++i) terms += "+g1n1048576";  // 2^32 ranks in all
+  EXPECT_THROW(Topology::parse(terms), ArgumentError);
+  EXPECT_THROW(Topology::parse("g1n8+" + terms), ArgumentError);
+}
+
 TEST(Topology, RefusesRanksItDoesNotDivide) {
   for (const int64_t ranks : {0, -8, 7, 9, 1}) EXPECT_THROW(Topology::parse("g8n1", ranks), ArgumentError) << ranks;
   try {

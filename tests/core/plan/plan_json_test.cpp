@@ -5,6 +5,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "knapformer/core/plan/step_plan_json.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
@@ -45,6 +46,24 @@ TEST(PlanJson, RefusesAnyTruncation) {
   Cases cases(5);
   const std::string json = json_of(cases.any_plan(cases.input(false)));
   for (size_t n = 0; n < json.size(); n += 7) EXPECT_THROW(plan_from_json(json.substr(0, n)), ArgumentError) << n;
+}
+
+TEST(PlanJson, RefusesChunksWhoseSumWouldWrap) {
+  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
+                            .topology = Topology::parse("g4n1"),
+                            .d_model = 8,
+                            .workload = {}});
+  auto json = nlohmann::json::parse(json_of(plan));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  json["chunk_lens_of_sequence"] = {{kMost, kMost, 12, 0}};
+  EXPECT_THROW(plan_from_json(json.dump()), ArgumentError);
+}
+
+TEST(PlanJson, RefusesDeepNesting) {
+  const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
+  const std::string json = R"({"format":"knapformer.plan/2","cluster":)" + deep + "}";
+  EXPECT_THROW(plan_from_json(json), ArgumentError);
+  EXPECT_THROW(step_plan_from_json(R"({"format":"knapformer.step_plan/1","plans":)" + deep + "}"), ArgumentError);
 }
 
 TEST(PlanJson, RefusesWhatIsNoPlan) {

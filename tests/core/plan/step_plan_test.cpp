@@ -79,6 +79,18 @@ TEST(StepPlan, JsonHoldsIt) {
   EXPECT_EQ(parsed["gap"], 0.5);
 }
 
+TEST(StepPlan, JsonKeepsPairsThatNoDoubleHolds) {
+  constexpr int64_t kLength = 200'000'001, kPairs = kLength * (kLength + 1) / 2;  // above 2^53, and odd
+  const StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{kLength, kLength}}),
+                                      .topology = Topology::parse("g1n1"),
+                                      .d_model = 64,
+                                      .workload = {},
+                                      .attention_pairs = {kPairs, kPairs}},
+                        .num_micro_batches = 2};
+  const StepPlan plan = planned(input, {0, 1});
+  EXPECT_EQ(step_plan_from_json(step_plan_to_json(plan, {}, std::vector<PlanPrediction>(2))), plan);
+}
+
 TEST(StepPlan, JsonThatIsNoneNamesTheField) {
   const StepPlan plan = planned(two_ranks(), {1, 0, 1, 1, 0});
   const auto json = nlohmann::json::parse(step_plan_to_json(plan, {}, std::vector<PlanPrediction>(2)));

@@ -157,6 +157,26 @@ TEST(MakePlan, ALimitThatARefusalNamesIsKept) {
   EXPECT_GT(num_refused, 200);
 }
 
+TEST(MakePlan, BagsOfManySizes) {
+  std::string topology = "g1n1";
+  int32_t num_ranks = 1;
+  for (int32_t size = 2; size <= 150; ++size, num_ranks += size - 1) topology += text("+g", size, "n1");
+  std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks));
+  for (size_t rank = 0; rank < lists.size(); rank += 8) lists[rank] = {1000 + static_cast<int64_t>(rank) * 17 % 4000};
+  balanced({.seq_lens = SequenceLengths::from_lists(lists),
+            .topology = Topology::parse(topology),
+            .d_model = 64,
+            .workload = {}},
+           {.moves = 20'000})
+      .validate();
+}
+
+TEST(MakePlan, RefusesATopologyOfNoRanks) {
+  PlanInput input;
+  input.d_model = 8;
+  EXPECT_THROW(make_plan(input, "balanced"), ArgumentError);
+}
+
 TEST(MakePlan, BoundsEffort) {
   Cases cases(1);
   const PlanInput in = cases.input(true);

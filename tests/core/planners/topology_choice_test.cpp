@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include "knapformer/core/model/data_mix.h"
 #include "knapformer/core/planners/planner.h"
@@ -80,6 +81,22 @@ TEST(TopologyChoice, HeadsThatBagsDoNotDivideMakeThemSlower) {
   EXPECT_LT(time_of(divided, "g8n4"), time_of(divided, "g4n8"));
   EXPECT_GT(time_of(uneven, "g8n4"), time_of(uneven, "g4n8"));
   EXPECT_DOUBLE_EQ(time_of(uneven, "g4n8"), time_of(divided, "g4n8"));
+}
+
+TEST(TopologyChoice, AJobThatFillsNoNodesMayShare) {
+  for (const auto& [num_ranks, widest] :
+       {std::pair{3, "g3/1n1"}, {6, "g6/3/1n1"}, {7, "g7/1n1"}, {12, "g12/6/3/1n1"}}) {
+    std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks), {10});
+    lists[0] = {100'000};  // which no fewer ranks than all could compute in the ideal time
+    const PlanInput in{.seq_lens = SequenceLengths::from_lists(lists), .topology = {}, .d_model = 3072, .workload = {}};
+    const auto options = rank_topologies(std::vector{in}, "balanced");
+    const auto named = [&](const std::string& name) {
+      return std::ranges::find(options, name, &TopologyOption::topology);
+    };
+    ASSERT_NE(named(widest), options.end()) << num_ranks;
+    ASSERT_NE(named(text("g1n", num_ranks)), options.end());
+    EXPECT_LT(options.front().predicted_time_s, 0.6 * named(text("g1n", num_ranks))->predicted_time_s) << num_ranks;
+  }
 }
 
 TEST(TopologyChoice, ALimitOfTokensRulesSomeOut) {

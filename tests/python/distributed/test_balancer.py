@@ -242,6 +242,10 @@ def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
             x = torch.randn(10, 4)
             assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
     balancer.plan_step([10] * 2, 4, micro_batches=2)
+    with pytest.raises(StateError, match="follow_micro_batch: has not been called, expected after plan_step"):
+        balancer.plan  # noqa: B018
+    balancer.plan_routing(torch.tensor([10] if rank == 0 else []), 4)  # floats, where a rank has none
+    assert balancer.plan.seq_lens == [[10]] + [[]] * (world_size - 1)
     with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 20"):
         balancer.plan_step([60] * 2, 4, micro_batches=2)
     with pytest.raises(StateError, match="plan_step: has planned no step"):

@@ -39,6 +39,18 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: list[int], mask: 
     return torch.einsum("hij,jhd->ihd", weights, v)
 
 
+@pytest.mark.parametrize("lens", [[3, 5], torch.tensor([3, 5])], ids=["list", "tensor"])
+def test_lengths_that_were_written_into_are_read_again(lens: Any) -> None:
+    attend = PackedAttention()
+    q, k, v = torch.randn(3, 8, 2, 4)
+    for own in ([3, 5], [5, 3]):
+        lens[:] = own if isinstance(lens, list) else torch.tensor(own)
+        assert torch.equal(attend(q, k, v, lens), varlen_attention(q, k, v, own))
+    with torch.inference_mode():
+        made_there = torch.tensor([2, 6])
+        assert torch.equal(attend(q, k, v, made_there), varlen_attention(q, k, v, [2, 6]))
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("seq_lens", [[5], [3, 3, 3], [1, 7, 0, 2, 2, 9], [0, 0, 4]])

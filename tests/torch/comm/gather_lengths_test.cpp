@@ -39,10 +39,11 @@ TEST(GatherLengths, TellsEachRankWhatAllRanksSay) {
         self.gather(lens[r], {.lengths = {},
                               .attention_pairs = pairs[r],
                               .statuses = {rank == 1 ? DataStatus::kEnded : DataStatus::kActive},
-                              .observed = {{.plan = rank, .seconds = 0.5 * rank}}});
+                              .observed = {{.first_plan = rank, .last_plan = 2 * rank, .seconds = 0.5 * rank}}});
     for (int32_t other = 0; other < 3; ++other) {
       EXPECT_EQ(lens_of(all, other), lens[static_cast<size_t>(other)]);
-      EXPECT_EQ(all.observed[static_cast<size_t>(other)].plan, other);
+      EXPECT_EQ(all.observed[static_cast<size_t>(other)].first_plan, other);
+      EXPECT_EQ(all.observed[static_cast<size_t>(other)].last_plan, 2 * other);
       EXPECT_EQ(all.observed[static_cast<size_t>(other)].seconds, 0.5 * other);
     }
     EXPECT_EQ(all.statuses, (std::vector{DataStatus::kActive, DataStatus::kEnded, DataStatus::kActive}));

@@ -12,8 +12,8 @@ namespace {
 
 /// The degrees that an item may take, as indices into trees.degrees().
 struct DegreeRange {
-  int8_t first = 0;
-  int8_t last = 0;
+  int32_t first = 0;
+  int32_t last = 0;
 };
 
 class Search {
@@ -117,7 +117,7 @@ class Search {
       while (first + 1 < degrees.size() && trees_.cost(items[i], fastest[first]) > limit) ++first;
       size_t last = first;
       while (last + 1 < degrees.size() && (is_limited || trees_.cost(items[i], fastest[last]) > kSmallShare)) ++last;
-      ranges_[i] = {.first = static_cast<int8_t>(first), .last = static_cast<int8_t>(last)};
+      ranges_[i] = {.first = static_cast<int32_t>(first), .last = static_cast<int32_t>(last)};
     }
   }
 

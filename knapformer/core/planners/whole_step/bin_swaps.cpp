@@ -49,6 +49,8 @@ class BinSwaps {
 
  private:
   static constexpr size_t kFewForPairs = 4096;
+  /// Between two bins, where pairs are tried: those of two bins of 63 sequences.
+  static constexpr int64_t kMostOfPairs = int64_t{1} << 22;
 
   /// Swaps until none helps. Returns the sum of the times.
   double descend(double good_enough_s) {
@@ -123,12 +125,14 @@ class BinSwaps {
     return longest_s;
   }
 
+  /// Without pairs where they would be more than two bins may try.
   void list_lots(int32_t bin, bool with_pairs, std::vector<Lot>& lots) const {
     lots.clear();
     for (int32_t i = packed_.first_item[bin]; i >= 0; i = packed_.next_item[i])
       lots.push_back({.tokens = packed_.items[i].tokens, .attention = packed_.items[i].attention, .items = {i, -1}});
-    if (!with_pairs) return;
     const size_t num_single = lots.size();
+    const auto num_lots = static_cast<int64_t>(num_single * (num_single + 1) / 2);
+    if (!with_pairs || num_lots * num_lots > kMostOfPairs) return;
     for (size_t a = 0; a < num_single; ++a) {
       for (size_t b = a + 1; b < num_single; ++b) {
         lots.push_back({.tokens = lots[a].tokens + lots[b].tokens,
@@ -157,6 +161,7 @@ class BinSwaps {
     const auto count = static_cast<int32_t>(bins_.size());
     const bool tries_all = count <= kMostTried;
     const int32_t num_tried = std::min(count, kMostTried), start = random_.below(count);
+    if (given_.empty()) return;  // shared sequences alone
     for (int32_t t = 0; t < num_tried; ++t) {
       if (t % kSample == 0 && best_bin_ >= 0) break;
       const int32_t other = bins_[tries_all ? (start + t) % count : random_.below(count)];

@@ -70,6 +70,34 @@ TEST(MicroBatches, AStepThatIsEvenAsGivenStaysSo) {
   }
 }
 
+/// Each would take minutes if all pairs of sequences were tried, or nothing with everything.
+TEST(MicroBatches, EqualLengthsThatRanksDoNotDivideArePlannedSoon) {
+  for (const auto& [num_sequences, num_ranks] : {std::pair{901, 2}, {2401, 8}}) {
+    std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks));
+    for (int32_t i = 0; i < num_sequences; ++i) lists[i % num_ranks].push_back(4096);
+    StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists(lists),
+                                  .topology = Topology::parse(text("g1n", num_ranks)),
+                                  .d_model = 1024,
+                                  .workload = {}},
+                    .num_micro_batches = 1};
+    for (const auto moves : {Effort::kLow, Effort::kDefault}) {
+      const StepPlan plan = plan_step(input, "balanced", Effort{.moves = moves});
+      EXPECT_EQ(plan.max_tokens(), (num_sequences / num_ranks + 1) * 4096);
+    }
+  }
+}
+
+TEST(MicroBatches, ALoneSequenceInALargeBagIsPlannedSoon) {
+  std::vector<std::vector<int64_t>> lists(128);
+  lists[0] = {400'000};
+  const StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists(lists),
+                                      .topology = Topology::parse("g128/64/32/16/8/4/2/1n1"),
+                                      .d_model = 1024,
+                                      .workload = {}},
+                        .num_micro_batches = 1};
+  plan_step(input, "balanced", Effort{.moves = Effort::kDefault}).validate();
+}
+
 TEST(MicroBatches, PackingALargeStepAsksWhetherItIsWanted) {
   struct Unwanted {};
   // Every sequence is shared, and at low effort nothing is annealed.
