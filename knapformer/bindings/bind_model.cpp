@@ -111,6 +111,9 @@ void bind_topology(py::module_& m) {
           },
           py::arg("rank"), "The number of the bag that a rank is in.")
       .def(py::self == py::self)
+      .def(py::pickle(
+          [](const Topology& t) { return std::pair(t.str(), int64_t{t.num_ranks()}); },
+          [](const std::pair<std::string, int64_t>& state) { return Topology::parse(state.first, state.second); }))
       .def("__str__", &Topology::str)
       .def("__repr__",
            [](const Topology& t) { return text("Topology('", t.str(), "', num_ranks=", t.num_ranks(), ")"); });

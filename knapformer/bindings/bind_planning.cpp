@@ -241,10 +241,10 @@ rank had before.)")
           py::arg("seconds"),
           R"(Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes,
 without waiting for other ranks. Of a step of micro-batches (plan_step, BalancedLoader): with those that were followed
-since the last call, so call it after each, or once after all of them. The seconds reach all ranks with the lengths of the next plan, and all learn the same
-gamma and speeds from them, which later plans follow. Warns once where the given workload model misses the observed
-times by more than 10 %. A rank may skip steps. Raises ArgumentError where seconds are not positive and finite,
-StateError before plan_routing. Not collective.)")
+since the last call, so call it after each, or once after all of them. The seconds reach all ranks with the lengths of
+the next plan, and all learn the same gamma and speeds from them, which later plans follow. Warns once where the given
+workload model misses the observed times by more than 10 %. A rank may skip steps. Raises ArgumentError where seconds
+are not positive and finite, StateError before plan_routing. Not collective.)")
       .def("metrics", &prefixed_metrics,
            R"(Metrics for a training loop to log, of the step since the last plan, so far: a flat dict.
 

@@ -20,6 +20,7 @@ count is that of all micro-batches: `total=step.num_tokens` where a StepPlan has
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -84,14 +85,14 @@ def sample_mean(
     plan, total: as in token_mean, but for samples. The other arguments: as in token_mean.
     """
     _check_vector("per_token", per_token)
-    lens = torch.as_tensor(seq_lens, dtype=torch.int64, device="cpu")
+    lens = _integers("seq_lens", seq_lens)
     shortest = 1 if sample_lens is None else 0
     if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
         expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
         raise ValueError(f"seq_lens: got {lens.tolist()}, expected {expected}")
     whole = lens
     if sample_lens is not None:
-        whole = torch.as_tensor(sample_lens, dtype=torch.int64, device="cpu")
+        whole = _integers("sample_lens", sample_lens)
         if total is None:
             raise ValueError("total: got none, expected the samples of all ranks: chunks do not say how many they are")
         if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
@@ -133,6 +134,13 @@ def _check_vector(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (tokens,)")
 
 
+def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    tensor = torch.as_tensor(values, device="cpu")
+    if len(tensor) > 0 and (tensor.is_floating_point() or tensor.is_complex()):  # torch makes floats of an empty list
+        raise ValueError(f"{name}: got {tensor.dtype}, expected integers")
+    return tensor.to(torch.int64)
+
+
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -172,6 +180,10 @@ def _share_of_mean(
 ) -> Tensor:
     factor = _factor(group, gradient_reduction)
     if total is not None:
+        try:
+            total = operator.index(total)
+        except TypeError:
+            raise ValueError(f"total: got {total!r}, expected an integer") from None
         if total < local_count:
             raise ValueError(f"total: got {total}, expected at least the {local_count} of this rank")
         return local_sum * (factor / max(total, 1))

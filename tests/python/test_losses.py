@@ -165,6 +165,14 @@ def test_wrong_arguments_are_named() -> None:
         sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 4])
     with pytest.raises(ValueError, match=r"sample_lens: got \[1, 1\], expected one for each of the chunks of \[1, 2\]"):
         sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 1], total=2)
+    for fractions in ([1.0, 2.0], torch.tensor([1.5, 1.5])):  # cut to integers they might add up
+        with pytest.raises(ValueError, match=r"seq_lens: got torch\.float32, expected integers"):
+            sample_mean(torch.ones(3), fractions)
+    with pytest.raises(ValueError, match=r"sample_lens: got torch\.float32, expected integers"):
+        sample_mean(torch.ones(3), [3], sample_lens=[8.9], total=1)
+    for total in (float("nan"), 3.5, "3"):
+        with pytest.raises(ValueError, match=f"total: got {total!r}, expected an integer"):
+            token_mean(torch.ones(3), total=total)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="total: got 2, expected at least the 3 of this rank"):
         token_mean(torch.zeros(3), total=2)
     with pytest.raises(ValueError, match="gradient_reduction: got 'none', expected 'mean' or 'sum'"):

@@ -75,7 +75,13 @@ def test_plans_are_values():
 
 
 @pytest.mark.parametrize(
-    "value", [kf.Cluster("h200", fixed_s=1.5), kf.TrainedModel(mode="lora"), kf.WorkloadModel(0.7)]
+    "value",
+    [
+        kf.Cluster("h200", fixed_s=1.5),
+        kf.TrainedModel(mode="lora"),
+        kf.WorkloadModel(0.7),
+        kf.Topology("g2/1n1", num_ranks=4),
+    ],
 )
 def test_values_can_be_pickled(value: object) -> None:
     assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value

@@ -177,7 +177,7 @@ def test_values_out_of_range_are_found_in_any_integers(dtype):
     highest = np.iinfo(dtype).max
     bad = [("lengths", 0, "lengths: got 0, expected at least 1"), ("work", 0, "work: got 0.* expected positive finite")]
     if highest > 2**31:
-        bad.append(("lengths", highest, f"lengths: got {highest}, expected at most 2147483648 tokens"))
+        bad.append(("lengths", highest, f"lengths: got {highest}, expected at most 2147483647 tokens"))
     for name, value, message in bad:
         values = np.full(64, 5, dtype)
         values[37] = value
@@ -376,7 +376,7 @@ def test_shapes_of_one_length_trade_places():
         ({"lengths": [5, 0]}, "lengths: got 0, expected at least 1"),
         ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
         ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
-        ({"lengths": [5, 4, 3, 2**31 + 1]}, "lengths: got 2147483649, expected at most 2147483648 tokens"),
+        ({"lengths": [5, 4, 3, 2**31]}, "lengths: got 2147483648, expected at most 2147483647 tokens"),
         ({"lengths": ["5"] * 4}, "lengths: got what makes no tensor .*, expected numbers"),
         ({"shapes": [1, 2, 3, 3]}, "shapes: got some, expected none without same_shape=True"),
         ({"shapes": [1, 2], "same_shape": True}, "shapes: got 2, expected one for each of 4"),

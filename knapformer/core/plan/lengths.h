@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -20,7 +21,8 @@ class SequenceLengths {
   SequenceLengths(std::vector<int64_t> lens, std::span<const int64_t> counts, int32_t first_rank = 0);
   static SequenceLengths from_lists(const std::vector<std::vector<int64_t>>& per_rank);
 
-  static constexpr int64_t kMaxSequenceTokens = int64_t{1} << 31;
+  /// Attention kernels take lengths of 32 bits.
+  static constexpr int64_t kMaxSequenceTokens = std::numeric_limits<int32_t>::max();
 
   int32_t num_ranks() const { return lens_.size(); }
   int32_t num_sequences() const { return static_cast<int32_t>(homes_.size()); }

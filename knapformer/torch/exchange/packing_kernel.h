@@ -19,6 +19,9 @@ using namespace kernels;
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
 constexpr int kTile = kThreads * kPerThread;
+/// On a multiprocessor at once, at least: so a thread may have 64 registers. Without a number ptxas spills some to have
+/// more blocks there.
+constexpr int kMinBlocks = 4;
 /// The most bytes of work in the arguments of a launch, which may have 4096 bytes.
 constexpr int kMaxArgumentBytes = 4080;
 
@@ -70,33 +73,59 @@ KNAPFORMER_KERNEL Index at_index(Address index, Index i) {
   return index == 0 ? i : reinterpret_cast<const Index*>(index)[i];
 }
 
+/// Where the words (or items) of a tile lie. In 32 bits but for the tile's first word: so words share one reciprocal,
+/// and no call of a division comes between their reads, around which a GPU would spill what they have read.
+struct RowsOfTile {
+  struct Place {
+    unsigned int row, word;
+  };
+
+  KNAPFORMER_KERNEL RowsOfTile(Index first, int num_words)
+      : num_words_(static_cast<unsigned int>(num_words)),
+        first_row_(static_cast<unsigned int>(quotient(first, num_words))) {
+    first_word_ = static_cast<unsigned int>(first - static_cast<Index>(first_row_) * num_words);
+  }
+  KNAPFORMER_KERNEL Place at(int offset) const {
+    const unsigned int word = first_word_ + static_cast<unsigned int>(offset), rows = word / num_words_;
+    return {.row = first_row_ + rows, .word = word - rows * num_words_};
+  }
+
+ private:
+  unsigned int num_words_;   // of a row, below 2^31
+  unsigned int first_row_;   // of the tile, below 2^31
+  unsigned int first_word_;  // in that row
+};
+
 template <class Word>
 KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
-  const Index end = static_cast<Index>(copy.num_rows) * copy.num_words;
   const Address base = copy.to + (copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset));
-  Word words[kPerThread];
-  Address to[kPerThread];
+  const RowsOfTile rows(first, copy.num_words);
+  const auto num_rows = static_cast<unsigned int>(copy.num_rows);
+  Address from[kPerThread], to[kPerThread];
+  bool exists[kPerThread];
+  for (int k = 0; k < kPerThread; ++k) {  // without a branch, so that no read of an index waits for another
+    const auto [row, word] = rows.at(k * kThreads + thread);
+    exists[k] = row < num_rows;
+    const Index i = exists[k] ? row : num_rows - 1, byte = static_cast<Index>(word) * static_cast<Index>(sizeof(Word));
+    from[k] = copy.from + at_index(copy.from_index, i) * copy.from_stride + byte;
+    to[k] = base + at_index(copy.to_index, i) * copy.to_stride + byte;
+  }
+  Word words[kPerThread] = {};
   for (int k = 0; k < kPerThread; ++k) {  // all reads are under way before the first write waits for its data
-    const Index word = first + k * kThreads + thread;
-    to[k] = 0;
-    if (word >= end) continue;
-    const Index row = quotient(word, copy.num_words);
-    const Index byte = (word - row * copy.num_words) * static_cast<Index>(sizeof(Word));
-    words[k] = *reinterpret_cast<const Word*>(copy.from + at_index(copy.from_index, row) * copy.from_stride + byte);
-    to[k] = base + at_index(copy.to_index, row) * copy.to_stride + byte;
+    if (exists[k]) words[k] = *reinterpret_cast<const Word*>(from[k]);
   }
   for (int k = 0; k < kPerThread; ++k) {
-    if (to[k] != 0) *reinterpret_cast<Word*>(to[k]) = words[k];
+    if (exists[k]) *reinterpret_cast<Word*>(to[k]) = words[k];
   }
 }
 
 template <class Items>
 KNAPFORMER_KERNEL void sum_tile(const Sum& sum, const Source* sources, Index first, int thread) {
-  const Index end = static_cast<Index>(sum.num_rows) * sum.num_items;
+  const RowsOfTile rows(first, sum.num_items);
   for (int k = 0; k < kPerThread; ++k) {
-    const Index item = first + k * kThreads + thread;
-    if (item >= end) return;
-    const Index row = quotient(item, sum.num_items), byte = (item - row * sum.num_items) * Items::kBytes;
+    const auto [row, item] = rows.at(k * kThreads + thread);
+    if (row >= static_cast<unsigned int>(sum.num_rows)) return;
+    const Index byte = item * Items::kBytes;
     typename Items::Total total = 0;
     const int num_terms = sum.places == 0 ? sum.num_sources : sum.max_places;
     for (int s = 0, term = 0; term < num_terms; ++term) {
@@ -172,12 +201,12 @@ struct alignas(16) KnapformerWork {
   unsigned char bytes[knapformer::packing::kMaxArgumentBytes];
 };
 
-extern "C" __global__ void __launch_bounds__(knapformer::packing::kThreads)
+extern "C" __global__ void __launch_bounds__(knapformer::packing::kThreads, knapformer::packing::kMinBlocks)
     knapformer_move_rows(const __grid_constant__ KnapformerWork work) {
   knapformer::packing::run_thread(work.bytes, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
 }
 
-extern "C" __global__ void __launch_bounds__(knapformer::packing::kThreads)
+extern "C" __global__ void __launch_bounds__(knapformer::packing::kThreads, knapformer::packing::kMinBlocks)
     knapformer_move_rows_by_table(const unsigned char* work) {
   knapformer::packing::run_thread(work, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
 }

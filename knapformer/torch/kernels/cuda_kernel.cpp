@@ -162,7 +162,7 @@ CompiledKernel compile_kernel(const KernelSource& source, int architecture, bool
 
   Program program = nullptr;
   const std::string target = c10::str("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
-  const std::array options{target.c_str(), "--std=c++20"};
+  const std::array options{target.c_str(), "--std=c++20", "--ptxas-options=-v"};  // -v: the log lists registers
   const char* const included = kNumbersSource;
   const char* const as = "knapformer/torch/kernels/numbers.h";
   int result = nvrtc.create(&program, source.text, source.name, 1, &included, &as);

@@ -20,8 +20,8 @@ std::string path_beside_torch(std::string_view name);
 /// What NVRTC makes of a source.
 struct CompiledKernel {
   std::vector<char> image;  // machine code; if NVRTC does not know the architecture, PTX for the newest older one
-  std::string log;
-  std::string error;  // why there is no image; otherwise empty
+  std::string log;          // with machine code: of each function the registers and the local memory that it takes
+  std::string error;        // why there is no image; otherwise empty
 };
 
 /// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code.

@@ -13,7 +13,7 @@ namespace knapformer::rotation {
 using namespace kernels;
 
 constexpr int kThreads = 256;
-constexpr int kHeads = 4;
+constexpr int kHeads = 8;
 
 /// Both x and the result are (tokens, heads, pairs). x may lie in wider rows, the result is dense.
 struct Rotation {
@@ -40,20 +40,22 @@ KNAPFORMER_KERNEL void rotate_heads(const Rotation& r, Index thread) {
   const Index token = quotient(row, r.num_groups());
   const int first_head = static_cast<int>(row - token * r.num_groups()) * kHeads;
   if (token >= r.num_tokens) return;
+  const int num_heads = r.num_heads - first_head;  // of this thread, if they are fewer than kHeads
   Total a[kHeads] = {}, b[kHeads] = {};
-  const Address from = r.from + token * r.token_stride + pair * 2 * Items::kBytes;
+  Address from = r.from + token * r.token_stride + first_head * r.head_stride + pair * 2 * Items::kBytes;
   for (int k = 0; k < kHeads; ++k) {  // all reads are under way before the first write waits for its data
-    if (first_head + k < r.num_heads) Items::read_pair(from + (first_head + k) * r.head_stride, a[k], b[k]);
+    if (k < num_heads) Items::read_pair(from, a[k], b[k]);
+    from += r.head_stride;
   }
   Number cos, sin;
   Turns::read_pair(r.turns + (token * r.num_pairs + pair) * 2 * Turns::kBytes, cos, sin);
   if (r.back) sin = -sin;
-  const Address to = r.to + ((token * r.num_heads + first_head) * r.num_pairs + pair) * 2 * Items::kBytes;
+  Address to = r.to + ((token * r.num_heads + first_head) * r.num_pairs + pair) * 2 * Items::kBytes;
   for (int k = 0; k < kHeads; ++k) {
-    if (first_head + k >= r.num_heads) continue;
     const Number x = static_cast<Number>(a[k]), y = static_cast<Number>(b[k]);
-    Items::write_pair(to + static_cast<Index>(k) * r.num_pairs * 2 * Items::kBytes,
-                      static_cast<Total>(x * cos - y * sin), static_cast<Total>(x * sin + y * cos));
+    const auto first = static_cast<Total>(x * cos - y * sin), second = static_cast<Total>(x * sin + y * cos);
+    if (k < num_heads) Items::write_pair(to, first, second);
+    to += static_cast<Address>(r.num_pairs) * 2 * Items::kBytes;
   }
 }
 

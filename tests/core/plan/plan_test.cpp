@@ -36,7 +36,7 @@ TEST(SequenceLengths, RefusesLengthsThatAreNone) {
     } catch (const ArgumentError& error) {
       EXPECT_EQ(std::string(error.what()),
                 "seq_lens: got " + std::to_string(length) +
-                    " for sequence 1 of rank 1, expected a length of 1 to 2147483648 tokens");
+                    " for sequence 1 of rank 1, expected a length of 1 to 2147483647 tokens");
     }
   }
   EXPECT_THROW(SequenceLengths({1, 2}, std::vector<int64_t>{1}), ArgumentError);

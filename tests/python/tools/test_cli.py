@@ -143,9 +143,9 @@ def test_wrong_input_is_one_line_and_status_2(
         (b"{}", "got dict, expected a list"),
         (b"[]", "got an empty list, expected a list"),
         (b"[1, 2]", "got a list with int, expected a list"),
-        (b"[[1], [0]]", "rank 1: got 0, expected an integer from 1 to 2147483648"),
-        (b"[[1], [2147483649]]", "rank 1: got 2147483649, expected an integer from 1 to 2147483648"),
-        (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer from 1 to 2147483648"),
+        (b"[[1], [0]]", "rank 1: got 0, expected an integer from 1 to 2147483647"),
+        (b"[[1], [2147483648]]", "rank 1: got 2147483648, expected an integer from 1 to 2147483647"),
+        (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer from 1 to 2147483647"),
         (b"[[1], [-3]]", "rank 1: got -3"),
         (b"[[1], [2.5]]", "rank 1: got 2.5"),
         (b"[[NaN], [1]]", "rank 0: got nan"),
@@ -164,11 +164,11 @@ def test_wrong_lengths(content: bytes, message: str, capsys: pytest.CaptureFixtu
 
 def test_the_longest_sequence_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    path.write_text("[[2147483648], [1]]")
+    path.write_text("[[2147483647], [1]]")
     status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path), "--json", "-")
-    assert (status, err) == (0, "") and Plan.from_json(out) == plan([[1 << 31], [1]], "g2n1", 3072)
-    with pytest.raises(ArgumentError, match="1 to 2147483648"):
-        plan([[(1 << 31) + 1], [1]], "g2n1", 3072)
+    assert (status, err) == (0, "") and Plan.from_json(out) == plan([[(1 << 31) - 1], [1]], "g2n1", 3072)
+    with pytest.raises(ArgumentError, match="1 to 2147483647"):
+        plan([[1 << 31], [1]], "g2n1", 3072)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

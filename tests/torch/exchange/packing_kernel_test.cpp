@@ -5,8 +5,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 
@@ -235,6 +237,40 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
       }
       first += num_ranks;
     }
+  }
+}
+
+/// A tile of rows of 3 bytes beside each other, more than 2^32 in all, of which only those of the tile are in memory.
+void expect_copied(int tile, int num_rows) {
+  const int64_t first = int64_t{tile} * packing::kTile, end = int64_t{num_rows} * 3;
+  const auto num_bytes = static_cast<size_t>(std::min<int64_t>(packing::kTile, end - first));
+  std::vector<unsigned char> from(packing::kTile), to(packing::kTile), expected(packing::kTile);
+  for (size_t i = 0; i < num_bytes; ++i) expected[i] = from[i] = static_cast<unsigned char>(1 + i % 251);
+  const auto address_of_first_row = [&](const std::vector<unsigned char>& of_tile) {
+    return reinterpret_cast<packing::Address>(of_tile.data()) - static_cast<packing::Address>(first);
+  };
+  const struct {
+    packing::Work work;
+    packing::Copy copy;
+  } list{.work = {.num_copies = 1},
+         .copy = {.from = address_of_first_row(from),
+                  .to = address_of_first_row(to),
+                  .from_stride = 3,
+                  .to_stride = 3,
+                  .num_words = 3,
+                  .word_bytes = 1,
+                  .num_rows = num_rows}};
+  for (int thread = 0; thread < packing::kThreads; ++thread) {
+    packing::run_thread(reinterpret_cast<const unsigned char*>(&list), tile, thread);
+  }
+  EXPECT_EQ(to, expected) << "tile " << tile;
+}
+
+TEST(PackingKernel, FindsRowsBehindTheFirst4GigaWords) {
+  constexpr int kRows = std::numeric_limits<int>::max();
+  const auto num_tiles = static_cast<int>((int64_t{kRows} * 3 + packing::kTile - 1) / packing::kTile);
+  for (const int tile : {0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1, num_tiles - 2, num_tiles - 1}) {
+    expect_copied(tile, kRows);
   }
 }
 

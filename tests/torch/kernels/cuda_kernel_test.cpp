@@ -15,6 +15,12 @@
 namespace knapformer {
 namespace {
 
+size_t times(std::string_view text, std::string_view part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string_view::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
 class CudaKernelOf : public ::testing::TestWithParam<const KernelSource*> {};
 INSTANTIATE_TEST_SUITE_P(Source, CudaKernelOf, ::testing::Values(&packing_source(), &rotation_source()),
                          [](const auto& source) { return std::string(source.param->functions[0]); });
@@ -26,6 +32,10 @@ TEST_P(CudaKernelOf, CompilesForEveryArchitecture) {
     EXPECT_EQ(machine_code.error, "") << architecture;
     ASSERT_GT(machine_code.image.size(), 4U);
     EXPECT_EQ(std::string_view(machine_code.image.data(), 4), "\177ELF");
+    // A spilled register waits for the read that fills it, and so no other read is under way.
+    EXPECT_EQ(times(machine_code.log, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"),
+              GetParam()->functions.size())
+        << machine_code.log;
     const CompiledKernel ptx = compile_kernel(*GetParam(), architecture, /*ptx=*/true);
     const std::string_view text(ptx.image.data(), ptx.image.size());
     for (const char* name : GetParam()->functions) {
