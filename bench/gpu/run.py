@@ -13,7 +13,7 @@ after another:
     transport     with several ranks: attention's exchanges by all-to-all and by writing to the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
-The first five have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
+The first five and the build have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
 time, and says what it left out; --seconds sets for how long each part may begin new things. The results of a part on
 this device are kept as JSON in the output folder: without --again, another run only does what was left out. All kept
 results go to gpu.html, gpu.png and gpu.json there; --part page makes these files alone, on any machine. --device cpu
@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--install", action="store_true", help="first installs what building and running take")
     parser.add_argument("--installed", action="store_true", help="takes the package that is installed: builds nothing")
     args = parser.parse_args()
+    begin = time.monotonic()
     if args.install:
         build.install()
     builds = not args.installed and not build.is_built()
@@ -70,6 +71,7 @@ def main() -> int:
         return 2
     if builds:
         build.build()
+    args.build_s = time.monotonic() - begin
     paths = (
         [str(BENCH), str(BENCH / "gpu")]
         if args.installed

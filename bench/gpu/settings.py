@@ -16,7 +16,8 @@ from knapformer import DataMix
 
 MIXES = ("joint", "mixed", "low")  # the one with the highest published HFU first
 
-# Seconds after which a part is stopped. The parts that run on one GPU have 9 minutes together.
+# Seconds after which a part is stopped. The parts that run on one GPU have 9 minutes together, less the time that the
+# build took before them, up to half of theirs.
 LIMITS_S = {
     "correctness": 150,
     "calibrate": 130,
@@ -26,6 +27,7 @@ LIMITS_S = {
     "transport": 60,
     "steps": 400,
 }
+ONE_GPU_S = 9 * 60
 SHARE_TO_BEGIN = 0.8  # share of these seconds in which a part begins something new
 
 
@@ -95,7 +97,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 def start_part(args: argparse.Namespace, part: str) -> None:
     """Starts the part's clock. A CPU, which only tests use, may be busy with other work, so it has an hour."""
-    limit_s = LIMITS_S[part] if args.device == "cuda" else 3600.0
+    limit_s = LIMITS_S[part] * max(0.5, 1 - args.build_s / ONE_GPU_S) if args.device == "cuda" else 3600.0
     begin_s = SHARE_TO_BEGIN * limit_s
     if args.seconds is not None:
         begin_s, limit_s = args.seconds, max(limit_s, args.seconds / SHARE_TO_BEGIN)

@@ -164,7 +164,7 @@ def made_up(modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def finish(commit: str | None = "") -> bool:
         args = argparse.Namespace(
-            out=tmp_path, again=False, device="cpu", seconds=None, device_name="d", ranks=1,
+            out=tmp_path, again=False, device="cpu", seconds=None, build_s=0, device_name="d", ranks=1,
             environment={"time": "", "commit": commit},
         )  # fmt: skip
         part.begun.clear()
@@ -254,9 +254,15 @@ def test_replays_are_held_against_planned_work(results: Path) -> None:
     assert "mixed: measured seconds with planned work of the ranks, correlation" in names
 
 
-def test_the_parts_of_one_gpu_have_nine_minutes(modules: ModuleType) -> None:
+def test_the_parts_of_one_gpu_have_nine_minutes_with_the_build(modules: ModuleType) -> None:
     assert set(modules.LIMITS_S) == set(PARTS)
-    assert sum(limit for part, limit in modules.LIMITS_S.items() if part not in ("transport", "steps")) == 9 * 60
+    for build_s, all_parts_s in ((0, 540), (90, 450), (3000, 270)):
+        total_s = 0.0
+        for part in PARTS[:-2]:
+            args = argparse.Namespace(device="cuda", seconds=None, build_s=build_s)
+            modules.start_part(args, part)
+            total_s += modules.seconds_left(args)
+        assert total_s == pytest.approx(all_parts_s, abs=1)
 
 
 def test_kernels_that_are_not_there_are_named_with_their_reason(results: Path) -> None:
