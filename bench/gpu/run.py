@@ -13,12 +13,12 @@ after another:
     transport     with several ranks: attention's exchanges by all-to-all and by writing to the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
-The first five and the build have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last fifth of its
-time, and says what it left out; --seconds sets for how long each part may begin new things. The results of a part on
-this device are kept as JSON in the output folder: without --again, another run only does what was left out. All kept
-results go to gpu.html, gpu.png and gpu.json there; --part page makes these files alone, on any machine. --device cpu
-runs the same code at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where something is
-missing; missed goals are only shown.
+The first five and the build have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last
+fifth of its time, and says what it left out; --seconds sets for how long each part may begin new things. The results of
+a part on this device are kept as JSON in the output folder: without --again, another run only does what was left out.
+All kept results go to gpu.html, gpu.png and gpu.json there; --part page makes these files alone, on any machine.
+--device cpu runs the same code at tiny sizes. Exits with 1 where results are wrong or a part fails, with 2 where
+something is missing; missed goals are only shown.
 """
 
 from __future__ import annotations
