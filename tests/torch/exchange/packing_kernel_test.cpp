@@ -240,7 +240,7 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
   }
 }
 
-/// A tile of rows of 3 bytes beside each other, more than 2^32 in all, of which only those of the tile are in memory.
+/// A tile of rows of 3 bytes beside each other, more than 2^32 bytes in all. Only those of the tile are in memory.
 void expect_copied(int tile, int num_rows) {
   const int64_t first = int64_t{tile} * packing::kTile, end = int64_t{num_rows} * 3;
   const auto num_bytes = static_cast<size_t>(std::min<int64_t>(packing::kTile, end - first));
