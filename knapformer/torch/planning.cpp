@@ -87,6 +87,7 @@ TablesDevice::TablesDevice(at::Device on, std::optional<ExchangeEngine> given)
 /// The present stream does what it is given from now on behind the copy of the tables, which keep their memory until
 /// it has come by.
 static void order_behind_copy(RankPlan::TablesOnDevice& on) {
+  if (!on.copied) return;
   const c10::impl::VirtualGuardImpl guard(on.device.type());
   const c10::Stream stream = guard.getStream(on.device);
   if (std::ranges::find(on.streams, stream) != on.streams.end()) return;
@@ -99,17 +100,13 @@ static void order_behind_copy(RankPlan::TablesOnDevice& on) {
 const RankPlan::PackedTables& RankPlan::tables_on(const TablesDevice& on) {
   const auto known = std::ranges::find(packed, on.device, &TablesOnDevice::device);
   if (known == packed.end()) return pack(on).tables;
-  if (known->copied) order_behind_copy(*known);
+  order_behind_copy(*known);
   return known->tables;
 }
 
 void RankPlan::pack_ahead(const TablesDevice& on) {
-  if (!on.stream) {
-    pack(on);
-    return;
-  }
-  const c10::StreamGuard guard(*on.stream);  // sets the device too: no context opens on another
-  pack(on).copied.emplace(on.device.type()).record(*on.stream);
+  const c10::OptionalStreamGuard guard(on.stream);  // sets the device too: no context opens on another
+  pack(on);
 }
 
 RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
@@ -125,7 +122,12 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),
                      .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
-  return packed.emplace_back(TablesOnDevice{.device = on.device, .tables = std::move(named)});
+  TablesOnDevice& made = packed.emplace_back(TablesOnDevice{.device = on.device, .tables = std::move(named)});
+  if (!on.device.is_cpu()) {
+    made.streams = {c10::impl::VirtualGuardImpl(on.device.type()).getStream(on.device)};
+    made.copied.emplace(on.device.type()).record(made.streams[0]);
+  }
+  return made;
 }
 
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,

@@ -81,7 +81,7 @@ struct RankPlan {
   struct TablesOnDevice {
     at::Device device;
     PackedTables tables;
-    /// Where they were packed ahead: when they have reached the device, and the streams that know of it.
+    /// On an accelerator: when they have reached it, and the streams that know of it.
     std::optional<c10::Event> copied = {};
     std::vector<c10::Stream> streams = {};
   };

@@ -86,8 +86,8 @@ class PeerAllocator final : public SymmetricMemoryAllocator {
     std::memset(device.for_kernels(memory), 0, kPadBytes);
     return memory + kPadBytes;
   }
-  /// Frees nothing: on a GPU, memory lives on where peers have it mapped.
-  void free(void*) override {}
+  /// Frees nothing, as on a GPU, where memory lives on while peers have it mapped. There it waits for the device.
+  void free(void*) override { Counters::instance().add_sync("free of peer memory"); }
   size_t get_alloc_size(void*) override { throw not_simulated(); }
   c10::intrusive_ptr<SymmetricMemory> rendezvous(void* memory, const std::optional<std::string>& name) override {
     const auto group = c10d::resolve_process_group(*name);

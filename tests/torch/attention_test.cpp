@@ -1,11 +1,16 @@
 // SequenceBalancer::attention over flat and nested bags, on ranks that are threads. The oracle is attention over each
 // whole sequence with all heads, computed on its own from values that follow from (sequence, token).
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <set>
+#include <string_view>
+#include <utility>
 
 #include "knapformer/torch/balancer.h"
+#include "knapformer/torch/exchange/packing_kernel.h"
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
 #include "tests/torch/in_process_peer_memory.h"
@@ -227,6 +232,49 @@ INSTANTIATE_TEST_SUITE_P(Topologies, NestedAttention,
                            }
                            return name;
                          });
+
+/// Whose memory this thread's launches of the packing kernel write to, in their order.
+thread_local std::vector<packing::Address> peers_written;
+
+std::unique_ptr<at::ObserverContext> note_peers_written(const at::RecordFunction& call) {
+  if (std::string_view(call.name()) != "knapformer::move_rows") return nullptr;
+  const at::Tensor list = call.inputs()[1].toTensor();
+  const auto* bytes = static_cast<const unsigned char*>(list.const_data_ptr());
+  const auto& work = *reinterpret_cast<const packing::Work*>(bytes);
+  const auto* copies = reinterpret_cast<const packing::Copy*>(bytes + packing::Work::kCopiesAt);
+  for (int i = 0; i < work.num_copies; ++i) {
+    const packing::Address peer = copies[i].to_offset == 0 ? 0 : copies[i].to;  // 0: it stays on this rank
+    EXPECT_GE(copies[i].first_tile, i == 0 ? 0 : copies[i - 1].first_tile);
+    if (peer != 0 && (peers_written.empty() || peers_written.back() != peer)) peers_written.push_back(peer);
+  }
+  return nullptr;
+}
+
+TEST(PeerMemory, IsWrittenByOneRankAtATime) {
+  testing::provide_peer_memory();
+  constexpr int32_t kRanks = 4;
+  InProcessWorld world(kRanks);
+  std::vector<std::vector<packing::Address>> written(kRanks);
+  world.run_all([&](int32_t rank) {
+    SequenceBalancer balancer("g4n1", {.engine = ExchangeEngine::kKernel, .peer_memory = true}, world.all(rank),
+                              [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
+    balancer.plan_routing(std::vector<int64_t>{40 + rank}, 16);
+    const int64_t num_tokens = balancer.plan().tokens_after()[static_cast<size_t>(rank)];
+    const at::Tensor q = at::ones({num_tokens, kRanks, kDim});
+    const auto noted = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&note_peers_written).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    balancer.pre_attn(q, q, q);
+    at::removeCallback(noted);
+    written[static_cast<size_t>(rank)] = std::exchange(peers_written, {});
+  });
+  for (size_t turn = 0; turn < kRanks - 1; ++turn) {
+    std::set<packing::Address> peers;
+    for (const auto& of_rank : written) {
+      ASSERT_EQ(of_rank.size(), static_cast<size_t>(kRanks - 1));
+      EXPECT_TRUE(peers.insert(of_rank[turn]).second) << "two ranks write to one peer, turn " << turn;
+    }
+  }
+}
 
 TEST(NestedBags, RefuseTheHalvesOfFlatAttention) {
   InProcessWorld world(2);

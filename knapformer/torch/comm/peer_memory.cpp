@@ -23,16 +23,7 @@ int64_t aligned(int64_t num_bytes) {
 }
 
 at::Tensor allocate(int64_t num_bytes, at::Device device) {
-  const auto try_to = [&] {
-    return symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
-  };
-  try {
-    return try_to();
-  } catch (const c10::Error&) {  // out of memory: what is free may lie in torch's cache, from which this does not come
-    auto* const cache = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
-    if (cache != nullptr) cache->emptyCache();
-  }
-  return try_to();
+  return symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
 }
 
 }  // namespace
@@ -41,22 +32,6 @@ bool PeerMemory::serves(at::Device device) { return symmetric_memory::has_alloca
 
 int64_t PeerMemory::Region::landing_at() const {
   return aligned(room.num_words * static_cast<int64_t>(sizeof(int64_t)));
-}
-
-std::shared_ptr<PeerMemory::Region> PeerMemory::take_free(Need need, at::Device device) {
-  const std::lock_guard lock(mutex_);
-  follow_stream(device);
-  const auto free = std::ranges::find_if(regions_, [&](const std::shared_ptr<Region>& region) {
-    return !region->in_use && region->memory.device() == device;
-  });
-  if (free == regions_.end()) return nullptr;
-  std::shared_ptr<Region> region = *free;
-  if (region->room.landing_bytes < need.landing_bytes || region->room.num_words < need.num_words) {
-    regions_.erase(free);
-    return nullptr;
-  }
-  region->in_use = true;
-  return region;
 }
 
 void PeerMemory::follow_stream(at::Device device) {
@@ -72,23 +47,61 @@ void PeerMemory::follow_stream(at::Device device) {
 
 std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device,
                                                     const std::function<void(int64_t)>& meet) {
-  std::shared_ptr<Region> region = take_free(need, device);
-  if (!region) {
-    region = std::make_shared<Region>();
-    // With room for a longer step, as steps differ.
-    region->room = {.num_words = need.num_words, .landing_bytes = aligned(need.landing_bytes + need.landing_bytes / 4)};
-    const int64_t num_bytes = region->kept_at() + kKept * region->room.landing_bytes;
-    region->memory = allocate(num_bytes, device);
-    meet(++num_regions_made_);
-    region->handle = symmetric_memory::rendezvous(region->memory, group_);
-    for (void* block : region->handle->get_buffer_ptrs()) {  // in which the regions begin at an offset
-      region->of_peers.push_back(static_cast<std::byte*>(block) + region->handle->get_offset());
-    }
-    region->in_use = true;
+  std::shared_ptr<Region> region;
+  {
     const std::lock_guard lock(mutex_);
-    regions_.push_back(region);
+    follow_stream(device);
+    const auto free = std::ranges::find_if(regions_, [&](const std::shared_ptr<Region>& each) {
+      return !each->in_use && each->memory.device() == device;
+    });
+    if (free != regions_.end()) region = *free;
+  }
+  if (!region || region->room.landing_bytes < need.landing_bytes || region->room.num_words < need.num_words) {
+    region = make_region(need, device, std::move(region), meet);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    region->in_use = true;
   }
   return std::make_unique<Lease>(shared_from_this(), region);
+}
+
+std::shared_ptr<PeerMemory::Region> PeerMemory::make_region(Need need, at::Device device,
+                                                            std::shared_ptr<Region> too_small,
+                                                            const std::function<void(int64_t)>& meet) {
+  // To free a region waits for the device, where an exchange may wait for a rank that has failed: not before all meet,
+  // nor where they do not.
+  const auto free_too_small = [&] {
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase(regions_, too_small);
+    }
+    too_small.reset();
+  };
+  auto region = std::make_shared<Region>();
+  // With room for a longer step, as steps differ.
+  region->room = {.num_words = need.num_words, .landing_bytes = aligned(need.landing_bytes + need.landing_bytes / 4)};
+  const int64_t num_bytes = region->kept_at() + kKept * region->room.landing_bytes;
+  try {
+    region->memory = allocate(num_bytes, device);
+  } catch (const c10::Error&) {  // out of memory: what is free may lie in torch's cache, from which this does not come
+    auto* const cache = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+    if (cache != nullptr) cache->emptyCache();
+    free_too_small();
+    region->memory = allocate(num_bytes, device);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    region->in_use = true;
+    regions_.push_back(region);
+  }
+  meet(++num_regions_made_);
+  free_too_small();
+  region->handle = symmetric_memory::rendezvous(region->memory, group_);
+  for (void* block : region->handle->get_buffer_ptrs()) {  // in which the regions begin at an offset
+    region->of_peers.push_back(static_cast<std::byte*>(block) + region->handle->get_offset());
+  }
+  return region;
 }
 
 std::shared_ptr<PeerMemory::Place> PeerMemory::Lease::keep(int64_t num_bytes) {

@@ -48,8 +48,8 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     int64_t num_words = 0;
     int64_t landing_bytes = 0;
   };
-  /// Parts of a region begin at multiples of this many bytes.
-  static constexpr int64_t kAlignment = 16;
+  /// Parts of a region begin at multiples of this many bytes: whole lines of memory, of which NVLink moves several.
+  static constexpr int64_t kAlignment = 256;
 
  private:
   struct Region {
@@ -122,7 +122,9 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   std::unique_ptr<Lease> take(Need need, at::Device device, const std::function<void(int64_t)>& meet);
 
  private:
-  std::shared_ptr<Region> take_free(Need need, at::Device device);
+  /// In place of one that is too small, or null.
+  std::shared_ptr<Region> make_region(Need need, at::Device device, std::shared_ptr<Region> too_small,
+                                      const std::function<void(int64_t)>& meet);
   /// Where the current stream is not that of the last exchange, makes it wait for all work on that one.
   void follow_stream(at::Device device);
 

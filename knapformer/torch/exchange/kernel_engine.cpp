@@ -81,6 +81,10 @@ class WorkList {
     num_bytes_ += num_bytes * sum.num_rows * std::max(1, std::max(sum.max_places, sum.num_sources));
   }
 
+  size_t num_copies() const { return copies_.size(); }
+  /// The copies from this one on come first.
+  void begin_with(size_t copy) { std::ranges::rotate(copies_, copies_.begin() + static_cast<std::ptrdiff_t>(copy)); }
+
   /// One launch, or none where there is nothing to do.
   void launch(const at::Tensor& wire) {
     if (copies_.empty() && sums_.empty()) return;
@@ -131,7 +135,9 @@ class KernelEngine final : public Engine {
   void pack() override {
     if (call_.peer_memory() == nullptr) call_.allocate_outputs();
     WorkList work;
+    std::optional<size_t> first_behind;  // of the copies to ranks behind this one
     for_each_block(call_.sent_blocks(), [&](const WireBlock& block, Segment& segment, Address index) {
+      if (!first_behind && block.peer > call_.this_peer()) first_behind = work.num_copies();
       segment.send.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
         if (block.peer == call_.this_peer()) {
           if (!segment.sums(slot)) copy_own(work, segment, slot, index);
@@ -145,6 +151,8 @@ class KernelEngine final : public Engine {
         });
       });
     });
+    // The ranks begin with a peer each, so that no two share a link.
+    if (call_.peer_memory() != nullptr && first_behind) work.begin_with(*first_behind);
     work.launch(call_.wire());
   }
 

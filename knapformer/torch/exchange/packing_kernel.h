@@ -98,7 +98,8 @@ struct RowsOfTile {
 
 template <class Word>
 KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
-  const Address base = copy.to + (copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset));
+  // Of a peer's memory: it arrives while the rows are read.
+  const Address to_offset = copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset);
   const RowsOfTile rows(first, copy.num_words);
   const auto num_rows = static_cast<unsigned int>(copy.num_rows);
   Address from[kPerThread], to[kPerThread];
@@ -108,14 +109,14 @@ KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
     exists[k] = row < num_rows;
     const Index i = exists[k] ? row : num_rows - 1, byte = static_cast<Index>(word) * static_cast<Index>(sizeof(Word));
     from[k] = copy.from + at_index(copy.from_index, i) * copy.from_stride + byte;
-    to[k] = base + at_index(copy.to_index, i) * copy.to_stride + byte;
+    to[k] = copy.to + at_index(copy.to_index, i) * copy.to_stride + byte;
   }
   Word words[kPerThread] = {};
   for (int k = 0; k < kPerThread; ++k) {  // all reads are under way before the first write waits for its data
     if (exists[k]) words[k] = *reinterpret_cast<const Word*>(from[k]);
   }
   for (int k = 0; k < kPerThread; ++k) {
-    if (exists[k]) *reinterpret_cast<Word*>(to[k]) = words[k];
+    if (exists[k]) *reinterpret_cast<Word*>(to_offset + to[k]) = words[k];
   }
 }
 

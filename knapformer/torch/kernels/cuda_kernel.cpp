@@ -44,8 +44,13 @@ class Library {
   /// Finds a function, also in the libraries that this one links to.
   template <class Function>
   void find(const char* name, Function*& function) {
-    if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
+    find_if_known(name, function);
     if (function == nullptr && error_.empty()) error_ = what_ + " has no function " + name;
+  }
+  /// Null where this version of the library has none of that name.
+  template <class Function>
+  void find_if_known(const char* name, Function*& function) {
+    if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
   }
   /// What was not found first; empty: all was.
   const std::string& error() const { return error_; }
@@ -106,6 +111,7 @@ struct Driver {
     return driver;
   }
 
+  int (*init)(unsigned flags) = nullptr;
   int (*device_get)(int*, int ordinal) = nullptr;
   int (*device_attribute)(int*, int attribute, int device) = nullptr;
   int (*current_context)(void**) = nullptr;
@@ -113,6 +119,7 @@ struct Driver {
   int (*retain_primary)(void**, int device) = nullptr;
   int (*load_module)(void**, const void* image) = nullptr;
   int (*get_function)(void**, void* module, const char* name) = nullptr;
+  int (*load_function)(void* function) = nullptr;  // from 12.4 on
   int (*launch)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
                 void* stream, void** arguments, void** extra) = nullptr;
   std::string error;
@@ -120,6 +127,7 @@ struct Driver {
  private:
   Driver() {
     Library library("CUDA's driver", "libcuda.so.1", {"libcuda.so.1"});
+    library.find("cuInit", init);
     library.find("cuDeviceGet", device_get);
     library.find("cuDeviceGetAttribute", device_attribute);
     library.find("cuCtxGetCurrent", current_context);
@@ -127,6 +135,7 @@ struct Driver {
     library.find("cuDevicePrimaryCtxRetain", retain_primary);
     library.find("cuModuleLoadData", load_module);
     library.find("cuModuleGetFunction", get_function);
+    library.find_if_known("cuFuncLoad", load_function);
     library.find("cuLaunchKernel", launch);
     error = library.error();
   }
@@ -208,7 +217,8 @@ void CudaKernel::load() {
   constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
   const c10::DeviceGuard guard(device_);
   int device = 0, major = 0, minor = 0;
-  int result = driver.device_get(&device, device_.index());
+  int result = driver.init(0);
+  if (result == 0) result = driver.device_get(&device, device_.index());
   if (result == 0) result = driver.device_attribute(&major, kMajor, device);
   if (result == 0) result = driver.device_attribute(&minor, kMinor, device);
   if (result == 0) result = enter_primary_context(driver, device);
@@ -223,6 +233,8 @@ void CudaKernel::load() {
   for (const char* name : source_.functions) {
     void*& function = functions_.emplace_back(nullptr);
     if (result == 0) result = driver.get_function(&function, module, name);
+    // Otherwise its first launch may load it, and wait for the device.
+    if (result == 0 && driver.load_function != nullptr) result = driver.load_function(function);
   }
   if (result != 0) error_ = c10::str("CUDA's driver: result ", result, " for ", source_.name, " on ", device_);
 }

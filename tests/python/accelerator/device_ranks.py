@@ -588,20 +588,35 @@ def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
     return message, counted.collectives
 
 
-def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float]:
-    """Rank 1 fails where both would get more memory that peers write to. What this rank raises, and after how long."""
+def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float, list[str]]:
+    """Rank 1 fails where both would get more memory that peers write to. What this rank raises, after how long, and its
+    waits for the device until then."""
     balancer = SequenceBalancer("g2n1", group=sim.new_group(timeout_s=45), peer_memory=True)
-    begin = 0.0
-    try:
-        for num_tokens in (64, 64, 100_000):
-            balancer.plan_routing([num_tokens], 24)
-            fails = rank == 1 and num_tokens == 100_000
-            q = torch.ones(int(balancer.chunk_lens.sum()) + fails, 2, 8, device="sim")
-            begin = time.monotonic()
-            balancer.attention(q, q, q, lambda q, *_: q)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "", 0.0
+    begin, raised = 0.0, ("", "", 0.0)
+    with sim.counted() as counted:
+        try:
+            for num_tokens in (64, 64, 100_000):
+                balancer.plan_routing([num_tokens], 24)
+                fails = rank == 1 and num_tokens == 100_000
+                q = torch.ones(int(balancer.chunk_lens.sum()) + fails, 2, 8, device="sim")
+                begin = time.monotonic()
+                balancer.attention(q, q, q, lambda q, *_: q)
+        except Exception as error:
+            raised = type(error).__name__, str(error), time.monotonic() - begin
+    return *raised, counted.syncs
+
+
+def tables_serve_two_streams(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Rows routed on the default stream, behind a step's first route, which put the tables on the device. That was on
+    another stream, where nothing has waited for their copy, as rows without columns are not packed. And what the routed
+    rows are on the CPU."""
+    balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group())
+    balancer.plan_routing(lens_of(rank), 24)
+    x = torch.arange(float(sum(lens_of(rank)))) + 1000 * rank
+    on_device = x.to("sim")
+    with torch.Stream(device="sim"):
+        balancer.route(on_device.new_empty(len(x), 0))
+    return balancer.route(on_device)[0].cpu(), balancer.route(x)[0]
 
 
 def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:

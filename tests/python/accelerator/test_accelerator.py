@@ -33,6 +33,7 @@ from accelerator.device_ranks import (
     samples_in_pinned_memory,
     steps_without_a_cpu_backend,
     tables_of_a_loader,
+    tables_serve_two_streams,
     transports_agree,
     waits_for_numbers_of_the_device,
 )
@@ -186,8 +187,14 @@ def test_sums_by_peer_memory_are_the_same_to_the_bit() -> None:
 
 def test_a_mistake_is_seen_where_peer_memory_grows() -> None:
     """Torch's ranks meet in its store there, where none looks for what others say."""
-    for kind, message, seconds in run_ranks(a_mistake_where_memory_grows, 2, timeout_s=100):
+    for kind, message, seconds, waits in run_ranks(a_mistake_where_memory_grows, 2, timeout_s=100):
         assert kind == "ArgumentError" and "q: got 100001 rows" in message and seconds < 20, (kind, message, seconds)
+        assert waits == []  # the rank that failed may be what the device waits for
+
+
+def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:
+    for on_device, on_cpu in run_ranks(tables_serve_two_streams, 2):
+        assert torch.equal(on_device, on_cpu)
 
 
 def test_a_rotation_is_the_cpus_and_one_launch() -> None:

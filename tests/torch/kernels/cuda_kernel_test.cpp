@@ -26,7 +26,7 @@ INSTANTIATE_TEST_SUITE_P(Source, CudaKernelOf, ::testing::Values(&packing_source
                          [](const auto& source) { return std::string(source.param->functions[0]); });
 
 TEST_P(CudaKernelOf, CompilesForEveryArchitecture) {
-  for (const int architecture : {80, 90, 100}) {
+  for (const int architecture : {80, 86, 89, 90, 100, 120}) {
     const CompiledKernel machine_code = compile_kernel(*GetParam(), architecture);
     if (machine_code.error.starts_with("NVRTC: no library")) GTEST_SKIP() << machine_code.error;
     EXPECT_EQ(machine_code.error, "") << architecture;
