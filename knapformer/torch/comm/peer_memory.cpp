@@ -55,15 +55,12 @@ std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device
       return !each->in_use && each->memory.device() == device;
     });
     if (free != regions_.end()) region = *free;
+    if (region && region->room.landing_bytes >= need.landing_bytes && region->room.num_words >= need.num_words) {
+      region->in_use = true;
+      return std::make_unique<Lease>(shared_from_this(), region);
+    }
   }
-  if (!region || region->room.landing_bytes < need.landing_bytes || region->room.num_words < need.num_words) {
-    region = make_region(need, device, std::move(region), meet);
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    region->in_use = true;
-  }
-  return std::make_unique<Lease>(shared_from_this(), region);
+  return std::make_unique<Lease>(shared_from_this(), make_region(need, device, std::move(region), meet));
 }
 
 std::shared_ptr<PeerMemory::Region> PeerMemory::make_region(Need need, at::Device device,
