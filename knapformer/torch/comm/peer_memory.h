@@ -122,7 +122,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   std::unique_ptr<Lease> take(Need need, at::Device device, const std::function<void(int64_t)>& meet);
 
  private:
-  /// In place of one that is too small, or null.
+  /// A region in place of one that is too small, or of none.
   std::shared_ptr<Region> make_region(Need need, at::Device device, std::shared_ptr<Region> too_small,
                                       const std::function<void(int64_t)>& meet);
   /// Where the current stream is not that of the last exchange, makes it wait for all work on that one.
