@@ -12,13 +12,10 @@
 
 namespace simulated_device {
 
-/// On the default stream nothing. On another one, the copies that were launched before run now (device.cpp).
-void run_copies_of_current_stream();
-
 struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> collectives = 0;
-  /// The host's waits for collectives. Never reset: other threads see by them how far the one stream has come.
+  /// Waits for collectives. Never reset: other threads see by them how far the device has come.
   std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
   std::atomic<bool> fails_to_pack = false;  // as a device without memory
   std::atomic<int64_t> packed_bytes = 0;    // read by the packing kernel; it writes as many, or fewer where it adds
@@ -32,9 +29,8 @@ struct Counters {
   void add_sync(std::string name) { add(syncs_, std::move(name)); }
   /// "Non-blocking" copies from memory that is not pinned, which block all the same.
   void add_pageable_copy(std::string name) { add(pageable_copies_, std::move(name)); }
-  /// What was launched, by name. It runs behind the copies of its stream.
+  /// What was launched, by name.
   void add_launch(std::string name) {
-    run_copies_of_current_stream();
     ++launches;
     add(launched_, std::move(name));
   }

@@ -1,9 +1,8 @@
 // Torch's `privateuse1` device, simulated: allocator, guard, hooks and kernels.
 //
-// Every operation runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the fallback
-// copies and would break aliasing. Two things run late: collectives, as on a stream of their own (collectives.cpp), and
-// copies to the device on a stream other than the default one, which run when something is launched behind them on that
-// stream, or another stream waits for an event behind them.
+// Every operation of torch runs on the CPU at once, on copies (torch's CPU fallback); views are made here, since the
+// fallback copies and would break aliasing. Two things run late: collectives, as on a stream of their own
+// (collectives.cpp), and some of what streams other than the default one are given (late_work.h).
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -16,10 +15,9 @@
 
 #include <chrono>
 #include <cstring>
-#include <deque>
-#include <functional>
 
 #include "counters.h"
+#include "late_work.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -38,6 +36,10 @@ class Allocator final : public c10::Allocator {
     if (num_bytes == 0) return {nullptr, nullptr, &release, device};
     ++allocations[index];
     void* address = DeviceMemory::instance().allocate(num_bytes);
+    if (current_stream != 0) {
+      const std::lock_guard lock(mutex_);
+      streams_[address] = current_stream;
+    }
     return {address, address, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -47,59 +49,35 @@ class Allocator final : public c10::Allocator {
   }
 
  private:
-  static void release(void* address) {
-    if (address != nullptr) DeviceMemory::instance().free(address);
+  static void release(void* address);
+  /// As torch's allocators do: memory is given away behind what the stream was given on which it was taken.
+  void free_on_its_stream(void* address) {
+    c10::StreamId stream = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (const auto found = streams_.extract(address)) stream = found.mapped();
+    }
+    LateWork::instance().launch(stream, [address] { DeviceMemory::instance().free(address); });
   }
+
+  std::mutex mutex_;
+  std::map<void*, c10::StreamId> streams_;  // of addresses that were not taken on the default one
 };
 
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator)
 
-/// Copies that were launched on streams other than the default one, in their order.
-class LateCopies {
- public:
-  static LateCopies& instance() {
-    static auto* const copies = new LateCopies;
-    return *copies;
-  }
-  void launch(std::function<void()> copy) {
-    const std::lock_guard lock(mutex_);
-    waiting_.push_back(std::move(copy));
-    ++num_launched_;
-  }
-  int64_t num_launched() {
-    const std::lock_guard lock(mutex_);
-    return num_launched_;
-  }
-  /// Runs what has not run yet of the first `count` that were launched.
-  void run(int64_t count) {
-    const std::lock_guard lock(mutex_);
-    for (; num_launched_ - static_cast<int64_t>(waiting_.size()) < count; waiting_.pop_front()) waiting_.front()();
-  }
-
- private:
-  std::mutex mutex_;
-  std::deque<std::function<void()>> waiting_;
-  int64_t num_launched_ = 0;
-};
+void Allocator::release(void* address) {
+  if (address != nullptr) allocator.free_on_its_stream(address);
+}
 
 /// How much was launched before the event was recorded.
 struct Event {
   int64_t waits_begun = 0;
-  int64_t late_copies = 0;  // 0: on the default stream, which has none
+  c10::StreamId stream = 0;
+  int64_t late_work = 0;
   std::chrono::steady_clock::time_point time = {};
 };
-
-/// 0: the default stream.
-thread_local c10::StreamId current_stream = 0;
-
-}  // namespace
-
-void run_copies_of_current_stream() {
-  if (current_stream != 0) LateCopies::instance().run(LateCopies::instance().num_launched());
-}
-
-namespace {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;
@@ -125,30 +103,45 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current_stream, stream.id()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
-  // Work on the default stream is done when its call returns, so a stream waits for late copies alone. Other threads
-  // may ask how far the default stream has come.
+  // Work on the default stream is done when its call returns, so a stream waits for late work alone. Other threads may
+  // ask how far the default stream has come.
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {.waits_begun = Counters::instance().waits_begun,
-                                    .late_copies = stream.id() == 0 ? 0 : LateCopies::instance().num_launched(),
+                                    .stream = stream.id(),
+                                    .late_work = LateWork::instance().num_launched(stream.id()),
                                     .time = std::chrono::steady_clock::now()};
   }
-  void block(void* event, const c10::Stream&) const override {
-    if (event != nullptr) LateCopies::instance().run(static_cast<Event*>(event)->late_copies);
-  }
+  void block(void* event, const c10::Stream&) const override { run_before(event); }
   bool queryEvent(void* event) const override {
     return event == nullptr || Counters::instance().waits_ended >= static_cast<Event*>(event)->waits_begun;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { Counters::instance().add_sync("synchronizeEvent"); }
+  void synchronizeEvent(void* event) const override {
+    Counters::instance().add_sync("synchronizeEvent");
+    run_before(event);
+  }
   double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
     const auto time_of = [](void* event) { return static_cast<Event*>(event)->time; };
     return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
   }
-  void synchronizeStream(const c10::Stream&) const override { Counters::instance().add_sync("synchronizeStream"); }
-  void synchronizeDevice(c10::DeviceIndex) const override { Counters::instance().add_sync("synchronizeDevice"); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Counters::instance().add_sync("synchronizeStream");
+    LateWork::instance().run(stream.id(), LateWork::instance().num_launched(stream.id()));
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    Counters::instance().add_sync("synchronizeDevice");
+    LateWork::instance().run_all();
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+
+ private:
+  static void run_before(void* event) {
+    if (event == nullptr) return;
+    const Event& last = *static_cast<Event*>(event);
+    LateWork::instance().run(last.stream, last.late_work);
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -228,9 +221,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     }
   }
   const auto copy = [from, to] { as_cpu(to).copy_(as_cpu(from)); };
-  if (from.is_cpu() && non_blocking && current_stream != 0) {
-    LateCopies::instance().launch(copy);
+  if (from.is_cpu() && non_blocking) {
+    LateWork::instance().launch(current_stream, copy);
   } else {
+    if (!inside_kernel) LateWork::instance().catch_up();
     copy();
   }
   return to;
@@ -297,6 +291,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Counters& counters = Counters::instance();
   const bool outermost = !std::exchange(inside_kernel, true);
   if (outermost) {
+    LateWork::instance().catch_up();
     const std::string& name = op.schema().name();
     // As on a GPU, filling an empty tensor launches nothing.
     const bool fills_nothing = name == "aten::zero_" && stack->back().toTensor().numel() == 0;

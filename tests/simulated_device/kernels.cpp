@@ -8,6 +8,7 @@
 #include "counters.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
 #include "knapformer/torch/kernels/rotation_kernel.h"
+#include "late_work.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -23,11 +24,7 @@ void to_kernel_memory(packing::Address& address) {
   address = reinterpret_cast<packing::Address>(memory.for_kernels(pointer));
 }
 
-void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int64_t num_bytes) {
-  Counters& counters = Counters::instance();
-  TORCH_CHECK(!counters.fails_to_pack, "simulated device: out of memory");
-  counters.add_launch("knapformer::move_rows");
-  counters.packed_bytes += num_bytes;
+void run_move_rows(const at::Tensor& work, int64_t num_tiles) {
   std::vector<packing::Source> aligned(work.nbytes() / sizeof(packing::Source) + 1);
   auto* bytes = reinterpret_cast<unsigned char*>(aligned.data());
   const void* given = work.const_data_ptr();
@@ -53,9 +50,18 @@ void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int
   }
 }
 
+void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int64_t num_bytes) {
+  Counters& counters = Counters::instance();
+  TORCH_CHECK(!counters.fails_to_pack, "simulated device: out of memory");
+  counters.add_launch("knapformer::move_rows");
+  counters.packed_bytes += num_bytes;
+  LateWork::instance().launch(current_stream, [=] { run_move_rows(work, num_tiles); });
+}
+
 void rotate_rows(const at::Tensor&, const at::Tensor& work, int64_t num_blocks) {
   namespace rotation = knapformer::rotation;
   Counters::instance().add_launch("knapformer::rotate_rows");
+  LateWork::instance().catch_up();
   auto given = *static_cast<const rotation::Rotation*>(work.const_data_ptr());
   for (auto* address : {&given.from, &given.to, &given.turns}) to_kernel_memory(*address);
   for (int64_t thread = 0; thread < num_blocks * rotation::kThreads; ++thread) rotation::run_thread(given, thread);

@@ -1,7 +1,7 @@
 // Torch's symmetric memory on the simulated device: the ranks of a group map each other's pages.
 //
-// A barrier runs on the one stream, which is the host, so all that was launched before it has run. It counts as a
-// collective, as a wait for one, and as a launch named "barrier".
+// The host waits in a barrier, where it is done: at its launch on the default stream, late on another (late_work.h). It
+// counts as a collective, as a wait for one, and as a launch named "barrier".
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "counters.h"
+#include "late_work.h"
 #include "memory.h"
 
 namespace simulated_device {
@@ -34,25 +35,16 @@ class Memory final : public SymmetricMemory {
   Memory(int rank, std::vector<void*> pointers) : rank_(rank), pointers_(std::move(pointers)) {}
 
   std::vector<void*> get_buffer_ptrs() override { return pointers_; }
-  /// Each rank raises its signal at all others, then waits for theirs and clears them.
   void barrier(int, size_t timeout_ms) override {
     Counters& counters = Counters::instance();
     counters.add_launch("barrier");
     ++counters.collectives;
     ++counters.waits_begun;
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-    const auto change = [&](uint32_t& signal, uint32_t from, uint32_t to) {
-      for (uint32_t seen = from; !std::atomic_ref(signal).compare_exchange_weak(seen, to); seen = from) {
-        TORCH_CHECK(std::chrono::steady_clock::now() < end, "simulated device: a barrier timed out");
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-    };
-    for (const bool raises : {true, false}) {
-      for (int peer = 0; peer < get_world_size(); ++peer) {
-        if (peer != rank_) change(raises ? signal(peer, rank_) : signal(rank_, peer), raises ? 0 : 1, raises ? 1 : 0);
-      }
-    }
-    ++counters.waits_ended;
+    LateWork::instance().launch(current_stream,
+                                [self = c10::intrusive_ptr<Memory>::unsafe_reclaim_from_nonowning(this), timeout_ms] {
+                                  self->meet(timeout_ms);
+                                  ++Counters::instance().waits_ended;
+                                });
   }
   int get_rank() override { return rank_; }
   int get_world_size() override { return static_cast<int>(pointers_.size()); }
@@ -69,6 +61,21 @@ class Memory final : public SymmetricMemory {
   void wait_signal(int, int, size_t) override { throw not_simulated(); }
 
  private:
+  /// Each rank raises its signal at all others, then waits for theirs and clears them.
+  void meet(size_t timeout_ms) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    const auto change = [&](uint32_t& signal, uint32_t from, uint32_t to) {
+      for (uint32_t seen = from; !std::atomic_ref(signal).compare_exchange_weak(seen, to); seen = from) {
+        TORCH_CHECK(std::chrono::steady_clock::now() < end, "simulated device: a barrier timed out");
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+    };
+    for (const bool raises : {true, false}) {
+      for (int peer = 0; peer < get_world_size(); ++peer) {
+        if (peer != rank_) change(raises ? signal(peer, rank_) : signal(rank_, peer), raises ? 0 : 1, raises ? 1 : 0);
+      }
+    }
+  }
   uint32_t& signal(int at, int from) {
     std::byte* pads = DeviceMemory::instance().for_kernels(static_cast<std::byte*>(pointers_[at]) - kPadBytes);
     return reinterpret_cast<uint32_t*>(pads)[from];

@@ -271,15 +271,32 @@ std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need 
   }
 }
 
-void CommGroup::wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label) {
+void CommGroup::write_to_peers(PeerMemory::Lease& lease, const std::vector<int64_t>& words,
+                               const std::function<void()>& launch_writes, int64_t num_bytes, std::string_view label) {
+  const auto barrier = [&] {
+    try {
+      lease.barrier();
+    } catch (const std::exception& error) {
+      fail(label, error);
+    }
+    counters_.num_collectives += 1;
+  };
+  lease.on_its_stream([&] {
+    lease.set_words(words);
+    barrier();
+    launch_writes();
+    barrier();
+  });
+  counters_.bytes_sent += num_bytes;
+}
+
+void CommGroup::wait_for_peers(PeerMemory::Lease& lease, std::string_view label) {
   RECORD_USER_SCOPE(text("knapformer::wait ", label));
   try {
-    let_wait(lease.memory().device(), [&] { lease.barrier(); });
+    let_wait(lease.memory().device(), [&] { lease.wait(); });
   } catch (const std::exception& error) {
     fail(label, error);
   }
-  counters_.bytes_sent += bytes_sent;
-  counters_.num_collectives += 1;
 }
 
 WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,

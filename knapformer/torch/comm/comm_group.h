@@ -88,9 +88,13 @@ class CommGroup {
   bool has_peer_memory() const { return peer_memory_ != nullptr; }
   /// A region of peer memory for one exchange, as in PeerMemory::take.
   std::unique_ptr<PeerMemory::Lease> take_peer_memory(PeerMemory::Need need, at::Device device, std::string_view label);
-  /// In place of a collective: the device waits for what all ranks launched before it. bytes_sent, for the counters:
-  /// the bytes that this rank wrote to its peers since the last such wait.
-  void wait_for_peers(PeerMemory::Lease& lease, int64_t bytes_sent, std::string_view label);
+  /// In place of a collective, on the stream of peer memory: publishes words, launches what writes to the peers once
+  /// these have published theirs, and comes to its end when all have written. num_bytes: written to peers, for the
+  /// counters.
+  void write_to_peers(PeerMemory::Lease& lease, const std::vector<int64_t>& words,
+                      const std::function<void()>& launch_writes, int64_t num_bytes, std::string_view label);
+  /// Makes the current stream wait for that end.
+  void wait_for_peers(PeerMemory::Lease& lease, std::string_view label);
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,

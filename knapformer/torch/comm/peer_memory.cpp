@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace knapformer {
 namespace {
@@ -26,6 +27,13 @@ at::Tensor allocate(int64_t num_bytes, at::Device device) {
   return symmetric_memory::empty_strided_p2p({num_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
 }
 
+/// Makes a stream wait for all that another was given so far.
+void follow(c10::Stream stream, c10::Stream before) {
+  c10::Event event(before.device_type());
+  event.record(before);
+  event.block(stream);
+}
+
 }  // namespace
 
 bool PeerMemory::serves(at::Device device) { return symmetric_memory::has_allocator(device.type()); }
@@ -34,15 +42,17 @@ int64_t PeerMemory::Region::landing_at() const {
   return aligned(room.num_words * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-void PeerMemory::follow_stream(at::Device device) {
-  if (device.is_cpu()) return;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  if (stream_ && *stream_ != stream) {
-    c10::Event before(device.type());
-    before.record(*stream_);
-    before.block(stream);
+c10::Stream PeerMemory::stream_behind_callers(at::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream current = guard.getStream(device);
+  const std::lock_guard lock(mutex_);
+  if (!stream_ || stream_->device() != device) {
+    stream_ = guard.getNewStream(device, /*priority=*/-1);  // above attention, beside which it runs: peers wait for it
+    callers_.clear();
   }
-  stream_ = stream;
+  if (std::ranges::find(callers_, current) == callers_.end()) callers_.push_back(current);
+  for (const c10::Stream& caller : callers_) follow(*stream_, caller);
+  return *stream_;
 }
 
 std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device,
@@ -50,7 +60,6 @@ std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device
   std::shared_ptr<Region> region;
   {
     const std::lock_guard lock(mutex_);
-    follow_stream(device);
     const auto free = std::ranges::find_if(regions_, [&](const std::shared_ptr<Region>& each) {
       return !each->in_use && each->memory.device() == device;
     });
@@ -129,7 +138,25 @@ void PeerMemory::Lease::set_words(const std::vector<int64_t>& words) {
 
 void PeerMemory::Lease::barrier() { region_->handle->barrier(kChannel, static_cast<size_t>(peers_->timeout_.count())); }
 
+void PeerMemory::Lease::on_its_stream(const std::function<void()>& launch) {
+  const at::Device device = region_->memory.device();
+  if (device.is_cpu()) return launch();
+  stream_ = peers_->stream_behind_callers(device);
+  const c10::StreamGuard guard(*stream_);
+  launch();
+}
+
+void PeerMemory::Lease::wait() {
+  if (!stream_) return;
+  const c10::Stream stream = *std::exchange(stream_, std::nullopt);
+  follow(c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device()), stream);
+}
+
 PeerMemory::Lease::~Lease() {
+  try {
+    wait();        // where the exchange was not finished
+  } catch (...) {  // the device has failed: nothing runs on it any more
+  }
   const std::lock_guard lock(peers_->mutex_);
   region_->in_use = false;
 }

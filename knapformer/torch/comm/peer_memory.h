@@ -6,16 +6,19 @@
 //
 //   region of a rank = | words: where each slot of each sender lands | landing | kept |
 //
-//   start    words; barrier: all ranks have said where             the device waits, not the host
-//            write to the peers
-//   finish   barrier: all ranks have written
+//   start    words
+//            barrier: all ranks have said where       these three on a stream of its own, behind what the caller's
+//            write to the peers                       stream was given before
+//            barrier: all ranks have written
+//   finish   the caller's stream waits for that one; the host does not wait
 //
 // Results stay in the kept part for as long as somebody holds them. Where it has no room, peers write to the landing
 // part, and the results are copied from there: the receiver decides this alone, for each exchange, as its peers need
 // not know. Peers write nothing after the second barrier, and this rank reads nothing of the landing part after the
-// first barrier of the next exchange. So a region serves any number of exchanges one after another, and exchanges that
-// are in flight at the same time have a region each. The ranks of a group start and finish their exchanges in one
-// order, so they choose the same regions without communication.
+// first barrier of the next exchange of its region, which the caller's stream comes to after that read. So a region
+// serves any number of exchanges one after another, and exchanges that are in flight at the same time have a region
+// each. The ranks of a group start and finish their exchanges in one order, so they choose the same regions without
+// communication.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -107,13 +110,19 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     const std::byte* word_of_peer(int32_t peer, int64_t word) const {
       return of_peer(peer) + word * static_cast<int64_t>(sizeof(int64_t));
     }
+    /// Has `launch` give its work to the stream of peer memory, behind what the current stream was given so far. What
+    /// is read and written there must be kept until wait().
+    void on_its_stream(const std::function<void()>& launch);
     /// What the current stream runs after this barrier begins when all ranks have done what they launched before
     /// theirs. Collective.
     void barrier();
+    /// Makes the current stream wait for what was launched on the stream of peer memory.
+    void wait();
 
    private:
     std::shared_ptr<PeerMemory> peers_;
     std::shared_ptr<Region> region_;
+    std::optional<c10::Stream> stream_;  // that nobody waited for
   };
 
   /// Takes the first free region. Where none is free or it is too small, makes a new one: this is collective, and waits
@@ -125,15 +134,17 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   /// A region in place of one that is too small, or of none.
   std::shared_ptr<Region> make_region(Need need, at::Device device, std::shared_ptr<Region> too_small,
                                       const std::function<void(int64_t)>& meet);
-  /// Where the current stream is not that of the last exchange, makes it wait for all work on that one.
-  void follow_stream(at::Device device);
+  /// The stream of peer memory, behind what the current stream was given so far, and others that called before: they
+  /// may still read what peers are about to overwrite.
+  c10::Stream stream_behind_callers(at::Device device);
 
   std::string group_;
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Region>> regions_;
   int64_t num_regions_made_ = 0;
-  std::optional<c10::Stream> stream_;  // of the last exchange
+  std::optional<c10::Stream> stream_;
+  std::vector<c10::Stream> callers_;
 };
 
 }  // namespace knapformer

@@ -263,7 +263,6 @@ void ExchangeCall::use_peer_memory(CommGroup& group) {
     }
   }
   KNAPFORMER_ASSERT(next_byte <= lease_->landing_at() + need.landing_bytes);
-  lease_->set_words(words_);
 }
 
 int64_t ExchangeCall::num_bytes_written() const {

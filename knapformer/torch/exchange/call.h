@@ -117,8 +117,10 @@ class ExchangeCall {
   /// Whether all ranks know the most bytes that can land at any of them, which is so where heads are shared. The same
   /// on all ranks.
   bool bounds_bytes() const;
-  /// In place of allocate_wire and allocate_outputs, where bounds_bytes(): tells the peers where to write. Collective.
+  /// In place of allocate_wire and allocate_outputs, where bounds_bytes(). Collective.
   void use_peer_memory(CommGroup& group);
+  /// By peer memory: where the peers write, for each slot of each of them. For CommGroup::write_to_peers.
+  const std::vector<int64_t>& words() const { return words_; }
   /// Null where the call has a buffer.
   PeerMemory::Lease* peer_memory() const { return lease_.get(); }
   /// By peer memory: bytes that this rank writes to its peers.

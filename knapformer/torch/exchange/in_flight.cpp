@@ -41,8 +41,8 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
     group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
     if (by_peer_memory) {
       call_->use_peer_memory(*group_);
-      group_->wait_for_peers(*call_->peer_memory(), 0, arguments.label);
-      engine_->pack();
+      group_->write_to_peers(
+          *call_->peer_memory(), call_->words(), [&] { engine_->pack(); }, call_->num_bytes_written(), arguments.label);
       return;
     }
     at::Tensor received = call_->received(), sent = call_->sent();
@@ -75,7 +75,7 @@ std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
     const std::unique_ptr<Engine> engine = std::move(engine_);
     call->set_local(local);
     if (PeerMemory::Lease* lease = call->peer_memory()) {
-      group_->wait_for_peers(*lease, call->num_bytes_written(), arguments_.label);
+      group_->wait_for_peers(*lease, arguments_.label);
     } else {
       group_->wait(*work_, call->device(), arguments_.label);
       work_.reset();

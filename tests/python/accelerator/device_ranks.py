@@ -638,9 +638,49 @@ def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]
                 )
                 o = balancer.attention(q, k, v, attend)
                 (o * o.detach().sin()).sum().backward()
-            values += [t.detach() if rank % 2 else t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
+                values += [t.detach() if rank % 2 else t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
+        torch.accelerator.synchronize()
         results.append([t.cpu() for t in values])
     return results[0], results[1]
+
+
+class _CountsWaits(torch.autograd.Function):
+    """Returns q, and lists the waits that the device has not come past, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, waits: list[int]) -> Tensor:
+        ctx.waits = waits
+        waits.append(sim.register().num_waits_left())
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.waits.append(sim.register().num_waits_left())
+        return gradients[0], None
+
+
+def whole_sequences_attend_meanwhile(rank: int, world: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
+    """How many barriers of peer memory the device has not come past when sequences attend that are whole here, forward
+    and backward. And gradients of q, k and v by peer memory, and by all-to-all."""
+    group, waits, results = sim.new_group(), [], []
+    sim.register().hold_late_work(True)
+    for peer_memory in (True, False):
+        balancer = SequenceBalancer(f"g{world}/1n1", group=group, peer_memory=peer_memory)
+        num_tokens = balancer.plan_routing(lens_to_share(rank), 3072).tokens_after[rank]
+        q, k, v = ((torch.arange(num_tokens * 24.0).view(-1, 6, 4).sin() + i).to("sim") for i in range(3))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        seen: list[int] = []
+
+        def counting(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, seen: list[int] = seen) -> Tensor:
+            o = attend(q, k, v, lens)
+            return _CountsWaits.apply(o, seen) if q.shape[1] == 6 else o  # all heads: whole here
+
+        balancer.attention(q, k, v, counting).square().sum().backward()
+        results.append([t.grad.cpu() for t in leaves if t.grad is not None])
+        if peer_memory:
+            waits = seen
+    sim.register().hold_late_work(False)
+    return waits, results[0], results[1]
 
 
 def peer_memory_without_the_kernel(rank: int, world: int) -> str:

@@ -36,6 +36,7 @@ from accelerator.device_ranks import (
     tables_serve_two_streams,
     transports_agree,
     waits_for_numbers_of_the_device,
+    whole_sequences_attend_meanwhile,
 )
 from distributed.ranks import run_ranks
 
@@ -183,6 +184,15 @@ def test_sums_by_peer_memory_are_the_same_to_the_bit() -> None:
     for by_all_to_all, by_peer_memory in run_ranks(transports_agree, 4):
         assert len(by_all_to_all) == len(by_peer_memory) > 0
         assert all(torch.equal(a, b) for a, b in zip(by_all_to_all, by_peer_memory, strict=True))
+
+
+def test_whole_sequences_attend_while_ranks_write_to_their_peers() -> None:
+    of_ranks = run_ranks(whole_sequences_attend_meanwhile, 2)
+    assert any(waits for waits, _, _ in of_ranks)
+    for waits, by_peer_memory, by_all_to_all in of_ranks:
+        assert waits in ([], [2, 2]), "both barriers are behind attention on whole sequences"
+        assert len(by_peer_memory) == 3
+        assert all(torch.equal(a, b) for a, b in zip(by_peer_memory, by_all_to_all, strict=True))
 
 
 def test_a_mistake_is_seen_where_peer_memory_grows() -> None:
