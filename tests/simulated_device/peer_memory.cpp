@@ -91,6 +91,8 @@ class PeerAllocator final : public SymmetricMemoryAllocator {
     DeviceMemory& device = DeviceMemory::instance();
     auto* memory = static_cast<std::byte*>(device.allocate(kPadBytes + size));
     std::memset(device.for_kernels(memory), 0, kPadBytes);
+    const std::lock_guard lock(mutex_);
+    made_at_[memory + kPadBytes] = Counters::instance().waits_for_device;
     return memory + kPadBytes;
   }
   /// Frees nothing, as on a GPU, where memory lives on while peers have it mapped. There it waits for the device.
@@ -104,6 +106,10 @@ class PeerAllocator final : public SymmetricMemoryAllocator {
     std::string prefix;
     {
       const std::lock_guard lock(mutex_);
+      // Up to 2.13 torch clears the signals on the device, behind what that was given before, and ranks meet on their
+      // hosts alone: a peer's signal may come before that.
+      TORCH_CHECK(Counters::instance().waits_for_device > made_at_.at(memory),
+                  "simulated device: signals of new peer memory may not be clear yet, expected a wait for the device");
       prefix = "peer memory/" + *name + "/" + std::to_string(num_met_[*name]++) + "/";
     }
     const auto key = [&](int of) { return prefix + std::to_string(of); };
@@ -125,6 +131,7 @@ class PeerAllocator final : public SymmetricMemoryAllocator {
  private:
   std::mutex mutex_;
   std::map<std::string, int> num_met_;
+  std::map<void*, int64_t> made_at_;  // the host's waits for the device until then
 };
 
 [[maybe_unused]] const bool registered = [] {

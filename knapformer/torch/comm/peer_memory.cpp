@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 namespace knapformer {
 namespace {
@@ -103,6 +102,9 @@ std::shared_ptr<PeerMemory::Region> PeerMemory::make_region(Need need, at::Devic
   }
   meet(++num_regions_made_);
   free_too_small();
+  // Up to 2.13 torch clears a new region's signals on the default stream, behind what that was given before, and ranks
+  // meet on their hosts alone: a peer's first signal could be lost.
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
   region->handle = symmetric_memory::rendezvous(region->memory, group_);
   for (void* block : region->handle->get_buffer_ptrs()) {  // in which the regions begin at an offset
     region->of_peers.push_back(static_cast<std::byte*>(block) + region->handle->get_offset());
@@ -141,20 +143,22 @@ void PeerMemory::Lease::barrier() { region_->handle->barrier(kChannel, static_ca
 void PeerMemory::Lease::on_its_stream(const std::function<void()>& launch) {
   const at::Device device = region_->memory.device();
   if (device.is_cpu()) return launch();
+  caller_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   stream_ = peers_->stream_behind_callers(device);
   const c10::StreamGuard guard(*stream_);
   launch();
 }
 
 void PeerMemory::Lease::wait() {
-  if (!stream_) return;
-  const c10::Stream stream = *std::exchange(stream_, std::nullopt);
-  follow(c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device()), stream);
+  if (stream_) follow(c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device()), *stream_);
+  stream_.reset();
 }
 
 PeerMemory::Lease::~Lease() {
   try {
-    wait();        // where the exchange was not finished
+    // Where the exchange was not finished, on whatever stream this runs: the memory that it reads and writes goes back
+    // to the caller's.
+    if (stream_) follow(*caller_, *stream_);
   } catch (...) {  // the device has failed: nothing runs on it any more
   }
   const std::lock_guard lock(peers_->mutex_);

@@ -15,10 +15,10 @@
 // Results stay in the kept part for as long as somebody holds them. Where it has no room, peers write to the landing
 // part, and the results are copied from there: the receiver decides this alone, for each exchange, as its peers need
 // not know. Peers write nothing after the second barrier, and this rank reads nothing of the landing part after the
-// first barrier of the next exchange of its region, which the caller's stream comes to after that read. So a region
-// serves any number of exchanges one after another, and exchanges that are in flight at the same time have a region
-// each. The ranks of a group start and finish their exchanges in one order, so they choose the same regions without
-// communication.
+// first barrier of the next exchange of its region, which is behind all that callers' streams were given before. So a
+// region serves any number of exchanges one after another, and exchanges that are in flight at the same time have a
+// region each. The ranks of a group start and finish their exchanges in one order, so they choose the same regions
+// without communication.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -122,7 +122,8 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
    private:
     std::shared_ptr<PeerMemory> peers_;
     std::shared_ptr<Region> region_;
-    std::optional<c10::Stream> stream_;  // that nobody waited for
+    std::optional<c10::Stream> caller_;
+    std::optional<c10::Stream> stream_;  // of peer memory, where nobody has waited for it
   };
 
   /// Takes the first free region. Where none is free or it is too small, makes a new one: this is collective, and waits

@@ -147,7 +147,8 @@ def test_a_models_step_by_peer_memory_is_the_same_to_the_bit() -> None:
             expected_out, expected_loss, expected_grads, _ = expected[name]["sim", step]
             assert torch.equal(out, expected_out) and loss == expected_loss
             assert all(torch.equal(grads[parameter], grad) for parameter, grad in expected_grads.items())
-            assert counted.launched.count("barrier") > 0 and counted.syncs == []
+            assert counted.launched.count("barrier") > 0
+            assert counted.syncs == ([] if step else ["synchronizeDevice"])  # for the first region alone
 
 
 def test_a_checkpointed_model_tries_the_kernel_once_and_waits_for_nothing() -> None:
@@ -199,7 +200,8 @@ def test_a_mistake_is_seen_where_peer_memory_grows() -> None:
     """Torch's ranks meet in its store there, where none looks for what others say."""
     for kind, message, seconds, waits in run_ranks(a_mistake_where_memory_grows, 2, timeout_s=100):
         assert kind == "ArgumentError" and "q: got 100001 rows" in message and seconds < 20, (kind, message, seconds)
-        assert waits == []  # the rank that failed may be what the device waits for
+        # Nothing behind the first region: the rank that failed may be what the device waits for.
+        assert waits == ["synchronizeDevice"]
 
 
 def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:
