@@ -41,16 +41,15 @@ int64_t PeerMemory::Region::landing_at() const {
   return aligned(room.num_words * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-c10::Stream PeerMemory::stream_behind_callers(at::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  const c10::Stream current = guard.getStream(device);
+c10::Stream PeerMemory::stream_behind(c10::Stream caller) {
   const std::lock_guard lock(mutex_);
-  if (!stream_ || stream_->device() != device) {
-    stream_ = guard.getNewStream(device, /*priority=*/-1);  // above attention, beside which it runs: peers wait for it
+  if (!stream_ || stream_->device() != caller.device()) {
+    // Of high priority, above attention, beside which it runs: peers wait for it.
+    stream_ = c10::impl::VirtualGuardImpl(caller.device_type()).getNewStream(caller.device(), /*priority=*/-1);
     callers_.clear();
   }
-  if (std::ranges::find(callers_, current) == callers_.end()) callers_.push_back(current);
-  for (const c10::Stream& caller : callers_) follow(*stream_, caller);
+  if (std::ranges::find(callers_, caller) == callers_.end()) callers_.push_back(caller);
+  for (const c10::Stream& each : callers_) follow(*stream_, each);
   return *stream_;
 }
 
@@ -144,7 +143,7 @@ void PeerMemory::Lease::on_its_stream(const std::function<void()>& launch) {
   const at::Device device = region_->memory.device();
   if (device.is_cpu()) return launch();
   caller_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  stream_ = peers_->stream_behind_callers(device);
+  stream_ = peers_->stream_behind(*caller_);
   const c10::StreamGuard guard(*stream_);
   launch();
 }

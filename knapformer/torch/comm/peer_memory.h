@@ -7,8 +7,8 @@
 //   region of a rank = | words: where each slot of each sender lands | landing | kept |
 //
 //   start    words
-//            barrier: all ranks have said where       these three on a stream of its own, behind what the caller's
-//            write to the peers                       stream was given before
+//            barrier: all ranks have said where       on a stream of its own, behind what the caller's stream was given
+//            write to the peers                       before
 //            barrier: all ranks have written
 //   finish   the caller's stream waits for that one; the host does not wait
 //
@@ -135,9 +135,9 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   /// A region in place of one that is too small, or of none.
   std::shared_ptr<Region> make_region(Need need, at::Device device, std::shared_ptr<Region> too_small,
                                       const std::function<void(int64_t)>& meet);
-  /// The stream of peer memory, behind what the current stream was given so far, and others that called before: they
+  /// The stream of peer memory, behind what this caller's stream was given so far, and those of earlier callers: they
   /// may still read what peers are about to overwrite.
-  c10::Stream stream_behind_callers(at::Device device);
+  c10::Stream stream_behind(c10::Stream caller);
 
   std::string group_;
   std::chrono::milliseconds timeout_;
