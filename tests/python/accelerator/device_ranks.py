@@ -1,4 +1,5 @@
-"""What ranks do on the simulated accelerator and on the CPU, for test_simulated_device and test_accelerator.
+"""What ranks do on the simulated accelerator and on the CPU, for test_simulated_device and test_accelerator; and what
+other such modules here share.
 
 Kept apart from the tests so that a started rank imports nothing of pytest.
 """
@@ -6,33 +7,30 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import simulated_device as sim
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
-from knapformer.adapters.named import build_model, config_from_dict, load_config
 from knapformer.compile import AttentionTables
-from knapformer.losses import sample_mean, token_mean
-from knapformer.models import attention, init_weights, set_checkpointing
 from knapformer.models.layers import Rotation, rotate, rotations
-from knapformer.models.model import Draw
 from torch import Tensor
 
-from knapformer import BalancedLoader, Plan, Sample, SequenceBalancer
+from knapformer import BalancedLoader, SequenceBalancer
 
 
 def lens_of(rank: int) -> list[int]:
     """A rank without sequences, one with many short ones, one with a long one."""
     return [[], [5, 3, 1, 4], [61], [7, 12]][rank % 4] if rank else [40, 2]
+
+
+def lens_to_share(rank: int) -> list[int]:
+    """Lengths of which nested bags share the longest, where models are 3072 wide."""
+    return lens_of(rank) if rank else [300, 20]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
@@ -42,6 +40,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
         outs.append(F.scaled_dot_product_attention(q1, k1, v1, enable_gqa=True).transpose(0, 1))
         begin += n
     return torch.cat(outs) if outs else q * 0 + (k.sum() + v.sum()) * 0
+
+
+class _ReadsAll(torch.autograd.Function):
+    """Stands in for attention's kernel: launches nothing, forward or backward; gives gradients for q, k, v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(k, v)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        k, v = ctx.saved_tensors
+        return gradient, torch.empty_like(k), torch.empty_like(v)
+
+
+def reads_all(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+    result: Tensor = _ReadsAll.apply(q, k, v)
+    return result
 
 
 def balanced_step(balancer: SequenceBalancer, rank: int, device: str) -> list[Tensor]:
@@ -102,7 +119,7 @@ def attention_beside_others(rank: int, world: int, topologies: list[str]) -> lis
         def attention(device: str) -> Tensor:
             rows = balancer.chunk_lens.sum().item()
             q = (torch.arange(rows * 24.0).view(-1, 6, 4) / 100 + rank).to(device)
-            return balancer.attention(q, q, q.sin(), _reads_all).cpu()
+            return balancer.attention(q, q, q.sin(), reads_all).cpu()
 
         on_cpu = attention("cpu")
         other = torch.ones(4, device="sim")
@@ -155,271 +172,6 @@ def devices_mix(rank: int, world: int, topologies: list[str]) -> tuple[list[tupl
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     return pairs, errors
-
-
-def lens_to_share(rank: int) -> list[int]:
-    """Lengths of which nested bags share the longest, where models are 3072 wide."""
-    return lens_of(rank) if rank else [300, 20]
-
-
-class Launches(NamedTuple):
-    """What one call launched on the device, by name, without the user's kernel."""
-
-    forward: list[str]
-    backward: list[str]
-
-
-def launches_of_calls(
-    rank: int, world: int, topologies: list[str], peer_memory: bool
-) -> dict[str, dict[str, Launches]]:
-    """By topology, the launches of route, reverse_route and attention, with duplicates of rows and of heads."""
-    group = sim.new_group()
-
-    def balancer(topology: str) -> SequenceBalancer:
-        return SequenceBalancer(topology, group=group, peer_memory=peer_memory)
-
-    return {topology: _launches(balancer(topology), rank) for topology in topologies}
-
-
-def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
-
-    def rows(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.ones(count, *shape, dtype=dtype).to("sim").requires_grad_(dtype.is_floating_point)
-
-    def counted(call: Callable[[], list[Tensor]]) -> Launches:
-        return Launches(*(of_pass.launched for of_pass in _counted_passes(call, leaves)))
-
-    lens = lens_to_share(rank)
-    balancer.plan_routing(lens, 3072)
-    total = sum(lens)
-    leaves = [
-        rows(total, 24), rows(total, 3, dtype=torch.bfloat16), rows(total, dtype=torch.bool), rows(len(lens), 5),
-        rows(len(lens), 3, dtype=torch.float16),
-    ]  # fmt: skip
-    x, half, flags, per_sequence, half_per_sequence = leaves
-    routed: list[Tensor] = []
-
-    def route() -> list[Tensor]:
-        _, y, more, of_chunk = balancer.route(x, [half, flags], sequence_features=[per_sequence, half_per_sequence])
-        routed.extend([y, *more, *of_chunk])
-        return routed
-
-    of_route = counted(route)
-    rows_here = routed[0].shape[0]
-    leaves = [rows(rows_here, 24)]
-    of_return = counted(lambda: [balancer.reverse_route(leaves[0])[1]])
-    leaves = [rows(rows_here, 6, 4), rows(rows_here, 2, 4), rows(rows_here, 2, 4)]
-    q, k, v = leaves
-    of_attention = counted(lambda: [balancer.attention(q, k, v, _reads_all)])
-    return {"route": of_route, "reverse_route": of_return, "attention": of_attention}
-
-
-def _counted_passes(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> tuple[sim.Counted, sim.Counted]:
-    """What forward and backward counted. Gradients are made before the backward begins, so that only the exchanges are
-    counted."""
-    with sim.counted() as forward:
-        outputs = [t for t in call() if t.requires_grad]
-    gradients = [torch.ones(t.shape).to(t.dtype).to("sim") for t in outputs]
-    inputs = [t for t in leaves if t.requires_grad]
-    with sim.counted() as backward:
-        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-    return forward, backward
-
-
-# For packed_bytes_of_calls: bytes of a routed token, which no wide word divides; heads, which all degrees divide.
-ROUTED_BYTES, NUM_HEADS, HEAD_BYTES = 24 * 4 + 3 * 2, 12, 5 * 2
-
-
-class PackedBytes(NamedTuple):
-    """The bytes that the packing kernel read in one call on the device."""
-
-    forward: int
-    backward: int
-
-
-def packed_bytes_of_calls(
-    rank: int, world: int, topologies: list[str], peer_memory: bool
-) -> dict[str, tuple[Plan, dict[str, PackedBytes]]]:
-    """By topology: the plan, and the bytes that each call packed, without duplicates of rows or heads."""
-    group = sim.new_group()
-    return {
-        topology: _packed_bytes(SequenceBalancer(topology, group=group, peer_memory=peer_memory), rank)
-        for topology in topologies
-    }
-
-
-def _packed_bytes(balancer: SequenceBalancer, rank: int) -> tuple[Plan, dict[str, PackedBytes]]:
-    def rows(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.ones(count, *shape, dtype=dtype).to("sim").requires_grad_()
-
-    def counted(call: Callable[[], list[Tensor]], leaves: list[Tensor]) -> PackedBytes:
-        return PackedBytes(*(of_pass.packed_bytes for of_pass in _counted_passes(call, leaves)))
-
-    plan = balancer.plan_routing(lens_to_share(rank), 3072)
-    x, half = rows(plan.tokens_before[rank], 24, dtype=torch.float32), rows(plan.tokens_before[rank], 3)
-    y, *qkv = (rows(plan.tokens_after[rank], *shape) for shape in ((ROUTED_BYTES // 2,), *[(NUM_HEADS, 5)] * 3))
-
-    def route() -> list[Tensor]:
-        _, routed, features = balancer.route(x, [half])
-        return [routed, *features]
-
-    return plan, {
-        "route": counted(route, [x, half]),
-        "reverse_route": counted(lambda: [balancer.reverse_route(y)[1]], [y]),
-        "attention": counted(lambda: [balancer.attention(*qkv, _reads_all)], qkv),
-    }
-
-
-class _ReadsAll(torch.autograd.Function):
-    """Stands in for attention's kernel: launches nothing, forward or backward; gives gradients for q, k, v."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(k, v)
-        return q.view_as(q)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        k, v = ctx.saved_tensors
-        return gradient, torch.empty_like(k), torch.empty_like(v)
-
-
-def _reads_all(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
-    result: Tensor = _ReadsAll.apply(q, k, v)
-    return result
-
-
-SAMPLES = [
-    [Sample(5, 60), Sample(3, 16)], [Sample(7, 100)], [], [Sample(0, 9), Sample(4, 21), Sample(2, 2)],
-]  # fmt: skip
-
-
-def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, Any]:
-    config = config_from_dict(QWEN) if name == "qwen" else load_config(name)
-    model = build_model(config, dtype)
-    init_weights(model)
-    set_checkpointing(model)
-    if device != "cpu" and hasattr(embedding := getattr(model, "transformer", None), "patch_embedding"):
-        embedding.patch_embedding.forward = functools.partial(_product_over_patches, embedding.patch_embedding)
-    draw = Draw(torch.Generator().manual_seed(rank), torch.device(device), dtype)
-    batch, target = config.random_batch([config.possible(size) for size in SAMPLES[rank]], draw)
-    return model.to(device), batch, target, config
-
-
-def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
-    """A convolution whose strides equal its kernel's size, as a product: the simulated device has no convolution."""
-    for axis, size in enumerate(conv.kernel_size):
-        video = video.unflatten(2 + axis, (-1, size)).movedim(3 + axis, -1)
-    rows = video.movedim(1, -4).flatten(-4)  # (videos, *grid, numbers of a patch)
-    return F.linear(rows, conv.weight.flatten(1), conv.bias).movedim(-1, 1)
-
-
-def models_agree(
-    rank: int,
-    world: int,
-    names: list[str],
-    topology: str,
-    peer_memory: bool = False,
-    dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
-) -> dict[str, Any]:
-    """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
-
-    Steps are checkpointed. They are counted from after the plan to the end of the backward pass. compiled: the blocks
-    on the device are.
-    """
-    group = sim.new_group()
-    balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
-    results = {}
-    for name in names:
-        by_device = {}
-        for device in ("cpu", "sim"):
-            model, batch, target, config = _model_and_batch(name, rank, device, dtype)
-            for block in itertools.chain(*model.block_lists()) if compiled and device == "sim" else ():
-                block.compile(backend="aot_eager", dynamic=True)
-            for step in range(2):  # the second is like every later one
-                model.zero_grad()
-                plan = balancer.plan_routing(batch.seq_lens, config.d_model)
-                with sim.counted() as counted:
-                    out = model(batch, balancer, planned=True)
-                    per_token = (out - target).square().mean(1)
-                    loss = token_mean(per_token, group=group) + sample_mean(
-                        per_token, [len(out)][: len(out)], group=group
-                    )
-                    loss.backward()
-                assert plan.num_ranks == world
-                by_device[device, step] = (
-                    out.detach().cpu(), loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}, counted,
-                )  # fmt: skip
-        results[name] = by_device
-    return results
-
-
-QWEN = {
-    "_class_name": "QwenImageTransformer2DModel", "in_channels": 8, "out_channels": 2, "num_layers": 2,
-    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6),
-}  # fmt: skip
-
-
-def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor], list[Tensor], sim.Counted]:
-    """Outputs of a model on the CPU and on the device, where time steps are numbers of Python, and masks are on the
-    CPU; and what the second call on the device counted."""
-    outputs = []
-    for device in ("cpu", "sim"):
-        model, batch, _, _ = _model_and_batch(name, rank, device, torch.float32)
-        for i, sample in enumerate(batch.samples):
-            numbers = {"timestep": 0.25 + i / 8, "guidance": 4.0}
-            sample |= {key: number for key, number in numbers.items() if sample.get(key) is not None}
-            if name == "qwen" and i == 0:  # the other sample has no mask
-                kept = torch.arange(sample["encoder_hidden_states"].shape[1]) < 4
-                sample["encoder_hidden_states_mask"] = kept.float().unsqueeze(0)
-        with torch.no_grad():
-            for _ in range(2):
-                with sim.counted() as counted:
-                    out = model.transformer(batch.samples)
-        outputs.append([prediction.cpu() for prediction in out])
-    return outputs[0], outputs[1], counted
-
-
-def waits_for_numbers_of_the_device(rank: int, world: int, name: str) -> list[str]:
-    """Where the host waits in the second call with time steps and masks on the device."""
-    sim.register()
-    model, batch, _, _ = _model_and_batch(name, rank, "sim", torch.float32)
-    for i, sample in enumerate(batch.samples):
-        sample["timestep"] = torch.tensor([0.25 + i / 8], device="sim")
-        if name == "qwen":
-            kept = torch.arange(sample["encoder_hidden_states"].shape[1]) < 4
-            sample["encoder_hidden_states_mask"] = kept.float().unsqueeze(0).to("sim")
-    assert len(batch.samples) > 1
-    with torch.no_grad():
-        for _ in range(2):  # the first one copies tables of positions
-            with sim.counted() as counted:
-                model.transformer(batch.samples)
-    return counted.syncs
-
-
-class VarlenKernel:
-    """Stands in for torch's variable-length attention on the device: matrix products that never make the host wait."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *lens: int) -> Tensor:
-        self.num_calls += 1
-        of_q, of_k = (
-            torch.bucketize(torch.arange(len(rows), device=rows.device), ends[1:], right=True)
-            for rows, ends in ((q, ends_q), (k, ends_k))
-        )
-        scores = torch.einsum("ihd,jhd->hij", q, k).float() * q.shape[2] ** -0.5
-        weights = scores.masked_fill(of_q[:, None] != of_k, -torch.inf).softmax(-1)
-        return torch.einsum("hij,jhd->ihd", weights.to(v.dtype), v)
-
-
-def a_model_with_the_kernel_agrees(rank: int, world: int, name: str, topology: str) -> tuple[dict[Any, Any], int]:
-    """The results of models_agree for a model in bfloat16, and how often the kernel was called. When the first block
-    runs, it is not known yet whether the device has the kernel."""
-    with mock.patch.object(attention, "varlen_attn", VarlenKernel()) as kernel:
-        return models_agree(rank, world, [name], topology, dtype=torch.bfloat16)[name], kernel.num_calls
 
 
 def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
@@ -588,24 +340,6 @@ def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
     return message, counted.collectives
 
 
-def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float, list[str]]:
-    """Rank 1 fails where both would get more memory that peers write to. What this rank raises, after how long, and its
-    waits for the device until then."""
-    balancer = SequenceBalancer("g2n1", group=sim.new_group(timeout_s=45), peer_memory=True)
-    begin, raised = 0.0, ("", "", 0.0)
-    with sim.counted() as counted:
-        try:
-            for num_tokens in (64, 64, 100_000):
-                balancer.plan_routing([num_tokens], 24)
-                fails = rank == 1 and num_tokens == 100_000
-                q = torch.ones(int(balancer.chunk_lens.sum()) + fails, 2, 8, device="sim")
-                begin = time.monotonic()
-                balancer.attention(q, q, q, lambda q, *_: q)
-        except Exception as error:
-            raised = type(error).__name__, str(error), time.monotonic() - begin
-    return *raised, counted.syncs
-
-
 def tables_serve_two_streams(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """Rows routed on the default stream, behind a step's first route, which put the tables on the device. That was on
     another stream, where nothing has waited for their copy, as rows without columns are not packed. And what the routed
@@ -617,82 +351,6 @@ def tables_serve_two_streams(rank: int, world: int) -> tuple[Tensor, Tensor]:
     with torch.Stream(device="sim"):
         balancer.route(on_device.new_empty(len(x), 0))
     return balancer.route(on_device)[0].cpu(), balancer.route(x)[0]
-
-
-def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients of attention in float32, by all-to-all and by peer memory. Its one key/value head goes to
-    all ranks. Steps take turns on three streams. Odd ranks keep the results on the device to the end, beside later
-    ones."""
-    group, results = sim.new_group(), []
-    streams = [contextlib.nullcontext(), torch.Stream(device="sim"), torch.Stream(device="sim")]
-    for peer_memory in (False, True):
-        balancer = SequenceBalancer("g4/2/1n1", group=group, peer_memory=peer_memory)
-        values: list[Tensor] = []
-        for step, lens in enumerate([[[400, 20], [30], [1000], [300]], [[9], [64, 2000], [50], [5, 5]]] * 4):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            num_tokens = balancer.plan_routing(lens[rank], 1024).tokens_after[rank]
-            with streams[step % len(streams)]:
-                q, k, v = (
-                    torch.randn(num_tokens, heads, 8, generator=generator).to("sim").requires_grad_()
-                    for heads in (4, 1, 1)
-                )
-                o = balancer.attention(q, k, v, attend)
-                (o * o.detach().sin()).sum().backward()
-                values += [t.detach() if rank % 2 else t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
-        torch.accelerator.synchronize()
-        results.append([t.cpu() for t in values])
-    return results[0], results[1]
-
-
-class _CountsWaits(torch.autograd.Function):
-    """Returns q, and lists the waits that the device has not come past, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, waits: list[int]) -> Tensor:
-        ctx.waits = waits
-        waits.append(sim.register().num_waits_left())
-        return q.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.waits.append(sim.register().num_waits_left())
-        return gradients[0], None
-
-
-def whole_sequences_attend_meanwhile(rank: int, world: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """How many barriers of peer memory the device has not come past when sequences attend that are whole here, forward
-    and backward. And gradients of q, k and v by peer memory, and by all-to-all."""
-    group, waits, results = sim.new_group(), [], []
-    sim.register().hold_late_work(True)
-    for peer_memory in (True, False):
-        balancer = SequenceBalancer(f"g{world}/1n1", group=group, peer_memory=peer_memory)
-        num_tokens = balancer.plan_routing(lens_to_share(rank), 3072).tokens_after[rank]
-        q, k, v = ((torch.arange(num_tokens * 24.0).view(-1, 6, 4).sin() + i).to("sim") for i in range(3))
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        seen: list[int] = []
-
-        def counting(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, seen: list[int] = seen) -> Tensor:
-            o = attend(q, k, v, lens)
-            return _CountsWaits.apply(o, seen) if q.shape[1] == 6 else o  # all heads: whole here
-
-        balancer.attention(q, k, v, counting).square().sum().backward()
-        results.append([t.grad.cpu() for t in leaves if t.grad is not None])
-        if peer_memory:
-            waits = seen
-    sim.register().hold_late_work(False)
-    return waits, results[0], results[1]
-
-
-def peer_memory_without_the_kernel(rank: int, world: int) -> str:
-    """What a rank raises whose device has symmetric memory, but no packing kernel."""
-    balancer = SequenceBalancer("g2n1", group=sim.new_group(), engine="device", peer_memory=True)
-    balancer.plan_routing([4], 4)
-    try:
-        q = torch.ones(balancer.chunk_lens.sum(), 2, 2, device="sim")
-        balancer.attention(q, q, q, lambda q, *_: q)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def a_missing_wait(rank: int, world: int) -> tuple[bool, bool]:
