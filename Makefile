@@ -260,11 +260,11 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
 
 # Uses the torch of PYTHON where that is set, else that of .venv where there is one. Without INSTALL it downloads
-# nothing, and says what is missing.
+# nothing, and says what is missing. OUT counts on the command line alone: environments have variables of that name.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
-	    $(if $(DEVICE),--device $(DEVICE)) $(if $(OUT),--out $(OUT)) $(if $(INSTALLED),--installed) $(if $(INSTALL),--install) \
+	    $(if $(DEVICE),--device $(DEVICE)) $(if $(filter command,$(origin OUT)),--out $(OUT)) $(if $(INSTALLED),--installed) $(if $(INSTALL),--install) \
 	    $(if $(SECONDS),--seconds $(SECONDS))
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python

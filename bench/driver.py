@@ -46,6 +46,8 @@ def on_ranks(
     import torch.multiprocessing as mp
 
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # The ranks are local. Otherwise Gloo asks for the address of the host's name, and without a network waits for it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:

@@ -70,12 +70,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_peer_memory(args: argparse.Namespace) -> Check:
     """On two ranks of its own, which may share a device: if they hang, no other check is lost."""
+    failed = None
     try:
         differences = on_ranks(transport.compare_rank, args, 2, backend_of(args, 2), min(30.0, seconds_left(args)))
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        differences = _NO_NUMBER
-    return {"name": PEER_MEMORY, "correctness": True, **at_most(differences, 0)}
+        differences, failed = _NO_NUMBER, error
+    return {"name": PEER_MEMORY, "correctness": True, **at_most(differences, 0), **_reason(failed)}
 
 
 def check_models(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _check_model(
 
     for run in runs:
         run_name = run.name(name, dtype_name)
-        if not agenda.begins(run_name):
+        if not agenda.begins(run_name, _COMPILING_S if run.compiled and device.type == "cuda" else 0.0):
             continue
         model, batch, target, expected = prepared()
         set_checkpointing(model, run.checkpointed)
@@ -163,18 +164,20 @@ def _check_model(
             for blocks in computed.block_lists():  # blocks of a list are alike
                 blocks[0].compile(backend=sizes_of(args).compiler, dynamic=True)
         balancer = None if run.topology is None else SequenceBalancer(run.topology, mask=load_config(name).mask)
+        failed = None
         try:
             differences = _differences(_outcome(computed, batch, target, balancer), expected)
-        except Exception:
+        except Exception as error:
             if num_ranks > 1:
                 raise  # the others wait for this one
             traceback.print_exc()
-            differences = [_NO_NUMBER, _NO_NUMBER]
-        checks += _checks(run_name, dtype_name, differences)
+            differences, failed = [_NO_NUMBER, _NO_NUMBER], error
+        checks += _checks(run_name, dtype_name, differences, failed)
         agenda.keep({"checks": checks})
 
 
 _NO_NUMBER = 1e30  # the difference of a run that raised, or whose results are infinite or undefined
+_COMPILING_S = 40.0  # a model's blocks, forward and backward, by Inductor
 
 
 def _outcome(model: Any, batch: Any, target: Any, balancer: Any) -> tuple[Any, Any]:
@@ -213,11 +216,16 @@ def _differences(computed: tuple[Any, Any], expected: tuple[Any, Any]) -> list[f
     return worst.tolist()
 
 
-def _checks(name: str, dtype: str, differences: list[float]) -> list[Check]:
+def _checks(name: str, dtype: str, differences: list[float], failed: Exception | None = None) -> list[Check]:
     return [
-        {"name": f"{name}: {of}", "correctness": True, **at_most(difference, LIMITS[dtype])}
+        {"name": f"{name}: {of}", "correctness": True, **at_most(difference, LIMITS[dtype]), **_reason(failed)}
         for of, difference in zip(("outputs", "gradients"), differences, strict=True)
     ]
+
+
+def _reason(failed: Exception | None) -> dict[str, str]:
+    """Why a check has no number, for its result."""
+    return {} if failed is None else {"error": (str(failed).strip().splitlines() or [type(failed).__name__])[0]}
 
 
 HEADS, HEAD_DIM = 8, 16  # of compiled attention

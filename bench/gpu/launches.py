@@ -11,14 +11,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from driver import Check, at_least, at_most, on_ranks
-from settings import Agenda, backend_of, merged_results, nested_topology, rank_device, seconds_left, sizes_of
+from settings import (
+    Agenda,
+    backend_of,
+    merged_results,
+    nested_topology,
+    rank_device,
+    run_command,
+    seconds_left,
+    sizes_of,
+)
 
 BENCH = Path(__file__).parents[1]
 _COUNTING = "launches of calls"
@@ -52,7 +60,7 @@ def count_launches(args: argparse.Namespace) -> dict[str, Any]:
     path.unlink(missing_ok=True)
     device = {"cpu": "sim", "cuda": "cuda"}[args.device]
     command = [sys.executable, str(BENCH / "bench_launches.py"), "--device", device, "--json", str(path)]
-    subprocess.run(command, timeout=seconds_left(args), check=False)  # status 1 past a limit, which the file shows too
+    run_command(command, seconds_left(args))  # status 1 past a limit, which the file shows too
     if not path.exists():
         raise RuntimeError("bench_launches.py failed: its output is above")
     counted: dict[str, Any] = json.loads(path.read_text())

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from attention_kernels import calibration_path
 from driver import Check, at_least, at_most, on_ranks
-from kernels import calibration_path
-from settings import MIXES, Agenda, flat_topologies, nested_topology, rank_device, scaled_mix, seconds_left, sizes_of
+from settings import (
+    MIXES,
+    Agenda,
+    flat_topologies,
+    nested_topology,
+    rank_device,
+    run_command,
+    scaled_mix,
+    seconds_left,
+    sizes_of,
+)
 
 from knapformer import Cluster
 
@@ -98,7 +107,8 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
         command += ["--micro-batches", str(of.micro_batches), *_peak(args), *of.steps]
         if "--gamma" not in of.steps:
             command += _calibration(args, of.steps_model)
-        subprocess.run(command, check=True, timeout=seconds_left(args))
+        if (status := run_command(command, seconds_left(args))) != 0:
+            raise RuntimeError(f"knapformer simulate: exit status {status}, with the reason above")
         result = results[mix] = json.loads(path.read_text())
         of_mix = rows_of(mix, result, args.ranks, of.micro_batches)
         rows += of_mix

@@ -48,6 +48,10 @@ def goal_of(check: Check) -> str:
     return f"at least {check['at_least']:.3g}" if "at_least" in check else f"at most {check['at_most']:.3g}"
 
 
+def value_of(check: Check) -> str:
+    return f"did not run: {check['error']}" if "error" in check else f"{check['value']:.4g}"
+
+
 def verdict(check: Check) -> str:
     return "pass" if check["passed"] else "FAIL" if check.get("correctness") else "missed"
 
@@ -81,11 +85,12 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
             page.add_table("launches", "Not counted.", [{"why": not_counted}])
         if of["checks"]:
             checks = [
-                {"check": c["name"], "value": f"{c['value']:.4g}", "goal": goal_of(c), "": verdict(c)}
-                for c in of["checks"]
+                {"check": c["name"], "value": value_of(c), "goal": goal_of(c), "": verdict(c)} for c in of["checks"]
             ]
             page.add_table(
-                f"{part}: goals", "FAIL: wrong results. Missed: a goal that is not a matter of right or wrong.", checks
+                f"{part}: goals",
+                "FAIL: wrong results, or none. Missed: a goal that is not a matter of right or wrong.",
+                checks,
             )
     checks = [check for of in results.values() for check in of["checks"]]
     figures = (

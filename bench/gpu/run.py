@@ -40,7 +40,7 @@ BENCH = Path(__file__).parents[1]
 # Each part is a function (args) -> a dictionary ready for JSON, with `checks`.
 PARTS = {
     "correctness": "correctness.run",
-    "calibrate": "kernels.run",
+    "calibrate": "attention_kernels.run",
     "packing": "packing.run",
     "launches": "launches.run",
     "replay": "mixes.replay",
@@ -84,6 +84,8 @@ def main() -> int:
     nvrtc = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib/libcaffe2_nvrtc.so"
     if nvrtc.exists():
         os.environ.setdefault("KNAPFORMER_NVRTC", str(nvrtc))
+    # Each rank has processes of its own that compile.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     return run_parts(args)
 
 
@@ -99,7 +101,7 @@ def run_parts(args: argparse.Namespace) -> int:
         wanted = possible if args.part == "all" else [args.part]
         failed = [part for part in wanted if not finish(part, args)]
 
-    from page import goal_of, verdict, write_all
+    from page import goal_of, value_of, verdict, write_all
 
     results = {part: kept for part in PARTS if (kept := kept_result(args.out, part)) is not None}
     error = f"failed: {', '.join(failed)}" if failed else ""
@@ -107,7 +109,7 @@ def run_parts(args: argparse.Namespace) -> int:
         for thing in of["left_out"]:
             print(f"{'LEFT':7}{part:12}{thing}: not done; make gpu{_same_run(args)} does it")
         for check in of["checks"]:
-            print(f"{verdict(check):7}{part:12}{check['name']}: {check['value']:.4g}, {goal_of(check)}")
+            print(f"{verdict(check):7}{part:12}{check['name']}: {value_of(check)}, {goal_of(check)}")
     written, not_drawn = write_all(results, args.out, error)
     print("written:", *written)
     for lacking in not_drawn:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import os
+import subprocess
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -116,25 +117,29 @@ def may_begin(args: argparse.Namespace) -> bool:
 
 
 class Agenda:
-    """What a part does: one thing after another while there is time, and at least one. A resumed part does not repeat
-    what was done before. Each rank asks for the same things; rank 0's clock decides."""
+    """What a part does: one thing after another while there is time, and at least one. The next is taken to last as
+    long as the longest so far. A resumed part does not repeat what was done before. Each rank asks for the same things;
+    rank 0's clock decides."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._done = args, frozenset(args.kept["done"])
         self._before = self._kept = so_far(args)
         self._left_before = self._before.get("left_out", [])  # by an agenda that was stopped
+        self._begun_at = self._longest_s = 0.0
         self.done: list[str] = []
         self.left_out: list[str] = []
 
-    def begins(self, thing: str) -> bool:
-        """Whether to do this thing now. Collective, where there is a group."""
+    def begins(self, thing: str, expected_s: float = 0.0) -> bool:
+        """Whether to do this thing now. expected_s: how long it takes at least. Collective, where there is a group."""
         import torch
         import torch.distributed as dist
 
         if thing in self._done:
             return False
         is_first = not self.done and not self._before.get("done")
-        in_time = torch.tensor(is_first or may_begin(self._args))
+        self._begun_at = time.monotonic()
+        ends_in_time = self._begun_at + max(expected_s, self._longest_s) <= self._args.ends_at
+        in_time = torch.tensor(is_first or (may_begin(self._args) and ends_in_time))
         if dist.is_initialized():
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
@@ -144,6 +149,7 @@ class Agenda:
 
     def keep(self, result: dict[str, Any]) -> None:
         """Saves the results so far, after a thing is done: they stay if the part is stopped in the next thing."""
+        self._longest_s = max(self._longest_s, time.monotonic() - self._begun_at)
         self._kept = copy.deepcopy(merged_results(self._before, result, {"done": self.done}))
         self._write()
 
@@ -162,6 +168,21 @@ class Agenda:
 
     def result(self) -> dict[str, list[str]]:
         return {"done": self.done, "left_out": self.left_out}
+
+
+def run_command(command: list[str], limit_s: float) -> int:
+    """Returns the command's exit status. At the limit, which raises subprocess.TimeoutExpired, and at any other error
+    it is asked to end: what starts ranks ends these first."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait(limit_s)
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
 
 
 def so_far(args: argparse.Namespace) -> dict[str, Any]:

@@ -204,6 +204,50 @@ def test_a_part_that_is_stopped_keeps_what_it_had_done(made_up: Any, tmp_path: P
     assert [path.name for path in tmp_path.glob("*.json")] == ["packing.json"]
 
 
+def test_nothing_begins_that_would_not_end_in_time(
+    modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next thing is taken to last as long as the longest before it, or as its part says."""
+    now = 0.0
+    monkeypatch.setattr(modules.time, "monotonic", lambda: now)
+    args = argparse.Namespace(kept={"done": []}, so_far=tmp_path / "x", stamp={}, begins_until=80.0, ends_at=100.0)
+    agenda = modules.Agenda(args)
+    assert agenda.begins("of 45 seconds")
+    now = 45.0
+    agenda.keep({})
+    assert agenda.begins("another, done at once")
+    agenda.keep({})
+    assert not agenda.begins("one of 60", expected_s=60)
+    assert agenda.begins("one of 45")
+    now = 56.0
+    agenda.keep({})
+    assert not agenda.begins("one more")
+    assert agenda.left_out == ["one of 60", "one more"]
+
+
+def test_a_command_that_is_stopped_may_end_what_it_has_started(modules: ModuleType, tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    program = f"""if True:
+        import pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(ended)!r}).touch(), sys.exit(1)))
+        time.sleep(60)"""
+    with pytest.raises(subprocess.TimeoutExpired):
+        modules.run_command([sys.executable, "-c", program], limit_s=2.0)
+    assert ended.exists()
+    assert modules.run_command([sys.executable, "-c", "raise SystemExit(3)"], limit_s=30.0) == 3
+
+
+def test_what_did_not_run_is_shown_with_its_reason(results: Path, tmp_path: Path, modules: ModuleType) -> None:
+    correctness, page = importlib.import_module("correctness"), importlib.import_module("page")
+    checks = correctness._checks("model", "bf16", [1e30, 1e30], RuntimeError("no compiler\nfor long reasons"))
+    assert not any(check["passed"] for check in checks)
+    assert [page.value_of(check) for check in checks] == ["did not run: no compiler"] * 2
+    failed = of("correctness", results) | {"checks": checks}
+    written, _ = page.write_all({"correctness": failed}, tmp_path, "")
+    assert "did not run: no compiler" in next(path for path in written if path.suffix == ".html").read_text()
+    assert page.value_of({"value": 0.25}) == "0.25"
+
+
 def test_a_part_that_was_stopped_begins_anew_at_another_commit(made_up: Any, tmp_path: Path) -> None:
     part, finish = made_up
     part.stops = {"three": RuntimeError("no")}
@@ -281,7 +325,7 @@ def test_every_implementation_that_torch_knows_is_tried(modules: ModuleType, mon
     import torch
     from knapformer.models import attention
 
-    kernels = importlib.import_module("kernels")
+    kernels = importlib.import_module("attention_kernels")
     active: list[str] = []
 
     def fail(gradient: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
 // What streams other than the default one have been given and have not done.
 //
-// On the default stream everything is done when its launch returns. On another one, copies from pinned memory, the
-// packing kernel and barriers are done late: when something else is launched behind them on that stream, when another
-// stream waits for an event behind them, or after kPatience, as a device goes on while the host waits for others. So a
-// missing wait shows as wrong numbers.
+// On the default stream everything is done when its launch returns. On another one, copies from the host that do not
+// block, the packing kernel, barriers, and the end of memory that was taken there are late: they are done when
+// something else is launched behind them on that stream, when another stream waits for an event behind them, or when
+// the stream was given nothing for kPatience, as a device goes on while the host waits for others. So a missing wait
+// shows as wrong numbers.
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -32,11 +32,15 @@ std::runtime_error not_simulated() { return std::runtime_error("simulated device
 
 class Memory final : public SymmetricMemory {
  public:
-  Memory(int rank, std::vector<void*> pointers) : rank_(rank), pointers_(std::move(pointers)) {}
+  Memory(int rank, std::vector<void*> pointers)
+      : rank_(rank), pointers_(std::move(pointers)), made_at_(Counters::instance().waits_for_device) {}
 
   std::vector<void*> get_buffer_ptrs() override { return pointers_; }
   void barrier(int, size_t timeout_ms) override {
     Counters& counters = Counters::instance();
+    // Up to 2.13 torch copies the addresses of the signals on the default stream.
+    TORCH_CHECK(counters.waits_for_device > made_at_,
+                "simulated device: a barrier may not know its signals yet, expected a wait for the device");
     counters.add_launch("barrier");
     ++counters.collectives;
     ++counters.waits_begun;
@@ -83,6 +87,7 @@ class Memory final : public SymmetricMemory {
 
   int rank_;
   std::vector<void*> pointers_;
+  int64_t made_at_;  // the host's waits for the device until then
 };
 
 class PeerAllocator final : public SymmetricMemoryAllocator {

@@ -1,7 +1,6 @@
 #include "knapformer/torch/comm/comm_group.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -9,10 +8,10 @@
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <unordered_map>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/process.h"
+#include "knapformer/torch/comm/spare_events.h"
 
 namespace knapformer {
 namespace {
@@ -67,35 +66,6 @@ bool has_several_backends(c10d::ProcessGroup& group) {
   return devices.size() < 2 || std::ranges::any_of(devices, [&](const at::Device& device) {
            return group.getBackend(device.type()) != group.getBackend(devices[0].type());
          });
-}
-
-/// Events that can be recorded anew. None is ever destroyed: while a device hangs, that might not return.
-struct SpareEvents {
-  std::mutex mutex;
-  std::unordered_map<at::Device, std::vector<std::unique_ptr<c10::Event>>> of_device;
-};
-
-SpareEvents& spare_events() {
-  static auto* const instance = new SpareEvents;
-  return *instance;
-}
-
-std::shared_ptr<c10::Event> take_event(at::Device device) {
-  SpareEvents& spares = spare_events();
-  std::unique_ptr<c10::Event> event;
-  {
-    const std::lock_guard lock(spares.mutex);
-    auto& here = spares.of_device[device];
-    if (!here.empty()) {
-      event = std::move(here.back());
-      here.pop_back();
-    }
-  }
-  if (!event) event = std::make_unique<c10::Event>(device.type());
-  return {event.release(), [device](c10::Event* used) {
-            const std::lock_guard lock(spare_events().mutex);
-            spare_events().of_device[device].emplace_back(used);
-          }};
 }
 
 /// Whether the device has done all work that it was given so far on the stream that is current here.

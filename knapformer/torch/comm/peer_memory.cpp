@@ -2,11 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
+
+#include "knapformer/torch/comm/spare_events.h"
 
 namespace knapformer {
 namespace {
@@ -28,9 +29,9 @@ at::Tensor allocate(int64_t num_bytes, at::Device device) {
 
 /// Makes a stream wait for all that another was given so far.
 void follow(c10::Stream stream, c10::Stream before) {
-  c10::Event event(before.device_type());
-  event.record(before);
-  event.block(stream);
+  const std::shared_ptr<c10::Event> event = take_event(before.device());
+  event->record(before);
+  event->block(stream);
 }
 
 }  // namespace
@@ -41,21 +42,31 @@ int64_t PeerMemory::Region::landing_at() const {
   return aligned(room.num_words * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-c10::Stream PeerMemory::stream_behind(c10::Stream caller) {
+PeerMemory::Caller PeerMemory::caller_on(at::Device device) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const std::lock_guard lock(mutex_);
-  if (!stream_ || stream_->device() != caller.device()) {
+  const auto known = std::ranges::find_if(callers_, [&](const Caller& each) { return *each == stream; });
+  return known != callers_.end() ? *known : callers_.emplace_back(std::make_shared<const c10::Stream>(stream));
+}
+
+c10::Stream PeerMemory::stream_behind(const Caller& caller) {
+  const std::lock_guard lock(mutex_);
+  if (!stream_ || stream_->device() != caller->device()) {
     // Of high priority, above attention, beside which it runs: peers wait for it.
-    stream_ = c10::impl::VirtualGuardImpl(caller.device_type()).getNewStream(caller.device(), /*priority=*/-1);
-    callers_.clear();
+    stream_ = c10::impl::VirtualGuardImpl(caller->device_type()).getNewStream(caller->device(), /*priority=*/-1);
   }
-  if (std::ranges::find(callers_, caller) == callers_.end()) callers_.push_back(caller);
-  for (const c10::Stream& each : callers_) follow(*stream_, each);
+  // Asked before the wait: where nothing is read any more, the stream was given all that read before this.
+  const auto over =
+      std::stable_partition(callers_.begin(), callers_.end(), [](const Caller& each) { return each.use_count() > 1; });
+  for (const Caller& each : callers_) follow(*stream_, *each);
+  callers_.erase(over, callers_.end());
   return *stream_;
 }
 
 std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device,
                                                     const std::function<void(int64_t)>& meet) {
   std::shared_ptr<Region> region;
+  const Caller caller = device.is_cpu() ? nullptr : caller_on(device);
   {
     const std::lock_guard lock(mutex_);
     const auto free = std::ranges::find_if(regions_, [&](const std::shared_ptr<Region>& each) {
@@ -64,10 +75,10 @@ std::unique_ptr<PeerMemory::Lease> PeerMemory::take(Need need, at::Device device
     if (free != regions_.end()) region = *free;
     if (region && region->room.landing_bytes >= need.landing_bytes && region->room.num_words >= need.num_words) {
       region->in_use = true;
-      return std::make_unique<Lease>(shared_from_this(), region);
+      return std::make_unique<Lease>(shared_from_this(), region, caller);
     }
   }
-  return std::make_unique<Lease>(shared_from_this(), make_region(need, device, std::move(region), meet));
+  return std::make_unique<Lease>(shared_from_this(), make_region(need, device, std::move(region), meet), caller);
 }
 
 std::shared_ptr<PeerMemory::Region> PeerMemory::make_region(Need need, at::Device device,
@@ -102,9 +113,14 @@ std::shared_ptr<PeerMemory::Region> PeerMemory::make_region(Need need, at::Devic
   meet(++num_regions_made_);
   free_too_small();
   // Up to 2.13 torch clears a new region's signals on the default stream, behind what that was given before, and ranks
-  // meet on their hosts alone: a peer's first signal could be lost.
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  // meet on their hosts alone: a peer's first signal could be lost. It also copies there where the peers' signals lie,
+  // which a barrier on another stream could read too soon.
+  const auto wait_for_device = [&] {
+    if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  };
+  wait_for_device();
   region->handle = symmetric_memory::rendezvous(region->memory, group_);
+  wait_for_device();
   for (void* block : region->handle->get_buffer_ptrs()) {  // in which the regions begin at an offset
     region->of_peers.push_back(static_cast<std::byte*>(block) + region->handle->get_offset());
   }
@@ -120,7 +136,7 @@ std::shared_ptr<PeerMemory::Place> PeerMemory::Lease::keep(int64_t num_bytes) {
   }
   if (region_->memory.numel() - offset < num_bytes) return nullptr;
   region_->kept[offset] = aligned(num_bytes);
-  return std::make_shared<Place>(region_, offset);
+  return std::make_shared<Place>(region_, offset, caller_);
 }
 
 PeerMemory::Place::~Place() {
@@ -140,10 +156,8 @@ void PeerMemory::Lease::set_words(const std::vector<int64_t>& words) {
 void PeerMemory::Lease::barrier() { region_->handle->barrier(kChannel, static_cast<size_t>(peers_->timeout_.count())); }
 
 void PeerMemory::Lease::on_its_stream(const std::function<void()>& launch) {
-  const at::Device device = region_->memory.device();
-  if (device.is_cpu()) return launch();
-  caller_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  stream_ = peers_->stream_behind(*caller_);
+  if (!caller_) return launch();
+  stream_ = peers_->stream_behind(caller_);
   const c10::StreamGuard guard(*stream_);
   launch();
 }

@@ -68,12 +68,15 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     std::mutex mutex;
     std::map<int64_t, int64_t> kept = {};  // sizes by offset, of places that somebody holds
   };
+  /// A stream on which exchanges begin and end. Held by what is read there: exchanges in flight, and places.
+  using Caller = std::shared_ptr<const c10::Stream>;
 
  public:
   /// A place in the kept part, reserved for as long as this object lives.
   class Place {
    public:
-    Place(std::shared_ptr<Region> region, int64_t offset) : region_(std::move(region)), offset_(offset) {}
+    Place(std::shared_ptr<Region> region, int64_t offset, Caller caller)
+        : region_(std::move(region)), offset_(offset), caller_(std::move(caller)) {}
     ~Place();
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
@@ -84,13 +87,14 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
    private:
     std::shared_ptr<Region> region_;
     int64_t offset_;
+    Caller caller_;
   };
 
   /// A region, for one exchange.
   class Lease {
    public:
-    Lease(std::shared_ptr<PeerMemory> peers, std::shared_ptr<Region> region)
-        : peers_(std::move(peers)), region_(std::move(region)) {}
+    Lease(std::shared_ptr<PeerMemory> peers, std::shared_ptr<Region> region, Caller caller)
+        : peers_(std::move(peers)), region_(std::move(region)), caller_(std::move(caller)) {}
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
@@ -110,8 +114,8 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     const std::byte* word_of_peer(int32_t peer, int64_t word) const {
       return of_peer(peer) + word * static_cast<int64_t>(sizeof(int64_t));
     }
-    /// Has `launch` give its work to the stream of peer memory, behind what the current stream was given so far. What
-    /// is read and written there must be kept until wait().
+    /// Has `launch` give its work to the stream of peer memory, behind what the stream was given so far on which this
+    /// lease was taken. What is read and written there must be kept until wait().
     void on_its_stream(const std::function<void()>& launch);
     /// What the current stream runs after this barrier begins when all ranks have done what they launched before
     /// theirs. Collective.
@@ -122,7 +126,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
    private:
     std::shared_ptr<PeerMemory> peers_;
     std::shared_ptr<Region> region_;
-    std::optional<c10::Stream> caller_;
+    Caller caller_;                      // null on a CPU
     std::optional<c10::Stream> stream_;  // of peer memory, where nobody has waited for it
   };
 
@@ -135,9 +139,11 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   /// A region in place of one that is too small, or of none.
   std::shared_ptr<Region> make_region(Need need, at::Device device, std::shared_ptr<Region> too_small,
                                       const std::function<void(int64_t)>& meet);
+  /// The current stream, as a caller.
+  Caller caller_on(at::Device device);
   /// The stream of peer memory, behind what this caller's stream was given so far, and those of earlier callers: they
   /// may still read what peers are about to overwrite.
-  c10::Stream stream_behind(c10::Stream caller);
+  c10::Stream stream_behind(const Caller& caller);
 
   std::string group_;
   std::chrono::milliseconds timeout_;
@@ -145,7 +151,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   std::vector<std::shared_ptr<Region>> regions_;
   int64_t num_regions_made_ = 0;
   std::optional<c10::Stream> stream_;
-  std::vector<c10::Stream> callers_;
+  std::vector<Caller> callers_;  // a stream each, until nothing is read there and somebody has waited for it
 };
 
 }  // namespace knapformer

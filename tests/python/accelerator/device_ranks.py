@@ -7,6 +7,7 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import Any, NamedTuple
@@ -394,6 +395,17 @@ def steps_without_a_cpu_backend(
     again = SequenceBalancer("g2/1n1", group=alone)
     got = balanced_step(again, rank, "sim")
     return expected, got, counted, numbers.flatten().tolist(), len(c10d._world.pg_names) - before
+
+
+def a_balancer_without_an_interface(rank: int, world: int) -> str:
+    """What a rank raises where Gloo, which the group for the CPU is of, has no network interface."""
+    group = sim.new_group(backend="sim:late")
+    os.environ["GLOO_SOCKET_IFNAME"] = "no such interface"
+    try:
+        SequenceBalancer("g1n1", group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def rotations_agree(rank: int, world: int) -> list[tuple[list[Tensor], list[Tensor], sim.Counted]]:

@@ -34,9 +34,10 @@ def a_mistake_where_memory_grows(rank: int, world: int) -> tuple[str, str, float
 
 def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs and gradients of attention in float32, by all-to-all and by peer memory. Its one key/value head goes to
-    all ranks. Steps take turns on three streams. Odd ranks keep the results on the device to the end, beside later
-    ones."""
+    all ranks. Steps take turns on three streams, on which nothing is done before something waits for it. Odd ranks keep
+    the results on the device to the end, beside later ones."""
     group, results = sim.new_group(), []
+    sim.register().hold_late_work(True)
     streams = [contextlib.nullcontext(), torch.Stream(device="sim"), torch.Stream(device="sim")]
     for peer_memory in (False, True):
         balancer = SequenceBalancer("g4/2/1n1", group=group, peer_memory=peer_memory)
@@ -54,6 +55,7 @@ def transports_agree(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]
                 values += [t.detach() if rank % 2 else t.detach().cpu() for t in (o, q.grad, k.grad, v.grad)]
         torch.accelerator.synchronize()
         results.append([t.cpu() for t in values])
+    sim.register().hold_late_work(False)
     return results[0], results[1]
 
 
@@ -94,6 +96,46 @@ def whole_sequences_attend_meanwhile(rank: int, world: int) -> tuple[list[int], 
             waits = seen
     sim.register().hold_late_work(False)
     return waits, results[0], results[1]
+
+
+def attention_raises_meanwhile(rank: int, world: int) -> tuple[list[int], int]:
+    """How many barriers the device has not come past when attention on whole sequences raises, and once the exchange is
+    dropped."""
+    balancer = SequenceBalancer(f"g{world}/1n1", group=sim.new_group(), peer_memory=True)
+    num_tokens = balancer.plan_routing([[300, 20], [20]][rank], 3072).tokens_after[rank]
+    waits: list[int] = []
+
+    def out_of_memory(*_: Tensor) -> Tensor:
+        waits.append(sim.register().num_waits_left())
+        raise MemoryError
+
+    sim.register().hold_late_work(True)
+    with torch.Stream(device="sim"), torch.no_grad():
+        q = torch.ones(num_tokens, 6, 4, device="sim")
+        with contextlib.suppress(MemoryError):
+            balancer.attention(q, q, q, out_of_memory)
+    left = sim.register().num_waits_left()
+    sim.register().hold_late_work(False)
+    return waits, left
+
+
+def another_stream_is_left_alone(rank: int, world: int) -> list[bool]:
+    """Whether attention on the default stream has waited for what another stream was given before it: in a step behind
+    one with attention on that stream, and in the next."""
+    balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group(), peer_memory=True)
+    num_tokens = balancer.plan_routing([64], 24).tokens_after[rank]
+    q = torch.ones(num_tokens, 2, 8, device="sim")
+    other, waited = torch.Stream(device="sim"), []
+    sim.register().hold_late_work(True)
+    with other:
+        balancer.attention(q, q, q, attend)
+    for _ in range(2):
+        with other:
+            copied = torch.ones(3).pin_memory().to("sim", non_blocking=True)
+        balancer.attention(q, q, q, attend)
+        waited.append(bool(copied.cpu().sum() == 3))
+    sim.register().hold_late_work(False)
+    return waited
 
 
 def peer_memory_without_the_kernel(rank: int, world: int) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerator.cases import TOPOLOGIES, each_topology, each_transport
 from accelerator.device_ranks import (
+    a_balancer_without_an_interface,
     a_rank_that_cannot_pack,
     attention_beside_others,
     balancers_agree,
@@ -146,3 +147,8 @@ def test_hosts_never_queue_behind_the_device() -> None:
     assert sorted(number for *_, numbers, _ in of_ranks for number in numbers) == sorted(
         rank for rank in range(2) for _ in range(sum(lens_of(rank)))
     )
+
+
+def test_the_group_for_the_cpu_says_what_it_needs() -> None:
+    for message in run_ranks(a_balancer_without_an_interface, 2):
+        assert "set GLOO_SOCKET_IFNAME to the network interface that hosts share" in message

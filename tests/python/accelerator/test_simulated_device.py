@@ -74,6 +74,19 @@ def test_what_is_counted() -> None:
     assert counted.pageable_copies == ["copy to the device"] and counted.syncs == []
 
 
+def test_a_missing_wait_for_another_stream_shows_as_wrong_numbers() -> None:
+    module, other = sim.register(), torch.Stream(device="sim")
+    module.hold_late_work(True)
+    try:
+        with other:
+            late = torch.ones(3).pin_memory().to("sim", non_blocking=True)
+        assert late.isnan().all().item()
+        torch.accelerator.current_stream().wait_stream(other)
+        assert torch.equal(late.cpu(), torch.ones(3))
+    finally:
+        module.hold_late_work(False)
+
+
 def test_devices_have_an_index() -> None:
     module = sim.register()
     before = [module.num_allocations(i) for i in (0, 1)]

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import simulated_device as sim
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -153,21 +152,6 @@ def _drop_in_forks(rank: int, world_size: int) -> list[bool]:
 def test_a_forked_process_may_drop_the_balancer() -> None:
     """As a worker of a DataLoader does where it collects an old balancer, and as any process does at its end."""
     assert run_ranks(_drop_in_forks, 3) == [[True, True, True]] * 3
-
-
-def _make_without_an_interface(rank: int, world_size: int) -> str:
-    group = sim.new_group(backend="sim:late")
-    os.environ["GLOO_SOCKET_IFNAME"] = "no such interface"
-    try:
-        SequenceBalancer("g1n1", group=group)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_the_group_for_the_cpu_says_what_it_needs() -> None:
-    for message in run_ranks(_make_without_an_interface, 2):
-        assert "set GLOO_SOCKET_IFNAME to the network interface that hosts share" in message
 
 
 def _on_a_group_of_its_own(rank: int, world_size: int) -> None:
