@@ -120,16 +120,18 @@ def attention_raises_meanwhile(rank: int, world: int) -> tuple[list[int], int]:
 
 
 def another_stream_is_left_alone(rank: int, world: int) -> list[bool]:
-    """Whether attention on the default stream has waited for what another stream was given before it: in a step behind
-    one with attention on that stream, and in the next."""
+    """Whether attention on the default stream has waited for what another stream was given before it, in four steps.
+    A result of attention on that other stream is dropped behind the second."""
     balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group(), peer_memory=True)
     num_tokens = balancer.plan_routing([64], 24).tokens_after[rank]
     q = torch.ones(num_tokens, 2, 8, device="sim")
     other, waited = torch.Stream(device="sim"), []
     sim.register().hold_late_work(True)
     with other:
-        balancer.attention(q, q, q, attend)
-    for _ in range(2):
+        kept = [balancer.attention(q, q, q, attend)]
+    for step in range(4):
+        if step == 2:
+            kept.clear()
         with other:
             copied = torch.ones(3).pin_memory().to("sim", non_blocking=True)
         balancer.attention(q, q, q, attend)
