@@ -111,11 +111,6 @@ def seconds_left(args: argparse.Namespace) -> float:
     return max(1.0, float(args.ends_at) - time.monotonic())
 
 
-def may_begin(args: argparse.Namespace) -> bool:
-    """Whether there is time for something new."""
-    return bool(time.monotonic() < args.begins_until)
-
-
 class Agenda:
     """What a part does: one thing after another while there is time, and at least one. The next is taken to last as
     long as the longest so far. A resumed part does not repeat what was done before. Each rank asks for the same things;
@@ -137,9 +132,9 @@ class Agenda:
         if thing in self._done:
             return False
         is_first = not self.done and not self._before.get("done")
-        self._begun_at = time.monotonic()
-        ends_in_time = self._begun_at + max(expected_s, self._longest_s) <= self._args.ends_at
-        in_time = torch.tensor(is_first or (may_begin(self._args) and ends_in_time))
+        self._begun_at = now = time.monotonic()
+        ends_at = now + max(expected_s, self._longest_s)
+        in_time = torch.tensor(is_first or (now < self._args.begins_until and ends_at <= self._args.ends_at))
         if dist.is_initialized():
             dist.broadcast(in_time, 0)
         (self.done if in_time else self.left_out).append(thing)
