@@ -80,6 +80,7 @@ ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const cha
     segment.table = shared_tables[next_table++];
     segment.sharing = {
         .shared_end = HeadSharing::kSend, .degree = degree, .index_in_group = tables.levels[level].index_in_group};
+    segment.roles.reserve(tensors.size());
     for (const auto& [name, role] : tensors) {  // "attention(q/2,k/2,v/2,q/4,...)"
       segment.roles.push_back(role);
       if (arguments.label.back() != '(') arguments.label += ',';

@@ -603,8 +603,10 @@ void SequenceBalancer::check_attention_inputs(const at::Tensor& q, const at::Ten
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
+  const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
+  if (heads.num_heads == 0) throw_argument("q", "0 heads", "at least 1 head");
   for (const AttentionLevel& level : step().attention.levels) {
-    static_cast<void>(partition_heads(q.size(1), k.size(1), level.degree));  // checks the counts
+    static_cast<void>(head_partition(heads, level.degree));  // checks the counts
   }
 }
 

@@ -109,6 +109,12 @@ std::vector<Mistake> mistakes() {
          b.pre_attn(h, h.narrow(1, 0, 3), h.narrow(1, 0, 3));
        },
        attention, "ArgumentError", "k: got 3 heads, expected a divisor of q's 4 heads"},
+      {"no_heads",
+       [routed](SequenceBalancer& b) {
+         const at::Tensor h = routed(b).view({-1, 4, 1}).narrow(1, 0, 0);
+         b.pre_attn(h, h, h);
+       },
+       attention, "ArgumentError", "q: got 0 heads, expected at least 1 head"},
       {"q_heads",
        [routed](SequenceBalancer& b) {
          const at::Tensor h = routed(b).view({-1, 4, 1});

@@ -317,7 +317,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     }
     return false;
   };
-  const auto wait = [&] { watchdog_->wait(label, poll, in_background); };
+  const auto wait = [&] { watchdog_->wait(label, std::ref(poll), in_background); };
   if (on_host) {
     wait();
   } else {

@@ -88,6 +88,7 @@ std::vector<at::Tensor> ExchangeArguments::local_rows() const {
 void ExchangeArguments::decide_derivatives() {
   differentiable.clear();
   if (!is_differentiating()) return;
+  differentiable.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) differentiable.push_back(derivatives_of(tensor));
   follow_others(/*in_backward=*/false);
 }

@@ -109,6 +109,7 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
                                        .slots = {},
                                        .first_slot = num_slots_});
     check_tables(segment, given.sharing, segments_.front(), label);
+    segment.slots.reserve(given.roles.size());
     for (const HeadRole role : given.roles) {
       const size_t number = next++;
       const at::Tensor& tensor = tensors[splits ? number % tensors.size() : number];
@@ -153,7 +154,7 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
 
   ++num_slots_;
   Slot& slot = segment.slots.emplace_back(
-      Slot{.input = with_dense_rows(tensor), .output_shape = tensor.sizes().vec(), .shares = shares});
+      Slot{.input = with_dense_rows(tensor), .output_shape = at::DimVector(tensor.sizes()), .shares = shares});
   const auto item_bytes = static_cast<int64_t>(tensor.itemsize());
   slot.input_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
   slot.output_shape[0] = segment.recv.num_rows();
@@ -284,7 +285,7 @@ void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {
     throw_argument(text(label_, ": local"), text(local.size(), " tensors"), std::to_string(expected));
   }
   for (size_t i = 0; i < local.size(); ++i) {
-    std::vector<int64_t> shape = slots[i].output_shape;
+    at::DimVector shape = slots[i].output_shape;
     shape[0] = num_local_rows_;
     const at::Tensor& tensor = local[i];
     if (tensor.sizes() != at::IntArrayRef(shape) || tensor.device() != device_ ||
@@ -309,6 +310,7 @@ std::vector<ExchangeCall::LocalRows> ExchangeCall::local_rows() const {
 
 std::vector<ExchangeCall::NewTensor> ExchangeCall::new_outputs() const {
   std::vector<NewTensor> outputs;
+  outputs.reserve(static_cast<size_t>(num_slots_));
   if (joined_end_ != HeadSharing::kRecv) {
     for (const Segment& segment : segments_) {
       for (const Slot& slot : segment.slots) {
@@ -345,13 +347,16 @@ void ExchangeCall::set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor
 }
 
 void ExchangeCall::allocate_outputs() {
+  const std::vector<NewTensor> wanted = new_outputs();
   std::vector<at::Tensor> outputs;
-  for (const NewTensor& output : new_outputs()) outputs.push_back(empty_recycled(output.shape, output.options));
+  outputs.reserve(wanted.size());
+  for (const NewTensor& output : wanted) outputs.push_back(empty_recycled(output.shape, output.options));
   set_tensors(&Slot::output, std::move(outputs));
 }
 
 std::vector<at::Tensor> ExchangeCall::outputs() const {
   std::vector<at::Tensor> outputs;
+  outputs.reserve(static_cast<size_t>(num_slots_));
   for (const Segment& segment : segments_) {
     for (const Slot& slot : segment.slots) {
       if (slot.sum.defined()) slot.output.copy_(slot.sum);

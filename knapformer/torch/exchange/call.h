@@ -17,6 +17,7 @@
 // nor in the transport.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -46,7 +47,7 @@ constexpr int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) 
 /// A tensor of a segment.
 struct Slot {
   at::Tensor input;  // each row is dense; rows are input.stride(0) apart
-  std::vector<int64_t> output_shape;
+  at::DimVector output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
   at::Tensor landing = {};             // by peer memory: where peers write, the output itself or beside it
   at::Tensor sum = {};                 // what add_block has added up, which becomes the output (duplicates.h)
@@ -154,6 +155,7 @@ class ExchangeCall {
   int32_t this_peer() const { return segments_.front().send.this_peer(); }
   int32_t num_peers() const { return segments_.front().send.num_peers(); }
   at::Device device() const { return device_; }
+  const std::string& label() const { return label_; }
   ExchangeEngine engine() const { return segments_.front().send.engine(); }
 
   /// The buffer, or this rank's region of peer memory: uint8, on the tensors' device.
@@ -176,7 +178,7 @@ class ExchangeCall {
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   struct NewTensor {
-    std::vector<int64_t> shape;
+    at::DimVector shape;
     at::TensorOptions options;
   };
   /// All outputs, joined or not.

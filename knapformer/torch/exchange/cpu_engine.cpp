@@ -12,9 +12,10 @@
 namespace knapformer {
 namespace {
 
-/// copy_run(from, to, number of rows), for all rows of the copy.
+/// copy_run(from, to, number of rows), for all rows of the copy. By value, here and below: bytes that are written might
+/// be those of a RowCopy in memory, so that the compiler would load its strides again for every row.
 template <class CopyRun>
-void for_each_run(const RowCopy& copy, CopyRun copy_run) {
+void for_each_run(RowCopy copy, CopyRun copy_run) {
   const std::byte* from = copy.from;
   std::byte* to = copy.to;
   if (copy.from_runs.empty() && copy.to_runs.empty()) {
@@ -39,20 +40,20 @@ void for_each_run(const RowCopy& copy, CopyRun copy_run) {
 
 /// Known widths let the compiler turn a row's copy into one load and one store: side features are often that narrow.
 template <int64_t kWidth>
-void copy_narrow_rows(const RowCopy& copy, const std::byte* from, std::byte* to, int64_t num_rows) {
+void copy_narrow_rows(RowCopy copy, const std::byte* from, std::byte* to, int64_t num_rows) {
   for (; num_rows > 0; --num_rows, from += copy.from_stride, to += copy.to_stride) std::memcpy(to, from, kWidth);
 }
 
 /// visit(copier): copier(from, to, number of rows) copies rows that are consecutive at both ends.
 template <class Visit>
-void with_copier(const RowCopy& copy, Visit visit) {
+void with_copier(RowCopy copy, Visit visit) {
   const auto narrow = [&]<int64_t kWidth>(std::integral_constant<int64_t, kWidth>) {
-    visit([&copy](const std::byte* from, std::byte* to, int64_t num_rows) {
+    visit([copy](const std::byte* from, std::byte* to, int64_t num_rows) {
       copy_narrow_rows<kWidth>(copy, from, to, num_rows);
     });
   };
   if (copy.from_stride == copy.width && copy.to_stride == copy.width) {
-    return visit([&copy](const std::byte* from, std::byte* to, int64_t num_rows) {
+    return visit([copy](const std::byte* from, std::byte* to, int64_t num_rows) {
       std::memcpy(to, from, static_cast<size_t>(num_rows * copy.width));
     });
   }
@@ -68,7 +69,7 @@ void with_copier(const RowCopy& copy, Visit visit) {
     case 16:
       return narrow(std::integral_constant<int64_t, 16>());
     default:
-      visit([&copy](const std::byte* from, std::byte* to, int64_t num_rows) {
+      visit([copy](const std::byte* from, std::byte* to, int64_t num_rows) {
         for (; num_rows > 0; --num_rows, from += copy.from_stride, to += copy.to_stride) {
           std::memcpy(to, from, static_cast<size_t>(copy.width));
         }
@@ -76,12 +77,12 @@ void with_copier(const RowCopy& copy, Visit visit) {
   }
 }
 
-void copy_rows(const RowCopy& copy) {
+void copy_rows(RowCopy copy) {
   with_copier(copy, [&](auto copy_run) { for_each_run(copy, copy_run); });
 }
 
 /// Copies the rows [begin, end) of the copy.
-void copy_rows(const RowCopy& copy, int64_t begin, int64_t end) {
+void copy_rows(RowCopy copy, int64_t begin, int64_t end) {
   with_copier(copy, [&](auto copy_run) {
     int64_t first = 0;  // of the run at hand, among the rows of the copy
     for_each_run(copy, [&](const std::byte* from, std::byte* to, int64_t num_rows) {

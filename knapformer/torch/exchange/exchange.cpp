@@ -20,7 +20,10 @@ using Tensors = std::vector<at::Tensor>;
 
 // The op's schema: ExchangeArguments <-> the dispatcher's arguments.
 
+static constexpr size_t kTables = 6;  // tensors of a segment's table
+
 OpSegments::OpSegments(const std::vector<SegmentArguments>& segments) {
+  tables.reserve(kTables * segments.size());
   for (const auto& [table, roles, sharing] : segments) {
     tables.insert(tables.end(), {table.send.table, table.send.rows, table.send.index, table.recv.table, table.recv.rows,
                                  table.recv.index});
@@ -47,7 +50,7 @@ using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at:
 ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads,
                                  at::TensorList tables, at::IntArrayRef layout, std::string_view group,
                                  std::string_view label, at::IntArrayRef joined, at::TensorList local) {
-  constexpr size_t kTables = 6, kNumbers = 4;  // of a segment, beside its roles
+  constexpr size_t kNumbers = 4;  // of a segment, beside its roles
   if (heads.size() != 2) throw_schema(label, "heads");
   if (joined.size() != 2 || joined[0] < HeadSharing::kNeither || joined[0] > HeadSharing::kRecv || joined[1] < 0) {
     throw_schema(label, "joined");
@@ -62,6 +65,7 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
                               .group = std::string(group),
                               .label = std::string(label)};
   size_t num_tensors = 0;
+  arguments.segments.reserve(tables.size() / kTables);
   for (size_t i = 0, t = 0; i < layout.size(); t += kTables) {
     if (i + kNumbers > layout.size() || layout[i + 3] < 1 || t + kTables > tables.size()) throw_schema(label, "layout");
     const int64_t* numbers = layout.data() + i;
@@ -74,6 +78,7 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
     segment.sharing = {.shared_end = static_cast<HeadSharing::End>(numbers[0]),
                        .degree = static_cast<int32_t>(numbers[1]),
                        .index_in_group = static_cast<int32_t>(numbers[2])};
+    segment.roles.reserve(num_roles);
     for (size_t r = 0; r < num_roles; ++r) {
       segment.roles.push_back(static_cast<HeadRole>(numbers[kNumbers + r]));
       if (segment.roles.back() != HeadRole::kNone && heads[0] < 1) throw_schema(label, "heads");
@@ -129,10 +134,7 @@ Tensors call_finish(const at::Tensor& started, const Tensors& local = {}) {
   return op.call(started, local);
 }
 
-Tensors exchange_kernel(ExchangeArguments arguments) {
-  const Tensors local = std::exchange(arguments.local, {});
-  return InFlight(std::move(arguments)).finish(local);
-}
+Tensors exchange_kernel(const ExchangeArguments& arguments) { return InFlight(arguments).finish(arguments.local); }
 
 at::Tensor start_kernel(ExchangeArguments arguments) { return InFlight::start(std::move(arguments)); }
 
@@ -150,14 +152,26 @@ Tensors shapes_kernel(const ExchangeArguments& arguments) {
 
 using torch::autograd::AutogradContext;
 
+/// What makes zeros in place of a tensor.
+struct Metadata {
+  c10::SymDimVector shape;
+  at::TensorOptions options;
+};
+
+std::vector<Metadata> metadata_of(at::TensorList tensors) {
+  std::vector<Metadata> metadata;
+  metadata.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    metadata.push_back({.shape = c10::SymDimVector(tensor.sym_sizes()), .options = tensor.options()});
+  }
+  return metadata;
+}
+
 /// Arguments that autograd keeps for the backward, without looking into them.
 struct KeptArguments : torch::CustomClassHolder {
   explicit KeptArguments(ExchangeArguments kept)
       : arguments(std::move(kept)), group(CommGroup::find_if_alive(arguments.group)) {
-    for (const at::Tensor& rows : arguments.local_rows()) {
-      local_shapes.push_back(rows.sym_sizes().vec());
-      local_options.push_back(rows.options());
-    }
+    local = metadata_of(arguments.local_rows());
     arguments.tensors.clear();
     arguments.local.clear();
   }
@@ -165,7 +179,7 @@ struct KeptArguments : torch::CustomClassHolder {
   Tensors with_zeros(Tensors gradients) const {
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (gradients[i].defined() || (arguments.derivatives_at(i) & kGradient) == 0) continue;
-      gradients[i] = at::zeros_symint(output_shapes[i], output_options[i]);
+      gradients[i] = at::zeros_symint(outputs[i].shape, outputs[i].options);
     }
     return gradients;
   }
@@ -174,19 +188,17 @@ struct KeptArguments : torch::CustomClassHolder {
   /// input, or empty; zeros where one is missing.
   Tensors local_gradients(at::TensorList given) const {
     Tensors gradients;
-    for (size_t i = 0; i < local_options.size(); ++i) {
+    for (size_t i = 0; i < local.size(); ++i) {
       if ((arguments.derivatives_at(i) & kGradient) == 0) continue;
       const bool known = i < given.size() && given[i].defined();
-      gradients.push_back(known ? given[i] : at::zeros_symint(local_shapes[i], local_options[i]));
+      gradients.push_back(known ? given[i] : at::zeros_symint(local[i].shape, local[i].options));
     }
     return gradients;
   }
 
   ExchangeArguments arguments;
-  std::vector<std::vector<c10::SymInt>> output_shapes;  // where known: empty for a start
-  std::vector<at::TensorOptions> output_options;
-  std::vector<std::vector<c10::SymInt>> local_shapes;  // joined inputs: of their rows that do not travel
-  std::vector<at::TensorOptions> local_options;
+  std::vector<Metadata> outputs;     // where known: empty for a start
+  std::vector<Metadata> local;       // joined inputs: of their rows that do not travel
   std::shared_ptr<CommGroup> group;  // alive for the backward, even if the balancer ends before; null while tracing
 };
 
@@ -208,13 +220,9 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArgument
     const bool of_local = i < local.size() && local[i].requires_grad();
     if (!of_local && (arguments.derivatives_at(i) & kGradient) == 0) fixed.push_back(outputs[i]);
   }
-  context.mark_non_differentiable(fixed);
+  if (!fixed.empty()) context.mark_non_differentiable(fixed);
   context.set_materialize_grads(false);  // with_zeros makes those that are needed
-  KeptArguments& kept = keep_arguments(context, std::move(arguments));
-  for (const at::Tensor& output : outputs) {
-    kept.output_shapes.push_back(output.sym_sizes().vec());
-    kept.output_options.push_back(output.options());
-  }
+  keep_arguments(context, std::move(arguments)).outputs = metadata_of(outputs);
   return outputs;
 }
 

@@ -26,7 +26,7 @@ void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight
 
 }  // namespace
 
-InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(arguments.group)) {
+InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(arguments.group)) {
   RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
@@ -49,13 +49,13 @@ InFlight::InFlight(ExchangeArguments arguments) : group_(CommGroup::find(argumen
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
     engine_->move_own();
   });
-  arguments.tensors.clear();
-  arguments_ = std::move(arguments);
 }
 
 at::Tensor InFlight::start(ExchangeArguments arguments) {
   const at::Device device = arguments.tensors.at(0).device();
-  auto* in_flight = new InFlight(std::move(arguments));
+  auto* in_flight = new InFlight(arguments);
+  arguments.tensors.clear();
+  in_flight->arguments_ = std::move(arguments);
   at::Tensor started = at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(device));
   started.storage().set_data_ptr_noswap({nullptr, in_flight, &delete_in_flight, device});
   return started;
@@ -75,9 +75,9 @@ std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
     const std::unique_ptr<Engine> engine = std::move(engine_);
     call->set_local(local);
     if (PeerMemory::Lease* lease = call->peer_memory()) {
-      group_->wait_for_peers(*lease, arguments_.label);
+      group_->wait_for_peers(*lease, call->label());
     } else {
-      group_->wait(*work_, call->device(), arguments_.label);
+      group_->wait(*work_, call->device(), call->label());
       work_.reset();
     }
     engine->unpack();

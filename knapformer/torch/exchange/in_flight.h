@@ -19,7 +19,7 @@ namespace knapformer {
 class InFlight {
  public:
   /// Packs, and launches the all-to-all, if there is one. Collective.
-  explicit InFlight(ExchangeArguments arguments);
+  explicit InFlight(const ExchangeArguments& arguments);
   /// The same; the tensor that stands for it.
   static at::Tensor start(ExchangeArguments arguments);
   /// What such a tensor stands for. Throws StateError, ArgumentError where it stands for nothing.
@@ -27,7 +27,7 @@ class InFlight {
 
   /// Waits and unpacks; once. local: ExchangeArguments::local.
   std::vector<at::Tensor> finish(const std::vector<at::Tensor>& local);
-  /// Without its tensors.
+  /// Of one that start() made, without its tensors.
   const ExchangeArguments& arguments() const { return arguments_; }
 
  private:
