@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import warnings
@@ -22,6 +23,7 @@ from knapformer._core import (
     Cluster,
     Plan,
     StepPlan,
+    Topology,
     TrainedModel,
     plan,
 )
@@ -76,7 +78,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     drop_last: leave out the samples that do not fill a step. Otherwise they are a last, shorter step, planned like the
         others. Unlike with DistributedSampler, no sample is repeated to fill it.
     allow_empty: lists may be empty, for a dataset and a collate function that take them. Otherwise every list has a
-        sample, and data is refused if its last step has too few samples for that.
+        sample. Data is refused if its last step has too few samples for that, and a step, in iteration, in which a
+        rank cannot be given one (some with bags of several sizes, or with max_tokens_per_rank).
     work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
         of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
@@ -181,6 +184,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         plan(
             none, work=None if work is None else none, **self._settings
         )  # refuses settings that are wrong for any samples
+        bags = Topology(self._settings["topology"], num_replicas).bags
+        self._may_stay_empty = max_tokens_per_rank > 0 or len({len(bag) for bag in bags}) > 1
         self._epoch = 0
         self._order: Tensor | None = None  # the epoch's
         self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
@@ -190,15 +195,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._check_last_step()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._first = self._next = self._resume_at
-        self._resume_at = 0
+        first, self._resume_at = self._resume_at, 0
+        self._first = self._next = first
         self._has_begun = True
         self._check_last_step()
         for step in range(self._num_steps()):
             for micro_batch in range(self._micro_batches):
+                self._first = first  # another iterator may have begun since: "this pass" is that of the last list
+                is_whole = micro_batch == self._micro_batches - 1
                 indices = [index for index, _, _ in self.chunks(step, micro_batch)]
-                if micro_batch == self._micro_batches - 1:
-                    self._next = self._first + (step + 1) * self._step_size
+                self._next = first + (step + is_whole) * self._step_size
                 yield indices
 
     def __len__(self) -> int:
@@ -353,12 +359,23 @@ class BalancedBatchSampler(Sampler[list[int]]):
         planned = plan(self._by_rank(counted), work=work, **self._settings)
         if not self._allow_empty:
             planned = planned.fill_ranks()
+            if self._may_stay_empty:
+                self._check_none_is_empty(step, planned)
         if self._shapes is not None:
             samples = self._gathered_shapes(samples, counted, planned)
         self._planned[key] = samples, planned
         if len(self._planned) > _STEPS_KEPT:
             self._planned.popitem(last=False)
         return self._planned[key]
+
+    def _check_none_is_empty(self, step: int, planned: StepPlan) -> None:
+        """The same on all ranks, so that none of them waits for one that has nothing to collate."""
+        for rank, micro_batch in itertools.product(range(self._num_ranks), range(self._micro_batches)):
+            if not planned.chunks_on(rank, micro_batch):
+                raise ArgumentError(
+                    f"topology: got {self._settings['topology']}, by which rank {rank} has no sample in micro-batch "
+                    f"{micro_batch} of step {step}; expected allow_empty=True, or bags of one size and no limit of tokens"
+                )
 
     def _by_rank(self, values: Tensor) -> list[list[Any]]:
         """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""

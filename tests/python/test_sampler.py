@@ -269,6 +269,38 @@ def test_lists_are_empty_only_where_that_is_allowed():
     assert samples_in(steps[0]) and len(steps) == 3
 
 
+def test_a_list_that_no_sample_fits_is_an_error_on_all_ranks():
+    """Where bags have several sizes, a rank may stay without a sample: the step's samples are all shared by two."""
+    lengths = [252, 675, 399, 274, 401, 327, 212, 291, 510, 380, 645, 624, 719, 437, 448, 701, 535, 413, 681, 297]
+    lengths += [518, 517, 462, 361]
+    options = {"batch_size": 1, "micro_batches": 2, "d_model": 64, "topology": "g2n1+g1n2", "num_replicas": 4}
+    for rank in range(4):
+        sampler = knapformer.BalancedBatchSampler(lengths, rank=rank, **options)
+        with pytest.raises(knapformer.ArgumentError, match=r"topology: got g2n1\+g1n2, by which .* has no sample"):
+            list(sampler)
+        sampler = knapformer.BalancedBatchSampler(lengths, rank=rank, allow_empty=True, **options)
+        assert len(list(sampler)) == len(sampler)
+
+
+def test_a_pass_goes_on_after_a_look_at_the_data():
+    def resumed():
+        sampler = knapformer.BalancedBatchSampler(lengths_of(96), batch_size=2, d_model=64, num_replicas=2, rank=0)
+        sampler.load_state_dict({**sampler.state_dict(), "next_sample": 8})
+        return sampler
+
+    sampler = resumed()
+    undisturbed = list(sampler)
+    sampler = resumed()
+    lists = []
+    for number, indices in enumerate(sampler):
+        lists.append(indices)
+        assert [index for index, _, _ in sampler.chunks(number, 0)] == indices
+        assert sampler.state_dict() == sampler.state_dict(num_steps=number + 1)
+        if number == 1:
+            next(iter(sampler))
+    assert lists == undisturbed
+
+
 def test_shared_samples_are_the_same_and_each_token_is_on_one_rank():
     lengths = lengths_of(1000)
     lengths[::37] *= 40  # more than a rank's share

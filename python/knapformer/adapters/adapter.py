@@ -24,6 +24,8 @@ from knapformer.models.model import Draw
 from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
 
+LIBRARIES = ("diffusers", "torchtitan")
+
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
 
 # (module, its tensors, Packed) -> its tensors: the module's forward on packed rows, by its own submodules.
@@ -82,9 +84,10 @@ class Adapter(ABC):
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
     # The same for other modules of the model. FSDP gathers a module when it is called, not when only its parts are.
     modules: ClassVar[dict[str, PackedForward]] = {}
-    # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared.
+    # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
+    # of LIBRARIES, or of the adapter's own package.
     forwards: ClassVar[tuple[str, ...]] = ()
-    # Classes of attention processors that compute the same as the packed blocks.
+    # Classes of attention processors, likewise, that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
 
     # Only for models that are simulated, calibrated or replayed: by name, the fields that differ from the defaults of
@@ -127,12 +130,15 @@ class Adapter(ABC):
 
     def check_forward(self, name: str, module: nn.Module) -> None:
         """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
-        of = next(base.__name__ for base in type(module).__mro__ if "forward" in base.__dict__)
-        if self.forwards and of not in self.forwards:
+        of = next(base for base in type(module).__mro__ if "forward" in base.__dict__)
+        if self.forwards and not self._is_one_of(self.forwards, of):
             raise ArgumentError(
-                f"{name}: got {type(module).__name__} with the forward of {of}, which a packed call would not compute, "
-                f"expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
+                f"{name}: got {type(module).__name__} with the forward of {name_of(of, self.forwards)}, which a packed "
+                f"call would not compute, expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
             )
+
+    def _is_one_of(self, names: Sequence[str], of: type) -> bool:
+        return of.__name__ in names and package_of(of) in (*LIBRARIES, package_of(type(self)))
 
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""
@@ -144,15 +150,23 @@ class Adapter(ABC):
             for i, block in enumerate(getattr(model, name)):
                 for attention in self.attentions:
                     processor = getattr(getattr(block, attention), "processor", None)
-                    got = type(processor).__name__
-                    if got not in self.processors:
-                        expected = " or ".join(self.processors)
+                    if not self._is_one_of(self.processors, type(processor)):
+                        got, expected = name_of(type(processor), self.processors), " or ".join(self.processors)
                         raise StateError(f"{name}[{i}].{attention}.processor: got {got}, expected {expected}")
                     if getattr(processor, "_parallel_config", None) is not None:
                         raise StateError(
                             f"{name}[{i}].{attention}.processor: got a model with diffusers' context parallelism, "
                             "expected one without: bags of the balancer share sequences"
                         )
+
+
+def package_of(of: type) -> str:
+    return of.__module__.partition(".")[0]
+
+
+def name_of(of: type, expected: Sequence[str]) -> str:
+    """For messages: the class's name, with its module where its name alone is what is expected."""
+    return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
 
 def original_of(block: nn.Module) -> nn.Module:

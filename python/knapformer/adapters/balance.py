@@ -9,6 +9,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -129,6 +130,14 @@ def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module,
         yield original_of(getattr(model, name)), packed_forward
 
 
+def _check_packed(model: Any, adapter: Adapter) -> None:
+    for name in adapter.blocks:
+        for i, block in enumerate(getattr(model, name)):
+            # Mostly it is the first of these; a wrapper that is not known here may hold the block.
+            if not any(_STATE in module.__dict__ for module in itertools.chain([original_of(block)], block.modules())):
+                raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
+
+
 def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
     setattr(module, _STATE, _Balanced(**parts))
     module.forward = MethodType(forward, module)
@@ -185,6 +194,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
     adapter, balancer = state.adapter, state.balancer
     with _reported(balancer):
         adapter.check(model)
+        _check_packed(model, adapter)
         like = adapter.input_weight(model)
         home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
 
@@ -198,4 +208,4 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
     chunks = adapter.chunks(model, step, x, features, of_chunk)
     x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))
     predictions, out = adapter.head(model, x, home)
-    return Predictions(predictions, zero=out.new_zeros(()) if predictions else out.sum())
+    return Predictions(predictions, zero=out[:0].sum())

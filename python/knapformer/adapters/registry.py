@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter
+from knapformer.adapters.adapter import Adapter, name_of, package_of
 
 # The name of a class of diffusers, or a class's name with its module -> where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
@@ -21,7 +21,11 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
 
 def register(model_class: type, adapter: type[Adapter]) -> None:
     """From now on `balance` takes models of this class, and of those that derive from it and keep its forward."""
-    _ADAPTERS[model_class.__name__] = adapter
+    _ADAPTERS[_full_name(model_class)] = adapter
+
+
+def _full_name(model_class: type) -> str:
+    return f"{model_class.__module__}.{model_class.__name__}"
 
 
 def names() -> list[str]:
@@ -45,7 +49,7 @@ def adapter_of(module: Any) -> type[Adapter] | None:
 
     Raises ArgumentError where the class computes something else than that base."""
     for base in type(module).__mro__:
-        for key in (base.__name__, f"{base.__module__}.{base.__name__}"):
+        for key in (_full_name(base), base.__name__ if package_of(base) == "diffusers" else ""):
             if key in _ADAPTERS:
                 if type(module).forward is not base.forward:  # type: ignore[attr-defined]
                     raise ArgumentError(
@@ -58,8 +62,14 @@ def adapter_of(module: Any) -> type[Adapter] | None:
 
 def find_model(transformer: Any) -> tuple[Any, type[Adapter]]:
     """The model itself, which PEFT, DDP or torch.compile may have wrapped, and its adapter."""
-    for module in transformer.modules() if hasattr(transformer, "modules") else ():
-        adapter = adapter_of(module)
-        if adapter is not None:
-            return module, adapter
-    raise ArgumentError(f"transformer: got {type(transformer).__name__}, expected one of {', '.join(names())}")
+    modules = transformer.modules() if hasattr(transformer, "modules") else ()
+    found = [(module, adapter) for module in modules if (adapter := adapter_of(module)) is not None]
+    got = name_of(type(transformer), names())
+    if not found:
+        raise ArgumentError(f"transformer: got {got}, expected one of {', '.join(names())}")
+    model, adapter = found[0]
+    of_model = {id(module) for module in model.modules()}
+    num_models = 1 + sum(id(module) not in of_model for module, _ in found)
+    if num_models > 1:
+        raise ArgumentError(f"transformer: got {got} with {num_models} models, expected one: call it for each")
+    return model, adapter

@@ -130,8 +130,8 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 class Predictions(Sequence[Tensor]):
     """What diffusers' forward would have returned for each sample, in order; each with its batch of one.
 
-    zero: a scalar 0 to add to the loss. On a rank without samples it carries the graph, so that backward runs, with its
-    collectives, and every parameter gets its (zero) gradient:
+    zero: a scalar 0 to add to the loss. It carries the graph. So backward runs, with its collectives, and every
+    parameter gets its (zero) gradient, on a rank without samples, or one that drops the losses of its samples:
 
         loss = sum((weigh(prediction, sample) for prediction, sample in zip(predictions, samples)), predictions.zero)
 

@@ -220,6 +220,17 @@ def test_a_rank_without_samples_reaches_every_parameter() -> None:
             assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
 
 
+def test_a_rank_that_drops_its_losses_takes_part_in_the_backward_pass() -> None:
+    for name, case in cases().items():
+        model = knapformer.balance(case.make())
+        predictions = model([case.sample(*SIZES[0], 0)])
+        assert predictions.zero == 0
+        predictions.zero.backward()
+        for parameter_name, parameter in model.named_parameters():
+            assert parameter.grad is not None, f"{name}: {parameter_name}"
+            assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
+
+
 def without(name: str) -> Sample:
     return {key: value for key, value in samples_of()[0].items() if key != name}
 
@@ -348,6 +359,69 @@ def test_a_class_with_a_forward_of_its_own_needs_an_adapter(monkeypatch: pytest.
     monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
     register(Doubling, flux.Flux)
     assert knapformer.balance(model) is model
+
+
+def of_another_module(of: type, forward: Callable[..., Any] | None = None) -> type:
+    """A class like this one, with its name, as in a user's copy of diffusers' file."""
+    own = dict(of.__dict__) if forward is None else {**of.__dict__, "forward": forward}
+    return type(of.__name__, of.__bases__, {**own, "__module__": "lab.models"})
+
+
+def test_a_class_that_only_has_the_name_needs_an_adapter() -> None:
+    model: Any = CASE.make()
+    model.__class__ = of_another_module(type(model))
+    with pytest.raises(knapformer.ArgumentError, match=r"transformer: got FluxTransformer2DModel of lab.models, expe"):
+        knapformer.balance(model)
+
+
+def test_an_adapter_for_a_class_of_the_same_name_leaves_that_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from knapformer.adapters import flux, register, registry
+
+    class Silent(flux.Flux):
+        def head(self, model: Any, x: torch.Tensor, home: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+            predictions, out = super().head(model, x, home)
+            return [0 * p for p in predictions], out
+
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+    models: list[Any] = [CASE.make(), CASE.make()]
+    models[0].__class__ = of_another_module(type(models[0]))
+    register(type(models[0]), Silent)
+    own, of_diffusers = (knapformer.balance(model)(samples_of())[0] for model in models)
+    assert own.abs().max() == 0
+    assert of_diffusers.abs().max() > 0
+
+
+def test_a_processor_that_only_has_the_name_is_refused() -> None:
+    model: Any = CASE.make()
+    processor = model.transformer_blocks[0].attn.processor
+    processor.__class__ = of_another_module(type(processor))
+    message = r"transformer_blocks\[0\].attn.processor: got FluxAttnProcessor of lab.models, expected FluxAttnProc"
+    with pytest.raises(knapformer.StateError, match=message):
+        knapformer.balance(model)
+
+
+def test_a_block_that_only_has_the_name_is_refused() -> None:
+    model: Any = CASE.make()
+    block = model.transformer_blocks[1]
+    block.__class__ = of_another_module(type(block))
+    message = "transformer_blocks.1: got FluxTransformerBlock with the forward of FluxTransformerBlock of lab.models, w"
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        knapformer.balance(model)
+
+
+def test_a_block_that_came_after_balance_is_named() -> None:
+    model: Any = knapformer.balance(CASE.make())
+    model.transformer_blocks.append(CASE.make().transformer_blocks[0])
+    message = r"transformer_blocks\[2\]: got a block that came after balance\(\), expected balance\(\) again"
+    with pytest.raises(knapformer.StateError, match=message):
+        model(samples_of())
+    assert len(knapformer.balance(model)(samples_of())) == 3
+
+
+def test_several_models_at_once_are_refused() -> None:
+    models = nn.ModuleList([CASE.make(), CASE.make()])
+    with pytest.raises(knapformer.ArgumentError, match="transformer: got ModuleList with 2 models, expected one: call"):
+        knapformer.balance(models)
 
 
 def test_a_block_with_a_forward_of_its_own_is_refused() -> None:
