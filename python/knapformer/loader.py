@@ -6,7 +6,9 @@ With micro-batches it plans whole optimizer steps, and moves their samples to th
 from __future__ import annotations
 
 import contextlib
+import operator
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -118,6 +120,9 @@ class BalancedLoader(Generic[Batch]):
         self._balancer = balancer
         self._micro_batches = micro_batches
         self._fields = [(name, True) for name in per_token] + [(name, False) for name in per_sample]
+        for name, count in Counter(self._names).items():
+            if count > 1:
+                raise ArgumentError(f"per_token, per_sample: got {name!r} twice, expected each name once")
         if max_bytes_in_flight < 0:
             raise ArgumentError(f"max_bytes_in_flight: got {max_bytes_in_flight}, expected at least 0")
         if micro_batches is None and end == "longest" and empty is None:
@@ -164,7 +169,7 @@ class BalancedLoader(Generic[Batch]):
             ahead = self._start(source)
             self._position = source.position
             yield batch, plan
-        self._position = _Position()
+        self._position = _Position(is_left=not source.position.ended)
 
     def _iterate_steps(self, source: _Source[Any]) -> Iterator[tuple[Any, Plan]]:
         balancer = self._balancer
@@ -190,7 +195,7 @@ class BalancedLoader(Generic[Batch]):
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
         balancer.finish_planning_step(moving)
         balancer.finish_moving(moving)  # nobody computes these, but nothing may stay in flight
-        self._position = _Position()
+        self._position = _Position(is_left=not source.position.ended)
 
     @property
     def step_plan(self) -> StepPlan:
@@ -215,7 +220,11 @@ class BalancedLoader(Generic[Batch]):
         StatefulDataLoader). Keyed by rank, so that torch.distributed.checkpoint may save it as it is.
         """
         position = self._position
-        state: dict[str, Any] = {"num_batches": position.num_batches, "ended": position.ended}
+        state: dict[str, Any] = {
+            "num_batches": position.num_batches,
+            "ended": position.ended,
+            "is_left": position.is_left,
+        }
         if self._stateful:
             state["loader"] = self._snapshot() if position.state is None else position.state
         return {self._key: state}
@@ -235,7 +244,10 @@ class BalancedLoader(Generic[Batch]):
             raise ArgumentError(f"state: got {has} state of the wrapped loader, expected {expected}, as it is now")
         if self._stateful:
             self._loader.load_state_dict(pickle.loads(own["loader"]))  # type: ignore[attr-defined]
-        self._position = self._resume_at = _Position(own["num_batches"], own["ended"], own.get("loader"))
+        is_left = own.get("is_left", False)
+        if self._stateful and is_left:
+            iter(self._loader)  # the rest of the pass that was left; the next iterator begins a new one
+        self._position = self._resume_at = _Position(own["num_batches"], own["ended"], is_left, own.get("loader"))
 
     @property
     def _key(self) -> str:
@@ -287,6 +299,8 @@ class BalancedLoader(Generic[Batch]):
     def _lens_of(self, batch: Any) -> Sequence[int] | Tensor:
         """The lengths of a batch that was just drawn. Adds them to the log, if there is one."""
         lens = self._seq_lens(batch)
+        if not hasattr(lens, "__len__"):  # an iterator can be read once
+            lens = list(lens)
         if self._record is not None:
             self._record(lens)
         return lens
@@ -306,6 +320,7 @@ class _Position:
 
     num_batches: int = 0  # taken from the loader
     ended: bool = False  # the loader has no more batches
+    is_left: bool = False  # between passes, of which the last one left batches over (end="shortest")
     state: bytes | None = None  # the loader's own, where it has one, inside a pass
 
 
@@ -314,26 +329,25 @@ class _Source(Generic[Batch]):
 
     def __init__(self, loader: BalancedLoader[Batch], position: _Position) -> None:
         self._loader = loader
-        self._batches = self._from(0 if loader._stateful else position.num_batches)
+        self._batches: Iterator[Batch] | None = None
+        self._num_skipped = 0 if loader._stateful else position.num_batches
         self._num_batches = position.num_batches
         self.position = position  # the one before `batch`
         self.batch: Batch
         self.error: Exception | None = None
-
-    def _from(self, num_skipped: int) -> Iterator[Batch]:
-        """Opens the loader lazily: an exception in opening it is an error of the first batch."""
-        yield from islice(self._loader._loader, num_skipped, None)
 
     def _draw(self, most: int) -> list[Batch]:
         """The next batches; none where there are no more."""
         if self.position.ended:
             return []
         of = self._loader
-        self.position = _Position(self._num_batches, False, of._snapshot())
+        if self._batches is None:  # here: an exception in opening the loader is an error of the first batch
+            self._batches = islice(of._loader, self._num_skipped, None)
+        self.position = _Position(self._num_batches, state=of._snapshot())
         batches = list(islice(self._batches, most))
         self._num_batches += len(batches)
         if not batches:
-            self.position = _Position(self._num_batches, True, of._snapshot())
+            self.position = _Position(self._num_batches, ended=True, state=of._snapshot())
         return batches
 
     def fetch(self) -> tuple[Sequence[int] | Tensor, dict[str, list[Any]]]:
@@ -357,7 +371,7 @@ class _Source(Generic[Batch]):
         try:
             batches: list[Any] = [] if self.error else self._draw(of._micro_batches or 1)
             samples = [_tensors_of(sample, of._names) for batch in batches for sample in batch]
-            seq_lens = [int(length) for batch in batches for length in of._lens_of(batch)]
+            seq_lens = [_integer(length) for batch in batches for length in of._lens_of(batch)]
             return Samples(of._fields, samples, seq_lens), of._of_each(batches)
         except Exception as error:
             self.error = error
@@ -372,6 +386,13 @@ def _tensors_of(sample: Any, names: Sequence[str]) -> list[Tensor]:
         if not isinstance(sample[name], Tensor):
             raise ArgumentError(f"sample['{name}']: got {type(sample[name]).__name__}, expected a tensor")
     return [sample[name] for name in names]
+
+
+def _integer(length: Any) -> int:
+    try:
+        return operator.index(length)
+    except TypeError:
+        raise ArgumentError(f"seq_lens: got {length!r}, expected integers") from None
 
 
 def _seq_lens_of(batch: Any) -> Sequence[int] | Tensor:

@@ -374,7 +374,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             if not planned.chunks_on(rank, micro_batch):
                 raise ArgumentError(
                     f"topology: got {self._settings['topology']}, by which rank {rank} has no sample in micro-batch "
-                    f"{micro_batch} of step {step}; expected allow_empty=True, or bags of one size and no limit of tokens"
+                    f"{micro_batch} of step {step}; expected allow_empty=True, or bags of one size without a limit"
                 )
 
     def _by_rank(self, values: Tensor) -> list[list[Any]]:

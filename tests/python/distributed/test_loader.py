@@ -244,6 +244,42 @@ def check_resume_of_every_kind(rank: int, world_size: int) -> None:
     check_resume(rank, world_size, stateful, [0, 1, 3, 4, 5])
 
 
+def numbered(rank: int, count: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(AsDataset(make_batches(rank, count)), batch_size=None)
+
+
+def check_resume_between_passes(rank: int, world_size: int) -> None:
+    """A pass that ends with the shortest rank leaves the others' loaders amid a pass of their own."""
+    balancer = SequenceBalancer(TOPOLOGY)
+    counts = [6, 3]
+    loader = BalancedLoader(numbered(rank, counts[rank]), balancer, D_MODEL, end="shortest")
+    first = list(loader)
+    state = loader.state_dict()
+    second = list(loader)
+    resumed = BalancedLoader(numbered(rank, counts[rank]), balancer, D_MODEL, end="shortest")
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    again = list(resumed)
+    assert len(first) == len(second) == len(again) == 3
+    assert all(same(a[0], b[0]) for a, b in zip(second, again, strict=True))
+
+
+def check_lengths_that_are_read_once(rank: int, world_size: int) -> None:
+    recorded: list[list[int]] = []
+    own = make_batches(rank, 2)
+    options: dict[str, Any] = {
+        "seq_lens": lambda batch: map(int, batch.seq_lens),
+        "record": lambda lens: recorded.append(list(lens)),
+    }
+    plans = [plan for _, plan in BalancedLoader(own, SequenceBalancer(TOPOLOGY), D_MODEL, empty=empty, **options)]
+    assert [plan.num_sequences for plan in plans] == [
+        sum(map(len, lens_of_all(list(batch.seq_lens), world_size))) for batch in own
+    ]
+    assert recorded == [list(batch.seq_lens) for batch in own]
+
+
 def check_wrong_states(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer(TOPOLOGY)
     loader = BalancedLoader([empty()], balancer, D_MODEL, empty=empty)
@@ -284,6 +320,8 @@ CHECKS = [
     check_planning_overlaps,
     check_other_plans_between,
     check_resume_of_every_kind,
+    check_resume_between_passes,
+    check_lengths_that_are_read_once,
     check_wrong_states,
 ]
 

@@ -151,6 +151,38 @@ def check_resume(rank: int, world_size: int) -> None:
         assert list(lists_of(resumed)) == whole, "the pass after it is whole again"
 
 
+class AsDataset(torch.utils.data.Dataset[list[Sample]]):
+    def __init__(self, batches: list[list[Sample]]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Sample]:
+        return self.batches[index]
+
+
+def check_resume_after_a_pass_left_early(rank: int, world_size: int) -> None:
+    """The wrapped loader is amid the pass that was left when the next one begins."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+
+    def new() -> BalancedLoader[Any]:
+        own = StatefulDataLoader(AsDataset(batches_of(rank, 8)), batch_size=None)
+        return BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+
+    whole = list(lists_of(new()))
+    loader = new()
+    list(itertools.islice(lists_of(loader), 3))
+    passing = lists_of(loader)
+    next(passing)
+    resumed = new()
+    resumed.load_state_dict(loader.state_dict())
+    assert list(passing) == whole[1:]
+    assert list(lists_of(resumed)) == whole, "a step that had not ended is computed again"
+
+
 def check_overlap(rank: int, world_size: int) -> None:
     """What moves the next step's samples is launched before a step begins, and the gather of the one after it."""
     balancer = SequenceBalancer("g1n4")
@@ -249,6 +281,7 @@ CHECKS = [
     check_every_sample_once,
     check_given_work,
     check_resume,
+    check_resume_after_a_pass_left_early,
     check_overlap,
     check_bytes_in_flight,
     check_refused_lengths,
@@ -326,6 +359,15 @@ def test_an_error_of_the_data_is_one_on_all_ranks() -> None:
         assert max(own[3], other[3]) < GROUP_TIMEOUT_S / 2
 
 
+@pytest.mark.parametrize("length", [3.9, "3", None])
+def test_lengths_that_are_no_integers_are_named(length: Any) -> None:
+    loader = BalancedLoader(
+        [[sample_of(0)]], SequenceBalancer("g1n1"), D_MODEL, micro_batches=1, seq_lens=lambda _: [length], **FIELDS
+    )
+    with pytest.raises(ArgumentError, match=f"seq_lens: got {length!r}, expected integers"):
+        list(loader)
+
+
 def test_one_rank_alone() -> None:
     own = batches_of(0, 7)
     loader = BalancedLoader(own, SequenceBalancer("g1n1"), D_MODEL, micro_batches=3, **FIELDS)
@@ -340,6 +382,10 @@ def test_one_rank_alone() -> None:
         ({"micro_batches": 0, "per_token": ["x"]}, "micro_batches: got 0, expected at least 1"),
         ({"micro_batches": 2}, "per_token: got none, expected names of tensors, or seq_lens"),
         ({"per_token": ["x"]}, "per_token, per_sample: got names, expected none without micro_batches"),
+        (
+            {"micro_batches": 2, "per_token": ["x", "text"], "per_sample": ["text"]},
+            "per_token, per_sample: got 'text' twice, expected each name once",
+        ),
         ({"micro_batches": 2, "per_token": ["x"], "max_bytes_in_flight": -1}, "max_bytes_in_flight: got -1"),
     ],
 )
