@@ -7,6 +7,7 @@ The mechanism (balance.py) knows no model by name; an adapter knows nothing of r
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
 
 LIBRARIES = ("diffusers", "torchtitan")
+_WRAPPERS = ("peft", "torch")  # whose modules lead to the parts of what they wrap
 
 MAX_TEXT_TOKENS = 512  # the default: the limit with which published models are trained
 
@@ -87,6 +89,8 @@ class Adapter(ABC):
     # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
     # of LIBRARIES, or of the adapter's own package.
     forwards: ClassVar[tuple[str, ...]] = ()
+    # Modules of the blocks and of the model whose parts are called in place of the module itself.
+    in_parts: ClassVar[tuple[str, ...]] = ()
     # Classes of attention processors, likewise, that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
 
@@ -136,6 +140,20 @@ class Adapter(ABC):
                 f"{name}: got {type(module).__name__} with the forward of {name_of(of, self.forwards)}, which a packed "
                 f"call would not compute, expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
             )
+
+    def check_parts(self, model: nn.Module) -> None:
+        """Raises ArgumentError where a module that is called in parts has a forward of a user's own."""
+        owners = {"": model}
+        for name in self.blocks:
+            owners |= {f"{name}.{i}.": original_of(block) for i, block in enumerate(getattr(model, name))}
+        for name, part in itertools.product(owners, self.in_parts):
+            module = getattr(owners[name], part, None)
+            of = next((base for base in type(module).__mro__ if "forward" in base.__dict__), None)
+            if of is not None and package_of(of) not in (*LIBRARIES, *_WRAPPERS, package_of(type(self))):
+                raise ArgumentError(
+                    f"{name}{part}: got {type(module).__name__} with a forward of its own, which a packed call would "
+                    f"not compute, expected a class of {' or '.join(LIBRARIES)} (Adapter.in_parts)"
+                )
 
     def _is_one_of(self, names: Sequence[str], of: type) -> bool:
         return of.__name__ in names and package_of(of) in (*LIBRARIES, package_of(type(self)))

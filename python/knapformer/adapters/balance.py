@@ -87,6 +87,7 @@ def balance(
     packed = list(_modules_of(model, adapter_class))
     adapter = adapter_class(max_text_tokens)
     adapter.check(model)
+    adapter.check_parts(model)
     parts = {id(module) for module, _ in packed}
     for name, module in model.named_modules():
         if id(module) in parts:

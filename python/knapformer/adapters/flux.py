@@ -53,6 +53,7 @@ class Flux(JointAdapter):
     optional = ("guidance",)
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     forwards = ("FluxTransformerBlock", "FluxSingleTransformerBlock", *JointAdapter.forwards)
+    in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012

@@ -55,6 +55,7 @@ class Flux2(JointAdapter):
     optional = ("guidance",)
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
+    in_parts = ("attn", "double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012

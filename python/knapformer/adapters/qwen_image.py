@@ -33,6 +33,7 @@ class QwenImage(JointAdapter):
     optional = ("encoder_hidden_states_mask", "txt_seq_lens")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
+    in_parts = ("attn",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     named_configs = {  # noqa: RUF012
         "qwen-image": {},

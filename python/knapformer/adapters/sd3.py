@@ -34,6 +34,7 @@ class StableDiffusion3(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     forwards = ("JointTransformerBlock", *JointAdapter.forwards)
+    in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
     min_blocks = 2  # the last one writes no text

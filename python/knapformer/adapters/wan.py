@@ -95,6 +95,7 @@ class Wan(Adapter):
     blocks = {"blocks": block}  # noqa: RUF012
     forwards = ("WanTransformerBlock",)
     attentions = ("attn1", "attn2")
+    in_parts = ("attn1", "attn2", "condition_embedder")
     processors = ("WanAttnProcessor",)
     text_beside = True
     of_grids = True

@@ -231,6 +231,17 @@ def test_a_rank_that_drops_its_losses_takes_part_in_the_backward_pass() -> None:
             assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
 
 
+def test_time_steps_of_several_dtypes_keep_their_values() -> None:
+    case = cases()["sd3"]
+    model: Any = case.make()
+    samples = [case.sample(*size, seed) for seed, size in enumerate(SIZES[:2])]
+    samples[0]["timestep"] = torch.tensor([999])
+    samples[1]["timestep"] = torch.tensor([3.5], dtype=torch.bfloat16)
+    expected = [model(**sample).sample for sample in samples]
+    for prediction, of_diffusers in zip(knapformer.balance(model)(samples), expected, strict=True):
+        assert relative_error(prediction, of_diffusers) < 1e-5
+
+
 def without(name: str) -> Sample:
     return {key: value for key, value in samples_of()[0].items() if key != name}
 
@@ -405,6 +416,38 @@ def test_a_block_that_only_has_the_name_is_refused() -> None:
     block = model.transformer_blocks[1]
     block.__class__ = of_another_module(type(block))
     message = "transformer_blocks.1: got FluxTransformerBlock with the forward of FluxTransformerBlock of lab.models, w"
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        knapformer.balance(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "owner", "part"),
+    [
+        ("flux", "transformer_blocks.0.", "attn"),
+        ("flux", "transformer_blocks.1.", "norm1_context"),
+        ("flux", "single_transformer_blocks.0.", "norm"),
+        ("flux2", "", "double_stream_modulation_txt"),
+        ("qwen-image", "transformer_blocks.0.", "attn"),
+        ("sd3", "transformer_blocks.0.", "norm1"),
+        ("wan", "blocks.0.", "attn2"),
+        ("wan", "", "condition_embedder"),
+    ],
+)
+def test_a_module_that_is_read_in_parts_has_the_forward_of_diffusers(case: str, owner: str, part: str) -> None:
+    model: Any = cases()[case].make()
+    module = model.get_submodule(owner + part)
+
+    class Derived(type(module)):  # type: ignore[misc]
+        pass
+
+    class Doubling(Derived):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().forward(*args, **kwargs)
+
+    module.__class__ = Derived
+    assert knapformer.unbalance(knapformer.balance(model)) is model
+    module.__class__ = Doubling
+    message = f"{owner}{part}: got Doubling with a forward of its own, which a packed call would not compute, expected"
     with pytest.raises(knapformer.ArgumentError, match=message):
         knapformer.balance(model)
 
