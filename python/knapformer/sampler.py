@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import warnings
@@ -23,7 +22,6 @@ from knapformer._core import (
     Cluster,
     Plan,
     StepPlan,
-    Topology,
     TrainedModel,
     plan,
 )
@@ -184,8 +182,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         plan(
             none, work=None if work is None else none, **self._settings
         )  # refuses settings that are wrong for any samples
-        bags = Topology(self._settings["topology"], num_replicas).bags
-        self._may_stay_empty = max_tokens_per_rank > 0 or len({len(bag) for bag in bags}) > 1
         self._epoch = 0
         self._order: Tensor | None = None  # the epoch's
         self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
@@ -359,8 +355,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         planned = plan(self._by_rank(counted), work=work, **self._settings)
         if not self._allow_empty:
             planned = planned.fill_ranks()
-            if self._may_stay_empty:
-                self._check_none_is_empty(step, planned)
+            self._check_none_is_empty(step, planned)
         if self._shapes is not None:
             samples = self._gathered_shapes(samples, counted, planned)
         self._planned[key] = samples, planned
@@ -370,11 +365,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _check_none_is_empty(self, step: int, planned: StepPlan) -> None:
         """The same on all ranks, so that none of them waits for one that has nothing to collate."""
-        for rank, micro_batch in itertools.product(range(self._num_ranks), range(self._micro_batches)):
-            if not planned.chunks_on(rank, micro_batch):
+        for micro_batch, of_micro_batch in enumerate(planned.plans):
+            held = of_micro_batch.sequences_on
+            if [] in held:
                 raise ArgumentError(
-                    f"topology: got {self._settings['topology']}, by which rank {rank} has no sample in micro-batch "
-                    f"{micro_batch} of step {step}; expected allow_empty=True, or bags of one size without a limit"
+                    f"topology: got {self._settings['topology']}, by which rank {held.index([])} has no sample in "
+                    f"micro-batch {micro_batch} of step {step}; expected allow_empty=True, or bags of one size without "
+                    "a limit"
                 )
 
     def _by_rank(self, values: Tensor) -> list[list[Any]]:

@@ -89,10 +89,10 @@ class Adapter(ABC):
     # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
     # of LIBRARIES, or of the adapter's own package.
     forwards: ClassVar[tuple[str, ...]] = ()
-    # Modules of the blocks and of the model whose parts are called in place of the module itself.
-    in_parts: ClassVar[tuple[str, ...]] = ()
     # Classes of attention processors, likewise, that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
+    # Modules of the blocks and of the model whose parts are called in place of the module itself.
+    in_parts: ClassVar[tuple[str, ...]] = ()
 
     # Only for models that are simulated, calibrated or replayed: by name, the fields that differ from the defaults of
     # the class; for each list in `blocks`, the name of its kind and the field that counts its blocks; and the number of

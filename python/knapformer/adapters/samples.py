@@ -89,7 +89,8 @@ class Samples:
         numbers = [torch.as_tensor(value).reshape(1) for value in values]
         dtypes = {number.dtype for number in numbers}
         if len(dtypes) > 1:  # as bfloat16, say, an integer would be another number
-            numbers = [number.to(functools.reduce(torch.promote_types, dtypes, torch.float32)) for number in numbers]
+            dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            numbers = [number.to(dtype) for number in numbers]
         device = self.like.device
         moved = [to_device(number, device) if number.is_cpu else number.to(device) for number in numbers]
         return torch.cat(moved) if moved else self.like.new_zeros(0)
