@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils.data import Sampler
 
 from knapformer._core import (
     DEFAULT_GAMMA,
-    MAX_MAGNITUDE,
     MAX_SEQUENCE_TOKENS,
     ArgumentError,
     Cluster,
@@ -25,11 +23,22 @@ from knapformer._core import (
     TrainedModel,
     plan,
 )
+from knapformer.sample_values import checked_integers, checked_work, chosen, extremes, integer
 
-_BLOCK = 1 << 20  # values of a memory map that are converted at a time
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch indexes and converts these, and computes little of them
 _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
+
+
+@dataclass
+class _Pass:
+    """What an iterator goes through: an epoch's samples from `first` on. set_epoch and load_state_dict make another."""
+
+    epoch: int
+    first: int  # the position in the epoch's order where it begins
+    order: Tensor | None = None  # of all the epoch's samples, once it is needed
+    planned: OrderedDict[int, tuple[Tensor, StepPlan]] = field(default_factory=OrderedDict)  # of the last steps
+    num_lists: int = 0  # yielded
+    is_running: bool = False  # an iterator is at it
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -125,11 +134,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     "them, or init_process_group before"
                 )
             num_replicas, rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
-        batch_size = _integer("batch_size", batch_size, 1)
-        micro_batches = _integer("micro_batches", micro_batches, 1)
-        num_replicas = _integer("num_replicas", num_replicas, 1)
-        rank = _integer("rank", rank, 0, num_replicas - 1)
-        seed = _integer("seed", seed, *_SEEDS)
+        batch_size = integer("batch_size", batch_size, 1)
+        micro_batches = integer("micro_batches", micro_batches, 1)
+        num_replicas = integer("num_replicas", num_replicas, 1)
+        rank = integer("rank", rank, 0, num_replicas - 1)
+        seed = integer("seed", seed, *_SEEDS)
         if topology == "auto":
             raise ArgumentError(
                 "topology: got 'auto', expected one for all steps, as the balancer that follows has; "
@@ -137,9 +146,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         if not isinstance(model, TrainedModel | None):
             raise ArgumentError(f"model: got {model!r}, expected a TrainedModel")
-        self._lengths = _checked_integers("lengths", lengths)
+        self._lengths = checked_integers("lengths", lengths)
         if len(self._lengths) > 0:
-            shortest, longest = _range(self._lengths)
+            shortest, longest = extremes(self._lengths)
             if shortest < 1:
                 raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
             if longest > MAX_SEQUENCE_TOKENS:
@@ -150,12 +159,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ArgumentError(f"topology: got {topology!r}, expected none with same_shape=True")
         self._shapes: Tensor | None = None
         if same_shape:
-            self._shapes = self._lengths if shapes is None else _checked_integers("shapes", shapes)
+            self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes)
             if len(self._shapes) != len(self._lengths):
                 raise ArgumentError(f"shapes: got {len(self._shapes)}, expected one for each of {len(self._lengths)}")
         if work is not None and same_shape:
             raise ArgumentError("work: got some, expected none with same_shape=True")
-        self._work = None if work is None else _checked_work(work, len(self._lengths))
+        self._work = None if work is None else checked_work(work, len(self._lengths))
         self._batch_size = batch_size
         self._micro_batches = micro_batches
         self._num_ranks = num_replicas
@@ -182,45 +191,41 @@ class BalancedBatchSampler(Sampler[list[int]]):
         plan(
             none, work=None if work is None else none, **self._settings
         )  # refuses settings that are wrong for any samples
-        self._epoch = 0
-        self._order: Tensor | None = None  # the epoch's
-        self._planned: OrderedDict[tuple[int, int], tuple[Tensor, StepPlan]] = OrderedDict()  # of the last steps
-        # Positions in that order where these start: the next pass; this pass; the first step not yet yielded whole.
-        self._resume_at = self._first = self._next = 0
-        self._has_begun = False  # the pass from self._first on
-        self._check_last_step()
+        self._pass = self._next_pass = _Pass(
+            epoch=0, first=0
+        )  # "this pass" of the methods; what the next iterator takes
+        self._check_last_step(0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self._resume_at = self._resume_at, 0
-        self._first = self._next = first
-        self._has_begun = True
-        self._check_last_step()
-        for step in range(self._num_steps()):
-            for micro_batch in range(self._micro_batches):
-                self._first = first  # another iterator may have begun since: "this pass" is that of the last list
-                is_whole = micro_batch == self._micro_batches - 1
-                indices = [index for index, _, _ in self.chunks(step, micro_batch)]
-                self._next = first + (step + is_whole) * self._step_size
-                yield indices
+        own = self._next_pass
+        self._check_last_step(own.first)
+        self._next_pass = _Pass(own.epoch, 0)
+        own.is_running = True
+        try:
+            for step in range(self._num_steps(own)):
+                for micro_batch in range(self._micro_batches):
+                    self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
+                    indices = [index for index, _, _ in self.chunks(step, micro_batch)]
+                    own.num_lists += 1
+                    yield indices
+        finally:
+            own.is_running = False
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
-        return self._num_steps() * self._micro_batches
+        return self._num_steps(self._pass) * self._micro_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the order. The next pass starts at the epoch's first sample, unless a state of this epoch was loaded."""
-        self._set_epoch(_integer("epoch", epoch, *self._epochs))
+        """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
+        loaded. A pass that an iterator is at goes on unchanged, and is "this pass" until the next one begins."""
+        epoch = integer("epoch", epoch, *self._epochs)
+        if epoch != self._next_pass.epoch:
+            self._begin_next_at(epoch, 0)
 
     @property
     def _epochs(self) -> tuple[int, int]:
         """The lowest and the highest: with the seed they make a seed of torch's."""
         return _SEEDS[0] - self._seed, _SEEDS[1] - self._seed
-
-    def _set_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, None
-            self._planned.clear()
-            self._start_at(0)
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
@@ -232,10 +237,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`. None:
             all. A list is converted in each call; a tensor or an array is not.
         """
-        values = self._lengths if counted is None else _checked_integers("counted", counted)
+        values = self._lengths if counted is None else checked_integers("counted", counted)
         if len(values) != len(self._lengths):
             raise ArgumentError(f"counted: got {len(values)}, expected one for each of {len(self._lengths)} samples")
-        return int(_chosen(values, self._samples(step)).sum())
+        return int(chosen(values, self._samples(step)).sum())
 
     def step_plan(self, step: int) -> StepPlan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
@@ -252,8 +257,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         chunks = planned.chunks_on(self._rank, self._checked_micro_batch(micro_batch))
         held = samples[[sequence for sequence, _, _ in chunks]]
         if self._shapes is not None:
-            own = held[_chosen(self._shapes, held).argsort(stable=True)]
-            return [(i, 0, n) for i, n in zip(own.tolist(), _chosen(self._lengths, own).tolist(), strict=True)]
+            own = held[chosen(self._shapes, held).argsort(stable=True)]
+            return [(i, 0, n) for i, n in zip(own.tolist(), chosen(self._lengths, own).tolist(), strict=True)]
         return [(index, begin, end) for index, (_, begin, end) in zip(held.tolist(), chunks, strict=True)]
 
     def groups(self, step: int, micro_batch: int) -> list[list[int]]:
@@ -275,15 +280,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
             many as were yielded whole, which is right only where nothing fetches ahead; a DataLoader's workers do.
             Before a pass has begun: those that it is to leave out.
         """
-        after = self._next
+        num_whole = self._pass.num_lists // self._micro_batches
         if num_steps is not None:
-            most = (self._next - self._first) // self._step_size if self._has_begun else self._num_steps()
-            after = self._first + _integer("num_steps", num_steps, 0, most) * self._step_size
-        return {"epoch": self._epoch, "next_sample": min(after, len(self._lengths)), **self._order_follows()}
+            most = num_whole if self._pass.num_lists > 0 else self._num_steps(self._pass)
+            num_whole = integer("num_steps", num_steps, 0, most)
+        after = min(self._pass.first + num_whole * self._step_size, len(self._lengths))
+        return {"epoch": self._pass.epoch, "next_sample": after, **self._order_follows()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
-        last step has samples enough (drop_last, allow_empty)."""
+        last step has samples enough (drop_last, allow_empty). A pass that an iterator is at is not changed."""
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state: got {type(state).__name__}, expected a dict, which state_dict returned")
         for name, own in self._order_follows().items():
@@ -292,33 +298,33 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for name in ("epoch", "next_sample"):
             if name not in state:
                 raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
-        epoch = _integer("state", state["epoch"], *self._epochs, of="epoch ")
-        next_sample = _integer("state", state["next_sample"], 0, len(self._lengths), of="sample ")
+        epoch = integer("state", state["epoch"], *self._epochs, of="epoch ")
+        next_sample = integer("state", state["next_sample"], 0, len(self._lengths), of="sample ")
         self._check_last_step(next_sample)
-        self._set_epoch(epoch)
-        self._start_at(next_sample)
+        self._begin_next_at(epoch, next_sample)
 
-    def _start_at(self, sample: int) -> None:
-        self._resume_at = self._first = self._next = sample
-        self._has_begun = False
+    def _begin_next_at(self, epoch: int, first: int) -> None:
+        self._next_pass = _Pass(epoch, first)
+        if not self._pass.is_running:
+            self._pass = self._next_pass
 
     def _order_follows(self) -> dict[str, int]:
         """The values that the order of an epoch's samples depends on."""
         return {"seed": self._seed, "shuffle": int(self._shuffle), "num_samples": len(self._lengths)}
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
-        return _integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
+        return integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
 
     @property
     def _step_size(self) -> int:
         return self._num_ranks * self._micro_batches * self._batch_size
 
-    def _num_steps(self) -> int:
-        left = len(self._lengths) - self._first
+    def _num_steps(self, of: _Pass) -> int:
+        left = len(self._lengths) - of.first
         return left // self._step_size if self._drop_last else -(-left // self._step_size)
 
-    def _check_last_step(self, first: int | None = None) -> None:
-        left = (len(self._lengths) - (self._first if first is None else first)) % self._step_size
+    def _check_last_step(self, first: int) -> None:
+        left = (len(self._lengths) - first) % self._step_size
         num_lists = self._num_ranks * self._micro_batches
         if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
             raise ArgumentError(
@@ -328,13 +334,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _samples(self, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
-        step = _integer("step", step, 0, self._num_steps() - 1)
-        if self._order is None:
+        own = self._pass
+        step = integer("step", step, 0, self._num_steps(own) - 1)
+        if own.order is None:
             size = len(self._lengths)
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
-            self._order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
-        first = self._first + step * self._step_size
-        samples = self._order[first : min(first + self._step_size, len(self._order))]
+            generator = torch.Generator().manual_seed(self._seed + own.epoch)
+            own.order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+        first = own.first + step * self._step_size
+        samples = own.order[first : min(first + self._step_size, len(own.order))]
         dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]
@@ -342,13 +349,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _planned_step(self, step: int) -> tuple[Tensor, StepPlan]:
         """The step's samples, in the order of the plan's ids, and its plan."""
         samples = self._samples(step)
-        key = (self._first, step)
-        if key in self._planned:
-            self._planned.move_to_end(key)
-            return self._planned[key]
-        counted = _chosen(self._lengths, samples)
+        done = self._pass.planned
+        if step in done:
+            done.move_to_end(step)
+            return done[step]
+        counted = chosen(self._lengths, samples)
         if self._shapes is not None:
-            _, shape = _chosen(self._shapes, samples).unique(return_inverse=True)
+            _, shape = chosen(self._shapes, samples).unique(return_inverse=True)
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
         work = None if self._work is None else self._by_rank(self._work[samples])
@@ -358,10 +365,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._check_none_is_empty(step, planned)
         if self._shapes is not None:
             samples = self._gathered_shapes(samples, counted, planned)
-        self._planned[key] = samples, planned
-        if len(self._planned) > _STEPS_KEPT:
-            self._planned.popitem(last=False)
-        return self._planned[key]
+        done[step] = samples, planned
+        if len(done) > _STEPS_KEPT:
+            done.popitem(last=False)
+        return done[step]
 
     def _check_none_is_empty(self, step: int, planned: StepPlan) -> None:
         """The same on all ranks, so that none of them waits for one that has nothing to collate."""
@@ -390,77 +397,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             places[ids] = micro_batch * self._num_ranks + ranks
         by_place = places.argsort(stable=True)
         by_place = by_place[counted[by_place].argsort(stable=True)]
-        by_shape = _chosen(self._shapes, samples).argsort(stable=True)
+        by_shape = chosen(self._shapes, samples).argsort(stable=True)
         by_shape = by_shape[counted[by_shape].argsort(stable=True)]
         gathered = torch.empty_like(samples)
         gathered[by_place] = samples[by_shape]
         return gathered
-
-
-def _checked_work(values: Any, num_samples: int) -> Tensor:
-    # Without a dtype, lists of floats would get torch's default one, which rounds them.
-    work = _as_tensor("work", values, torch.float64 if isinstance(values, list | tuple) else None)
-    if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
-        raise ArgumentError(
-            f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
-        )
-    if num_samples > 0:
-        lowest, highest = _range(work)  # NaN where any of them is NaN
-        if not (lowest >= 1 / MAX_MAGNITUDE and highest <= MAX_MAGNITUDE):
-            raise ArgumentError(
-                f"work: got {lowest} to {highest}, expected positive finite numbers, from "
-                f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
-            )
-    return work
-
-
-def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tensor:
-    with warnings.catch_warnings():  # torch warns of read-only memory maps: nothing here writes
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        try:
-            return torch.as_tensor(values, dtype=dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ArgumentError(f"{name}: got what makes no tensor ({error}), expected numbers") from None
-
-
-def _checked_integers(name: str, values: Any) -> Tensor:
-    # Of an empty list torch makes floats.
-    checked = _as_tensor(name, values, torch.int64 if isinstance(values, Sequence) and len(values) == 0 else None)
-    if checked.ndim != 1 or checked.dtype == torch.bool or checked.is_floating_point() or checked.is_complex():
-        raise ArgumentError(
-            f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
-        )
-    return checked
-
-
-def _range(values: Tensor) -> tuple[Any, Any]:
-    """The lowest and the highest of values that are not empty. Values are converted a block at a time, where they must
-    be at all: they may be a memory map that is larger than the memory."""
-    if values.dtype not in _UNSIGNED:
-        lowest, highest = values.aminmax()
-        return lowest.item(), highest.item()
-    # int64 holds those of the narrower types; uint64's bits, with the highest flipped, are int64 in the same order.
-    is_widest = values.dtype == torch.uint64
-    offset = 2**63 if is_widest else 0
-    extremes = []
-    for block in values.split(_BLOCK):
-        signed = block.view(torch.int64) ^ torch.iinfo(torch.int64).min if is_widest else block.long()
-        extremes += [int(extreme) + offset for extreme in signed.aminmax()]
-    return min(extremes), max(extremes)
-
-
-def _chosen(values: Tensor, samples: Tensor) -> Tensor:
-    """Integers of these samples, in a type that torch computes with."""
-    return values[samples].long()
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None, of: str = "") -> int:
-    """Also of numpy's integers. of: what of the argument the value is, for the error."""
-    expected = f"at least {low}" if high is None else f"{low} to {high}"
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"{name}: got {of}{value!r}, expected an integer, {expected}") from None
-    if number < low or (high is not None and number > high):
-        raise ArgumentError(f"{name}: got {of}{number}, expected {expected}")
-    return number

@@ -1,0 +1,85 @@
+"""What is known of every sample (lengths, shapes, work), as tensors that may be memory maps; counts. Needs torch."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer._core import MAX_MAGNITUDE, ArgumentError
+
+_BLOCK = 1 << 20  # values of a memory map that are converted at a time
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch indexes and converts these, and computes little of them
+
+
+def checked_work(values: Any, num_samples: int) -> Tensor:
+    # Without a dtype, lists of floats would get torch's default one, which rounds them.
+    work = _as_tensor("work", values, torch.float64 if isinstance(values, list | tuple) else None)
+    if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
+        raise ArgumentError(
+            f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
+        )
+    if num_samples > 0:
+        lowest, highest = extremes(work)  # NaN where any of them is NaN
+        if not (lowest >= 1 / MAX_MAGNITUDE and highest <= MAX_MAGNITUDE):
+            raise ArgumentError(
+                f"work: got {lowest} to {highest}, expected positive finite numbers, from "
+                f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
+            )
+    return work
+
+
+def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tensor:
+    with warnings.catch_warnings():  # torch warns of read-only memory maps: nothing here writes
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        try:
+            return torch.as_tensor(values, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{name}: got what makes no tensor ({error}), expected numbers") from None
+
+
+def checked_integers(name: str, values: Any) -> Tensor:
+    # Of an empty list torch makes floats.
+    checked = _as_tensor(name, values, torch.int64 if isinstance(values, Sequence) and len(values) == 0 else None)
+    if checked.ndim != 1 or checked.dtype == torch.bool or checked.is_floating_point() or checked.is_complex():
+        raise ArgumentError(
+            f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
+        )
+    return checked
+
+
+def extremes(values: Tensor) -> tuple[Any, Any]:
+    """The lowest and the highest of values that are not empty. Values are converted a block at a time, where they must
+    be at all: they may be a memory map that is larger than the memory."""
+    if values.dtype not in _UNSIGNED:
+        lowest, highest = values.aminmax()
+        return lowest.item(), highest.item()
+    # int64 holds those of the narrower types; uint64's bits, with the highest flipped, are int64 in the same order.
+    is_widest = values.dtype == torch.uint64
+    offset = 2**63 if is_widest else 0
+    found = []
+    for block in values.split(_BLOCK):
+        signed = block.view(torch.int64) ^ torch.iinfo(torch.int64).min if is_widest else block.long()
+        found += [int(extreme) + offset for extreme in signed.aminmax()]
+    return min(found), max(found)
+
+
+def chosen(values: Tensor, samples: Tensor) -> Tensor:
+    """Integers of these samples, in a type that torch computes with."""
+    return values[samples].long()
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None, of: str = "") -> int:
+    """Also of numpy's integers. of: what of the argument the value is, for the error."""
+    expected = f"at least {low}" if high is None else f"{low} to {high}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: got {of}{value!r}, expected an integer, {expected}") from None
+    if number < low or (high is not None and number > high):
+        raise ArgumentError(f"{name}: got {of}{number}, expected {expected}")
+    return number

@@ -1,0 +1,168 @@
+"""BalancedBatchSampler: what its arguments may be, and the errors that name those that are wrong."""
+
+import numpy as np
+import pytest
+import torch
+from sampler.samplers import WIDTH, lengths_of, samplers, steps_of
+
+import knapformer
+from knapformer import BalancedBatchSampler, sample_values
+
+
+def test_lengths_may_be_lists_arrays_and_memory_maps(tmp_path):
+    lengths = lengths_of(64)
+    np.save(tmp_path / "lengths.npy", lengths.numpy().astype(np.int32))
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    options = {"batch_size": 2, "d_model": WIDTH, "num_replicas": 2, "rank": 1}
+    lists = [
+        list(BalancedBatchSampler(given, **options)) for given in (lengths, lengths.tolist(), lengths.numpy(), mapped)
+    ]
+    assert all(own == lists[0] for own in lists)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int16"])
+def test_lengths_shapes_and_work_may_be_of_any_integers(dtype, tmp_path):
+    """As memory maps hold them: torch cannot do all it can with int64."""
+    lengths, work = lengths_of(96) % 127 + 1, lengths_of(96, seed=1) % 127 + 1
+    mapped = {}
+    for name, values in {"lengths": lengths, "work": work}.items():
+        np.save(tmp_path / f"{name}.npy", values.numpy().astype(dtype))
+        mapped[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+    options = {"batch_size": 3, "micro_batches": 2}
+    for of_sampler in ({"work": True}, {"same_shape": True}):
+        same, given = of_sampler | options, of_sampler | options
+        if "work" in of_sampler:
+            same, given = same | {"work": work}, given | {"work": mapped["work"]}
+        else:
+            same, given = same | {"shapes": work}, given | {"shapes": mapped["work"]}
+        plain, of_type = samplers(lengths, 2, **same), samplers(mapped["lengths"], 2, **given)
+        assert steps_of(of_type, 2) == steps_of(plain, 2)
+        assert [of_type[1].num_tokens(step) for step in range(8)] == [plain[1].num_tokens(step) for step in range(8)]
+        assert of_type[1].chunks(3, 1) == plain[1].chunks(3, 1)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_values_out_of_range_are_found_in_any_integers(dtype):
+    highest = np.iinfo(dtype).max
+    bad = [("lengths", 0, "lengths: got 0, expected at least 1"), ("work", 0, "work: got 0.* expected positive finite")]
+    if highest > 2**31:
+        bad.append(("lengths", highest, f"lengths: got {highest}, expected at most 2147483647 tokens"))
+    for name, value, message in bad:
+        values = np.full(64, 5, dtype)
+        values[37] = value
+        with pytest.raises(knapformer.ArgumentError, match=message):
+            samplers(**({"lengths": [5] * 64, "num_ranks": 2, "batch_size": 3} | {name: values}))
+
+
+def test_the_range_of_a_memory_map_is_found_in_blocks(monkeypatch):
+    """Extremes in the first, a middle and the last, shorter block; as wide as a block, a conversion needs no more."""
+    monkeypatch.setattr(sample_values, "_BLOCK", 8)
+    for dtype in (np.uint16, np.uint32, np.uint64):
+        highest = int(np.iinfo(dtype).max)
+        for lowest_at, highest_at in ((0, 20), (20, 0), (9, 10), (15, 16)):
+            values = np.full(21, 5, dtype)
+            values[lowest_at], values[highest_at] = 1, highest
+            assert sample_values.extremes(torch.as_tensor(values)) == (1, highest)
+    assert sample_values.extremes(torch.tensor([3.0, 1.5, 2.0])) == (1.5, 3.0)
+
+
+def test_counts_may_be_of_numpy_and_no_sample_is_a_pass_without_steps():
+    plain = samplers(lengths_of(48), 2, batch_size=3, micro_batches=2, seed=7)
+    of_numpy = [
+        BalancedBatchSampler(
+            lengths_of(48), batch_size=np.int64(3), d_model=WIDTH, micro_batches=np.uint8(2), num_replicas=np.int32(2),
+            rank=np.int64(rank), seed=np.uint64(7),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for sampler in plain + of_numpy:
+        sampler.set_epoch(np.int64(1))
+    assert steps_of(of_numpy, 2) == steps_of(plain, 2)
+    assert of_numpy[0].num_tokens(np.int64(1)) == plain[0].num_tokens(1)
+    state = of_numpy[0].state_dict(num_steps=np.int64(2))
+    assert state == plain[0].state_dict(num_steps=2) and {type(value) for value in state.values()} == {int}
+    for nothing in ([], (), torch.empty(0, dtype=torch.int32), np.empty(0, np.uint16)):
+        (empty,) = samplers(nothing, 1, batch_size=4)
+        assert list(empty) == [] and len(empty) == 0
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    (sampler,) = samplers([5, 4, 3], 1, batch_size=2**70)
+    assert [sorted(own) for own in sampler] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batch_size": 0}, "batch_size: got 0, expected at least 1"),
+        ({"micro_batches": 0}, "micro_batches: got 0, expected at least 1"),
+        ({"rank": 2}, "rank: got 2, expected 0 to 1"),
+        ({"rank": None}, "num_replicas, rank: got one of them, expected both or neither"),
+        ({"batch_size": "2"}, "batch_size: got '2', expected an integer, at least 1"),
+        ({"batch_size": 2.0}, "batch_size: got 2.0, expected an integer"),
+        ({"batch_size": 2.5}, "batch_size: got 2.5, expected an integer"),
+        ({"batch_size": None}, "batch_size: got None, expected an integer"),
+        ({"micro_batches": "auto"}, "micro_batches: got 'auto', expected an integer"),
+        ({"num_replicas": 2.0}, "num_replicas: got 2.0, expected an integer"),
+        ({"rank": 0.0}, "rank: got 0.0, expected an integer, 0 to 1"),
+        ({"seed": None}, "seed: got None, expected an integer"),
+        ({"seed": 1.5}, "seed: got 1.5, expected an integer"),
+        ({"seed": 2**64}, f"seed: got {2**64}, expected {-(2**63)} to {2**64 - 1}"),
+        ({"model": "x"}, "model: got 'x', expected a TrainedModel"),
+        ({"topology": "auto"}, "topology: got 'auto', expected .*rank_topologies.*doctor --topologies"),
+        ({"lengths": torch.ones(4, dtype=torch.bool)}, "lengths: got torch.bool"),
+        ({"lengths": [5, 0]}, "lengths: got 0, expected at least 1"),
+        ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
+        ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
+        ({"lengths": [5, 4, 3, 2**31]}, "lengths: got 2147483648, expected at most 2147483647 tokens"),
+        ({"lengths": ["5"] * 4}, "lengths: got what makes no tensor .*, expected numbers"),
+        ({"shapes": [1, 2, 3, 3]}, "shapes: got some, expected none without same_shape=True"),
+        ({"shapes": [1, 2], "same_shape": True}, "shapes: got 2, expected one for each of 4"),
+        ({"shapes": [1.5] * 4, "same_shape": True}, "shapes: got torch.float32"),
+        ({"topology": "g2n1", "same_shape": True}, "topology: got 'g2n1', expected none with same_shape=True"),
+        ({"topology": "g3n1"}, "topology: "),
+        ({"work": [1.0, 2.0]}, r"work: got torch.float64 of shape \(2,\), expected a number for each of 4 samples"),
+        ({"work": torch.ones(4, dtype=torch.bool)}, "work: got torch.bool"),
+        ({"work": [1.0, 0.0, 1.0, 1.0]}, "work: got 0.0 to 1.0, expected positive finite numbers"),
+        ({"work": [1.0, float("inf"), 1.0, 1.0]}, "work: got 1.0 to inf, expected positive finite numbers"),
+        ({"work": [1.0, float("nan"), 1.0, 1.0]}, "work: got nan to nan, expected positive finite numbers"),
+        ({"work": [1.0, 1e31, 1.0, 1.0]}, r"work: got 1.0 to 1e\+31, expected .* from 1e-30 to 1e\+30"),
+        ({"work": [1.0, 1e-31, 1.0, 1.0]}, "work: got 1e-31 to 1.0, expected positive finite numbers"),
+        ({"work": [1.0, None, 1.0, 1.0]}, "work: got what makes no tensor .*, expected numbers"),
+        ({"work": [1.0] * 4, "same_shape": True}, "work: got some, expected none with same_shape=True"),
+        ({"work": [1.0] * 4, "gamma": 0.0}, "gamma: got 0, expected at least"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    good = {"lengths": [5, 4, 3, 2], "batch_size": 1, "d_model": WIDTH, "num_replicas": 2, "rank": 0}
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        BalancedBatchSampler(**(good | options))
+
+
+def test_a_sampler_before_the_process_group_is_refused(monkeypatch):
+    """Every rank would get all samples."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(knapformer.ArgumentError, match="WORLD_SIZE=2; expected them, or init_process_group before"):
+        BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)
+    assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH, num_replicas=2, rank=0)) == 4
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert len(BalancedBatchSampler([5] * 8, batch_size=1, d_model=WIDTH)) == 8
+
+
+def test_wrong_arguments_of_methods_are_named():
+    sampler = BalancedBatchSampler([5, 4, 3, 2], batch_size=1, d_model=WIDTH, num_replicas=2, rank=0, seed=2**64 - 1)
+    for call, message in (
+        (lambda: sampler.state_dict(num_steps=-1), "num_steps: got -1, expected 0 to 2"),
+        (lambda: sampler.state_dict(num_steps=3), "num_steps: got 3, expected 0 to 2"),
+        (lambda: sampler.state_dict(num_steps=1.5), "num_steps: got 1.5, expected an integer"),
+        (lambda: sampler.set_epoch("1"), "epoch: got '1', expected an integer"),
+        (lambda: sampler.set_epoch(1), "epoch: got 1, expected .* to 0"),
+        (lambda: sampler.num_tokens(2), "step: got 2, expected 0 to 1"),
+        (lambda: sampler.num_tokens(0, [1, 2]), "counted: got 2, expected one for each of 4 samples"),
+        (lambda: sampler.num_tokens(0, [0.5] * 4), "counted: got torch.float32"),
+        (lambda: sampler.num_tokens(0.0), "step: got 0.0, expected an integer, 0 to 1"),
+        (lambda: sampler.plan(0, None), "micro_batch: got None, expected an integer, 0 to 0"),
+    ):
+        with pytest.raises(knapformer.ArgumentError, match=message):
+            call()
+    assert len(list(sampler)) == 2
