@@ -100,7 +100,7 @@ class Wan(Adapter):
     text_beside = True
     of_grids = True
     named_configs = {  # noqa: RUF012
-        "wan": {},  # the text-to-video model of 14 B parameters
+        "wan-14b": {},  # text to video
         "wan-1.3b": {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
         "wan2.2-5b": {
             "num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48,

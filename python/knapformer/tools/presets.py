@@ -45,6 +45,7 @@ PRESETS = {
     "flux": Preset(3072, 57, 24, 12e9, (1, 16, 16)),
     "flux2": Preset(6144, 56, 48, 32e9, (1, 16, 16)),
     "qwen-image": Preset(3072, 60, 24, 20e9, (1, 16, 16)),
+    "sd3": Preset(1536, 24, 24, 2e9, (1, 16, 16)),
     "sd3.5-large": Preset(2432, 38, 38, 8.1e9, (1, 16, 16)),
     "hunyuan-video": Preset(3072, 60, 24, 13e9, (4, 16, 16)),
     "wan-14b": Preset(5120, 40, 40, 14e9, (4, 16, 16), text_beside=True),

@@ -115,7 +115,12 @@ def test_a_block_computes_what_the_workload_model_says(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
-    [("flux", 11_901_408_320), ("wan", 14_288_491_584), ("wan-1.3b", 1_418_996_800), ("qwen-image", 20_430_401_088)],
+    [
+        ("flux", 11_901_408_320),
+        ("wan-14b", 14_288_491_584),
+        ("wan-1.3b", 1_418_996_800),
+        ("qwen-image", 20_430_401_088),
+    ],
 )
 def test_published_sizes(name: str, num_parameters: int) -> None:
     """Parameters as FLUX.1-dev, Wan 2.1 and Qwen-Image are published."""
@@ -123,12 +128,16 @@ def test_published_sizes(name: str, num_parameters: int) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
+def test_published_models_have_the_same_names_in_all_commands() -> None:
+    sizes = ("-narrow", "-demo", "-tiny")
+    published = {name for name in config_names() if not name.endswith(sizes) and name != "transformer"}
+    assert published == PRESETS.keys() - {"hunyuan-video", "ltx-video"}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_doctors_models_are_these(name: str) -> None:
     preset = PRESETS[name]
-    name = {"wan-14b": "wan"}.get(name, name)
-    if name not in config_names():
-        assert name in ("hunyuan-video", "ltx-video")  # which have no adapter
+    if name in ("hunyuan-video", "ltx-video"):  # which have no adapter
         return
     config = load_config(name)
     sizes = (config.d_model, config.depth, config.num_heads, config.text_beside)
@@ -232,9 +241,9 @@ def test_without_diffusers_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
     config._defaults_of.cache_clear()
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(ArgumentError, match=r"model: wan: .* not installed: pip install 'knapformer\[models\]'"):
-        load_config("wan")
-    assert "wan" in config_names() and isinstance(load_config("transformer-demo"), BaseConfig)
+    with pytest.raises(ArgumentError, match=r"model: wan-14b: .* not installed: pip install 'knapformer\[models\]'"):
+        load_config("wan-14b")
+    assert "wan-14b" in config_names() and isinstance(load_config("transformer-demo"), BaseConfig)
 
 
 def test_a_diffusers_without_the_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
