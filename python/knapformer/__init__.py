@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from knapformer import signatures  # noqa: F401  (gives _core's functions their signatures)
+from knapformer import interrupts, signatures  # noqa: F401  (Ctrl-C; gives _core's functions their signatures)
 from knapformer._core import (
     ArgumentError,
     Cluster,

@@ -17,6 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from knapformer import ArgumentError
+from knapformer.interrupts import unwound
 
 TABLE_WIDTH = 80  # of a terminal, in columns of text
 _PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -126,6 +127,7 @@ def _descriptor_of(path: str) -> int | None:
     return None if stat.S_ISREG(there.st_mode) else os.open(path, os.O_WRONLY)
 
 
+@unwound()  # or the temporary file could stay
 def _replace(target: str, data: bytes) -> None:
     """target: not a link."""
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".knapformer.")

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from knapformer import ArgumentError, StateError
+from knapformer.interrupts import unwound
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
 
 _RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
+_LAUNCHER = "KNAPFORMER_LAUNCHER"  # environment variable: the process that started the ranks
 _TRACEBACK = "KNAPFORMER_TRACEBACK"  # environment variable: if it is set, failures print a traceback
 
 
@@ -94,18 +96,19 @@ def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> Non
     if started is None:
         _start_ranks(argv, num_local, settings.threads)
         return
+    if started_here():
+        _end_with_launcher()
     try:
         importlib.import_module(worker).run_rank(settings)
     except BaseException as error:
         if os.environ.get(_TRACEBACK):
             traceback.print_exception(error)
-        if not isinstance(error, KeyboardInterrupt):
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)
-            if not started_here():
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                print(f"knapformer {argv[0]}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
+        get_error_handler().record_exception(error)
+        if not started_here():
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"knapformer {argv[0]}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
         _leave(1)
     _leave(0)
 
@@ -116,13 +119,12 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The launcher would log, with a traceback, what ChildFailedError says already.
-    for name in ("elastic", "launcher"):
-        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    logging.disable()  # the launcher would log, with a traceback, what its errors say already
     for name, value in {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
+    os.environ[_LAUNCHER] = str(os.getpid())
     try:
-        with tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
+        with unwound(), tempfile.TemporaryDirectory(prefix="knapformer-") as log_dir:
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -132,6 +134,8 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
                 rdzv_endpoint="localhost:0",
                 local_addr="localhost",
                 max_restarts=0,
+                # Not SIGINT, which would be handed on: ranks in which Python still starts would print a traceback.
+                signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
                 logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             )
             elastic_launch(config, sys.executable)("-m", "knapformer", *argv)
@@ -144,11 +148,18 @@ def _start_ranks(argv: Sequence[str], num_ranks: int, threads: int) -> None:
             reason = f"exit status {failure.exitcode}"
         raise StateError(f"rank {rank} failed: {reason.splitlines()[0]}") from None
     except SignalException as error:  # the launcher has ended the ranks
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
         raise StateError(f"ended by {error.sigval.name}") from None
     except RendezvousError as error:
         raise StateError(f"the ranks could not be started: {error}") from None
+
+
+def _end_with_launcher() -> None:
+    """An interrupt while the launcher starts ranks makes it forget those that it has started already."""
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if os.getppid() != int(os.environ[_LAUNCHER]):  # it ended before
+        _leave(1)
 
 
 def _leave(status: int) -> NoReturn:

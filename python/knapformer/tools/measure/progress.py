@@ -12,11 +12,16 @@ from rich.progress import Progress as Bar
 _SECONDS_BETWEEN_LINES = 15.0
 
 
+class _Console(Console):
+    def show_cursor(self, show: bool = True) -> bool:
+        return False  # it stays: an interrupt ends the command at once, and nobody would bring it back
+
+
 class Progress:
     """A bar on a terminal, now and then a line elsewhere; on standard error. Silent unless enabled."""
 
     def __init__(self, total: int, enabled: bool = True) -> None:
-        console = Console(stderr=True)
+        console = _Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Bar(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal))
         self._task = self._bar.add_task("starting", total=total)
