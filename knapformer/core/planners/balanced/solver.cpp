@@ -382,12 +382,7 @@ class BalancedSolver {
   }
 
   Plan finish(std::vector<Placement> placements) const {
-    // At low effort there is time for the slowest rank's route where nothing had to be constructed, if it is not much.
-    constexpr int32_t kFew = 2048;
-    const int32_t num_sequences = input_.seq_lens.num_sequences() / input_.topology.num_replicas();
-    const bool may_take_time = input_.max_tokens_per_rank > 0 || !contains(is_greedy_, false);
-    const bool has_time = effort_ != Effort::kLow || (may_take_time && num_sequences <= kFew);
-    improve_locality(input_, placements, has_time);
+    bring_home(input_, placements);
     if (input_.topology.is_flat() && input_.rank_speed.empty()) return Plan(input_, "balanced", std::move(placements));
     std::vector<int64_t> chunk_lens = uneven_chunk_lens(input_, placements);
     return Plan(input_, "balanced", std::move(placements), std::move(chunk_lens));

@@ -244,7 +244,7 @@ class StepSolver {
 
   /// The packed plan, or nothing if a rank holds too many tokens after all.
   std::optional<Plan> plan_of(const PlanInput& input, std::vector<Placement> placements) const {
-    improve_locality(input, placements, may_search());
+    bring_home(input, placements);
     const bool shares = std::ranges::any_of(placements, [](const Placement& place) { return place.degree > 1; });
     const int64_t limit = input.max_tokens_per_rank;
     if (!shares || input.topology.is_flat()) {
