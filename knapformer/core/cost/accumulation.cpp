@@ -41,60 +41,30 @@ std::vector<double> group_s(const Plan& plan, const StepTime& time) {
 
 }  // namespace
 
-StepClock::StepClock(const StepInput& input) : input_(input) {
-  if (input.sync == StepSync::kStep) rank_s_.resize(static_cast<size_t>(input.sequences.seq_lens.num_ranks()));
-}
-
-StepTime StepClock::add(const Plan& micro_batch) {
-  StepTime time = predict_step(micro_batch);
-  if (input_.sync == StepSync::kMicroBatch) {
-    sum_s_ += time.total_s();
-    return time;
-  }
-  const std::vector<double> seconds = group_s(micro_batch, time);
-  std::vector<double> start_s(rank_s_.size(), 0.0);  // of a group, at its first rank
-  for (size_t r = 0; r < rank_s_.size(); ++r) {
-    double& latest_s = start_s[time.ranks[r].group.index()];
-    latest_s = std::max(latest_s, rank_s_[r]);
-  }
-  for (size_t r = 0; r < rank_s_.size(); ++r) rank_s_[r] = start_s[time.ranks[r].group.index()] + seconds[r];
-  sum_s_ += time.route_s + time.fixed_s;
-  fsdp_s_ = time.fsdp_s;
-  return time;
-}
-
-double StepClock::total_s() const {
-  return sum_s_ + fsdp_s_ + (rank_s_.empty() ? 0 : *std::ranges::max_element(rank_s_));
-}
-
-double StepClock::lower_bound_s(std::span<const PlanInput> left) const {
-  double sum_s = sum_s_;
-  if (input_.sync == StepSync::kMicroBatch) {
-    for (const PlanInput& input : left) sum_s += knapformer::lower_bound_s(input);
-    return sum_s;
-  }
-  // However the remaining work is spread, the average rank is not done earlier than this.
-  const PlanInput& step = input_.sequences;
-  const BlockRates rates(step);
-  double work_s = 0;  // at speed 1
-  for (size_t r = 0; r < rank_s_.size(); ++r) work_s += rank_s_[r] * step.speed_of(Rank(r));
-  for (const PlanInput& input : left) {
-    for (int32_t s = 0; s < input.seq_lens.num_sequences(); ++s)
-      work_s += step.model.num_blocks * rates.work_s(input, SequenceId(s));
-    sum_s += step.cluster.fixed_s;
-  }
-  return sum_s + work_s / step.group_speed(Rank(0), step.seq_lens.num_ranks()).sum;
-}
-
 AccumulatedTime predict_accumulated(const StepPlan& plan) {
-  StepClock clock(plan.input());
   AccumulatedTime out;
+  const bool waits_once = plan.input().sync == StepSync::kStep;
+  std::vector<double> rank_s(plan.input().sequences.seq_lens.num_ranks(), 0.0);  // when each rank is done
+  double fsdp_s = 0;                                                             // after the last micro-batch
   for (const Plan& micro_batch : plan.plans()) {
-    const StepTime time = clock.add(micro_batch);
+    const StepTime time = predict_step(micro_batch);
     out.ideal_s += time.ideal_s + time.fixed_s;
     out.micro_batch_s.push_back(time.total_s());
+    if (!waits_once) {
+      out.total_s += time.total_s();
+      continue;
+    }
+    const std::vector<double> seconds = group_s(micro_batch, time);
+    std::vector<double> start_s(rank_s.size(), 0.0);  // of a group, at its first rank
+    for (size_t r = 0; r < rank_s.size(); ++r) {
+      double& latest_s = start_s[time.ranks[r].group.index()];
+      latest_s = std::max(latest_s, rank_s[r]);
+    }
+    for (size_t r = 0; r < rank_s.size(); ++r) rank_s[r] = start_s[time.ranks[r].group.index()] + seconds[r];
+    out.total_s += time.route_s + time.fixed_s;
+    fsdp_s = time.fsdp_s;
   }
-  out.total_s = clock.total_s();
+  if (waits_once) out.total_s += fsdp_s + std::ranges::max(rank_s);
   return out;
 }
 

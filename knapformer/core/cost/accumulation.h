@@ -21,25 +21,6 @@
 
 namespace knapformer {
 
-/// Adds up the micro-batches of a step, in their order.
-class StepClock {
- public:
-  explicit StepClock(const StepInput& input);
-
-  /// Adds a micro-batch. Returns its own time, as predict_step does.
-  StepTime add(const Plan& micro_batch);
-  /// The time of the micro-batches added so far, in seconds.
-  double total_s() const;
-  /// A lower bound of the step if these micro-batches follow.
-  double lower_bound_s(std::span<const PlanInput> left) const;
-
- private:
-  const StepInput& input_;
-  double sum_s_ = 0;            // predicted steps; with kStep route and fixed time
-  double fsdp_s_ = 0;           // with kStep: after the micro-batch added last
-  std::vector<double> rank_s_;  // with kStep: when each rank is done
-};
-
 struct AccumulatedTime {
   double total_s = 0;
   /// The time of the work divided evenly over the ranks, and the fixed time of each micro-batch.

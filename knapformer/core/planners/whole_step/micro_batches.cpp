@@ -26,9 +26,9 @@ constexpr double kHopelessAtLowEffort = 1.01;  // above this, few swaps do not h
 constexpr double kTooFar = 0.005;
 /// Higher levels hold more tokens: they must be faster by this factor.
 constexpr double kWorthMemory = 1 - 5e-5;
+/// A step within this of its bound is not packed with even levels.
+constexpr double kNearEnough = 1.01;
 constexpr int32_t kManyKicks = 1000;  // the number of trials ends the search first
-/// A step within this of its bound is not packed with even levels; nor, within the others, in flat bags.
-constexpr double kNearEnough = 1.01, kFar = 1.03, kFarAtLowEffort = 1.05;
 /// Packed micro-batches that are this close together are not planned anew.
 constexpr double kWellPacked = 1.0004;
 /// Shorter by more than the rounding of sums in another order.
@@ -57,7 +57,6 @@ class StepSolver {
     consider_spread();
     consider_given_order();
     if (!best_) consider_fit();
-    consider_flat_bags();
     if (!best_) refuse();
     return std::move(*best_);
   }
@@ -97,9 +96,6 @@ class StepSolver {
 
   void consider(StepPlan plan) {
     const double time_s = predict_accumulated(plan).total_s;
-    consider(std::move(plan), time_s);
-  }
-  void consider(StepPlan plan, double time_s) {
     if (best_ && time_s >= best_s_ * kShorter) return;
     best_s_ = time_s;
     best_ = std::move(plan);
@@ -109,11 +105,9 @@ class StepSolver {
     const int32_t used = input_.num_micro_batches;
     // The ranks' sums are balanced, as if all micro-batches were one.
     if (input_.sync == StepSync::kStep) return {{.used = 1, .stepped = 0}};
-    constexpr int32_t kFewMicroBatches = 8;
-    const bool has_time = may_search() && used <= kFewMicroBatches;
     std::vector<PackingShape> out;
-    for (int32_t u = used; u >= 1; u = has_time ? u - 1 : u / 2) {
-      const int32_t increment = is_low() ? u : std::max(1, u / (has_time ? 4 : 2));
+    for (int32_t u = used; u >= 1; u /= 2) {
+      const int32_t increment = is_low() ? u : std::max(1, u / 2);
       for (int32_t stepped = 0; stepped < u; stepped += increment) out.push_back({.used = u, .stepped = stepped});
     }
     return out;
@@ -189,8 +183,6 @@ class StepSolver {
     allowance_s_ = blocks_bound_s_ * (may_search() ? kWellPacked - 1 : kTooFar) / packed->num_used();
     if (input_.sync == StepSync::kStep) return consider_sums(*packed);
     consider_packed(packed->sequences);
-    if (packed->shares() && packed->num_used() > 1)
-      consider_plans(std::vector<int32_t>(packed->sequences.size(), 0), {});
   }
 
   void consider_packed(std::span<const PackedSequence> packed) {
@@ -200,8 +192,8 @@ class StepSolver {
   }
 
   /// The levels of the packing above differ, and all sequences that must be shared lie in one micro-batch: that leaves
-  /// the others little to hide FSDP behind. So packings with even levels are considered, with sequences shared in any
-  /// micro-batch: those that no level holds, or only those that the whole step does not.
+  /// the others little to hide FSDP behind. So packings with even levels are considered, with sequences that no level
+  /// holds shared in any micro-batch.
   void consider_spread() {
     if (blocks_bound_s_ <= 0 || input_.sync == StepSync::kStep || is_within(kNearEnough)) return;
     if (is_low() && !has_few()) return;
@@ -210,18 +202,14 @@ class StepSolver {
       std::vector<double> levels_s(static_cast<size_t>(input_.num_micro_batches), 0.0);
       std::fill_n(levels_s.begin(), used, blocks_bound_s_ / used);
       if (best_ && accumulated_s(input_, levels_s) + fixed_s() >= best_s_ * kWorthMemory) continue;
-      for (const double longest_s : {levels_s.front(), blocks_bound_s_}) {
-        MicroBatchPacking packing(input_.sequences, longest_s, Sharing::kSpread);
-        std::vector<double> times_s = packing.pack(levels_s);
-        if (!std::isfinite(packing.overflow())) continue;
-        if (!is_low()) {
-          times_s = packing.refine(
-              {.num_trials = num_trials(), .good_enough_s = blocks_bound_s_ * good_enough(false), .num_kicks = 0});
-        }
-        if (best_ && accumulated_s(input_, times_s) + fixed_s() >= best_s_) continue;
-        is_packed_well_ = false;
-        consider_packed(packing.sequences());
-      }
+      MicroBatchPacking packing(input_.sequences, levels_s.front(), Sharing::kSpread);
+      std::vector<double> times_s = packing.pack(levels_s);
+      if (!std::isfinite(packing.overflow())) continue;
+      if (!is_low())
+        times_s = packing.refine({.num_trials = num_trials(), .good_enough_s = blocks_bound_s_ * good_enough(false)});
+      if (best_ && accumulated_s(input_, times_s) + fixed_s() >= best_s_) continue;
+      is_packed_well_ = false;
+      consider_packed(packing.sequences());
     }
   }
 
@@ -294,16 +282,13 @@ class StepSolver {
     const std::vector<int32_t> micro_batches =
         micro_batches_as_given(input_.sequences.seq_lens, input_.num_micro_batches);
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
-    StepClock clock(input_);
     std::vector<Plan> plans;
-    for (size_t k = 0; k < inputs.size(); ++k) {
-      if (best_ && clock.lower_bound_s(std::span(inputs).subspan(k)) >= best_s_ * kShorter) return;
-      std::optional<Plan> plan = plan_within_limit(inputs[k], solver_, planners_effort());
+    for (const PlanInput& input : inputs) {
+      std::optional<Plan> plan = plan_within_limit(input, solver_, planners_effort());
       if (!plan) return;
       plans.push_back(*std::move(plan));
-      clock.add(plans.back());
     }
-    consider(StepPlan(input_, micro_batches, std::move(plans)), clock.total_s());
+    consider(StepPlan(input_, micro_batches, std::move(plans)));
   }
 
   /// Route aside, which no packing avoids and the bound leaves out.
@@ -312,38 +297,6 @@ class StepSolver {
     double packed_s = best_s_;
     for (const Plan& plan : best_->plans()) packed_s -= predict_step(plan).route_s;
     return packed_s <= bound_s_ * factor;
-  }
-
-  /// Steps in the flat topologies that this one contains, packed and planned by the same planner.
-  void consider_flat_bags() {
-    const PlanInput& step = input_.sequences;
-    if (step.topology.is_flat() || !has_few()) return;
-    for (const Topology& topology : step.topology.flat_topologies()) {
-      if (is_within(is_low() ? kFarAtLowEffort : effort_.moves == Effort::kHigh ? kNearEnough : kFar)) return;
-      StepInput input = input_;
-      input.sequences.topology = topology;
-      const double blocks_s = blocks_lower_bound_s(input);
-      if (best_ && lower_bound_s(input, blocks_s) >= best_s_ * kShorter) continue;
-      // Where nothing keeps the limit so far, hardly any of them does.
-      StepSolver flat(std::move(input), solver_, best_ ? effort_ : Effort{.moves = Effort::kLow}, blocks_s);
-      flat.consider_packing();
-      flat.consider_spread();
-      if (!best_ && !flat.best_) flat.consider_fit();
-      if (flat.best_) consider(in_nested_bags(*flat.best_));
-    }
-  }
-
-  /// The plan of a flat topology, as one of this input's nested bags.
-  StepPlan in_nested_bags(const StepPlan& flat) const {
-    std::vector<PlanInput> inputs = micro_batch_inputs(input_, flat.micro_batches());
-    std::vector<Plan> plans;
-    for (size_t k = 0; k < inputs.size(); ++k) {
-      const Plan& part = flat.plans()[k];
-      std::vector<Placement> placements(part.placements().begin(), part.placements().end());
-      for (Placement& place : placements) place.bag = input_.sequences.topology.bag_of(place.first_rank);
-      plans.emplace_back(std::move(inputs[k]), part.solver(), std::move(placements), part.chunk_lens());
-    }
-    return StepPlan(input_, {flat.micro_batches().begin(), flat.micro_batches().end()}, std::move(plans));
   }
 
   /// The last resort for a limit of tokens: the packing by tokens alone, each micro-batch planned anew.

@@ -6,16 +6,13 @@
 //                         If the step is then far above its bound, also with even levels, and shared sequences in any
 //                         micro-batch
 //   3. plan               a micro-batch that needs sharing, or is not even enough, by the named planner
-//   4. compare            with all sequences in one micro-batch, if some sequences must be shared; and with the given
-//                         order, each micro-batch planned by itself
+//   4. compare            with the given order, each micro-batch planned by itself
 //   5. fit                fit_by_tokens.h: if nothing so far keeps the limit of tokens
-//   6. compare            with the flat topologies that the nested one contains, if the step is far above its bound
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
-// planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. Planning
-// the given micro-batches stops once it is proven that they take longer. They are not planned at all if more than 4,096
-// sequences stay whole and the step without route is within 0.04 % of the lower bound (0.1 % at low effort): they could
-// be shorter by no more than that.
+// planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. They are
+// not planned at all if more than 4,096 sequences stay whole and the step without route is within 0.04 % of the lower
+// bound (0.1 % at low effort): they could be shorter by no more than that.
 //
 // Without a limit of tokens, time alone decides; among steps that take about equally long, the one with the lowest
 // levels is taken, which hold the fewest tokens. Fewer and longer micro-batches are faster and need more memory: give
