@@ -20,6 +20,7 @@
 #   make versions   the tests with other versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
 #   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
+#   make installs   what README.md and docs/cpp.md tell a user to run, in fresh clones and environments
 #   make dev        builds the extension modules in place, for PYTHONPATH=python
 PYTHON ?= python3
 # Any torch from 2.11 on serves. On Linux the package index's plain `torch` brings CUDA with it (gigabytes).
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels versions same-plans dev clean
+.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels installs versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -61,7 +62,7 @@ CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -G Ninja -S . -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
     -DCMAKE_UNITY_BUILD=$(UNITY) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
     $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-MODULES := _core _torch stubs
+MODULES := _core _torch
 
 SOURCES := CMakeLists.txt $(shell find cmake knapformer python -type f ! -name '*.so' ! -name '*.pyc')
 
@@ -223,7 +224,6 @@ lint: $(VENV)/.installed $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/python tests/include_order.py
-	cp $(VENV)/lib/python3*/site-packages/knapformer/_*.pyi python/knapformer  # stubs, made with the modules
 	$(BIN)/mypy --python-executable $(BIN)/python
 
 tidy: $(VENV)/.tools
@@ -271,7 +271,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
-# Python's reference is made from the installed package, which has the modules, and the stubs that the build makes.
+# Python's reference is made from the installed package, which has the modules.
 docs: $(VENV)/.installed $(VENV)/.test $(VENV)/.docs
 	KNAPFORMER_PACKAGE=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) NO_MKDOCS_2_WARNING=1 \
 	    $(BIN)/mkdocs build --strict --quiet
@@ -285,6 +285,10 @@ PYTHONS ?= $(PYTHON)
 TORCHES ?= $(wildcard $(abspath $(VENV))/lib/python3*/site-packages)
 wheels: $(VENV)/.tools $(VENV)/.package
 	$(BIN)/python tests/package/wheels.py --python $(PYTHONS) --torch $(TORCHES)
+
+installs: $(BIN)/python
+	$(NEED) git
+	$(BIN)/python tests/package/installs.py $(TORCH)
 
 COMBINATIONS ?= $(PYTHON):2.13.0 $(PYTHON):none
 versions: $(VENV)/.tools

@@ -47,8 +47,6 @@ def _build_problems() -> Iterator[str]:
     headers = (Path(folder, "nlohmann/json.hpp") for folder in ("/usr/include", "/usr/local/include"))
     if importlib.util.find_spec("nlohmann_json") is None and not any(map(Path.exists, headers)):
         yield "nlohmann-json: pip install nlohmann-json, or apt-get install nlohmann-json3-dev"
-    if importlib.util.find_spec("pybind11_stubgen") is None:
-        yield "pybind11-stubgen: pip install pybind11-stubgen"
 
 
 def is_built() -> bool:
@@ -81,7 +79,7 @@ def build() -> None:
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}", "-DKNAPFORMER_TORCH=ON"]
     for command in (
         [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *options],
-        [cmake, "--build", str(folder), "--target", "_core", "_torch", "stubs"],
+        [cmake, "--build", str(folder), "--target", "_core", "_torch"],
         [cmake, "--install", str(folder), "--prefix", str(ROOT / "python")],
     ):
         subprocess.run(command, check=True)

@@ -1,10 +1,8 @@
-"""The names that a C++ module gives to Python, and the text of its stub."""
+"""The names that a C++ module gives to Python."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 from types import ModuleType
 
 
@@ -19,8 +17,3 @@ def bound(module: ModuleType) -> dict[str, object]:
             if member == "__init__" or not member.startswith("_"):
                 found[f"{name}.{member}"] = of.__func__ if isinstance(of, staticmethod) else of
     return found
-
-
-def stub_of(module: ModuleType) -> str:
-    assert module.__file__ is not None
-    return Path(re.sub(r"\.[^/]*$", ".pyi", module.__file__)).read_text()

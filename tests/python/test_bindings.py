@@ -1,4 +1,4 @@
-"""What stubs and help() are made of: names of the C++ modules have docstrings, parameters names and types."""
+"""What help() is made of: names of the C++ modules have docstrings, parameters names and types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from types import ModuleType
 
 import pytest
-from bound_names import bound, stub_of
+from bound_names import bound
 from knapformer.balancer import _torch
 
 from knapformer import _core
@@ -64,13 +64,6 @@ def test_a_binding_without_a_docstring_or_a_name_is_found() -> None:
     )
     assert problems("bad", bad) == ["bad: no docstring", "bad: arguments without a type: bad(x: list) -> int"]
     assert problems("nothing", property()) == ["nothing: no docstring"]
-
-
-def test_stubs_lie_beside_the_modules() -> None:
-    """For type checkers and editors; made at build time."""
-    for module in (_core, _torch):
-        text = stub_of(module)
-        assert all(f"def {name}(" in text or f"class {name}" in text for name in bound(module) if "." not in name)
 
 
 @pytest.mark.parametrize("module", [_core, _torch])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer import _torch
+import knapformer._torch as _torch
 
 
 class Rotation:
