@@ -4,17 +4,16 @@
 
 Runs 2 ranks on the simulated accelerator of tests/simulated_device, which counts launches itself (build it first:
 cmake --build build/release --target _simulated_device), or on CUDA, where torch's profiler counts them: on two devices
-over NCCL, or on one that the ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another; in
-"peers" attention writes to the peers' memory; "device" uses ATen's index operations. The stand-in for attention's
-kernel launches nothing. Figures are of rank 0:
+over NCCL, or on one that the ranks share, over Gloo. Engines: "kernel" packs by one launch and unpacks by another;
+"device" uses ATen's index operations. The stand-in for attention's kernel launches nothing. Figures are of rank 0:
 
-    launches    on the device, without collectives and barriers
+    launches    on the device, without collectives
     packed      MB that the packing kernel reads; it writes as many, or fewer where it adds rows up (only the simulated
                 device counts them)
     tensors     MB of the rows that the call takes: each row is read once, and once more where it comes from a peer
 
-Exits with status 1 where a call of "kernel" or "peers" has more launches than its limit (2 for an exchange, so 4 for
-attention), or is not packed by the kernel.
+Exits with status 1 where a call of "kernel" has more launches than its limit (2 for an exchange, so 4 for attention),
+or is not packed by the kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
 TOPOLOGIES = ("g2n1", "g2/1n1")
-ENGINES = ("kernel", "peers", "device")
+ENGINES = ("kernel", "device")
 HEADS, HEAD_DIM = 8, 16
 LENS = ([700, 90, 30], [20, 10, 4, 60])
 LIMITS = {"route": 2, "reverse_route": 2, "attention": 4}
@@ -86,11 +85,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for topology in TOPOLOGIES:
         for engine in ENGINES:
-            if engine == "peers" and args.device == "cuda" and num_devices < NUM_RANKS:
-                continue  # torch has peer memory only for ranks with a device each
-            balancer = SequenceBalancer(
-                topology, group=group, engine="device" if engine == "device" else None, peer_memory=engine == "peers"
-            )
+            balancer = SequenceBalancer(topology, group=group, engine="device" if engine == "device" else None)
             for name, (call, inputs) in calls_of(balancer, args.device).items():
                 forward, outputs = count(call)
                 kept = [t for t in outputs if t.requires_grad]
@@ -161,8 +156,7 @@ def _count_on_sim(call: Callable[[], list[Any]]) -> tuple[Counted, list[Any]]:
 
     with sim.counted() as counted:
         outputs = call()
-    launches = counted.launches - counted.launched.count("barrier")
-    return (launches, counted.launched.count("knapformer::move_rows"), counted.packed_bytes), outputs
+    return (counted.launches, counted.launched.count("knapformer::move_rows"), counted.packed_bytes), outputs
 
 
 def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[Counted, list[Any]]:
@@ -176,7 +170,7 @@ def _count_on_cuda(call: Callable[[], list[Any]]) -> tuple[Counted, list[Any]]:
         event.name
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-        and not any(word in event.name.lower() for word in ("nccl", "barrier"))
+        and "nccl" not in event.name.lower()
         and not event.name.startswith(("Memcpy", "Memset"))  # no kernels; Gloo uses them to stage its collectives
     ]
     return (len(launched), sum(name.startswith("knapformer_move_rows") for name in launched), None), outputs

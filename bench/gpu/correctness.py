@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import transport
 from driver import Check, at_most, on_ranks
 from settings import (
     Agenda,
@@ -31,7 +30,6 @@ from settings import (
 
 # They allow for the rounding of a few blocks, and products in TF32 (10 bits). Wrong results are off by a tenth or more.
 LIMITS = {"fp32": 2e-3, "bf16": 5e-2}
-PEER_MEMORY = "attention by peer memory: numbers unlike those by all-to-all"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -51,11 +49,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     check(check_models, num_ranks)
     check(check_models, 1)
-    agenda, checks = Agenda(args), list[Check]()
-    if agenda.begins(PEER_MEMORY):
-        checks.append(_check_peer_memory(args))
-        agenda.keep({"checks": checks})
-    parts.append({"checks": checks, **agenda.result()})
     check(check_compiled, num_ranks)
     check(check_compiled, 1)
     if errors:
@@ -66,17 +59,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         | merged_results(*parts)
         | {"left_out": left_out}
     )
-
-
-def _check_peer_memory(args: argparse.Namespace) -> Check:
-    """On two ranks of its own, which may share a device: if they hang, no other check is lost."""
-    failed = None
-    try:
-        differences = on_ranks(transport.compare_rank, args, 2, backend_of(args, 2), min(30.0, seconds_left(args)))
-    except Exception as error:
-        traceback.print_exc()
-        differences, failed = _NO_NUMBER, error
-    return {"name": PEER_MEMORY, "correctness": True, **at_most(differences, 0), **_reason(failed)}
 
 
 def check_models(args: argparse.Namespace) -> dict[str, Any]:

@@ -78,9 +78,6 @@ def _write_page(path: Path, results: Results, device: str, error: str) -> None:
             rates = {"copy": of["copy_bytes_per_s"], **of["bytes_per_s"]}
             table = [{"what": name, "GB/s read and written": f"{rate / 1e9:,.1f}"} for name, rate in rates.items()]
             page.add_table("packing: bandwidth", "Of the packing kernel; copy: of a tensor, by torch.", table)
-        if "exchange_s" in of:
-            ways = [{"way": way, "ms": f"{1e3 * seconds:.3f}"} for way, seconds in of["exchange_s"].items()]
-            page.add_table("transport: attention's exchanges", "There and back, forward, of the slowest rank.", ways)
         if not_counted := of.get("launches", {}).get("not_counted"):
             page.add_table("launches", "Not counted.", [{"why": not_counted}])
         if of["checks"]:

@@ -10,7 +10,6 @@ after another:
     packing       bandwidth of packing an exchange over that of a copy
     launches      kernel launches of the balancer's calls; and whether the host waits for the device in a step
     replay        the published mixes: every rank's share measured on one device, beside the published table
-    transport     with several ranks: attention's exchanges by all-to-all and by writing to the peers' memory
     steps         with several ranks: real steps of the mixes, scaled to the ranks there are
 
 The first five and the build have 9 minutes together (LIMITS_S in settings.py). A part begins nothing new in the last
@@ -44,10 +43,9 @@ PARTS = {
     "packing": "packing.run",
     "launches": "launches.run",
     "replay": "mixes.replay",
-    "transport": "transport.run",
     "steps": "mixes.steps",
 }
-OF_SEVERAL_RANKS = ("transport", "steps")
+OF_SEVERAL_RANKS = ("steps",)
 
 
 def main() -> int:

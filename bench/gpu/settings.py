@@ -19,15 +19,7 @@ MIXES = ("joint", "mixed", "low")  # the one with the highest published HFU firs
 
 # Seconds after which a part is stopped. The parts that run on one GPU have 9 minutes together, less the time that the
 # build took before them, up to half of theirs.
-LIMITS_S = {
-    "correctness": 150,
-    "calibrate": 130,
-    "packing": 30,
-    "launches": 60,
-    "replay": 170,
-    "transport": 60,
-    "steps": 400,
-}
+LIMITS_S = {"correctness": 150, "calibrate": 130, "packing": 30, "launches": 60, "replay": 170, "steps": 400}
 ONE_GPU_S = 9 * 60
 SHARE_TO_BEGIN = 0.8  # share of these seconds in which a part begins something new
 
@@ -42,7 +34,6 @@ class Sizes:
     calibration: tuple[str, ...]  # options
     packed_tokens: int  # of a rank, 3,072 wide in bfloat16
     packing_repeats: int
-    transport_repeats: int
     replay_model: str
     replay_ranks: int
     replay: tuple[str, ...]  # options
@@ -62,7 +53,6 @@ _SIZES = {
         calibration=("--repeats", "4", "--warmup", "2"),
         packed_tokens=1 << 15,
         packing_repeats=4,  # few, since the other rank is a CPU and Gloo moves the data
-        transport_repeats=20,
         replay_model="flux",
         replay_ranks=32,
         replay=("--repeats", "1", "--warmup", "1"),
@@ -80,7 +70,6 @@ _SIZES = {
         calibration=("--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"),
         packed_tokens=512,
         packing_repeats=2,
-        transport_repeats=2,
         replay_model="flux-tiny",
         replay_ranks=2,
         replay=("--repeats", "1", "--warmup", "1", "--scale", "16", "--max-text-tokens", "8"),

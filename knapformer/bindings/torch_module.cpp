@@ -50,35 +50,32 @@ void drop_without_gil(ProcessGroupPtr group) {
 
 BalancerClass bind_balancer(py::module_& m) {
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
-      .def(py::init([](const GivenText& topology, const GivenNumber& gamma, const GivenText& solver,
-                       const GivenEffort& effort, const GivenText& mask, const GivenCluster& cluster,
-                       const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
-                       const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
-                       bool peer_memory, const GivenGroup& group, const MakeBagGroup& make_bag_group,
-                       const MakeCpuGroup& make_cpu_group) {
-             const ProcessGroupPtr joined = group_from(group);
-             std::string bags;
-             BalancerOptions options = convert_or_report(
-                 [&] {
-                   bags = text_from(topology, "topology");
-                   return BalancerOptions{
-                       .plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model),
-                       .solver = text_from(solver, "solver"),
-                       .effort = effort_from(effort),
-                       .mask = Mask::parse(text_from(mask, "mask")),
-                       .engine = engine_from(engine),
-                       .peer_memory = peer_memory};
-                 },
-                 [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
-             const py::gil_scoped_release release;
-             return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group,
-                                                       make_cpu_group);
-           }),
-           py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
-           py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
-           py::arg("model"), py::arg("engine"), py::arg("peer_memory"), py::arg("group"), py::arg("make_bag_group"),
-           py::arg("make_cpu_group"),
-           R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several ranks
+      .def(
+          py::init([](const GivenText& topology, const GivenNumber& gamma, const GivenText& solver,
+                      const GivenEffort& effort, const GivenText& mask, const GivenCluster& cluster,
+                      const GivenNumbers& rank_speed, const GivenInteger& max_tokens_per_rank,
+                      const GivenInteger& num_heads, const GivenModel& model, const GivenEngine& engine,
+                      const GivenGroup& group, const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group) {
+            const ProcessGroupPtr joined = group_from(group);
+            std::string bags;
+            BalancerOptions options = convert_or_report(
+                [&] {
+                  bags = text_from(topology, "topology");
+                  return BalancerOptions{
+                      .plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model),
+                      .solver = text_from(solver, "solver"),
+                      .effort = effort_from(effort),
+                      .mask = Mask::parse(text_from(mask, "mask")),
+                      .engine = engine_from(engine)};
+                },
+                [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
+            const py::gil_scoped_release release;
+            return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group, make_cpu_group);
+          }),
+          py::arg("topology"), py::kw_only(), py::arg("gamma"), py::arg("solver"), py::arg("effort"), py::arg("mask"),
+          py::arg("cluster"), py::arg("rank_speed"), py::arg("max_tokens_per_rank"), py::arg("num_heads"),
+          py::arg("model"), py::arg("engine"), py::arg("group"), py::arg("make_bag_group"), py::arg("make_cpu_group"),
+          R"(Collective over `group`. make_bag_group(ranks) is called once by the ranks of each bag of several ranks
 (`ranks`: their numbers in `group`), and returns a group of these. make_cpu_group() is called once by all ranks where
 `group` has no backend for the CPU, and returns a group of the same ranks that has one. engine: 'cpu' (CPU tensors),
 'device' (ATen's operations, any device), or None for the one that suits the tensors: the packing kernel on devices

@@ -143,7 +143,6 @@ SequenceBalancer::~SequenceBalancer() = default;
 
 void SequenceBalancer::join_bags(const BagMaking& making) {
   bag_ = join_bag(making);
-  if (bag_ && options_.peer_memory) bag_->use_peer_memory();
   all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
 }
 

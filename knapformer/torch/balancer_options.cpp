@@ -50,7 +50,6 @@ Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topol
   fingerprint.add("solver", options.solver);
   fingerprint.add("effort", options.effort.str());
   fingerprint.add("mask", options.mask.str());
-  fingerprint.add("peer_memory", options.peer_memory ? "true" : "false");
   return fingerprint;
 }
 

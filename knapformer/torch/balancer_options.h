@@ -26,8 +26,6 @@ struct BalancerOptions {
   Mask mask = {};
   /// Unset: the one for the tensors' device (exchange/packing_op.h).
   std::optional<ExchangeEngine> engine = std::nullopt;
-  /// Attention's exchanges write to the peers' memory (comm/peer_memory.h) on devices that have it.
-  bool peer_memory = false;
 };
 
 /// Into how many micro-batches an optimizer step is planned, the same on all ranks.

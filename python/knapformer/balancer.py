@@ -62,9 +62,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
     effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: the mask of all
         sequences, as there. Planning lengths that cannot keep max_tokens_per_rank raises ArgumentError on every rank;
         other lengths are planned as before.
-    peer_memory: in attention each rank writes rows to where they belong in the memory of the bag's other ranks (torch's
-        symmetric memory, over NVLink), in place of an all-to-all. Only on accelerators; the bag's group must be one
-        that torch knows by name, and its ranks must see each other's memory. It has not run on a GPU yet: docs/gpu.md.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums do not wait for an
     accelerator, and one non-blocking copy a step brings to the device what a varlen kernel needs there.
@@ -89,7 +86,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
         num_heads: int = 0,
         model: TrainedModel | None = None,
         engine: str | None = None,
-        peer_memory: bool = False,
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -112,7 +108,6 @@ class SequenceBalancer(_torch.SequenceBalancer):
             num_heads=num_heads,
             model=model,
             engine=engine,
-            peer_memory=peer_memory,
             group=group,
             make_bag_group=lambda ranks: bag_group(group, [int(rank) for rank in ranks]),
             make_cpu_group=lambda: cpu_group(group),

@@ -16,7 +16,7 @@ import pytest
 from knapformer import DataMix
 
 FOLDER = Path(__file__).parents[2] / "bench/gpu"
-PARTS = ("correctness", "calibrate", "packing", "launches", "replay", "transport", "steps")
+PARTS = ("correctness", "calibrate", "packing", "launches", "replay", "steps")
 
 
 def run_gpu(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,12 +54,9 @@ def test_correctness_is_of_everything(results: Path) -> None:
             for dtype in ("fp32", "bf16") for kept in ("", ", checkpointed")]  # fmt: skip
     expected = {f"{model}, {way}" for model in ("flux-tiny", "wan-tiny") for way in ways}
     expected |= {f"compiled attention, {t}, {dtype}" for t in ("g1n1", "g2/1n1") for dtype in ("fp32", "bf16")}
-    assert runs == expected | {"wan-tiny, plain, bf16, compiled", "attention by peer memory"}
+    assert runs == expected | {"wan-tiny, plain, bf16, compiled"}
     # A rounding of bfloat16 is 2^-9, one of float32 2^-24: neither dtype computes in the other, or in float64.
     for check in checks:
-        if check["name"].startswith("attention by peer memory"):
-            assert check["value"] == 0  # bits
-            continue
         low, high = (2**-9, 2**-5) if "bf16" in check["name"] else (2**-24, 2**-14)
         assert low / 4 < check["value"] < high, check
 

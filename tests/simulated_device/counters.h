@@ -17,9 +17,8 @@ struct Counters {
   std::atomic<int64_t> collectives = 0;
   /// Waits for collectives. Never reset: other threads see by them how far the device has come.
   std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
-  std::atomic<int64_t> waits_for_device = 0;  // the host's for all streams. Never reset
-  std::atomic<bool> fails_to_pack = false;    // as a device without memory
-  std::atomic<int64_t> packed_bytes = 0;      // read by the packing kernel; it writes as many, or fewer where it adds
+  std::atomic<bool> fails_to_pack = false;  // as a device without memory
+  std::atomic<int64_t> packed_bytes = 0;    // read by the packing kernel; it writes as many, or fewer where it adds
 
   /// A copy to the device: the thread that launches it, and that thread's current device.
   void add_copy_to_device(int current_device) {

@@ -132,7 +132,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     Counters::instance().add_sync("synchronizeDevice");
-    ++Counters::instance().waits_for_device;
     LateWork::instance().run_all();
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}

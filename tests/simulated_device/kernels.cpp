@@ -34,8 +34,7 @@ void run_move_rows(const at::Tensor& work, int64_t num_tiles) {
   auto* sums = reinterpret_cast<packing::Sum*>(bytes + header.sums_at());
   auto* sources = reinterpret_cast<packing::Source*>(bytes + header.sources_at());
   for (int i = 0; i < header.num_copies; ++i) {
-    for (auto* address :
-         {&copies[i].from, &copies[i].to, &copies[i].to_offset, &copies[i].from_index, &copies[i].to_index}) {
+    for (auto* address : {&copies[i].from, &copies[i].to, &copies[i].from_index, &copies[i].to_index}) {
       to_kernel_memory(*address);
     }
   }

@@ -1,7 +1,6 @@
 #include "memory.h"
 
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,33 +14,17 @@ DeviceMemory& DeviceMemory::instance() {
   return *memory;
 }
 
-DeviceMemory::DeviceMemory() : file_(memfd_create("simulated device", 0)) {
-  TORCH_CHECK(file_ >= 0 && ftruncate(file_, kBytes) == 0, "simulated device: no memory");
-  own_ = map(file_);
-}
-
-DeviceMemory::Pages DeviceMemory::map(int file) {
-  const auto map_once = [&](int access) {
+DeviceMemory::DeviceMemory() {
+  const int file = memfd_create("simulated device", 0);
+  TORCH_CHECK(file >= 0 && ftruncate(file, kBytes) == 0, "simulated device: no memory");
+  const auto map = [&](int access) {
     void* address = mmap(nullptr, kBytes, access, MAP_SHARED | MAP_NORESERVE, file, 0);
     TORCH_CHECK(address != MAP_FAILED, "simulated device: no memory");
     return static_cast<std::byte*>(address);
   };
-  return {.base = map_once(PROT_NONE), .kernel_base = map_once(PROT_READ | PROT_WRITE)};
-}
-
-std::string DeviceMemory::file() const { return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file_); }
-
-void* DeviceMemory::of_peer(const std::string& file, size_t offset) {
-  if (file == this->file()) return own_.base + offset;
-  const std::lock_guard lock(mutex_);
-  Pages& pages = of_peers_[file];
-  if (pages.base == nullptr) {
-    const int opened = open(file.c_str(), O_RDWR | O_CLOEXEC);
-    TORCH_CHECK(opened >= 0, "simulated device: cannot open the memory of a peer, ", file);
-    pages = map(opened);
-    close(opened);
-  }
-  return pages.base + offset;
+  base_ = map(PROT_NONE);
+  kernel_base_ = map(PROT_READ | PROT_WRITE);
+  close(file);
 }
 
 void* DeviceMemory::allocate(size_t num_bytes) {
@@ -53,7 +36,7 @@ void* DeviceMemory::allocate(size_t num_bytes) {
     free.pop_back();
   } else {
     TORCH_CHECK(used_ + size <= kBytes, "simulated device: out of memory");
-    address = own_.base + used_;
+    address = base_ + used_;
     used_ += size;
   }
   sizes_[address] = size;
@@ -69,23 +52,12 @@ void DeviceMemory::free(void* address) {
   sizes_.erase(it);
 }
 
-const DeviceMemory::Pages* DeviceMemory::pages_of(const void* address) const {
-  const auto holds = [&](const Pages& pages) { return address >= pages.base && address < pages.base + kBytes; };
-  if (holds(own_)) return &own_;
-  const std::lock_guard lock(mutex_);
-  for (const auto& [file, pages] : of_peers_) {
-    if (holds(pages)) return &pages;
-  }
-  return nullptr;
-}
-
 std::byte* DeviceMemory::for_kernels(const void* address) const {
-  const Pages* pages = pages_of(address);
-  TORCH_CHECK(pages != nullptr, "simulated device: a kernel was given an address of the host");
-  return pages->kernel_base + (static_cast<const std::byte*>(address) - pages->base);
+  TORCH_CHECK(owns(address), "simulated device: a kernel was given an address of the host");
+  return kernel_base_ + (static_cast<const std::byte*>(address) - base_);
 }
 
-bool DeviceMemory::owns(const void* address) const { return pages_of(address) != nullptr; }
+bool DeviceMemory::owns(const void* address) const { return address >= base_ && address < base_ + kBytes; }
 
 PinnedMemory& PinnedMemory::instance() {
   static auto* const memory = new PinnedMemory;

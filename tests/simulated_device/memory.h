@@ -1,8 +1,6 @@
 // Memory of the simulated device: two mappings of the same pages. Tensors hold addresses of the first, which cannot be
 // read or written: host code that touches device memory ends the process. Kernels go through the second.
 //
-// Another process may map the pages in the same two ways: this simulates memory that devices access in each other.
-//
 // Memory is filled with 0xff (a NaN, -1) when it is allocated and when it is freed: a value that was never written, or
 // not yet, shows.
 #pragma once
@@ -14,7 +12,6 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <string>
 #include <vector>
 
 namespace simulated_device {
@@ -29,28 +26,13 @@ class DeviceMemory {
   std::byte* for_kernels(const void* address) const;
   bool owns(const void* address) const;
 
-  /// The memory of this process's device, as others open it.
-  std::string file() const;
-  /// The address here of what is at `offset` in another process's `file`, which is mapped if it is not yet.
-  void* of_peer(const std::string& file, size_t offset);
-  size_t offset_of(const void* address) const { return static_cast<const std::byte*>(address) - own_.base; }
-
  private:
   DeviceMemory();
 
-  /// Both mappings of a device's pages.
-  struct Pages {
-    std::byte* base = nullptr;
-    std::byte* kernel_base = nullptr;
-  };
-  static Pages map(int file);
-  const Pages* pages_of(const void* address) const;
-
   static constexpr size_t kBytes = size_t{4} << 30, kGrain = 512;
-  int file_ = -1;
-  Pages own_;
-  mutable std::mutex mutex_;
-  std::map<std::string, Pages> of_peers_;  // by file; never unmapped
+  std::byte* base_ = nullptr;  // of both mappings
+  std::byte* kernel_base_ = nullptr;
+  std::mutex mutex_;
   size_t used_ = 0;
   std::map<size_t, std::vector<std::byte*>> free_;  // by size
   std::map<void*, size_t> sizes_;

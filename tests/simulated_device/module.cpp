@@ -4,8 +4,6 @@
 
 #include "collectives.h"
 #include "counters.h"
-#include "late_work.h"
-#include "memory.h"
 
 namespace py = pybind11;
 
@@ -31,16 +29,6 @@ PYBIND11_MODULE(_simulated_device, module) {
   });
   module.def("num_allocations", &num_allocations, "Since the process began, on the device of this index.");
   module.def("let_hosts_run_ahead", &let_hosts_run_ahead, py::arg("ahead"), "Waits for collectives return at once.");
-  module.def(
-      "hold_late_work", [](bool held) { LateWork::instance().hold(held); }, py::arg("held"),
-      "What is launched on other streams than the default one waits for others to wait for it.");
-  module.def(
-      "num_waits_left",
-      [] {
-        Counters& c = Counters::instance();
-        return c.waits_begun - c.waits_ended;
-      },
-      "Waits for collectives that the device has not come past.");
   module.def("fail_to_pack", [](bool fails) { Counters::instance().fails_to_pack = fails; });
   module.def("make_backend", [](c10::intrusive_ptr<c10d::Backend> hosts) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<LateCollectives>(std::move(hosts));

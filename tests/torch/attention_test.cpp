@@ -1,19 +1,13 @@
 // SequenceBalancer::attention over flat and nested bags, on ranks that are threads. The oracle is attention over each
 // whole sequence with all heads, computed on its own from values that follow from (sequence, token).
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <limits>
-#include <set>
-#include <string_view>
-#include <utility>
 
 #include "knapformer/torch/balancer.h"
-#include "knapformer/torch/exchange/packing_kernel.h"
 #include "tests/core/cases.h"
 #include "tests/torch/in_process_group.h"
-#include "tests/torch/in_process_peer_memory.h"
 
 namespace knapformer {
 namespace {
@@ -27,7 +21,6 @@ struct AttentionCase {
   int32_t num_ranks = 1;
   int64_t num_heads = 8, num_kv_heads = 8;
   ExchangeEngine engine = ExchangeEngine::kCpu;
-  bool peer_memory = false;
 };
 
 void PrintTo(const AttentionCase& setup, std::ostream* out) { *out << setup.topology; }
@@ -132,21 +125,19 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
           return attend(q, k, v, to_longs(seq_lens));
         });
     const int64_t expected_exchanges = tables.any_shared || tables.levels[0].degree > 1 ? 2 : 0;
-    // By peer memory none is an all-to-all.
-    const int64_t expected_all_to_alls = setup.peer_memory ? 0 : expected_exchanges;
-    EXPECT_EQ(all_to_alls - before, expected_all_to_alls);
+    EXPECT_EQ(all_to_alls - before, expected_exchanges);
     EXPECT_EQ(num_calls, std::max<int64_t>(levels_with_tokens, 1));
     EXPECT_TRUE(at::allclose(o, rows[4], 1e-12, 1e-14));
     const at::Tensor loss = (o * rows[3]).sum();
     if (expected_exchanges > 0 || has_tokens) loss.backward();
-    EXPECT_EQ(all_to_alls - before, 2 * expected_all_to_alls);
+    EXPECT_EQ(all_to_alls - before, 2 * expected_exchanges);
     for (size_t i = 0; i < 3 && has_tokens; ++i) {
       EXPECT_TRUE(at::allclose(rows[i].grad(), at::cat(gradients[i]), 1e-11, 1e-13)) << "rank " << rank << " " << i;
     }
     if (whole_here && expected_exchanges > 0) {
       // What is whole here attends while the rest travels: in backward too, between the third exchange and the last.
-      EXPECT_EQ(at_whole - before, setup.peer_memory ? 0 : 1);
-      EXPECT_EQ(at_whole_backward - before, setup.peer_memory ? 0 : 4);
+      EXPECT_EQ(at_whole - before, 1);
+      EXPECT_EQ(at_whole_backward - before, 4);
       ++met.overlaps;
     }
     met.ranks_of_several_levels += levels_with_tokens > 1 ? 1 : 0;
@@ -161,8 +152,6 @@ TEST_P(NestedAttention, IsThatOfWholeSequences) {
   const AttentionCase& setup = GetParam();
   Cases cases(31);
   Met met;
-  if (setup.peer_memory) testing::provide_peer_memory();
-  const int64_t barriers_before = testing::num_peer_barriers();
   for (int32_t round = 0; round < 8; ++round) {
     const SequenceLengths lens = cases.lengths(setup.num_ranks, 50);
     InProcessWorld world(setup.num_ranks);
@@ -175,13 +164,11 @@ TEST_P(NestedAttention, IsThatOfWholeSequences) {
                                                          .node_latency_s = 0,
                                                          .fixed_s = 0,
                                                          .overlaps_attention = false}},
-                                    .engine = setup.engine,
-                                    .peer_memory = setup.peer_memory};
+                                    .engine = setup.engine};
       const auto own = lens.lens(Rank(rank));
       check_rank(world, rank, setup, {own.begin(), own.end()}, options, met);
     });
   }
-  EXPECT_EQ(testing::num_peer_barriers() > barriers_before, setup.peer_memory);
   if (setup.topology == "g4/2/1n1") {
     EXPECT_GT(met.ranks_of_several_levels, 0);
     EXPECT_GT(met.uneven_chunks, 0);
@@ -215,66 +202,23 @@ INSTANTIATE_TEST_SUITE_P(Topologies, NestedAttention,
                                            AttentionCase{"g8/4/2/1n1", 8}, AttentionCase{"g8/4/2/1n1", 8, 3, 1},
                                            AttentionCase{"g4/2/1n1+g3/1n1+g1n1", 8, 5, 5, ExchangeEngine::kDevice},
                                            AttentionCase{"g2/1n1", 8},
-                                           AttentionCase{"g4n1", 4, 6, 2, ExchangeEngine::kKernel, true},
-                                           AttentionCase{"g4/2/1n1", 4, 8, 8, ExchangeEngine::kKernel, true},
-                                           AttentionCase{"g4/2n1", 4, 7, 7, ExchangeEngine::kKernel, true},
-                                           AttentionCase{"g8/4/2/1n1", 8, 3, 1, ExchangeEngine::kKernel, true},
-                                           AttentionCase{"g6/3/1n1+g2/1n1", 8, 5, 5, ExchangeEngine::kKernel, true}),
+                                           AttentionCase{"g4n1", 4, 6, 2, ExchangeEngine::kKernel},
+                                           AttentionCase{"g4/2/1n1", 4, 8, 8, ExchangeEngine::kKernel},
+                                           AttentionCase{"g4/2n1", 4, 7, 7, ExchangeEngine::kKernel},
+                                           AttentionCase{"g8/4/2/1n1", 8, 3, 1, ExchangeEngine::kKernel},
+                                           AttentionCase{"g6/3/1n1+g2/1n1", 8, 5, 5, ExchangeEngine::kKernel}),
                          [](const auto& test) {
                            const AttentionCase& s = test.param;
                            std::string name = s.topology + "_on" + std::to_string(s.num_ranks) + "_" +
                                               std::to_string(s.num_heads) + "_" + std::to_string(s.num_kv_heads) +
-                                              (s.peer_memory                      ? "_peer_memory"
-                                               : s.engine == ExchangeEngine::kCpu ? "_cpu"
-                                                                                  : "_device");
+                                              (s.engine == ExchangeEngine::kCpu      ? "_cpu"
+                                               : s.engine == ExchangeEngine::kDevice ? "_device"
+                                                                                     : "_kernel");
                            for (char& c : name) {
                              if (c == '+' || c == '/') c = '_';
                            }
                            return name;
                          });
-
-/// Whose memory this thread's launches of the packing kernel write to, in their order.
-thread_local std::vector<packing::Address> peers_written;
-
-std::unique_ptr<at::ObserverContext> note_peers_written(const at::RecordFunction& call) {
-  if (std::string_view(call.name()) != "knapformer::move_rows") return nullptr;
-  const at::Tensor list = call.inputs()[1].toTensor();
-  const auto* bytes = static_cast<const unsigned char*>(list.const_data_ptr());
-  const auto& work = *reinterpret_cast<const packing::Work*>(bytes);
-  const auto* copies = reinterpret_cast<const packing::Copy*>(bytes + packing::Work::kCopiesAt);
-  for (int i = 0; i < work.num_copies; ++i) {
-    const packing::Address peer = copies[i].to_offset == 0 ? 0 : copies[i].to;  // 0: it stays on this rank
-    EXPECT_GE(copies[i].first_tile, i == 0 ? 0 : copies[i - 1].first_tile);
-    if (peer != 0 && (peers_written.empty() || peers_written.back() != peer)) peers_written.push_back(peer);
-  }
-  return nullptr;
-}
-
-TEST(PeerMemory, IsWrittenByOneRankAtATime) {
-  testing::provide_peer_memory();
-  constexpr int32_t kRanks = 4;
-  InProcessWorld world(kRanks);
-  std::vector<std::vector<packing::Address>> written(kRanks);
-  world.run_all([&](int32_t rank) {
-    SequenceBalancer balancer("g4n1", {.engine = ExchangeEngine::kKernel, .peer_memory = true}, world.all(rank),
-                              [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
-    balancer.plan_routing(std::vector<int64_t>{40 + rank}, 16);
-    const int64_t num_tokens = balancer.plan().tokens_after()[static_cast<size_t>(rank)];
-    const at::Tensor q = at::ones({num_tokens, kRanks, kDim});
-    const auto noted = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&note_peers_written).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-    balancer.pre_attn(q, q, q);
-    at::removeCallback(noted);
-    written[static_cast<size_t>(rank)] = std::exchange(peers_written, {});
-  });
-  for (size_t turn = 0; turn < kRanks - 1; ++turn) {
-    std::set<packing::Address> peers;
-    for (const auto& of_rank : written) {
-      ASSERT_EQ(of_rank.size(), static_cast<size_t>(kRanks - 1));
-      EXPECT_TRUE(peers.insert(of_rank[turn]).second) << "two ranks write to one peer, turn " << turn;
-    }
-  }
-}
 
 TEST(NestedBags, RefuseTheHalvesOfFlatAttention) {
   InProcessWorld world(2);

@@ -77,12 +77,6 @@ struct RowsInBag {
   std::vector<bool> chunks, chunks_stay, sequences, sequences_stay;
 };
 
-/// The rows of the bag's fullest rank.
-int64_t max_rows_of(const Plan& plan, const Bag& bag) {
-  const auto first = static_cast<size_t>(bag.first_rank.value);
-  return std::ranges::max(plan.tokens_after().subspan(first, static_cast<size_t>(bag.num_ranks)));
-}
-
 AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t degree, std::span<const int32_t> chunks,
                           int64_t first_row) {
   const int32_t index_in_bag = rank.value - bag.first_rank.value;
@@ -113,7 +107,6 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
   }
   level.pre_attn = {.this_peer = index_in_bag,
                     .num_peers = bag.num_ranks,
-                    .max_rows = max_rows_of(plan, bag),
                     .send = make_end(level.num_rows, bag.num_ranks, sent),
                     .recv = make_end(num_attention_rows, bag.num_ranks, received)};
   level.pre_attn.send.heads_shared = true;
@@ -123,7 +116,7 @@ AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t d
 }  // namespace
 
 ExchangeTable ExchangeTable::inverse() const {
-  return {.this_peer = this_peer, .num_peers = num_peers, .max_rows = max_rows, .send = recv, .recv = send};
+  return {.this_peer = this_peer, .num_peers = num_peers, .send = recv, .recv = send};
 }
 
 RouteTables make_route_tables(const Plan& plan, Rank rank) {

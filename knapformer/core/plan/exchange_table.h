@@ -69,9 +69,6 @@ struct ExchangeEnd {
 struct ExchangeTable {
   int32_t this_peer = 0;  // this rank, counted inside the group
   int32_t num_peers = 1;
-  /// If an end is shared: the most rows that any rank of the group has there, over all levels together. All ranks have
-  /// the same value, so that they can agree on the size of a buffer. 0: no end is shared.
-  int64_t max_rows = 0;
   ExchangeEnd send;
   ExchangeEnd recv;
 

@@ -200,11 +200,6 @@ void CommGroup::fail(std::string_view label, const std::exception& error) {
                         absent.empty() ? "" : "; not in this call: ", absent));
 }
 
-void CommGroup::use_peer_memory() {
-  const ProcessGroupPtr group = process_group();
-  peer_memory_ = std::make_shared<PeerMemory>(group->getGroupName(), timeout_of(*group));
-}
-
 std::string CommGroup::gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
                                             std::string_view label) {
   if (listening.part != Listening::kListens) return fingerprints_->gradients_of_speaker(own, listening, may_repeat);
@@ -213,60 +208,6 @@ std::string CommGroup::gradients_of_speaker(const Fingerprint& own, Listening li
   std::string gradients = fingerprints_->gradients_of_speaker(own, listening, may_repeat);
   counters_.add_wait_since(wait_begin);
   return gradients;
-}
-
-template <class Wait>
-void CommGroup::let_wait(at::Device device, Wait wait) {
-  if (device.is_cpu()) return wait();
-  const auto in_wait = std::make_shared<char>();
-  watchdog_->device_works([in_wait = std::weak_ptr<char>(in_wait)] { return in_wait.expired(); });
-  wait();
-  watchdog_->device_works(end_of_stream(device));
-}
-
-std::unique_ptr<PeerMemory::Lease> CommGroup::take_peer_memory(PeerMemory::Need need, at::Device device,
-                                                               std::string_view label) {
-  // take() makes ranks meet in torch's store, where they do not look for errors of others. So they meet here first.
-  const auto meet = [&](int64_t number) {
-    Fingerprint region("peer memory");
-    region.add("region", text("number ", number, " for ", need.landing_bytes, " bytes, ", need.num_words, " words"));
-    fingerprints_->agree(region);
-  };
-  try {
-    return peer_memory_->take(need, device, meet);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail(label, error);
-  }
-}
-
-void CommGroup::write_to_peers(PeerMemory::Lease& lease, const std::vector<int64_t>& words,
-                               const std::function<void()>& launch_writes, int64_t num_bytes, std::string_view label) {
-  const auto barrier = [&] {
-    try {
-      lease.barrier();
-    } catch (const std::exception& error) {
-      fail(label, error);
-    }
-    counters_.num_collectives += 1;
-  };
-  lease.on_its_stream([&] {
-    lease.set_words(words);
-    barrier();
-    launch_writes();
-    barrier();
-  });
-  counters_.bytes_sent += num_bytes;
-}
-
-void CommGroup::wait_for_peers(PeerMemory::Lease& lease, std::string_view label) {
-  RECORD_USER_SCOPE(text("knapformer::wait ", label));
-  try {
-    let_wait(lease.memory().device(), [&] { lease.wait(); });
-  } catch (const std::exception& error) {
-    fail(label, error);
-  }
 }
 
 WorkPtr CommGroup::start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
@@ -318,10 +259,15 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     return false;
   };
   const auto wait = [&] { watchdog_->wait(label, std::ref(poll), in_background); };
-  if (on_host) {
+  if (on_host || device.is_cpu()) {
     wait();
   } else {
-    let_wait(device, wait);
+    // The device waits for other ranks, where a thread looks for errors: on a GPU after wait() has returned; on some
+    // backends, and with NCCL's option for blocking waits, within it.
+    const auto in_wait = std::make_shared<char>();
+    watchdog_->device_works([in_wait = std::weak_ptr<char>(in_wait)] { return in_wait.expired(); });
+    wait();
+    watchdog_->device_works(end_of_stream(device));
   }
   if (!in_background) counters_.add_wait_since(wait_begin);
 }

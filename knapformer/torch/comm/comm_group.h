@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "knapformer/torch/comm/fingerprint.h"
-#include "knapformer/torch/comm/peer_memory.h"
 #include "knapformer/torch/comm/watchdog.h"
 
 namespace knapformer {
@@ -71,30 +70,15 @@ class CommGroup {
   const CommCounters& counters() const { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   bool has_cpu_backend() const;
-  /// Whether tensors on a GPU and on the CPU travel in different ways: by different backends, or some by peer memory.
-  /// Not so in a group of "gloo", where an exchange may have its tensors on a GPU on one rank, and on the CPU on
-  /// another.
-  bool separates_devices() const { return has_several_backends_ || has_peer_memory(); }
+  /// Whether tensors on a GPU and on the CPU travel by different backends. Not so in a group of "gloo", where an
+  /// exchange may have its tensors on a GPU on one rank, and on the CPU on another.
+  bool separates_devices() const { return has_several_backends_; }
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
   /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);
   /// The device of the tensors that carry lengths, hashes of plans and samples: the CPU where there is a backend for
   /// it.
   at::Device control_device() const;
-
-  /// From now on, ranks may write into each other's memory (peer_memory.h). All ranks call it, before the first
-  /// exchange.
-  void use_peer_memory();
-  bool has_peer_memory() const { return peer_memory_ != nullptr; }
-  /// A region of peer memory for one exchange, as in PeerMemory::take.
-  std::unique_ptr<PeerMemory::Lease> take_peer_memory(PeerMemory::Need need, at::Device device, std::string_view label);
-  /// In place of a collective, on the stream of peer memory: publishes words, launches what writes to the peers once
-  /// these have published theirs, and comes to its end when all have written. num_bytes: written to peers, for the
-  /// counters.
-  void write_to_peers(PeerMemory::Lease& lease, const std::vector<int64_t>& words,
-                      const std::function<void()>& launch_writes, int64_t num_bytes, std::string_view label);
-  /// Makes the current stream wait for that end.
-  void wait_for_peers(PeerMemory::Lease& lease, std::string_view label);
 
   /// Starts an all-to-all of one-dimensional tensors of bytes; splits by peer.
   WorkPtr start_all_to_all(at::Tensor& recv, at::Tensor& send, std::vector<int64_t> recv_splits,
@@ -113,11 +97,6 @@ class CommGroup {
   /// Throws the cause of a failed collective: the error of another rank, or else a StateError that quotes `error`.
   [[noreturn]] void fail(std::string_view label, const std::exception& error);
 
-  /// Runs `wait`, which makes the device wait for other ranks: on a GPU after it has returned, on some backends, and
-  /// with NCCL's option for blocking waits, within it. A thread looks for errors in both cases.
-  template <class Wait>
-  void let_wait(at::Device device, Wait wait);
-
   /// The process group by which tensors of a device travel. Throws as process_group() does.
   ProcessGroupPtr group_for(at::Device device) const;
 
@@ -129,7 +108,6 @@ class CommGroup {
   bool has_several_backends_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
-  std::shared_ptr<PeerMemory> peer_memory_;
   CommCounters counters_;
 };
 

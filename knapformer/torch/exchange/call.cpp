@@ -1,7 +1,5 @@
 #include "knapformer/torch/exchange/call.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <numeric>
 #include <utility>
 
@@ -31,37 +29,6 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
 
 /// The widest word that divides a number of bytes.
 int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
-
-/// The most bytes that can land at a rank, where ExchangeCall::bounds_bytes. It follows from the most rows that any
-/// rank has, so all ranks know it without each other's tables.
-int64_t max_landing_bytes(std::span<const Segment> segments) {
-  const int32_t num_peers = segments[0].send.num_peers(), this_peer = segments[0].send.this_peer();
-  std::vector<int64_t> from_peer(static_cast<size_t>(num_peers), 0);  // this rank's own rows included
-  int64_t num_tensors = 0;
-  bool sums = false;
-  for (const Segment& segment : segments) {
-    const SegmentEnd& shared = segment.send.heads_shared() ? segment.send : segment.recv;
-    const int32_t degree = shared.sharing.degree, first = this_peer - shared.sharing.index_in_group;
-    KNAPFORMER_ASSERT(first % degree == 0);
-    int64_t row_bytes = 0;  // of the peer with the most heads
-    for (int32_t peer = first; peer < first + degree; ++peer) {
-      int64_t bytes = 0;
-      for (const Slot& slot : segment.slots) bytes += shared.wire_bytes(slot, peer);
-      row_bytes = std::max(row_bytes, bytes);
-    }
-    // A rank has at most max_rows rows in all segments together, so of the segments that it shares with a peer the one
-    // with the widest rows counts.
-    for (int32_t peer = 0; peer < num_peers; ++peer) {
-      int64_t& bytes = from_peer[static_cast<size_t>(peer)];
-      if (peer / degree == this_peer / degree) bytes = std::max(bytes, shared.max_rows() * row_bytes);
-    }
-    num_tensors += static_cast<int64_t>(segment.slots.size());
-    sums |= std::ranges::any_of(segment.slots, [&](const Slot& slot) { return segment.sums(slot); });
-  }
-  const int64_t all = std::reduce(from_peer.begin(), from_peer.end());
-  // Rows that add up land beside the outputs.
-  return (sums ? 2 : 1) * all + num_tensors * (num_peers + 1) * PeerMemory::kAlignment;
-}
 
 /// Checks that the tables say what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
@@ -106,8 +73,7 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
         segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
                                        .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
                                        .heads = head_partition(arguments.heads, given.sharing.degree),
-                                       .slots = {},
-                                       .first_slot = num_slots_});
+                                       .slots = {}});
     check_tables(segment, given.sharing, segments_.front(), label);
     segment.slots.reserve(given.roles.size());
     for (const HeadRole role : given.roles) {
@@ -130,6 +96,7 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
     throw ArgumentError(
         text(label, ": got tensors on ", device_, ", expected CPU tensors, as the tables were made for"));
   }
+  allocate_wire();
 }
 
 void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing,
@@ -203,80 +170,6 @@ void ExchangeCall::allocate_wire() {
   wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-bool ExchangeCall::bounds_bytes() const {
-  return std::ranges::all_of(segments_, [&](const Segment& segment) {
-    return segment.send.heads_shared() != segment.recv.heads_shared() && segment.send.max_rows() > 0 &&
-           num_peers() % segment.send.sharing.degree == 0;
-  });
-}
-
-void ExchangeCall::use_peer_memory(CommGroup& group) {
-  const PeerMemory::Need need{.num_words = num_peers() * num_slots_, .landing_bytes = max_landing_bytes(segments_)};
-  lease_ = group.take_peer_memory(need, device_, label_);
-  wire_ = lease_->memory();
-  // Values that several ranks send for one row are added in this order, as in an exchange by all-to-all.
-  add_peer(received_blocks_, &Segment::recv, this_peer(), 0);
-  for (int32_t peer = 0; peer < num_peers(); ++peer) {
-    if (peer == this_peer()) continue;
-    add_peer(sent_blocks_, &Segment::send, peer, 0);
-    add_peer(received_blocks_, &Segment::recv, peer, 0);
-  }
-  add_peer(sent_blocks_, &Segment::send, this_peer(), 0);
-
-  const std::vector<NewTensor> outputs = new_outputs();
-  int64_t num_bytes = 0;
-  std::vector<int64_t> offsets;  // of the outputs, one behind the other
-  for (const NewTensor& output : outputs) {
-    offsets.push_back(num_bytes);
-    const auto item_bytes = static_cast<int64_t>(output.options.dtype().itemsize());
-    num_bytes += round_up(c10::multiply_integers(output.shape) * item_bytes, PeerMemory::kAlignment);
-  }
-  const std::shared_ptr<PeerMemory::Place> kept = num_bytes > 0 ? lease_->keep(num_bytes) : nullptr;
-  const int64_t first_byte = kept ? kept->offset() : lease_->landing_at();
-  std::vector<at::Tensor> landing;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    auto* const begin = static_cast<std::byte*>(wire_.mutable_data_ptr()) + first_byte + offsets[i];
-    // The tensor keeps its place, or the memory that it is a part of, alive.
-    const auto release = [kept, memory = wire_](void*) {};
-    landing.push_back(at::from_blob(begin, outputs[i].shape, release, outputs[i].options, device_));
-  }
-  set_tensors(&Slot::landing, landing);
-  if (kept) {
-    set_tensors(&Slot::output, std::move(landing));
-  } else {
-    allocate_outputs();
-  }
-
-  int64_t next_byte = lease_->landing_at() + (kept ? 0 : num_bytes);  // for rows that add up
-  words_.assign(static_cast<size_t>(need.num_words), 0);
-  for (const WireBlock& block : received_blocks_) {
-    if (block.peer == this_peer()) continue;
-    const Segment& segment = segments_[block.segment];
-    for (size_t i = 0; i < segment.slots.size(); ++i) {
-      const Slot& slot = segment.slots[i];
-      int64_t& word = words_[static_cast<size_t>(block.peer * num_slots_ + segment.first_slot) + i];
-      if (!segment.sums(slot)) {
-        word = static_cast<const std::byte*>(slot.landing.const_data_ptr()) - wire_bytes_at(0);
-        continue;
-      }
-      word = next_byte;
-      next_byte += round_up(block.num_rows * segment.recv.wire_bytes(slot, block.peer), PeerMemory::kAlignment);
-    }
-  }
-  KNAPFORMER_ASSERT(next_byte <= lease_->landing_at() + need.landing_bytes);
-}
-
-int64_t ExchangeCall::num_bytes_written() const {
-  int64_t num_bytes = 0;
-  for (const WireBlock& block : sent_blocks_) {
-    if (block.peer == this_peer()) continue;
-    for (const Slot& slot : segments_[block.segment].slots) {
-      num_bytes += block.num_rows * block.end->wire_bytes(slot, block.peer);
-    }
-  }
-  return num_bytes;
-}
-
 void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {
   const bool any = joined_end_ == HeadSharing::kRecv && num_local_rows_ > 0;
   const std::vector<Slot>& slots = segments_.front().slots;
@@ -308,50 +201,27 @@ std::vector<ExchangeCall::LocalRows> ExchangeCall::local_rows() const {
   return rows;
 }
 
-std::vector<ExchangeCall::NewTensor> ExchangeCall::new_outputs() const {
-  std::vector<NewTensor> outputs;
-  outputs.reserve(static_cast<size_t>(num_slots_));
+void ExchangeCall::allocate_outputs() {
   if (joined_end_ != HeadSharing::kRecv) {
-    for (const Segment& segment : segments_) {
-      for (const Slot& slot : segment.slots) {
-        outputs.push_back({.shape = slot.output_shape, .options = slot.input.options()});
-      }
+    for (Segment& segment : segments_) {
+      for (Slot& slot : segment.slots) slot.output = empty_recycled(slot.output_shape, slot.input.options());
     }
-    return outputs;
+    return;
   }
   int64_t num_rows = num_local_rows_;
   for (const Segment& segment : segments_) num_rows += segment.recv.num_rows();
   for (const Slot& slot : segments_.front().slots) {
-    outputs.push_back({.shape = slot.output_shape, .options = slot.input.options()});
-    outputs.back().shape[0] = num_rows;
-  }
-  return outputs;
-}
-
-void ExchangeCall::set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor> tensors) {
-  if (joined_end_ != HeadSharing::kRecv) {
-    auto next = tensors.begin();
-    for (Segment& segment : segments_) {
-      for (Slot& slot : segment.slots) slot.*of_slot = std::move(*next++);
-    }
-    return;
+    at::DimVector shape = slot.output_shape;
+    shape[0] = num_rows;
+    joined_.push_back(empty_recycled(shape, slot.input.options()));
   }
   int64_t first_row = num_local_rows_;
   for (Segment& segment : segments_) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      segment.slots[i].*of_slot = tensors[i].narrow(0, first_row, segment.recv.num_rows());
+    for (size_t i = 0; i < joined_.size(); ++i) {
+      segment.slots[i].output = joined_[i].narrow(0, first_row, segment.recv.num_rows());
     }
     first_row += segment.recv.num_rows();
   }
-  if (of_slot == &Slot::output) joined_ = std::move(tensors);
-}
-
-void ExchangeCall::allocate_outputs() {
-  const std::vector<NewTensor> wanted = new_outputs();
-  std::vector<at::Tensor> outputs;
-  outputs.reserve(wanted.size());
-  for (const NewTensor& output : wanted) outputs.push_back(empty_recycled(output.shape, output.options));
-  set_tensors(&Slot::output, std::move(outputs));
 }
 
 std::vector<at::Tensor> ExchangeCall::outputs() const {

@@ -8,10 +8,6 @@
 //   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
 //   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
 //
-// Where the ranks of a group write into each other's memory (peer_memory.h), there is no buffer: a row goes from the
-// input of one rank to the output of another. It lands beside the output where several rows add up, or where the region
-// has no room to keep the output.
-//
 // By padding, the columns of a slot begin at a multiple of the slot's word, and a segment's rows of a peer at a
 // multiple of 16 bytes. So one narrow feature does not make the wide features beside it move byte by byte, neither here
 // nor in the transport.
@@ -49,7 +45,6 @@ struct Slot {
   at::Tensor input;  // each row is dense; rows are input.stride(0) apart
   at::DimVector output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
-  at::Tensor landing = {};             // by peer memory: where peers write, the output itself or beside it
   at::Tensor sum = {};                 // what add_block has added up, which becomes the output (duplicates.h)
   const HeadShares* shares = nullptr;  // by its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
@@ -87,7 +82,6 @@ struct Segment {
   SegmentEnd recv;
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
-  int64_t first_slot = 0;  // number of its first slot among those of all segments
 
   /// Several values on the wire belong to one of the output: they add up (duplicates.h).
   bool sums(const Slot& slot) const {
@@ -108,34 +102,10 @@ struct WireBlock {
 
 class ExchangeCall {
  public:
-  /// Throws ArgumentError where the tensors do not fit the tables. The next call is allocate_wire or use_peer_memory.
+  /// Throws ArgumentError where the tensors do not fit the tables. Lays out and allocates the buffer.
   explicit ExchangeCall(const ExchangeArguments& arguments);
   ExchangeCall(const ExchangeCall&) = delete;  // blocks point into segments
   ExchangeCall& operator=(const ExchangeCall&) = delete;
-
-  /// Lays out and allocates the buffer.
-  void allocate_wire();
-  /// Whether all ranks know the most bytes that can land at any of them, which is so where heads are shared. The same
-  /// on all ranks.
-  bool bounds_bytes() const;
-  /// In place of allocate_wire and allocate_outputs, where bounds_bytes(). Collective.
-  void use_peer_memory(CommGroup& group);
-  /// By peer memory: where the peers write, for each slot of each of them. For CommGroup::write_to_peers.
-  const std::vector<int64_t>& words() const { return words_; }
-  /// Null where the call has a buffer.
-  PeerMemory::Lease* peer_memory() const { return lease_.get(); }
-  /// By peer memory: bytes that this rank writes to its peers.
-  int64_t num_bytes_written() const;
-  /// For kernels of this rank: where a peer's memory begins, and the address of the word by which the peer says at
-  /// which offset of it a slot of this rank lands.
-  const std::byte* base_at(int32_t peer) const { return lease_->of_peer(peer); }
-  const std::byte* offset_at(int32_t peer, int64_t slot) const {
-    return lease_->word_of_peer(peer, this_peer() * num_slots_ + slot);
-  }
-  /// Where a peer wrote the rows of a slot (by its number) that add up with those of other peers. They are dense.
-  const std::byte* landed_from(int32_t peer, int64_t slot) const {
-    return wire_bytes_at(words_[static_cast<size_t>(peer * num_slots_ + slot)]);
-  }
 
   void allocate_outputs();
   /// Sets the rows of joined outputs that do not travel. Call it before unpack, which copies them.
@@ -158,7 +128,7 @@ class ExchangeCall {
   const std::string& label() const { return label_; }
   ExchangeEngine engine() const { return segments_.front().send.engine(); }
 
-  /// The buffer, or this rank's region of peer memory: uint8, on the tensors' device.
+  /// The buffer: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
   /// Where a block of another rank lies, for kernels.
   const std::byte* sent_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
@@ -177,22 +147,13 @@ class ExchangeCall {
   void add_slot(Segment& segment, const at::Tensor& tensor, HeadRole role, const HeadSharing& sharing, size_t number);
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
-  struct NewTensor {
-    at::DimVector shape;
-    at::TensorOptions options;
-  };
-  /// All outputs, joined or not.
-  std::vector<NewTensor> new_outputs() const;
-  /// Sets tensors of the shapes of new_outputs() as the slots' outputs or landing.
-  void set_tensors(at::Tensor Slot::*of_slot, std::vector<at::Tensor> tensors);
+  void allocate_wire();
   const std::byte* wire_bytes_at(int64_t byte) const {
     return static_cast<const std::byte*>(wire_.const_data_ptr()) + byte;
   }
 
   std::vector<Segment> segments_;
   int64_t num_slots_ = 0;
-  std::unique_ptr<PeerMemory::Lease> lease_;
-  std::vector<int64_t> words_;  // where each slot of each peer lands, in this rank's region
   at::Tensor wire_;
   std::vector<WireBlock> sent_blocks_, received_blocks_;
   std::vector<int64_t> sent_bytes_, received_bytes_;

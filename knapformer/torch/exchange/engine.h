@@ -36,7 +36,5 @@ bool packing_kernel_adds(const ExchangeCall& call);
 
 /// The one that the call's tables are for. Sums of a type that the kernel does not add are the device engine's.
 std::unique_ptr<Engine> make_engine(ExchangeCall& call);
-/// Whether that is the packing kernel's, the one that reads the memory of peers.
-bool uses_packing_kernel(const ExchangeCall& call);
 
 }  // namespace knapformer

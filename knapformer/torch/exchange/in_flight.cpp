@@ -11,17 +11,6 @@
 namespace knapformer {
 namespace {
 
-/// The same on all ranks, or an error.
-bool may_use_peer_memory(const CommGroup& group, const ExchangeCall& call) {
-  if (!group.has_peer_memory()) return false;
-  const at::Device device = call.device();
-  const bool has_memory = PeerMemory::serves(device), has_kernel = call.engine() == ExchangeEngine::kKernel;
-  if (device.is_cpu()) return has_memory && uses_packing_kernel(call);
-  if (has_memory && has_kernel) return uses_packing_kernel(call);
-  throw_argument("peer_memory", text("tensors on ", device),
-                 has_memory ? "a device on which the packing kernel runs" : "a device with symmetric memory");
-}
-
 void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight); }
 
 }  // namespace
@@ -31,20 +20,10 @@ InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
     engine_ = make_engine(*call_);
-    const bool by_peer_memory = may_use_peer_memory(*group_, *call_) && call_->bounds_bytes();
-    if (!by_peer_memory) {
-      call_->allocate_wire();
-      engine_->pack();
-    }
+    engine_->pack();
     // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which it
     // does in a group's first collective, they do not.
     group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
-    if (by_peer_memory) {
-      call_->use_peer_memory(*group_);
-      group_->write_to_peers(
-          *call_->peer_memory(), call_->words(), [&] { engine_->pack(); }, call_->num_bytes_written(), arguments.label);
-      return;
-    }
     at::Tensor received = call_->received(), sent = call_->sent();
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
     engine_->move_own();
@@ -74,12 +53,8 @@ std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
     const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
     const std::unique_ptr<Engine> engine = std::move(engine_);
     call->set_local(local);
-    if (PeerMemory::Lease* lease = call->peer_memory()) {
-      group_->wait_for_peers(*lease, call->label());
-    } else {
-      group_->wait(*work_, call->device(), call->label());
-      work_.reset();
-    }
+    group_->wait(*work_, call->device(), call->label());
+    work_.reset();
     engine->unpack();
     return call->outputs();
   });

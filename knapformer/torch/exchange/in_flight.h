@@ -18,7 +18,7 @@ namespace knapformer {
 
 class InFlight {
  public:
-  /// Packs, and launches the all-to-all, if there is one. Collective.
+  /// Packs, and launches the all-to-all. Collective.
   explicit InFlight(const ExchangeArguments& arguments);
   /// The same; the tensor that stands for it.
   static at::Tensor start(ExchangeArguments arguments);
@@ -35,7 +35,7 @@ class InFlight {
   ExchangeArguments arguments_;
   std::unique_ptr<ExchangeCall> call_;
   std::unique_ptr<Engine> engine_;
-  WorkPtr work_;  // null: by peer memory
+  WorkPtr work_;
 };
 
 }  // namespace knapformer

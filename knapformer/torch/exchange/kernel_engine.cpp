@@ -7,7 +7,6 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <optional>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/engine.h"
@@ -32,14 +31,11 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
-/// Rows in memory: row i lies at base + index[i] * stride. Rows in a peer's memory lie further by an offset that the
-/// peer publishes.
+/// Rows in memory: row i lies at base + index[i] * stride.
 struct Rows {
   Address base = 0;
   Address index = 0;  // 0: in order
   int64_t stride = 0;
-  Address offset = 0;                  // the address of the peer's offset; 0: none
-  int64_t word_bytes = kMaxWordBytes;  // a word that divides the offset
 
   Rows columns_from(int64_t byte) const {
     Rows columns = *this;
@@ -54,12 +50,10 @@ class WorkList {
   void copy(const Rows& from, const Rows& to, int64_t num_bytes, int64_t num_rows) {
     if (num_bytes == 0 || num_rows == 0) return;
     const auto places = static_cast<int64_t>(from.base | to.base);
-    const int64_t word =
-        std::gcd(std::gcd(packing_word(num_bytes, places), to.word_bytes), std::gcd(from.stride, to.stride));
+    const int64_t word = std::gcd(packing_word(num_bytes, places), std::gcd(from.stride, to.stride));
     const int64_t num_words = num_bytes / word;
     copies_.push_back({.from = from.base,
                        .to = to.base,
-                       .to_offset = to.offset,
                        .from_index = from.index,
                        .to_index = to.index,
                        .from_stride = from.stride,
@@ -80,10 +74,6 @@ class WorkList {
     sums_.push_back(sum);
     num_bytes_ += num_bytes * sum.num_rows * std::max(1, std::max(sum.max_places, sum.num_sources));
   }
-
-  size_t num_copies() const { return copies_.size(); }
-  /// The copies from this one on come first.
-  void begin_with(size_t copy) { std::ranges::rotate(copies_, copies_.begin() + static_cast<std::ptrdiff_t>(copy)); }
 
   /// One launch, or none where there is nothing to do.
   void launch(const at::Tensor& wire) {
@@ -133,17 +123,14 @@ class KernelEngine final : public Engine {
   explicit KernelEngine(ExchangeCall& call) : call_(call) {}
 
   void pack() override {
-    if (call_.peer_memory() == nullptr) call_.allocate_outputs();
+    call_.allocate_outputs();
     WorkList work;
-    std::optional<size_t> first_behind;  // of the copies to ranks behind this one
     for_each_block(call_.sent_blocks(), [&](const WireBlock& block, Segment& segment, Address index) {
-      if (!first_behind && block.peer > call_.this_peer()) first_behind = work.num_copies();
       segment.send.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
         if (block.peer == call_.this_peer()) {
-          if (!segment.sums(slot)) copy_own(work, segment, slot, index);
+          if (!segment.sums(slot)) copy_own(work, block, segment, slot, index);
           return;
         }
-        if (call_.peer_memory() != nullptr) return write_to_peer(work, block, segment, slot, index);
         Rows to = on_wire(block, call_.sent_at(block) + byte);
         segment.send.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(of_input(slot, index).columns_from(run.first_byte), to, run.num_bytes, block.num_rows);
@@ -151,8 +138,6 @@ class KernelEngine final : public Engine {
         });
       });
     });
-    // The ranks begin with a peer each, so that no two share a link.
-    if (call_.peer_memory() != nullptr && first_behind) work.begin_with(*first_behind);
     work.launch(call_.wire());
   }
 
@@ -170,7 +155,6 @@ class KernelEngine final : public Engine {
       if (block.peer == call_.this_peer()) return;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot& slot, int64_t byte) {
         if (segment.sums(slot)) return;
-        if (call_.peer_memory() != nullptr) return copy_landed(work, block, segment, slot, index);
         Rows from = on_wire(block, call_.received_at(block) + byte);
         segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
           work.copy(from, of_output(slot, index).columns_from(run.first_byte), run.num_bytes, block.num_rows);
@@ -224,59 +208,20 @@ class KernelEngine final : public Engine {
         blocks, [&](const WireBlock& block) { return block.segment == segment && block.peer == call_.this_peer(); });
   }
 
-  /// Copies rows from the input to where they belong. Both ends list the same rows and columns in the same order; at
-  /// most one end has the columns in several runs. `dense`: the target's columns are dense, so the runs are the
-  /// input's.
-  void copy_through(WorkList& work, const Segment& segment, const Slot& slot, int32_t peer, Rows from, Rows to,
-                    int64_t num_rows, bool dense) const {
+  /// Copies own rows from the input to the output. Both ends list the same rows and columns in the same order; at most
+  /// one end has the columns in several runs.
+  void copy_own(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
+                Address from_index) const {
+    const auto s = static_cast<size_t>(&segment - call_.segments().data());
+    const Rows from = of_input(slot, from_index);
+    const Rows to = of_output(slot, index_of(own_block(call_.received_blocks(), s), 0));
+    const bool runs_of_input = segment.send.heads_shared();
     int64_t next = 0;
-    // If not dense, the target may have columns of other ranks' heads, too: the runs are those of this rank's heads.
-    (dense ? segment.send : segment.recv)
-        .for_each_column_run(slot, dense ? peer : call_.this_peer(), [&](ColumnRun run) {
-          work.copy(from.columns_from(dense ? run.first_byte : next), to.columns_from(dense ? next : run.first_byte),
-                    run.num_bytes, num_rows);
-          next += run.num_bytes;
-        });
-  }
-
-  void copy_own(WorkList& work, const Segment& segment, const Slot& slot, Address from_index) const {
-    const int64_t num_rows = own_block(call_.sent_blocks(), number_of(segment)).num_rows;
-    copy_through(work, segment, slot, call_.this_peer(), of_input(slot, from_index),
-                 of_output(slot, own_index(segment)), num_rows, segment.send.heads_shared());
-  }
-
-  /// Ranks that share heads have the same rows in the same order, so rows of this rank have the same index at a peer as
-  /// here.
-  void write_to_peer(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
-                     Address from_index) const {
-    const bool sums = segment.sums(slot), dense = sums || segment.send.heads_shared();
-    Rows to{.base = address_of(call_.base_at(block.peer)),
-            .index = sums ? 0 : own_index(segment),
-            .stride = dense ? segment.send.wire_bytes(slot, block.peer) : slot.output_row_bytes,
-            .offset = address_of(call_.offset_at(block.peer, slot_number(segment, slot))),
-            .word_bytes = slot.word_bytes};
-    copy_through(work, segment, slot, block.peer, of_input(slot, from_index), to, block.num_rows, dense);
-  }
-
-  /// If rows landed beside the output, copies them to the same rows and columns of the output.
-  static void copy_landed(WorkList& work, const WireBlock& block, const Segment& segment, const Slot& slot,
-                          Address index) {
-    const Address landing = address_of(slot.landing.const_data_ptr());
-    const Rows to = of_output(slot, index);
-    if (landing == to.base) return;
-    const Rows from{.base = landing, .index = index, .stride = to.stride};
-    segment.recv.for_each_column_run(slot, block.peer, [&](ColumnRun run) {
-      work.copy(from.columns_from(run.first_byte), to.columns_from(run.first_byte), run.num_bytes, block.num_rows);
+    (runs_of_input ? segment.send : segment.recv).for_each_column_run(slot, block.peer, [&](ColumnRun run) {
+      work.copy(from.columns_from(runs_of_input ? run.first_byte : next),
+                to.columns_from(runs_of_input ? next : run.first_byte), run.num_bytes, block.num_rows);
+      next += run.num_bytes;
     });
-  }
-
-  size_t number_of(const Segment& segment) const { return static_cast<size_t>(&segment - call_.segments().data()); }
-  static int64_t slot_number(const Segment& segment, const Slot& slot) {
-    return segment.first_slot + (&slot - segment.slots.data());
-  }
-  /// Where the own rows lie in the output.
-  Address own_index(const Segment& segment) const {
-    return index_of(own_block(call_.received_blocks(), number_of(segment)), 0);
   }
 
   /// What arrived for a slot, and where: the own rows, then those of others by peer.
@@ -299,11 +244,7 @@ class KernelEngine final : public Engine {
       size_t next = 0;
       segment.recv.for_each_slot(segment.slots, block.peer, [&](const Slot&, int64_t byte) {
         if (next++ != slot_index) return;
-        Rows rows = on_wire(block, call_.received_at(block) + byte);
-        if (call_.peer_memory() != nullptr) {
-          rows.base = address_of(call_.landed_from(block.peer, segment.first_slot + static_cast<int64_t>(slot_index)));
-          rows.stride = segment.recv.wire_bytes(slot, block.peer);
-        }
+        const Rows rows = on_wire(block, call_.received_at(block) + byte);
         all.push_back({.peer = block.peer, .rows = rows, .num_rows = block.num_rows});
       });
     });

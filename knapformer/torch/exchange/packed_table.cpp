@@ -40,7 +40,6 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
-  out[kMaxRows] = table.max_rows;
   out[kSpeaker] = end.speaker;
   out[kNumWithoutRows] = end.without_rows.num;
   out[kIsWithoutRows] = end.without_rows.this_peer;

@@ -55,8 +55,6 @@ class PackedEndView {
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
   int64_t num_wire_rows() const { return field(kNumWireRows); }
-  /// ExchangeTable::max_rows.
-  int64_t max_rows() const { return field(kMaxRows); }
   int32_t speaker() const { return static_cast<int32_t>(field(kSpeaker)); }
   PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
   PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
@@ -86,7 +84,6 @@ class PackedEndView {
     kEngine,
     kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has
-    kMaxRows,
     kSpeaker,
     kNumWithoutRows,  // then whether this peer is one of them
     kIsWithoutRows,

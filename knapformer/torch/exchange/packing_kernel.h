@@ -26,11 +26,9 @@ constexpr int kMinBlocks = 4;
 constexpr int kMaxArgumentBytes = 4080;
 
 /// Copies the same columns, num_words words, of num_rows rows. Row i is read at `from` + j * `from_stride`, where j is
-/// from_index[i], or i if from_index is 0. It is written likewise, at `to`; if to_offset is not 0, the number at that
-/// address is added to `to`.
+/// from_index[i], or i if from_index is 0. It is written likewise, at `to`.
 struct Copy {
   Address from = 0, to = 0;
-  Address to_offset = 0;                 // of an int64
   Address from_index = 0, to_index = 0;  // of int64
   Index from_stride = 0, to_stride = 0;  // bytes
   int num_words = 0, word_bytes = 0;     // of a row; every address is a multiple of the word
@@ -67,7 +65,7 @@ struct Work {
   KNAPFORMER_KERNEL Index sources_at() const { return sums_at() + num_sums * static_cast<Index>(sizeof(Sum)); }
 };
 
-static_assert(sizeof(Work) == 16 && sizeof(Copy) == 72 && sizeof(Sum) == 64 && sizeof(Source) == 32);
+static_assert(sizeof(Work) == 16 && sizeof(Copy) == 64 && sizeof(Sum) == 64 && sizeof(Source) == 32);
 
 KNAPFORMER_KERNEL Index at_index(Address index, Index i) {
   return index == 0 ? i : reinterpret_cast<const Index*>(index)[i];
@@ -98,8 +96,6 @@ struct RowsOfTile {
 
 template <class Word>
 KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
-  // Of a peer's memory: it arrives while the rows are read.
-  const Address to_offset = copy.to_offset == 0 ? 0 : *reinterpret_cast<const Address*>(copy.to_offset);
   const RowsOfTile rows(first, copy.num_words);
   const auto num_rows = static_cast<unsigned int>(copy.num_rows);
   Address from[kPerThread], to[kPerThread];
@@ -116,7 +112,7 @@ KNAPFORMER_KERNEL void copy_tile(const Copy& copy, Index first, int thread) {
     if (exists[k]) words[k] = *reinterpret_cast<const Word*>(from[k]);
   }
   for (int k = 0; k < kPerThread; ++k) {
-    if (exists[k]) *reinterpret_cast<Word*>(to_offset + to[k]) = words[k];
+    if (exists[k]) *reinterpret_cast<Word*>(to[k]) = words[k];
   }
 }
 

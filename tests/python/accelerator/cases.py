@@ -1,4 +1,4 @@
-"""Topologies and transports for which tests here run."""
+"""Topologies for which tests here run."""
 
 from __future__ import annotations
 
@@ -14,4 +14,3 @@ TOPOLOGIES = {
 each_topology = pytest.mark.parametrize(
     ("world", "topology"), [(n, topology) for n in TOPOLOGIES for topology in TOPOLOGIES[n]]
 )
-each_transport = pytest.mark.parametrize("peer_memory", [False, True], ids=["all_to_all", "peer_memory"])

@@ -20,16 +20,10 @@ class Launches(NamedTuple):
     backward: list[str]
 
 
-def launches_of_calls(
-    rank: int, world: int, topologies: list[str], peer_memory: bool
-) -> dict[str, dict[str, Launches]]:
+def launches_of_calls(rank: int, world: int, topologies: list[str]) -> dict[str, dict[str, Launches]]:
     """By topology, the launches of route, reverse_route and attention, with duplicates of rows and of heads."""
     group = sim.new_group()
-
-    def balancer(topology: str) -> SequenceBalancer:
-        return SequenceBalancer(topology, group=group, peer_memory=peer_memory)
-
-    return {topology: _launches(balancer(topology), rank) for topology in topologies}
+    return {topology: _launches(SequenceBalancer(topology, group=group), rank) for topology in topologies}
 
 
 def _launches(balancer: SequenceBalancer, rank: int) -> dict[str, Launches]:
@@ -89,14 +83,11 @@ class PackedBytes(NamedTuple):
 
 
 def packed_bytes_of_calls(
-    rank: int, world: int, topologies: list[str], peer_memory: bool
+    rank: int, world: int, topologies: list[str]
 ) -> dict[str, tuple[Plan, dict[str, PackedBytes]]]:
     """By topology: the plan, and the bytes that each call packed, without duplicates of rows or heads."""
     group = sim.new_group()
-    return {
-        topology: _packed_bytes(SequenceBalancer(topology, group=group, peer_memory=peer_memory), rank)
-        for topology in topologies
-    }
+    return {topology: _packed_bytes(SequenceBalancer(topology, group=group), rank) for topology in topologies}
 
 
 def _packed_bytes(balancer: SequenceBalancer, rank: int) -> tuple[Plan, dict[str, PackedBytes]]:

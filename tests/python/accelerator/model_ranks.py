@@ -44,13 +44,7 @@ def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
 
 
 def models_agree(
-    rank: int,
-    world: int,
-    names: list[str],
-    topology: str,
-    peer_memory: bool = False,
-    dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
+    rank: int, world: int, names: list[str], topology: str, dtype: torch.dtype = torch.float32, compiled: bool = False
 ) -> dict[str, Any]:
     """By model: outputs, losses and gradients on either device, and what the steps on the device counted.
 
@@ -58,7 +52,7 @@ def models_agree(
     on the device are.
     """
     group = sim.new_group()
-    balancer = SequenceBalancer(topology, group=group, peer_memory=peer_memory)
+    balancer = SequenceBalancer(topology, group=group)
     results = {}
     for name in names:
         by_device = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator.cases import TOPOLOGIES, each_topology, each_transport
+from accelerator.cases import TOPOLOGIES, each_topology
 from accelerator.device_ranks import (
     a_balancer_without_an_interface,
     a_rank_that_cannot_pack,
@@ -29,32 +29,29 @@ from distributed.ranks import run_ranks
 
 
 @functools.cache
-def steps_of_balancers(world: int, peer_memory: bool) -> list[dict[str, list[Any]]]:
-    return run_ranks(balancers_agree, world, TOPOLOGIES[world], peer_memory)
+def steps_of_balancers(world: int) -> list[dict[str, list[Any]]]:
+    return run_ranks(balancers_agree, world, TOPOLOGIES[world])
 
 
-@each_transport
-def test_a_rank_without_rows_is_told_which_gradients_travel(peer_memory: bool) -> None:
-    for pairs, syncs in run_ranks(frozen_in_turn_agrees, 3, peer_memory):
+def test_a_rank_without_rows_is_told_which_gradients_travel() -> None:
+    for pairs, syncs in run_ranks(frozen_in_turn_agrees, 3):
         assert syncs == []
         for expected, got in pairs:
             assert torch.equal(expected, got)
 
 
-@each_transport
 @each_topology
-def test_a_balanced_step_is_the_cpus(world: int, topology: str, peer_memory: bool) -> None:
-    for of_rank in steps_of_balancers(world, peer_memory):
+def test_a_balanced_step_is_the_cpus(world: int, topology: str) -> None:
+    for of_rank in steps_of_balancers(world):
         for on_cpu, on_device in of_rank[topology]:
             torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_of_one_backend_may_be_on_different_devices() -> None:
-    for pairs, (by_several_backends, by_peer_memory) in run_ranks(devices_mix, 2, ["g2n1", "g2/1n1"]):
+    for pairs, by_several_backends in run_ranks(devices_mix, 2, ["g2n1", "g2/1n1"]):
         for on_cpu, mixed in pairs:
             torch.testing.assert_close(mixed, on_cpu, rtol=1e-12, atol=1e-12)
         assert by_several_backends.startswith("ArgumentError: ") and " on sim" in by_several_backends
-        assert by_peer_memory.startswith("ArgumentError: ") and " on sim" in by_peer_memory
 
 
 def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from accelerator.cases import TOPOLOGIES, each_topology, each_transport
+from accelerator.cases import TOPOLOGIES, each_topology
 from accelerator.launch_ranks import (
     HEAD_BYTES,
     NUM_HEADS,
@@ -21,33 +21,28 @@ from knapformer import Plan
 
 
 @functools.cache
-def launches(world: int, peer_memory: bool) -> list[dict[str, dict[str, Launches]]]:
-    return run_ranks(launches_of_calls, world, TOPOLOGIES[world], peer_memory)
+def launches(world: int) -> list[dict[str, dict[str, Launches]]]:
+    return run_ranks(launches_of_calls, world, TOPOLOGIES[world])
 
 
-@each_transport
 @each_topology
-def test_two_launches_for_an_exchange(world: int, topology: str, peer_memory: bool) -> None:
+def test_two_launches_for_an_exchange(world: int, topology: str) -> None:
     """And none beside them: the packing kernel writes the levels of a nested bag where they belong."""
-    for of_rank in launches(world, peer_memory):
+    for of_rank in launches(world):
         for name, of_call in of_rank[topology].items():
             for launched in of_call:
-                barriers = launched.count("barrier")
-                exchanges = 2 if name == "attention" and "knapformer::move_rows" in launched else 0
-                # In place of an all-to-all: before ranks write to each other's memory, and behind it.
-                assert barriers == (2 * exchanges if peer_memory else 0), (name, launched)
-                assert set(launched) <= {"knapformer::move_rows", "barrier"}, (name, launched)
-                assert len(launched) - barriers <= (4 if name == "attention" else 2), (name, launched)
+                assert set(launched) <= {"knapformer::move_rows"}, (name, launched)
+                assert len(launched) <= (4 if name == "attention" else 2), (name, launched)
     for name in ("route", "reverse_route", "attention"):
-        parts = zip(*(of_rank[topology][name] for of_rank in launches(world, peer_memory)), strict=True)
+        parts = zip(*(of_rank[topology][name] for of_rank in launches(world)), strict=True)
         # One rank alone has no exchange, nor has attention in bags of one rank.
         shares = world > 1 and (name != "attention" or topology not in ("g1n2", "g1n3"))
         assert all(any("knapformer::move_rows" in launched for launched in part) == shares for part in parts), name
 
 
 @functools.cache
-def packed_bytes(world: int, peer_memory: bool) -> list[dict[str, tuple[Plan, dict[str, PackedBytes]]]]:
-    return run_ranks(packed_bytes_of_calls, world, TOPOLOGIES[world], peer_memory)
+def packed_bytes(world: int) -> list[dict[str, tuple[Plan, dict[str, PackedBytes]]]]:
+    return run_ranks(packed_bytes_of_calls, world, TOPOLOGIES[world])
 
 
 class Moved(NamedTuple):
@@ -60,9 +55,9 @@ class Moved(NamedTuple):
     def back(self) -> Moved:
         return Moved(self.given, self.taken, self.staying)
 
-    def packed(self, peer_memory: bool = False) -> int:
-        """What is taken is read once, and what comes by the wire once more: none where the peer wrote it in place."""
-        return self.taken + (0 if peer_memory else self.given - self.staying)
+    def packed(self) -> int:
+        """What is taken is read once, and what comes by the wire once more."""
+        return self.taken + self.given - self.staying
 
 
 def routed(plan: Plan, rank: int) -> Moved:
@@ -88,15 +83,14 @@ def shared_and_whole(plan: Plan, rank: int) -> tuple[Moved, int]:
     return Moved(*moved), whole
 
 
-@each_transport
 @each_topology
-def test_each_byte_is_packed_once(world: int, topology: str, peer_memory: bool) -> None:
-    """On each side of the wire, or in all where ranks write to each other's memory. Attention reads what is whole on a
-    rank where it lies; what it gives for that is copied beside the rest."""
-    for rank, of_rank in enumerate(packed_bytes(world, peer_memory)):
+def test_each_byte_is_packed_once(world: int, topology: str) -> None:
+    """On each side of the wire. Attention reads what is whole on a rank where it lies; what it gives for that is copied
+    beside the rest."""
+    for rank, of_rank in enumerate(packed_bytes(world)):
         plan, packed = of_rank[topology]
         route, (heads, whole) = routed(plan, rank), shared_and_whole(plan, rank)
-        there, back = heads.packed(peer_memory), heads.back().packed(peer_memory) + whole
+        there, back = heads.packed(), heads.back().packed() + whole
         expected = {
             "route": PackedBytes(route.packed(), route.back().packed()),
             "reverse_route": PackedBytes(route.back().packed(), route.packed()),

@@ -50,7 +50,7 @@ def test_a_models_step_is_the_cpus(world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["flux-tiny", "wan-tiny"])
 def test_compiled_blocks_compute_the_same(name: str) -> None:
     """Exchanges and kernels that take lengths are outside of their graphs, operations of ours inside."""
-    steps = run_ranks(models_agree, 2, [name], "g2n1", False, torch.float32, True, timeout_s=240)
+    steps = run_ranks(models_agree, 2, [name], "g2n1", torch.float32, True, timeout_s=240)
     check_steps_are_the_cpus(steps, name)
     for of_rank in steps:
         counted = of_rank[name]["sim", 1][3]

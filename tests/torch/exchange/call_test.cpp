@@ -153,7 +153,6 @@ TEST(WireLayout, NarrowColumnsDoNotNarrowTheWordsOfWideOnes) {
           {HeadRole::kNone, HeadRole::kNone, HeadRole::kNone});
       arguments.add(packed[1], {at::empty({sequences, 3}, at::kFloat)}, {HeadRole::kNone});
       ExchangeCall call(arguments);
-      call.allocate_wire();
       EXPECT_EQ(call.segments()[0].slots[0].word_bytes, 16);
       EXPECT_EQ(call.segments()[0].slots[1].word_bytes, 4);
       EXPECT_EQ(call.segments()[0].slots[2].word_bytes, 1);

@@ -42,7 +42,6 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
                     segment.inverse ? segment.sharing.inverse() : segment.sharing);
     }
     calls.push_back(std::make_unique<ExchangeCall>(arguments));
-    calls.back()->allocate_wire();
     calls.back()->wire().fill_(0xee);
     engines.push_back(make_engine(*calls.back()));
     engines.back()->pack();
