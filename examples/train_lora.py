@@ -167,8 +167,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
         knapformer.balance(transformer)  # (1)
         order = batches = knapformer.BalancedBatchSampler(  # (2)
             data.lengths(), batch_size=arguments.batch_size, d_model=transformer.inner_dim, micro_batches=accumulated,
-            num_replicas=num_ranks, rank=rank, drop_last=True,
-            model=knapformer.TrainedModel(mode="training" if arguments.full else "lora"),
+            drop_last=True, model=knapformer.TrainedModel(mode="training" if arguments.full else "lora"),
         )  # fmt: skip
     loader = DataLoader(data, batch_sampler=batches, collate_fn=list, num_workers=arguments.workers)
     if len(loader) < accumulated:

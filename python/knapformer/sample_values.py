@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,24 +15,26 @@ from torch import Tensor
 from knapformer._core import MAX_MAGNITUDE, ArgumentError
 
 _BLOCK = 1 << 20  # values of a memory map that are converted at a time
+_MAX_REPEATS = 2**31 - 1  # their sum over all samples is an int64
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch indexes and converts these, and computes little of them
 
 
-def checked_work(values: Any, num_samples: int) -> Tensor:
+def checked_numbers(name: str, values: Any, num_samples: int, low: float) -> Tensor:
     # Without a dtype, lists of floats would get torch's default one, which rounds them.
-    work = _as_tensor("work", values, torch.float64 if isinstance(values, list | tuple) else None)
-    if work.shape != (num_samples,) or work.dtype == torch.bool or work.is_complex():
+    numbers = _as_tensor(name, values, torch.float64 if isinstance(values, list | tuple) else None)
+    if numbers.shape != (num_samples,) or numbers.dtype == torch.bool or numbers.is_complex():
         raise ArgumentError(
-            f"work: got {work.dtype} of shape {tuple(work.shape)}, expected a number for each of {num_samples} samples"
+            f"{name}: got {numbers.dtype} of shape {tuple(numbers.shape)}, expected a number for each of {num_samples} "
+            "samples"
         )
     if num_samples > 0:
-        lowest, highest = extremes(work)  # NaN where any of them is NaN
-        if not (lowest >= 1 / MAX_MAGNITUDE and highest <= MAX_MAGNITUDE):
+        lowest, highest = extremes(numbers)  # NaN where any of them is NaN
+        if not (lowest >= low and 0 < highest <= MAX_MAGNITUDE):
+            sign = "positive" if low > 0 else "some positive, no negative,"
             raise ArgumentError(
-                f"work: got {lowest} to {highest}, expected positive finite numbers, from "
-                f"{1 / MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
+                f"{name}: got {lowest} to {highest}, expected {sign} finite numbers, from {low:g} to {MAX_MAGNITUDE:g}"
             )
-    return work
+    return numbers
 
 
 def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -42,14 +46,28 @@ def _as_tensor(name: str, values: Any, dtype: torch.dtype | None = None) -> Tens
             raise ArgumentError(f"{name}: got what makes no tensor ({error}), expected numbers") from None
 
 
-def checked_integers(name: str, values: Any) -> Tensor:
+def checked_integers(
+    name: str, values: Any, num_samples: int | None = None, low: int | None = None, high: int = 0
+) -> Tensor:
     # Of an empty list torch makes floats.
     checked = _as_tensor(name, values, torch.int64 if isinstance(values, Sequence) and len(values) == 0 else None)
     if checked.ndim != 1 or checked.dtype == torch.bool or checked.is_floating_point() or checked.is_complex():
         raise ArgumentError(
             f"{name}: got {checked.dtype} of shape {tuple(checked.shape)}, expected integers, (samples,)"
         )
+    if num_samples is not None and len(checked) != num_samples:
+        raise ArgumentError(f"{name}: got {len(checked)}, expected one for each of {num_samples} samples")
+    if low is not None and len(checked) > 0:
+        for extreme in extremes(checked):
+            integer(name, extreme, low, high)
     return checked
+
+
+def checked_repeats(values: Any, num_samples: int) -> Tensor:
+    """How often each sample stands in an epoch, of a number for all of them or one for each."""
+    if isinstance(values, Integral):
+        return torch.tensor(integer("repeats", values, 1, _MAX_REPEATS)).expand(num_samples)
+    return checked_integers("repeats", values, num_samples, 0, _MAX_REPEATS).long()
 
 
 def extremes(values: Tensor) -> tuple[Any, Any]:
@@ -66,6 +84,24 @@ def extremes(values: Tensor) -> tuple[Any, Any]:
         signed = block.view(torch.int64) ^ torch.iinfo(torch.int64).min if is_widest else block.long()
         found += [int(extreme) + offset for extreme in signed.aminmax()]
     return min(found), max(found)
+
+
+def described(value: Any) -> str:
+    """A text that is equal for equal values. Values of samples are hashed a block at a time, whatever type holds them;
+    of integers the sum tells those that are in another order."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    dtype, total, hashed = (
+        torch.float64 if value.is_floating_point() else torch.int64,
+        0,
+        hashlib.blake2b(digest_size=8),
+    )
+    for block in value.split(_BLOCK):
+        same = block.to("cpu", dtype).contiguous()
+        total += 0 if value.is_floating_point() else int(same.sum())
+        hashed.update(same.numpy())
+    what = "numbers" if value.is_floating_point() else f"integers of sum {total}"
+    return f"{len(value)} {what}, hash {hashed.hexdigest()}"
 
 
 def chosen(values: Tensor, samples: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, SupportsFloat
 
 import torch
@@ -13,17 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from knapformer import __version__
 from knapformer._core import (
     DEFAULT_GAMMA,
+    MAX_MAGNITUDE,
     MAX_SEQUENCE_TOKENS,
     ArgumentError,
     Cluster,
     Plan,
     StepPlan,
+    Topology,
     TrainedModel,
     plan,
 )
-from knapformer.sample_values import checked_integers, checked_work, chosen, extremes, integer
+from knapformer.agreement import check_equal_on_ranks
+from knapformer.sample_values import (
+    checked_integers,
+    checked_numbers,
+    checked_repeats,
+    chosen,
+    described,
+    extremes,
+    integer,
+)
 
 _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
@@ -38,11 +53,12 @@ class _Pass:
     order: Tensor | None = None  # of all the epoch's samples, once it is needed
     planned: OrderedDict[int, tuple[Tensor, StepPlan]] = field(default_factory=OrderedDict)  # of the last steps
     num_lists: int = 0  # yielded
+    num_seen: int = 1  # steps that the caller has come to, as its calls show
     is_running: bool = False  # an iterator is at it
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """This rank's micro-batches, as lists of indices, with equal work on every rank. Nothing travels between ranks.
+    """This rank's micro-batches, as lists of indices, with equal work on every rank. No data travels between ranks.
 
         sampler = BalancedBatchSampler(lengths, batch_size=4, d_model=3072, micro_batches=4)
         loader = DataLoader(dataset, batch_sampler=sampler)
@@ -58,6 +74,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
     batch_size * micro_batches to each. Which rank computes a sample, and in which micro-batch, is planned: every rank
     makes the same plan by itself from the lengths, without a collective. Ranks and micro-batches hold different numbers
     of samples, so losses are to be weighted over the whole step (knapformer.losses).
+
+    In a process group, all ranks begin each pass, which compares their samplers: lengths, arguments and position. It
+    uses the store of the default group, and no collective. Where num_replicas and rank are given, nothing is compared;
+    `digest` is there for that.
 
     Where `topology` has bags of several ranks, a long sample may be shared: all ranks of its group get its index, and
     each computes its own tokens of it. A balancer of that topology follows the plan, and attention exchanges; no token
@@ -75,6 +95,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
         what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention;
         balanced models of diffusers compute samples whole. None: every sample is whole on one rank.
+    repeats: how often a sample stands in an epoch: an integer for all, or one for each, in the form of `lengths`; 0
+        leaves it out. An epoch is that of a DistributedSampler over data in which each sample stands so often, in
+        adjacent places. None: once.
+    weights, num_samples: as of WeightedRandomSampler: an epoch is num_samples samples, which are drawn with replacement
+        in proportion to the weights, alike on all ranks and anew in each epoch. weights are numbers from 0 on, in the
+        form of `lengths`. num_samples of None: as many as there are lengths.
     num_replicas, rank: the number of data-parallel ranks; this rank. None: as in the default process group, or 1 and 0.
     shuffle, seed: as of DistributedSampler.
     same_shape: for trainers that stack or pad. Samples of equal shape are adjacent in a list; `groups` cuts it where
@@ -90,11 +116,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
     work: FLOPs of one block forward for every sample, as in `plan` and in the form of `lengths`; replaces the formula
         of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
+        A sample that is longer is refused at once, unless ranks of a bag can share it.
     model: a TrainedModel. None: the default. Its `routed` is ignored: nothing is routed.
     gamma, mask, rank_speed, cluster, num_heads, sync, effort: as in `plan`.
 
     Raises ArgumentError, naming the argument; in iteration, too, where a step's samples cannot keep
-    max_tokens_per_rank.
+    max_tokens_per_rank. At the begin of a pass: StateError on all ranks, where samplers differ, with what differs, or
+    where a rank does not begin the pass within the store's timeout.
     """
 
     def __init__(
@@ -108,6 +136,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         same_shape: bool = False,
         shapes: Sequence[int] | Tensor | Any | None = None,
         work: Sequence[float] | Tensor | Any | None = None,
+        repeats: int | Sequence[int] | Tensor | Any | None = None,
+        weights: Sequence[float] | Tensor | Any | None = None,
+        num_samples: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -124,20 +155,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         sync: str = "micro_batch",
         effort: int | str = "low",
     ) -> None:
-        if (num_replicas is None) != (rank is None):
-            raise ArgumentError("num_replicas, rank: got one of them, expected both or neither")
-        if num_replicas is None or rank is None:
-            grouped = dist.is_initialized()
-            if not grouped and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-                raise ArgumentError(
-                    f"num_replicas, rank: got none, and no process group, in a job of WORLD_SIZE={started}; expected "
-                    "them, or init_process_group before"
-                )
-            num_replicas, rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
+        given = {name: value for name, value in locals().items() if name not in ("self", "rank")}
+        self._is_compared = num_replicas is None and dist.is_initialized()
+        num_replicas, rank = _place(num_replicas, rank)
         batch_size = integer("batch_size", batch_size, 1)
         micro_batches = integer("micro_batches", micro_batches, 1)
-        num_replicas = integer("num_replicas", num_replicas, 1)
-        rank = integer("rank", rank, 0, num_replicas - 1)
         seed = integer("seed", seed, *_SEEDS)
         if topology == "auto":
             raise ArgumentError(
@@ -146,25 +168,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         if not isinstance(model, TrainedModel | None):
             raise ArgumentError(f"model: got {model!r}, expected a TrainedModel")
-        self._lengths = checked_integers("lengths", lengths)
-        if len(self._lengths) > 0:
-            shortest, longest = extremes(self._lengths)
-            if shortest < 1:
-                raise ArgumentError(f"lengths: got {shortest}, expected at least 1")
-            if longest > MAX_SEQUENCE_TOKENS:
-                raise ArgumentError(f"lengths: got {longest}, expected at most {MAX_SEQUENCE_TOKENS} tokens")
-        if shapes is not None and not same_shape:
-            raise ArgumentError("shapes: got some, expected none without same_shape=True")
-        if same_shape and topology is not None:
-            raise ArgumentError(f"topology: got {topology!r}, expected none with same_shape=True")
+        for name, is_refused, where in (
+            ("shapes", not same_shape, "without same_shape=True"),
+            ("topology", same_shape, "with same_shape=True"),
+            ("work", same_shape, "with same_shape=True"),
+            ("num_samples", weights is None, "without weights"),
+            ("repeats", weights is not None, "with weights"),
+        ):
+            if is_refused and given[name] is not None:
+                got = repr(given[name]) if isinstance(given[name], str | int) else "some"
+                raise ArgumentError(f"{name}: got {got}, expected none {where}")
+        if weights is not None and not shuffle:
+            raise ArgumentError("shuffle: got False, expected True with weights")
+        self._lengths = checked_integers("lengths", lengths, low=1, high=MAX_SEQUENCE_TOKENS)
+        size = len(self._lengths)
         self._shapes: Tensor | None = None
         if same_shape:
-            self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes)
-            if len(self._shapes) != len(self._lengths):
-                raise ArgumentError(f"shapes: got {len(self._shapes)}, expected one for each of {len(self._lengths)}")
-        if work is not None and same_shape:
-            raise ArgumentError("work: got some, expected none with same_shape=True")
-        self._work = None if work is None else checked_work(work, len(self._lengths))
+            self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes, size)
+        self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
+        self._weights = None if weights is None else checked_numbers("weights", weights, size, 0)
+        self._repeats = None if repeats is None else checked_repeats(repeats, size)
+        self._epoch_size = size if self._repeats is None else int(self._repeats.sum())
+        if num_samples is not None:
+            self._epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)
         self._batch_size = batch_size
         self._micro_batches = micro_batches
         self._num_ranks = num_replicas
@@ -187,16 +213,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "micro_batches": micro_batches,
             "sync": sync,
         }
-        none: list[list[Any]] = [[]] * num_replicas
-        plan(
-            none, work=None if work is None else none, **self._settings
-        )  # refuses settings that are wrong for any samples
-        self._pass = self._next_pass = _Pass(
-            epoch=0, first=0
-        )  # "this pass" of the methods; what the next iterator takes
+        of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work}
+        drawn = {"weights": self._weights, "repeats": self._repeats}
+        self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas}
+        self._check_settings()
+        self._next_pass = _Pass(epoch=0, first=0)
+        self._pass = self._next_pass  # of which the methods speak
         self._check_last_step(0)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._is_compared and dist.is_initialized():
+            check_equal_on_ranks("passes of samplers", self._description)
         own = self._next_pass
         self._check_last_step(own.first)
         self._next_pass = _Pass(own.epoch, 0)
@@ -204,8 +231,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         try:
             for step in range(self._num_steps(own)):
                 for micro_batch in range(self._micro_batches):
+                    indices = [index for index, _, _ in self._chunks(own, step, micro_batch)]
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
-                    indices = [index for index, _, _ in self.chunks(step, micro_batch)]
                     own.num_lists += 1
                     yield indices
         finally:
@@ -229,22 +256,28 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
-        return len(self._samples(step))
+        return len(self._samples(self._pass, self._asked(step)))
 
     def num_tokens(self, step: int, counted: Sequence[int] | Tensor | Any | None = None) -> int:
         """The tokens of all ranks in an optimizer step of this pass.
 
-        counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`. None:
-            all. A list is converted in each call; a tensor or an array is not.
+        counted: the tokens of every sample that count, such as those that bear a loss, in the form of `lengths`: 0 to
+            the sample's length. None: all. A list is converted in each call; a tensor or an array is not.
         """
-        values = self._lengths if counted is None else checked_integers("counted", counted)
-        if len(values) != len(self._lengths):
-            raise ArgumentError(f"counted: got {len(values)}, expected one for each of {len(self._lengths)} samples")
-        return int(chosen(values, self._samples(step)).sum())
+        samples = self._samples(self._pass, self._asked(step))
+        lengths = chosen(self._lengths, samples)
+        if counted is None:
+            return int(lengths.sum())
+        values = chosen(checked_integers("counted", counted, len(self._lengths)), samples)
+        for k in ((values < 0) | (values > lengths)).nonzero()[:1].flatten().tolist():
+            raise ArgumentError(
+                f"counted: got {values[k]} for sample {samples[k]}, expected 0 to {lengths[k]}, its length"
+            )
+        return int(values.sum())
 
     def step_plan(self, step: int) -> StepPlan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
-        return self._planned_step(step)[1]
+        return self._planned_step(self._pass, self._asked(step))[1]
 
     def plan(self, step: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch of this pass, the same on all ranks: for SequenceBalancer.follow."""
@@ -253,8 +286,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def chunks(self, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
         """What this rank computes in a micro-batch of this pass: (index, begin, end) of each entry of its list, in
         order. The rank computes the tokens [begin, end) of that sample, all of them where it is not shared."""
-        samples, planned = self._planned_step(step)
-        chunks = planned.chunks_on(self._rank, self._checked_micro_batch(micro_batch))
+        return self._chunks(self._pass, self._asked(step), self._checked_micro_batch(micro_batch))
+
+    def _chunks(self, of: _Pass, step: int, micro_batch: int) -> list[tuple[int, int, int]]:
+        samples, planned = self._planned_step(of, step)
+        chunks = planned.chunks_on(self._rank, micro_batch)
         held = samples[[sequence for sequence, _, _ in chunks]]
         if self._shapes is not None:
             own = held[chosen(self._shapes, held).argsort(stable=True)]
@@ -278,14 +314,38 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         num_steps: optimizer steps taken in this pass, which began where the state that was loaded last says. None: as
             many as were yielded whole, which is right only where nothing fetches ahead; a DataLoader's workers do.
-            Before a pass has begun: those that it is to leave out.
+            Warns if steps were yielded after those that other methods were asked about. Before a pass has begun: those
+            that it is to leave out.
         """
-        num_whole = self._pass.num_lists // self._micro_batches
+        own = self._pass
+        num_whole = own.num_lists // self._micro_batches
         if num_steps is not None:
-            most = num_whole if self._pass.num_lists > 0 else self._num_steps(self._pass)
-            num_whole = integer("num_steps", num_steps, 0, most)
-        after = min(self._pass.first + num_whole * self._step_size, len(self._lengths))
-        return {"epoch": self._pass.epoch, "next_sample": after, **self._order_follows()}
+            num_whole = integer("num_steps", num_steps, 0, num_whole if own.num_lists > 0 else self._num_steps(own))
+        else:
+            if num_whole > own.num_seen:
+                warnings.warn(
+                    f"num_steps: got None after {num_whole} steps were yielded, expected the number of those taken in "
+                    "this pass; those that workers of a DataLoader have fetched ahead would be lost",
+                    stacklevel=2,
+                )
+            own.num_seen = num_whole + 1  # torchdata's StatefulDataLoader asks after each list, and keeps the answers
+        after = min(own.first + num_whole * self._step_size, self._epoch_size)
+        return {"epoch": own.epoch, "next_sample": after, **self._order_follows()}
+
+    @property
+    def digest(self) -> str:
+        """A hash of what must be equal on all ranks when the next pass begins: every argument but the rank, lengths and
+        other values of samples included, the epoch, the position, and this package's version."""
+        return hashlib.blake2b(repr(self._description).encode(), digest_size=16).hexdigest()
+
+    @property
+    def _description(self) -> dict[str, str]:
+        position = {"epoch": str(self._next_pass.epoch), "next_sample": str(self._next_pass.first)}
+        return self._described | position
+
+    @cached_property
+    def _described(self) -> dict[str, str]:
+        return {"knapformer": __version__, **{name: described(value) for name, value in self._arguments.items()}}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
@@ -299,7 +359,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             if name not in state:
                 raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
         epoch = integer("state", state["epoch"], *self._epochs, of="epoch ")
-        next_sample = integer("state", state["next_sample"], 0, len(self._lengths), of="sample ")
+        next_sample = integer("state", state["next_sample"], 0, self._epoch_size, of="sample ")
         self._check_last_step(next_sample)
         self._begin_next_at(epoch, next_sample)
 
@@ -310,49 +370,90 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _order_follows(self) -> dict[str, int]:
         """The values that the order of an epoch's samples depends on."""
-        return {"seed": self._seed, "shuffle": int(self._shuffle), "num_samples": len(self._lengths)}
+        drawn = [self._described[name] for name in ("repeats", "weights") if self._arguments[name] is not None]
+        return {
+            "seed": self._seed,
+            "shuffle": int(self._shuffle),
+            "num_samples": self._epoch_size,
+            "repeats_and_weights": int(drawn[0].split()[-1], 16) if drawn else 0,
+        }
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
         return integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
+
+    def _asked(self, step: int) -> int:
+        """The step of this pass that the caller asks about: it has come so far, unless the step is not yet yielded."""
+        step = integer("step", step, 0, self._num_steps(self._pass) - 1)
+        if step * self._micro_batches < self._pass.num_lists:
+            self._pass.num_seen = max(self._pass.num_seen, step + 1)
+        return step
 
     @property
     def _step_size(self) -> int:
         return self._num_ranks * self._micro_batches * self._batch_size
 
     def _num_steps(self, of: _Pass) -> int:
-        left = len(self._lengths) - of.first
+        left = self._epoch_size - of.first
         return left // self._step_size if self._drop_last else -(-left // self._step_size)
 
     def _check_last_step(self, first: int) -> None:
-        left = (len(self._lengths) - first) % self._step_size
+        left = (self._epoch_size - first) % self._step_size
         num_lists = self._num_ranks * self._micro_batches
         if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
             raise ArgumentError(
-                f"lengths: got {len(self._lengths)} samples, of which {left} are left for the last step; expected at "
+                f"lengths: got {self._epoch_size} samples, of which {left} are left for the last step; expected at "
                 f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
             )
 
-    def _samples(self, step: int) -> Tensor:
+    def _check_settings(self) -> None:
+        """Refuses what is wrong for any samples, and a longest sample that no step can hold."""
+        num_ranks, limit = self._num_ranks, self._settings["max_tokens_per_rank"]
+        none: list[list[Any]] = [[]] * num_ranks
+        plan(none, work=None if self._work is None else none, **self._settings)
+        lengths, drawn = self._lengths, self._repeats if self._weights is None else self._weights
+        if limit > 0 and drawn is not None:
+            lengths = chosen(lengths, drawn.double().nonzero().flatten())
+        if limit == 0 or len(lengths) == 0:
+            return
+        longest = extremes(lengths)[1]
+        alone = [[longest], *none[1:]]
+        try:
+            plan(alone, work=None if self._work is None else [[1.0], *none[1:]], **self._settings)
+        except ArgumentError as error:
+            sharing = -(-longest // limit)
+            remedy = f"; {sharing} ranks could share it: give a topology with bags of so many"
+            may_share = self._shapes is None and sharing <= num_ranks
+            raise ArgumentError(f"{error}, which has {longest} tokens{remedy if may_share else ''}") from None
+
+    def _order(self, epoch: int) -> Tensor:
+        """The indices of an epoch's samples, in its order."""
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        if self._weights is not None:
+            ends = self._weights.double().cumsum(0)
+            # torch.multinomial takes at most 2^24 weights
+            drawn = torch.rand(self._epoch_size, dtype=torch.float64, generator=generator) * ends[-1:]
+            return torch.searchsorted(ends, drawn, right=True)
+        size = self._epoch_size
+        order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+        return order if self._repeats is None else torch.repeat_interleave(self._repeats)[order]
+
+    def _samples(self, of: _Pass, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
-        own = self._pass
-        step = integer("step", step, 0, self._num_steps(own) - 1)
-        if own.order is None:
-            size = len(self._lengths)
-            generator = torch.Generator().manual_seed(self._seed + own.epoch)
-            own.order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
-        first = own.first + step * self._step_size
-        samples = own.order[first : min(first + self._step_size, len(own.order))]
+        if of.order is None:
+            of.order = self._order(of.epoch)
+        first = of.first + step * self._step_size
+        samples = of.order[first : min(first + self._step_size, self._epoch_size)]
         dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]
 
-    def _planned_step(self, step: int) -> tuple[Tensor, StepPlan]:
+    def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, StepPlan]:
         """The step's samples, in the order of the plan's ids, and its plan."""
-        samples = self._samples(step)
-        done = self._pass.planned
+        done = of.planned
         if step in done:
             done.move_to_end(step)
             return done[step]
+        samples = self._samples(of, step)
         counted = chosen(self._lengths, samples)
         if self._shapes is not None:
             _, shape = chosen(self._shapes, samples).unique(return_inverse=True)
@@ -402,3 +503,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         gathered = torch.empty_like(samples)
         gathered[by_place] = samples[by_shape]
         return gathered
+
+
+def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks, and this rank."""
+    if (num_replicas is None) != (rank is None):
+        raise ArgumentError("num_replicas, rank: got one of them, expected both or neither")
+    if num_replicas is None and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    if num_replicas is None and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ArgumentError(
+            f"num_replicas, rank: got none, and no process group, in a job of WORLD_SIZE={started}; expected them, or "
+            "init_process_group before"
+        )
+    num_replicas = integer("num_replicas", 1 if num_replicas is None else num_replicas, 1)
+    try:
+        Topology(f"g1n{num_replicas}")
+    except ArgumentError as error:
+        raise ArgumentError(f"num_replicas: got {num_replicas}, more than a topology may have ({error})") from None
+    return num_replicas, integer("rank", 0 if rank is None else rank, 0, num_replicas - 1)

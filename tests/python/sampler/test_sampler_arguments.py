@@ -44,9 +44,12 @@ def test_lengths_shapes_and_work_may_be_of_any_integers(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
 def test_values_out_of_range_are_found_in_any_integers(dtype):
     highest = np.iinfo(dtype).max
-    bad = [("lengths", 0, "lengths: got 0, expected at least 1"), ("work", 0, "work: got 0.* expected positive finite")]
+    bad = [
+        ("lengths", 0, "lengths: got 0, expected 1 to 2147483647"),
+        ("work", 0, "work: got 0.* expected positive finite"),
+    ]
     if highest > 2**31:
-        bad.append(("lengths", highest, f"lengths: got {highest}, expected at most 2147483647 tokens"))
+        bad.append(("lengths", highest, f"lengths: got {highest}, expected 1 to 2147483647"))
     for name, value, message in bad:
         values = np.full(64, 5, dtype)
         values[37] = value
@@ -111,10 +114,10 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"model": "x"}, "model: got 'x', expected a TrainedModel"),
         ({"topology": "auto"}, "topology: got 'auto', expected .*rank_topologies.*doctor --topologies"),
         ({"lengths": torch.ones(4, dtype=torch.bool)}, "lengths: got torch.bool"),
-        ({"lengths": [5, 0]}, "lengths: got 0, expected at least 1"),
+        ({"lengths": [5, 0]}, "lengths: got 0, expected 1 to 2147483647"),
         ({"lengths": [[5, 4]]}, r"lengths: got torch.int64 of shape \(1, 2\), expected integers"),
         ({"lengths": [5.0, 4.0]}, "lengths: got torch.float32"),
-        ({"lengths": [5, 4, 3, 2**31]}, "lengths: got 2147483648, expected at most 2147483647 tokens"),
+        ({"lengths": [5, 4, 3, 2**31]}, "lengths: got 2147483648, expected 1 to 2147483647"),
         ({"lengths": ["5"] * 4}, "lengths: got what makes no tensor .*, expected numbers"),
         ({"shapes": [1, 2, 3, 3]}, "shapes: got some, expected none without same_shape=True"),
         ({"shapes": [1, 2], "same_shape": True}, "shapes: got 2, expected one for each of 4"),
@@ -130,6 +133,20 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"work": [1.0, 1e-31, 1.0, 1.0]}, "work: got 1e-31 to 1.0, expected positive finite numbers"),
         ({"work": [1.0, None, 1.0, 1.0]}, "work: got what makes no tensor .*, expected numbers"),
         ({"work": [1.0] * 4, "same_shape": True}, "work: got some, expected none with same_shape=True"),
+        ({"num_replicas": 2**31}, "num_replicas: got 2147483648, more than a topology may have"),
+        ({"repeats": 0}, "repeats: got 0, expected 1 to"),
+        ({"repeats": 1.5}, r"repeats: got torch.float32 of shape \(\), expected integers"),
+        ({"repeats": [1, 2]}, "repeats: got 2, expected one for each of 4"),
+        ({"repeats": [1, 2, 3, -1]}, "repeats: got -1, expected 0 to"),
+        ({"repeats": [1, 2, 3, 2**31]}, "repeats: got 2147483648, expected 0 to 2147483647"),
+        ({"repeats": 2, "weights": [1.0] * 4}, "repeats: got 2, expected none with weights"),
+        ({"weights": [1.0] * 3}, r"weights: got torch.float64 of shape \(3,\), expected a number for each of 4"),
+        ({"weights": [0.0] * 4}, "weights: got 0.0 to 0.0, expected some positive, no negative, finite numbers"),
+        ({"weights": [1.0, -1.0, 1.0, 1.0]}, "weights: got -1.0 to 1.0, expected some positive, no negative"),
+        ({"weights": [1.0, float("nan"), 1.0, 1.0]}, "weights: got nan to nan"),
+        ({"weights": [1.0] * 4, "shuffle": False}, "shuffle: got False, expected True with weights"),
+        ({"num_samples": 8}, "num_samples: got 8, expected none without weights"),
+        ({"weights": [1.0] * 4, "num_samples": 0}, "num_samples: got 0, expected at least 1"),
         ({"work": [1.0] * 4, "gamma": 0.0}, "gamma: got 0, expected at least"),
     ],
 )
@@ -160,9 +177,34 @@ def test_wrong_arguments_of_methods_are_named():
         (lambda: sampler.num_tokens(2), "step: got 2, expected 0 to 1"),
         (lambda: sampler.num_tokens(0, [1, 2]), "counted: got 2, expected one for each of 4 samples"),
         (lambda: sampler.num_tokens(0, [0.5] * 4), "counted: got torch.float32"),
+        (lambda: sampler.num_tokens(0, [-1] * 4), "counted: got -1 for sample ., expected 0 to ., its length"),
+        (lambda: sampler.num_tokens(0, [6] * 4), "counted: got 6 for sample ., expected 0 to ., its length"),
+        (lambda: sampler.num_tokens(0, [2**62] * 4), "counted: got 4611686018427387904 for sample"),
+        (lambda: sampler.num_tokens(0, np.full(4, 2**64 - 1, np.uint64)), "counted: got -1 for sample"),
         (lambda: sampler.num_tokens(0.0), "step: got 0.0, expected an integer, 0 to 1"),
         (lambda: sampler.plan(0, None), "micro_batch: got None, expected an integer, 0 to 0"),
     ):
         with pytest.raises(knapformer.ArgumentError, match=message):
             call()
     assert len(list(sampler)) == 2
+
+
+@pytest.mark.parametrize("topology, bag", [(None, 1), ("g2n2", 2), ("g2n1+g1n2", 2), ("g4/2/1n1", 4)])
+def test_a_sample_that_no_rank_can_hold_is_refused_at_once(topology, bag):
+    lengths = torch.ones(64, dtype=torch.int64)
+    lengths[63] = 99
+    options = {"batch_size": 4, "micro_batches": 4, "topology": topology, "allow_empty": True}
+    fits = -(-99 // bag)
+    for own in samplers(lengths, 4, max_tokens_per_rank=fits, **options):
+        assert len(list(own)) == 4
+    for limit, hint in ((fits - 1, f"; {-(-99 // (fits - 1))} ranks could share it.*" if bag < 4 else ""), (24, "")):
+        message = f"max_tokens_per_rank: got {limit}, expected at least {fits}: .*, which has 99 tokens{hint}$"
+        with pytest.raises(knapformer.ArgumentError, match=message):
+            samplers(lengths, 4, max_tokens_per_rank=limit, **options)
+    absent = torch.ones(64)
+    absent[63] = 0
+    for drawn in ({"weights": absent}, {"repeats": absent.long()}):
+        samplers(lengths, 4, max_tokens_per_rank=24, **options, **drawn)
+    if topology is None:
+        with pytest.raises(knapformer.ArgumentError, match=r"which has 99 tokens$"):
+            samplers(lengths, 4, max_tokens_per_rank=50, same_shape=True, **options)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sampler.samplers import WIDTH, lengths_of, samplers, samples_in, steps_of
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import knapformer
 from knapformer import BalancedBatchSampler
@@ -19,9 +20,8 @@ def test_a_pass_is_resumed_with_any_number_of_ranks(num_ranks, batch_size):
         sampler.set_epoch(2)
     taken = [list(itertools.islice(sampler, 7)) for sampler in before]  # three steps, and a half that is lost
     used = samples_in([lists[:6] for lists in taken])
-    states = [sampler.state_dict() for sampler in before]
+    states = [sampler.state_dict(num_steps=3) for sampler in before]
     assert all(state == states[0] for state in states)
-    assert before[0].state_dict(num_steps=3) == states[0]
 
     after = samplers(lengths, num_ranks, batch_size=batch_size, micro_batches=2)
     for sampler in after:
@@ -120,7 +120,7 @@ def test_steps_are_counted_from_where_the_pass_began():
     assert len(list(itertools.islice(sampler, 4))) == 4
     with pytest.raises(knapformer.ArgumentError, match="num_steps: got 8, expected 0 to 4"):
         sampler.state_dict(num_steps=8)
-    assert sampler.state_dict(num_steps=4) == sampler.state_dict() and sampler.state_dict()["next_sample"] == 16
+    assert sampler.state_dict(num_steps=4)["next_sample"] == 16
 
 
 def test_a_position_that_leaves_too_few_samples_is_refused_when_it_is_loaded():
@@ -163,3 +163,42 @@ def test_a_pass_that_was_left_gives_way_to_what_is_set():
     assert sampler.state_dict() == sampler.state_dict(num_steps=0) and sampler.state_dict()["epoch"] == 1
     totals = [sampler.num_tokens(step) for step in range(len(sampler))]
     assert totals == [int(lengths_of(96)[own].sum()) for own in sampler]
+
+
+@pytest.mark.filterwarnings("error:num_steps")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_state_of_steps_that_workers_fetched_ahead_comes_with_a_warning(num_workers, asks):
+    """A worker fetches two lists ahead, a step. Where nothing is asked, the sampler cannot know."""
+    (sampler,) = samplers(lengths_of(96), 1, batch_size=4)
+    for step, _ in enumerate(DataLoader(torch.arange(96), batch_sampler=sampler, num_workers=num_workers)):
+        if asks:
+            sampler.num_tokens(step)
+        if step == 5:
+            if asks and num_workers == 0:
+                assert sampler.state_dict() == sampler.state_dict(num_steps=6)
+            else:
+                with pytest.warns(UserWarning, match="num_steps: got None after"):
+                    sampler.state_dict()
+            break
+
+
+@pytest.mark.filterwarnings("error:num_steps")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_with_a_state_holds_the_position(num_workers):
+    """Also where it asks the sampler after each list that workers fetch ahead."""
+
+    def loader():
+        (sampler,) = samplers(lengths_of(96), 1, batch_size=4, micro_batches=2)
+        return StatefulDataLoader(torch.arange(96), batch_sampler=sampler, num_workers=num_workers)
+
+    whole = [batch.tolist() for batch in loader()]
+    interrupted, taken = loader(), []
+    for number, batch in enumerate(interrupted):
+        interrupted.batch_sampler.num_tokens(number // 2)
+        taken.append(batch.tolist())
+        if number == 5:
+            break
+    resumed = loader()
+    resumed.load_state_dict(interrupted.state_dict())
+    assert taken + [batch.tolist() for batch in resumed] == whole
