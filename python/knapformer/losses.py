@@ -16,24 +16,31 @@ count is that of all micro-batches: `total=step.num_tokens` where a StepPlan has
     total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
     for batch in micro_batches:
         token_mean(per_token_of(batch), total=total).backward()
+
+Some training loops divide the loss by the number of micro-batches: accelerate's and DeepSpeed's `backward`, Lightning,
+transformers' Trainer. `loss_divisor` says by how many; it is an error not to say so where one of them may divide.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from knapformer._core import ArgumentError, Plan, StateError, StepPlan
 from knapformer.device_copies import to_device
-
-if TYPE_CHECKING:
-    from knapformer._core import Plan, StepPlan
+from knapformer.sample_values import checked_integers, integer
+from knapformer.trainers import check_nothing_divides
 
 GradientReduction = Literal["mean", "sum"]
+
+_REFUSED = -(2**48)  # in place of a count, of a rank that raises an error: it outweighs the counts of all others
+_ELSEWHERE = "count: got none from another rank, which has raised an error of its own; expected one from each"
 
 
 def token_mean(
@@ -43,6 +50,7 @@ def token_mean(
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
     gradient_reduction: GradientReduction = "mean",
+    loss_divisor: int | None = None,
 ) -> Tensor:
     """The mean over all tokens of all ranks.
 
@@ -52,20 +60,26 @@ def token_mean(
     total: the number of tokens of all ranks, where it is known; saves the all-reduce, too.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
     gradient_reduction: what the training loop does with gradients over these ranks.
+    loss_divisor: what the training loop divides the loss by before its backward pass; the loss is multiplied by it.
+        None: by nothing, which is an error while accelerate accumulates micro-batches, and, with `total`, where
+        Lightning, transformers' Trainer or DeepSpeed is imported.
 
-    Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph.
+    Returns a scalar in float32 or better. Where no rank has data it is 0, attached to the graph. Raises ArgumentError,
+    and StateError on the other ranks where it raises on one and all of them are needed for the count.
     """
-    _check_vector("per_token", per_token)
-    num_tokens = len(per_token)
-    if plan is not None:
-        rank = _checked_rank(plan, group)
-        if (planned := plan.tokens_before[rank]) != num_tokens:
-            raise ValueError(
-                f"per_token: got {num_tokens} tokens, expected the {planned} that the plan has of this rank; where "
-                "only some of them bear a loss, leave plan out"
-            )
-        total = plan.num_tokens
-    return _share_of_mean(per_token.sum(dtype=_wide(per_token)), num_tokens, total, group, gradient_reduction)
+    with _refused_on_all_ranks(plan is None and total is None, group):
+        _check_vector("per_token", per_token)
+        factor = _factor(group, gradient_reduction, loss_divisor, total)
+        num_tokens = len(per_token)
+        if plan is not None:
+            planned = _checked_plan(plan, total, group, "num_tokens").tokens_before[_rank(group)]
+            if planned != num_tokens:
+                raise ArgumentError(
+                    f"per_token: got {num_tokens} tokens, expected the {planned} that the plan has of this rank; where "
+                    "only some of them bear a loss, leave plan out"
+                )
+            total = plan.num_tokens
+    return _share_of_mean(per_token.sum(dtype=_wide(per_token)), num_tokens, total, group, factor)
 
 
 def sample_mean(
@@ -77,68 +91,85 @@ def sample_mean(
     total: int | None = None,
     group: dist.ProcessGroup | None = None,
     gradient_reduction: GradientReduction = "mean",
+    loss_divisor: int | None = None,
 ) -> Tensor:
     """The mean over all samples of all ranks. Each sample, short or long, counts once, with the mean over its tokens.
 
     seq_lens: tokens in `per_token` of each of this rank's samples, each at least 1, on the CPU. sample_lens: tokens of
     the whole samples, where this rank computes only a chunk of some; it requires `total`, and chunks may be empty.
-    plan, total: as in token_mean, but for samples. The other arguments: as in token_mean.
+    plan, total: as in token_mean, but for samples. The other arguments, and errors: as in token_mean.
     """
-    _check_vector("per_token", per_token)
-    lens = _integers("seq_lens", seq_lens)
-    shortest = 1 if sample_lens is None else 0
-    if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
-        expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
-        raise ValueError(f"seq_lens: got {lens.tolist()}, expected {expected}")
-    whole = lens
-    if sample_lens is not None:
-        whole = _integers("sample_lens", sample_lens)
-        if total is None:
-            raise ValueError("total: got none, expected the samples of all ranks: chunks do not say how many they are")
-        if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
-            raise ValueError(
-                f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each at "
-                "least as long"
-            )
-    if plan is not None:
-        rank = _checked_rank(plan, group)
-        if len(plan.seq_lens[rank]) != len(lens):
-            expected = f"the {len(plan.seq_lens[rank])} that the plan has of this rank"
-            raise ValueError(f"seq_lens: got {len(lens)} samples, expected {expected}")
-        total = plan.num_sequences
+    with _refused_on_all_ranks(plan is None and total is None, group):
+        _check_vector("per_token", per_token)
+        factor = _factor(group, gradient_reduction, loss_divisor, total)
+        lens = checked_integers("seq_lens", seq_lens).cpu().long()
+        shortest = 1 if sample_lens is None else 0
+        if int(lens.sum()) != len(per_token) or (len(lens) > 0 and int(lens.min()) < shortest):
+            expected = f"lengths of at least {shortest} that add up to {len(per_token)}"
+            raise ArgumentError(f"seq_lens: got {lens.tolist()}, expected {expected}")
+        whole = lens
+        if sample_lens is not None:
+            whole = checked_integers("sample_lens", sample_lens).cpu().long()
+            if total is None:
+                raise ArgumentError(
+                    "total: got none, expected the samples of all ranks: chunks do not say how many they are"
+                )
+            if whole.shape != lens.shape or bool((whole < lens.clamp(min=1)).any()):
+                raise ArgumentError(
+                    f"sample_lens: got {whole.tolist()}, expected one for each of the chunks of {lens.tolist()}, each "
+                    "at least as long"
+                )
+        if plan is not None:
+            planned = len(_checked_plan(plan, total, group, "num_sequences").seq_lens[_rank(group)])
+            if planned != len(lens):
+                raise ArgumentError(
+                    f"seq_lens: got {len(lens)} samples, expected the {planned} that the plan has of this rank"
+                )
+            total = plan.num_sequences
     weights = torch.repeat_interleave(1.0 / whole.to(torch.float64), lens)
     weighted = per_token * to_device(weights.to(_wide(per_token)), per_token.device)
-    return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, gradient_reduction)
+    return _share_of_mean(weighted.sum(), len(lens) if sample_lens is None else 0, total, group, factor)
 
 
 def count_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
-    """The sum of a count over the ranks of a group, all of which call."""
-    return int(_sum_over_ranks(count, group).item())
+    """The sum of a count, at least 0, over the ranks of a group, all of which call.
+
+    Raises ArgumentError on a rank that gives another thing, and StateError on the others.
+    """
+    with _refused_on_all_ranks(True, group):
+        count = integer("count", count, 0)
+    if (total := int(_sum_over_ranks(count, group))) < 0:
+        raise StateError(_ELSEWHERE)
+    return total
 
 
 def global_mean(
-    loss: Tensor, group: dist.ProcessGroup | None = None, gradient_reduction: GradientReduction = "mean"
+    loss: Tensor,
+    group: dist.ProcessGroup | None = None,
+    gradient_reduction: GradientReduction = "mean",
+    loss_divisor: int | None = None,
 ) -> Tensor:
-    """The mean over all data, made of what token_mean or sample_mean returned on each rank; detached, to look at.
+    """The mean over all data, made of what token_mean or sample_mean returned on each rank; detached, to look at. Of a
+    micro-batch it is the part of the step's mean.
 
-    A collective of the group. group, gradient_reduction: as they were given to that function.
+    A collective of the group. group, gradient_reduction, loss_divisor: as they were given to that function.
     """
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        raise ArgumentError(f"loss: got {_kind(loss)}, expected what token_mean or sample_mean returned")
+    factor = _factor(group, gradient_reduction, loss_divisor, None)
     whole = loss.detach().clone()
     if _num_ranks(group) > 1:
         dist.all_reduce(whole, group=group)
-    return whole / _factor(group, gradient_reduction)
+    return whole / factor
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_vector(name: str, value: Tensor) -> None:
-    if value.ndim != 1:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (tokens,)")
-
-
-def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
-    tensor = torch.as_tensor(values, device="cpu")
-    if len(tensor) > 0 and (tensor.is_floating_point() or tensor.is_complex()):  # torch makes floats of an empty list
-        raise ValueError(f"{name}: got {tensor.dtype}, expected integers")
-    return tensor.to(torch.int64)
+    if not isinstance(value, Tensor) or value.ndim != 1 or value.is_complex():
+        raise ArgumentError(f"{name}: got {_kind(value)}, expected real numbers, (tokens,)")
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -146,50 +177,58 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _num_ranks(group: dist.ProcessGroup | None) -> int:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(f"group: got {group!r}, expected a process group that this rank is in")
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _checked_rank(plan: Plan | StepPlan, group: dist.ProcessGroup | None) -> int:
-    if hasattr(plan, "plans"):
-        raise ValueError(
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if _num_ranks(group) > 1 else 0
+
+
+def _checked_plan(plan: Plan, total: int | None, group: dist.ProcessGroup | None, counted: str) -> Plan:
+    if isinstance(plan, StepPlan):
+        of_step = {"num_tokens": "step.num_tokens", "num_sequences": "len(step.micro_batches)"}[counted]
+        raise ArgumentError(
             "plan: got that of a step of micro-batches, expected one plan; for the mean over the step give "
-            "total=step.num_tokens, or step.num_sequences in sample_mean"
+            f"total={of_step}"
         )
-    num_ranks = _num_ranks(group)
-    if plan.num_ranks != num_ranks:
-        raise ValueError(
-            f"plan: got one over {plan.num_ranks} ranks, expected one over the {num_ranks} that gradients are reduced "
-            "over; where the balancer's group is only some of them, leave plan out"
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan: got {type(plan).__name__}, expected a Plan")
+    if total is not None:
+        raise ArgumentError("plan, total: got both, expected one of them")
+    if plan.num_ranks != _num_ranks(group):
+        raise ArgumentError(
+            f"plan: got one over {plan.num_ranks} ranks, expected one over the {_num_ranks(group)} that gradients are "
+            "reduced over; where the balancer's group is only some of them, leave plan out"
         )
-    return dist.get_rank(group) if num_ranks > 1 else 0
+    return plan
 
 
-def _factor(group: dist.ProcessGroup | None, gradient_reduction: GradientReduction) -> int:
-    """A rank's share is multiplied by this: a gradient reduction by mean divides by the number of ranks."""
-    if gradient_reduction not in ("mean", "sum"):
-        raise ValueError(f"gradient_reduction: got {gradient_reduction!r}, expected 'mean' or 'sum'")
-    return _num_ranks(group) if gradient_reduction == "mean" else 1
+def _factor(
+    group: dist.ProcessGroup | None, reduction: GradientReduction, loss_divisor: int | None, total: int | None
+) -> int:
+    """A rank's share is multiplied by what is divided by later: a gradient reduction by mean divides by the number of
+    ranks."""
+    if reduction not in ("mean", "sum"):
+        raise ArgumentError(f"gradient_reduction: got {reduction!r}, expected 'mean' or 'sum'")
+    if loss_divisor is None and torch.is_grad_enabled():
+        check_nothing_divides(total)
+    divisor = 1 if loss_divisor is None else integer("loss_divisor", loss_divisor, 1)
+    return divisor * (_num_ranks(group) if reduction == "mean" else 1)
 
 
 def _share_of_mean(
-    local_sum: Tensor,
-    local_count: int,
-    total: int | None,
-    group: dist.ProcessGroup | None,
-    gradient_reduction: GradientReduction,
+    local_sum: Tensor, local_count: int, total: int | None, group: dist.ProcessGroup | None, factor: int
 ) -> Tensor:
-    factor = _factor(group, gradient_reduction)
     if total is not None:
-        try:
-            total = operator.index(total)
-        except TypeError:
-            raise ValueError(f"total: got {total!r}, expected an integer") from None
-        if total < local_count:
-            raise ValueError(f"total: got {total}, expected at least the {local_count} of this rank")
+        if (total := integer("total", total, 0)) < local_count:
+            raise ArgumentError(f"total: got {total}, expected at least the {local_count} of this rank")
         return local_sum * (factor / max(total, 1))
     # Where the group has no CPU backend, the count stays on the device: the host does not wait for it.
     count = _sum_over_ranks(local_count, group)
-    return local_sum * (factor / count.clamp(min=1).to(local_sum.dtype))
+    count = torch.where(count < 0, math.nan, count.clamp(min=1).to(local_sum.dtype))
+    return local_sum * (factor / count)
 
 
 def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -197,7 +236,21 @@ def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> Tensor:
         return torch.tensor(count, dtype=torch.int64)
     total = torch.full((), count, dtype=torch.int64, device=_metadata_device(group))  # filled there: a copy would wait
     dist.all_reduce(total, group=group)
+    if total.device.type == "cpu" and total < 0 <= count:
+        raise StateError(_ELSEWHERE)
     return total
+
+
+@contextlib.contextmanager
+def _refused_on_all_ranks(is_counted: bool, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Where ranks are to add up a count, an error on one of them takes part in that, so that none waits for it."""
+    num_ranks = _num_ranks(group)
+    try:
+        yield
+    except ArgumentError:
+        if is_counted and num_ranks > 1:
+            _sum_over_ranks(_REFUSED, group)
+        raise
 
 
 def _metadata_device(group: dist.ProcessGroup | None) -> torch.device:

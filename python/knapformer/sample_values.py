@@ -113,6 +113,8 @@ def integer(name: str, value: Any, low: int, high: int | None = None, of: str = 
     """Also of numpy's integers. of: what of the argument the value is, for the error."""
     expected = f"at least {low}" if high is None else f"{low} to {high}"
     try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name}: got {of}{value!r}, expected an integer, {expected}") from None

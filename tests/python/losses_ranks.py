@@ -191,17 +191,22 @@ def run_sampled(rank: int, world_size: int, cases: list[SampledStep]) -> list[di
 
 
 def run_misuse(rank: int, world_size: int) -> list[str]:
-    """The error messages that a rank gets for plans that do not fit."""
+    """The error messages that a rank gets for plans that do not fit, and for arguments wrong on rank 0 alone."""
     plan = knapformer.plan([[3, 4], [5]], "g1n2", 64)
     alone_plan = knapformer.plan([[3]], "g1n1", 64)
+    of_second = dist.new_group([1])
     messages = []
     for call in (
         lambda: token_mean(torch.zeros(6), plan=plan),
         lambda: sample_mean(torch.zeros(7), [1, 2, 4], plan=plan),
         lambda: token_mean(torch.zeros(3), plan=alone_plan),
+        lambda: token_mean((3.0, torch.zeros(3))[rank]),
+        lambda: count_over_ranks((1.5, 2)[rank]),
+        lambda: token_mean(torch.zeros(3), group=of_second),
     ):
         try:
             call()
-        except ValueError as error:
+            messages.append("no error")
+        except (ValueError, knapformer.StateError) as error:
             messages.append(str(error))
     return messages

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
+import sys
+import types
 
 import pytest
 import torch
@@ -114,10 +117,17 @@ def test_accumulated_over_micro_batches() -> None:
 
 def test_the_plan_of_a_step_is_refused_with_what_to_give() -> None:
     """And not taken for one plan: the mean over a micro-batch is not that over the step."""
-    step = knapformer.plan([[3, 4]], "g1n1", 8, micro_batches=2)
-    for mean in (lambda: token_mean(torch.ones(7), plan=step), lambda: sample_mean(torch.ones(7), [3, 4], plan=step)):
-        with pytest.raises(ValueError, match=r"plan: got that of a step of micro-batches.*total=step.num_tokens"):
-            mean()
+    step = knapformer.plan([[3, 4, 2]], "g1n1", 8, micro_batches=2)
+    ones = torch.ones(9)
+    for mean, count in (
+        (lambda **counts: token_mean(ones, **counts), 9),
+        (lambda **counts: sample_mean(ones, [3, 4, 2], **counts), 3),
+    ):
+        with pytest.raises(ValueError, match=r"plan: got that of a step of micro-batches") as refused:
+            mean(plan=step)
+        (advice,) = re.findall(r"total=(.*)", str(refused.value))
+        assert eval(advice, {"step": step}) == count
+        assert mean(total=count) == 1
 
 
 def test_plans_that_do_not_fit_are_named() -> None:
@@ -126,6 +136,13 @@ def test_plans_that_do_not_fit_are_named() -> None:
     assert second[0].startswith("per_token: got 6 tokens, expected the 5")
     assert first[1].startswith("seq_lens: got 3 samples, expected the 2") and "expected the 1" in second[1]
     assert first[2].startswith("plan: got one over 1 ranks, expected one over the 2") and second[2] == first[2]
+    assert first[3:] == [
+        "per_token: got float, expected real numbers, (tokens,)",
+        "count: got 1.5, expected an integer, at least 0",
+        "group: got -100, expected a process group that this rank is in",
+    ]
+    assert all(message.startswith("count: got none from another rank") for message in second[3:5])
+    assert second[5:] == ["no error"]
 
 
 def test_one_process_without_torch_distributed() -> None:
@@ -155,25 +172,69 @@ def test_sums_in_bfloat16_are_not_rounded_to_it() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"per_token: got shape \(2, 3\)"):
-        token_mean(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"seq_lens: got \[1, 1\], expected lengths of at least 1 that add up to 3"):
-        sample_mean(torch.zeros(3), [1, 1])
-    with pytest.raises(ValueError, match=r"seq_lens: got \[3, 0\]"):
-        sample_mean(torch.zeros(3), [3, 0])
-    with pytest.raises(ValueError, match="total: got none, expected the samples of all ranks"):
-        sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 4])
-    with pytest.raises(ValueError, match=r"sample_lens: got \[1, 1\], expected one for each of the chunks of \[1, 2\]"):
-        sample_mean(torch.zeros(3), [1, 2], sample_lens=[1, 1], total=2)
-    for fractions in ([1.0, 2.0], torch.tensor([1.5, 1.5])):  # cut to integers they might add up
-        with pytest.raises(ValueError, match=r"seq_lens: got torch\.float32, expected integers"):
-            sample_mean(torch.ones(3), fractions)
-    with pytest.raises(ValueError, match=r"sample_lens: got torch\.float32, expected integers"):
-        sample_mean(torch.ones(3), [3], sample_lens=[8.9], total=1)
-    for total in (float("nan"), 3.5, "3"):
-        with pytest.raises(ValueError, match=f"total: got {total!r}, expected an integer"):
-            token_mean(torch.ones(3), total=total)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="total: got 2, expected at least the 3 of this rank"):
-        token_mean(torch.zeros(3), total=2)
-    with pytest.raises(ValueError, match="gradient_reduction: got 'none', expected 'mean' or 'sum'"):
-        token_mean(torch.zeros(3), gradient_reduction="none")  # type: ignore[arg-type]
+    three, plan = torch.ones(3), knapformer.plan([[1, 2]], "g1n1", 8)
+    for call, message in (
+        (lambda: token_mean(torch.zeros(2, 3)), r"per_token: got torch.float32 of shape \(2, 3\), expected"),
+        (lambda: token_mean([1.0]), "per_token: got list, expected real numbers"),
+        (lambda: sample_mean(None, [3]), "per_token: got NoneType"),
+        (lambda: token_mean(three.to(torch.complex64)), "per_token: got torch.complex64"),
+        (
+            lambda: sample_mean(three, [1, 1]),
+            r"seq_lens: got \[1, 1\], expected lengths of at least 1 that add up to 3",
+        ),
+        (lambda: sample_mean(three, [3, 0]), r"seq_lens: got \[3, 0\]"),
+        (lambda: sample_mean(three, [[1, 2]]), r"seq_lens: got torch.int64 of shape \(1, 2\)"),
+        (lambda: sample_mean(three, 3), r"seq_lens: got torch.int64 of shape \(\), expected integers, \(samples,\)"),
+        (lambda: sample_mean(three, [True] * 3), "seq_lens: got torch.bool"),
+        (lambda: sample_mean(three, "abc"), "seq_lens: got what makes no tensor"),
+        (lambda: sample_mean(three, None), "seq_lens: got what makes no tensor"),
+        (lambda: sample_mean(three, [1, 2], sample_lens=[1, 4]), "total: got none, expected the samples of all ranks"),
+        (
+            lambda: sample_mean(three, [1, 2], sample_lens=[1, 1], total=2),
+            r"sample_lens: got \[1, 1\], expected one for each of the chunks of \[1, 2\]",
+        ),
+        # Cut to integers, these might add up.
+        (lambda: sample_mean(three, [1.0, 2.0]), r"seq_lens: got torch\.float32"),
+        (lambda: sample_mean(three, torch.tensor([1.5, 1.5])), r"seq_lens: got torch\.float32"),
+        (lambda: sample_mean(three, torch.empty(0)), r"seq_lens: got torch\.float32"),
+        (lambda: sample_mean(three, [3], sample_lens=[8.9], total=1), r"sample_lens: got torch\.float32"),
+        (lambda: token_mean(three, total=2), "total: got 2, expected at least the 3 of this rank"),
+        (lambda: token_mean(three, total=3, plan=plan), "plan, total: got both"),
+        (lambda: token_mean(three, plan=3), "plan: got int, expected a Plan"),
+        (lambda: token_mean(three, group=[0]), r"group: got \[0\], expected a process group"),
+        (
+            lambda: token_mean(three, gradient_reduction="none"),
+            "gradient_reduction: got 'none', expected 'mean' or 'sum'",
+        ),
+        (lambda: global_mean(3.0), "loss: got float, expected what token_mean"),
+        (lambda: global_mean(three), "loss: got torch.float32 of shape"),
+    ):
+        with pytest.raises(knapformer.ArgumentError, match=message):
+            call()
+    for value in (float("nan"), 1.5, "3", True, torch.tensor(True), -1):
+        expected = f"got {re.escape(repr(value))}, expected (an integer, )?at least"
+        for call in (
+            lambda value: token_mean(torch.empty(0), total=value),
+            lambda value: token_mean(three, loss_divisor=value),
+            count_over_ranks,
+        ):
+            with pytest.raises(knapformer.ArgumentError, match=expected):
+                call(value)
+
+
+def test_where_a_trainer_may_divide_the_loss_it_is_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = torch.ones(3, requires_grad=True)
+    assert token_mean(ones, total=6, loss_divisor=2) == 1
+    assert global_mean(sample_mean(ones, [3], total=2, loss_divisor=2), loss_divisor=2) == 0.5
+    for module in ("transformers.trainer", "pytorch_lightning.trainer.trainer", "deepspeed.runtime.engine"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, types.ModuleType(module))
+            for mean in (
+                lambda **options: token_mean(ones, **options),
+                lambda **options: sample_mean(ones, [3], **options),
+            ):
+                with pytest.raises(knapformer.ArgumentError, match=f"loss_divisor: got none.*{module} is imported"):
+                    mean(total=6)
+                assert mean() == 1  # of this micro-batch alone
+                with torch.no_grad():
+                    mean(total=6)
