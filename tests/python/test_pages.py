@@ -46,7 +46,7 @@ def test_these_are_all_blocks() -> None:
 
 
 def test_readme_step() -> None:
-    block = blocks_of("README.md")[0]
+    block = blocks_of("README.md")[2]
 
     def attending(x: torch.Tensor, features: list[torch.Tensor], balancer: SequenceBalancer) -> torch.Tensor:
         q = x.unflatten(1, (2, 4))
@@ -82,19 +82,13 @@ def test_readme_sampler() -> None:
         return losses.sum() / total
 
     run(
-        blocks_of("README.md")[2], BalancedBatchSampler=BalancedBatchSampler, DataLoader=DataLoader, dataset=data,
+        blocks_of("README.md")[0], BalancedBatchSampler=BalancedBatchSampler, DataLoader=DataLoader, dataset=data,
         lengths=[13] * 64, image_tokens=[10] * 64, model=lambda batch: batch[0] * scale,
         loss_per_token=lambda out: out * 0 + 10, token_mean=token_mean,
     )  # fmt: skip
     assert sum(weights).item() == pytest.approx(
         4
     )  # 64 samples of 10 tokens in 4 steps, each of which is a mean of ones
-
-
-def test_readme_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    made = run(blocks_of("README.md")[3], knapformer=knapformer, seq_lens_per_rank=LENGTHS)["plan"]
-    assert made.num_ranks == 32
-    assert capsys.readouterr().out.split()[1] == str(made.wir_after)
 
 
 def test_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
