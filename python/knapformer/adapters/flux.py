@@ -85,13 +85,14 @@ class Flux(JointAdapter):
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
         pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
-        times = [samples.one_each("timestep"), samples.optional_one_each("guidance", config.guidance_embeds)]
+        guided = samples.expect("guidance", config.guidance_embeds)
+        times = [samples.one_each("timestep"), *([samples.one_each("guidance")] if guided else [])]
         num_axes = len(config.axes_dims_rope)
-        image_ids = samples.rows_like("img_ids", num_axes, image_lens)
-        text_ids = samples.rows_like("txt_ids", num_axes, text_lens)
+        image_ids = samples.rows_like("img_ids", num_axes, image_lens, beside="txt_ids")
+        text_ids = samples.rows_like("txt_ids", num_axes, text_lens, beside="img_ids")
 
         image = model.x_embedder(image)
-        times = [time.to(image.dtype) * 1000 for time in times if time is not None]
+        times = [time.to(image.dtype) * 1000 for time in times]
         cond = model.time_text_embed(*times, pooled)
         text = model.context_embedder(text)
         rotation = (rotation_rows(*model.pos_embed(text_ids)), rotation_rows(*model.pos_embed(image_ids)))

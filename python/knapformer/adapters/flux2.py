@@ -74,11 +74,14 @@ class Flux2(JointAdapter):
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
+
+        def rounded(name: str) -> Tensor:  # each as its own hidden_states, which autocast lets have several dtypes
+            pairs = zip(samples.numbers(name), samples.values("hidden_states"), strict=True)
+            return samples.packed([number.to(hidden.dtype) * 1000 for number, hidden in pairs])
+
         # As in diffusers, guidance is left out where the model was made without it.
-        guided = getattr(config, "guidance_embeds", True)
-        time = samples.one_each("timestep").to(image.dtype) * 1000
-        guidance = samples.optional_one_each("guidance", guided)
-        cond = model.time_guidance_embed(time, None if guidance is None else guidance.to(image.dtype) * 1000)
+        guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
+        cond = model.time_guidance_embed(rounded("timestep"), rounded("guidance") if guided else None)
         num_axes = len(config.axes_dims_rope)
         image_ids = samples.rows_like("img_ids", num_axes, image_lens)
         text_ids = samples.rows_like("txt_ids", num_axes, text_lens)

@@ -74,8 +74,13 @@ class QwenImage(JointAdapter):
     ) -> tuple[Tensor, Tensor]:
         texts, images = [], []
         for i, shapes in enumerate(samples.values("img_shapes")):
-            shapes = shapes[0] if isinstance(shapes, list) and isinstance(shapes[0], list) else shapes
             shapes = shapes if isinstance(shapes, list) else [shapes]
+            if isinstance(shapes[0], list):
+                if len(shapes) != 1:
+                    raise ArgumentError(
+                        f"samples[{i}]['img_shapes']: got those of {len(shapes)} samples, expected one's"
+                    )
+                shapes = shapes[0]
             if (count := sum(math.prod(shape) for shape in shapes)) != image_lens[i]:
                 raise ArgumentError(f"samples[{i}]['img_shapes']: got {count} tokens, expected {image_lens[i]}")
             image, text = _rotation(model.pos_embed, shapes, text_lens[i], device)
@@ -88,16 +93,18 @@ class QwenImage(JointAdapter):
     def _kept(samples: Samples, text_lens: list[int]) -> Tensor | None:
         """For each text token whether it is kept, on the CPU, where they are counted. Masks that come on a device cost
         a wait."""
-        masks = samples.values("encoder_hidden_states_mask")
+        name = "encoder_hidden_states_mask"
+        masks = samples.values(name)
         if all(mask is None for mask in masks):
             return None
-        for i, (mask, length) in enumerate(zip(masks, text_lens, strict=True)):
-            if mask is not None and mask.numel() != length:
-                got = tuple(mask.shape)
-                raise ArgumentError(f"samples[{i}]['encoder_hidden_states_mask']: got {got}, expected (1, {length})")
-        whole = (torch.ones(length, dtype=torch.bool) for length in text_lens)
-        given = zip(masks, whole, strict=True)
-        return torch.cat(on_host([ones if mask is None else mask.flatten().bool() for mask, ones in given]))
+        for i, length in enumerate(text_lens):
+            masks[i] = torch.ones(length) if masks[i] is None else samples.tensor(i, name).float()
+            if (shape := tuple(masks[i].shape)) not in ((1, length), (length,)):
+                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, {length})")
+        for i, mask in enumerate(masks := on_host(masks)):
+            if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected 1 for a token that counts, or 0")
+        return torch.cat([mask.flatten().bool() for mask in masks])
 
     @staticmethod
     def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:

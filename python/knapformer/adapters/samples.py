@@ -50,27 +50,37 @@ class Samples:
         return len(self._samples)
 
     def rows(self, name: str, width: int) -> tuple[Tensor, list[int]]:
-        """Packs tensors (1, tokens, width), or (tokens, width): returns (all tokens, width), and the tokens of each."""
+        """Packs tensors (1, tokens, width), or (tokens, width), of floating-point numbers: returns (all tokens, width),
+        in the widest of their dtypes, and the tokens of each."""
         parts = [self._checked(i, name, width) for i in range(len(self))]
+        for i, part in enumerate(parts):
+            if not part.is_floating_point():
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {part.dtype}, expected floating-point numbers")
         return torch.cat(parts) if parts else self.like.new_zeros((0, width)), [len(part) for part in parts]
 
     def grids(self, name: str, channels: int, patch: Sequence[int]) -> list[Tensor]:
         """Images or videos (1, channels, *sizes), as they came. Checks that each size is a multiple of its patch's."""
-        for i, value in enumerate(self.values(name)):
-            shape = tuple(value.shape)
+        for i in range(len(self)):
+            shape = tuple(self.tensor(i, name).shape)
             fits = len(shape) == 2 + len(patch) and shape[:2] == (1, channels)
             if not fits or any(size < p or size % p for size, p in zip(shape[2:], patch, strict=True)):
                 expected = f"(1, {channels}, ...) with sizes that are multiples of {tuple(patch)}"
                 raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected {expected}")
         return self.values(name)
 
-    def rows_like(self, name: str, width: int, lens: Sequence[int]) -> Tensor:
-        """Like rows, in float32. Checks that each sample has as many rows as `lens` says."""
-        packed, counts = self.rows(name, width)
-        for i, (count, expected) in enumerate(zip(counts, lens, strict=True)):
-            if count != expected:
-                raise ArgumentError(f"samples[{i}][{name!r}]: got {count} rows, expected {expected}, one a token")
-        return packed.float()
+    def rows_like(self, name: str, width: int, lens: Sequence[int], beside: str | None = None) -> Tensor:
+        """Packs rows of any dtype, each sample's as float32. Checks that each has as many rows as `lens` says.
+
+        beside: the argument with which the model concatenates these rows first, in the dtype that torch gives both.
+        """
+        parts = [self._checked(i, name, width) for i in range(len(self))]
+        for i, (part, expected) in enumerate(zip(parts, lens, strict=True)):
+            if len(part) != expected:
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {len(part)} rows, expected {expected}, one a token")
+            if beside is not None:
+                part = part.to(torch.promote_types(part.dtype, self.tensor(i, beside).dtype))
+            parts[i] = part.float()
+        return torch.cat(parts) if parts else self.like.new_zeros((0, width), dtype=torch.float32)
 
     def row_each(self, name: str, width: int) -> Tensor:
         """One row of each sample, given as (1, width): (samples, width)."""
@@ -82,11 +92,18 @@ class Samples:
 
     def one_each(self, name: str) -> Tensor:
         """One number of each sample, given as a number or a tensor with one element: (samples,)."""
-        values = self.values(name)
-        for i, value in enumerate(values):
-            if (count := torch.as_tensor(value).numel()) != 1:
+        return self.packed(self.numbers(name))
+
+    def numbers(self, name: str) -> list[Tensor]:
+        """As one_each, before they are packed: each (1,), with its dtype, where it is."""
+        numbers = [torch.as_tensor(value) for value in self.values(name)]
+        for i, number in enumerate(numbers):
+            if (count := number.numel()) != 1:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {count} numbers, expected one")
-        numbers = [torch.as_tensor(value).reshape(1) for value in values]
+        return [number.reshape(1) for number in numbers]
+
+    def packed(self, numbers: list[Tensor]) -> Tensor:
+        """(samples,) on the model's device, in a dtype that holds them all."""
         dtypes = {number.dtype for number in numbers}
         if len(dtypes) > 1:  # as bfloat16, say, an integer would be another number
             dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -99,20 +116,24 @@ class Samples:
         """The arguments of this name as they came; None where a sample has none."""
         return [sample.get(name) for sample in self._samples]
 
-    def optional_one_each(self, name: str, needed: bool) -> Tensor | None:
-        """Like one_each where `needed`: all samples must have the argument. Otherwise None: no sample may have it."""
+    def expect(self, name: str, needed: bool) -> bool:
+        """`needed`. Checks that all samples have the argument where it is, and that none has it where it is not."""
         for i, value in enumerate(self.values(name)):
             if (value is not None) != needed:
                 got, expected = ("one", "none") if value is not None else ("none", "one")
                 raise ArgumentError(
                     f"samples[{i}][{name!r}]: got {got}, expected {expected}, as the model's config says"
                 )
-        return self.one_each(name) if needed else None
+        return needed
 
-    def _checked(self, i: int, name: str, width: int) -> Tensor:
-        value = self._samples[i][name]
+    def tensor(self, i: int, name: str) -> Tensor:
+        value = self._samples[i].get(name)
         if not isinstance(value, Tensor):
             raise ArgumentError(f"samples[{i}][{name!r}]: got {type(value).__name__}, expected a tensor")
+        return value
+
+    def _checked(self, i: int, name: str, width: int) -> Tensor:
+        value = self.tensor(i, name)
         shape = tuple(value.shape)
         if value.ndim == 3 and shape[0] == 1:
             value = value[0]

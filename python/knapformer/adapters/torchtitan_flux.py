@@ -80,7 +80,10 @@ class TorchtitanFlux(JointAdapter):
         text, text_lens = samples.rows("txt", model.txt_in.in_features)
         pooled = samples.row_each("y", model.vector_in.in_layer.in_features)
         num_axes = len(model.pe_embedder.axes_dim)
-        ids = (samples.rows_like("txt_ids", num_axes, text_lens), samples.rows_like("img_ids", num_axes, image_lens))
+        ids = (
+            samples.rows_like("txt_ids", num_axes, text_lens, beside="img_ids"),
+            samples.rows_like("img_ids", num_axes, image_lens, beside="txt_ids"),
+        )
         # The first column of the matrix [[cos, -sin], [sin, cos]] of every pair.
         text_rotation, image_rotation = (model.pe_embedder(rows[None])[0, :, 0, ..., 0] for rows in ids)
 

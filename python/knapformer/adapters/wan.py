@@ -8,6 +8,7 @@ with the same time step.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -133,16 +134,20 @@ class Wan(Adapter):
 
         text, text_lens = samples.rows("encoder_hidden_states", config.text_dim)
         text = embedder.text_embedder(text)
-        limit = f"{self.max_text_tokens} (max_text_tokens)"
-        of_sequences = _rows_of_context("encoder_hidden_states", text, text_lens, self.max_text_tokens, limit)
-        if embedder.image_embedder is not None:
+        room, limit = self.max_text_tokens, f"{self.max_text_tokens} (max_text_tokens)"
+        of_images: list[Tensor] = []
+        if samples.expect("encoder_hidden_states_image", embedder.image_embedder is not None):
             image, image_lens = self._images(embedder.image_embedder, samples, config)
-            room = config.pos_embed_seq_len or _CLIP_TOKENS
-            of_sequences += _rows_of_context("encoder_hidden_states_image", image, image_lens, room, str(room))
-        elif any(value is not None for value in samples.values("encoder_hidden_states_image")):
-            raise ArgumentError(
-                "samples: got 'encoder_hidden_states_image', expected none of a model without image branch"
-            )
+            image_room = config.pos_embed_seq_len or _CLIP_TOKENS
+            if config.added_kv_proj_dim is None:  # as in diffusers: one context, read by the projections of the text
+                pairs = zip(image.split(image_lens), text.split(text_lens), strict=True)
+                text = torch.cat([image[:0], text[:0], *itertools.chain.from_iterable(pairs)])
+                text_lens = [sum(lens) for lens in zip(image_lens, text_lens, strict=True)]
+                room, limit = room + image_room, f"{limit} and {image_room} of the picture"
+            else:
+                name = "encoder_hidden_states_image"
+                of_images = _rows_of_context(name, image, image_lens, image_room, str(image_room))
+        of_sequences = [*_rows_of_context("encoder_hidden_states", text, text_lens, room, limit), *of_images]
         times = torch.cat([torch.zeros(0), *self._times(samples, lens)])
         return Home(x, lens, [rotation, times], of_sequences, rest=times, grids=grids)
 
@@ -210,12 +215,8 @@ class Wan(Adapter):
     @staticmethod
     def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:
         """Embedded sample by sample: with a position table, two pictures (first and last frame) are one context."""
-        values = samples.values("encoder_hidden_states_image")
+        values = [samples.tensor(i, "encoder_hidden_states_image") for i in range(len(samples))]
         for i, value in enumerate(values):
-            if value is None:
-                raise ArgumentError(
-                    f"samples[{i}]: got no 'encoder_hidden_states_image', expected one, for the model's image branch"
-                )
             room, width = config.pos_embed_seq_len, config.image_dim
             fits = (
                 value.ndim == 3 and value.shape[::2] == (1, width)

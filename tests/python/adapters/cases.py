@@ -154,12 +154,12 @@ def wan(per_token: bool = False, **config: Any) -> Case:
 
     def sample(size: tuple[int, int, int], num_text: int, seed: int) -> Sample:
         draw, (frames, rows, columns) = Draw(seed), size
-        image_dim = settings.get("image_dim")
+        image_dim, of_image = settings.get("image_dim"), settings.get("added_kv_proj_dim")
         drawn = {
             "hidden_states": draw.normal(1, 3, frames, 2 * rows, 2 * columns),
             "timestep": 1000 * draw.uniform(),
-            # With an image, diffusers takes the last 512 tokens for the text.
-            "encoder_hidden_states": draw.normal(1, 512 if image_dim else num_text, settings["text_dim"]),
+            # With layers for the image, diffusers takes the last 512 tokens for the text.
+            "encoder_hidden_states": draw.normal(1, 512 if of_image else num_text, settings["text_dim"]),
         }
         if per_token:  # the first frame is known: its time step is 0
             drawn["timestep"] = drawn["timestep"].repeat(1, frames * rows * columns)
@@ -194,6 +194,7 @@ def cases() -> dict[str, Case]:
         "wan": wan(cross_attn_norm=False),
         "wan-time-per-token": wan(per_token=True, num_attention_heads=2),
         "wan-image": wan(image_dim=11, added_kv_proj_dim=42),
+        "wan-image-as-text": wan(image_dim=11, num_layers=1),
         "wan-two-images": wan(image_dim=11, added_kv_proj_dim=42, pos_embed_seq_len=12, num_layers=1),
     }
 

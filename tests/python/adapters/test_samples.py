@@ -1,0 +1,135 @@
+"""What a packed call makes of the arguments of each sample: the same as diffusers, or an error that names them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from adapters.cases import SIZES, Sample, cases, relative_error
+
+import knapformer
+
+CASES = {name: case for name, case in cases().items() if not name.endswith(("-plain", "-double")) and name != "wan"}
+OF_ANY_DTYPE = ("timestep", "guidance", "img_ids", "txt_ids", "encoder_hidden_states_mask")
+
+
+def samples_of(name: str) -> list[Sample]:
+    return [CASES[name].sample(*SIZES[seed], seed) for seed in (0, 4)]
+
+
+def assert_is_that_of_diffusers(case: str, samples: list[Sample], tolerance: float = 1e-5) -> None:
+    model = CASES[case].make()
+    expected = [model(**sample).sample for sample in samples]
+    for prediction, output in zip(knapformer.balance(model)(samples), expected, strict=True):
+        assert relative_error(prediction, output) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(case, name) for case in CASES for name, value in samples_of(case)[0].items() if torch.is_tensor(value)],
+)
+@torch.no_grad()
+def test_inputs_of_several_dtypes_are_those_of_diffusers(case: str, name: str) -> None:
+    # Where layers take these numbers, diffusers has them in several dtypes under autocast alone.
+    autocast, samples = name not in OF_ANY_DTYPE, samples_of(case)
+    for sample, dtype in zip(samples, (torch.float32 if autocast else torch.int64, torch.bfloat16), strict=True):
+        if name.endswith("ids"):
+            sample[name] = sample[name] + 301  # which bfloat16 does not hold, nor 1.998
+        if case == "flux2" and name == "hidden_states":
+            sample["timestep"] = torch.tensor([1.998])
+        sample[name] = sample[name].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        assert_is_that_of_diffusers(case, samples, 2e-2 if autocast else 1e-5)
+
+
+@torch.no_grad()
+def test_positions_that_diffusers_concatenates_are_rounded_alike() -> None:
+    for case in ("flux", "flux2"):
+        samples = samples_of(case)
+        for sample, dtype in zip(samples, (torch.bfloat16, torch.float32), strict=True):
+            sample["img_ids"], sample["txt_ids"] = (sample["img_ids"] + 301).long(), sample["txt_ids"].to(dtype)
+        assert_is_that_of_diffusers(case, samples)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "value", "message"),
+    [
+        ("flux", "guidance", None, "got none, expected one"),
+        ("flux", "timestep", torch.rand(2), "got 2 numbers, expected one"),
+        ("flux", "hidden_states", torch.rand(2, 15, 6), "got shape (2, 15, 6), expected (1, tokens, 6)"),
+        ("flux", "hidden_states", torch.ones(1, 15, 6).long(), "got torch.int64, expected floating-point numbers"),
+        ("flux", "img_ids", torch.rand(14, 3), "got 14 rows, expected 15"),
+        ("sd3", "pooled_projections", torch.rand(2, 9), "got 2 rows, expected one"),
+        ("sd3", "hidden_states", [1.0], "got list, expected a tensor"),
+        ("qwen-image", "encoder_hidden_states_mask", torch.ones(7, 1), "got shape (7, 1), expected (1, 7)"),
+        ("qwen-image", "encoder_hidden_states_mask", [1.0] * 7, "got list, expected a tensor"),
+        (
+            "qwen-image",
+            "encoder_hidden_states_mask",
+            torch.tensor([[0, 0, 0, 0, 0, 0, -torch.inf]]),  # as one that is added to the scores
+            "got -inf, expected 1 for a token that counts, or 0",
+        ),
+        ("qwen-image", "img_shapes", [[(1, 3, 5)], [(1, 3, 5)]], "got those of 2 samples, expected one's"),
+        ("qwen-image", "img_shapes", [[(1, 3, 4)]], "got 12 tokens, expected 15"),
+        ("wan-time-per-token", "timestep", torch.rand(1, 14), "got 14 numbers, expected 1 or 15"),
+        ("wan-image", "encoder_hidden_states_image", None, "got none, expected one"),
+        (
+            "wan-image",
+            "encoder_hidden_states_image",
+            torch.rand(2, 7, 11),
+            "got shape (2, 7, 11), expected (1, tokens, 11)",
+        ),
+        ("wan-image", "encoder_hidden_states_image", torch.rand(7, 11), "got shape (7, 11), expected (1, tokens, 11)"),
+        ("wan-image", "encoder_hidden_states_image", torch.rand(1, 300, 11), "got 300 tokens, expected at most 257"),
+        (
+            "wan-two-images",
+            "encoder_hidden_states_image",
+            torch.rand(1, 12, 11),
+            "got shape (1, 12, 11), expected (2, 6, 11)",
+        ),
+        ("wan-time-per-token", "encoder_hidden_states_image", torch.rand(1, 7, 11), "got one, expected none"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(case: str, name: str, value: Any, message: str) -> None:
+    """Also of one sample alone, where rows of a batch of two would broadcast."""
+    model, good = knapformer.balance(CASES[case].make()), samples_of(case)[0]
+    for samples in ([], [good]):
+        with pytest.raises(knapformer.ArgumentError, match=re.escape(f"samples[{len(samples)}]['{name}']: {message}")):
+            model([*samples, good | {name: value}])
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (samples_of("flux")[0], "samples: got dict, expected a list of dicts of forward's arguments"),
+        (iter(()), "samples: got tuple_iterator, expected a list of dicts"),
+        (None, "samples: got NoneType, expected a list of dicts"),
+        ([torch.rand(3)], "samples[0]: got Tensor, expected a dict"),
+        ([samples_of("flux")[0] | {"timestep": None}], "samples[0]: got no 'timestep', expected hidden_states, "),
+        (
+            [samples_of("flux")[0] | {"controlnet_block_samples": [1]}],
+            "samples[0]: got 'controlnet_block_samples', expected",
+        ),
+    ],
+)
+def test_samples_that_are_no_list_of_arguments_are_named(samples: Any, message: str) -> None:
+    model = knapformer.balance(CASES["flux"].make())
+    with pytest.raises(knapformer.ArgumentError, match=re.escape(message)):
+        model(samples)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_text", "limit"),
+    [
+        ("wan-time-per-token", 7, "6 (max_text_tokens)"),
+        ("wan-image-as-text", 260, "6 (max_text_tokens) and 257 of the picture"),
+    ],
+)
+def test_a_text_that_has_no_room_is_named(case: str, num_text: int, limit: str) -> None:
+    model = knapformer.balance(CASES[case].make(), max_text_tokens=6)
+    message = rf"samples\[1\]\['encoder_hidden_states'\]: got \d+ tokens, expected at most {re.escape(limit)}"
+    with pytest.raises(knapformer.ArgumentError, match=message):
+        model([CASES[case].sample(SIZES[0][0], num, 0) for num in (6, num_text)])
