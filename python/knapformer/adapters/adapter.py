@@ -145,7 +145,8 @@ class Adapter(ABC):
         """Raises ArgumentError where a module that is called in parts has a forward of a user's own."""
         owners = {"": model}
         for name in self.blocks:
-            owners |= {f"{name}.{i}.": original_of(block) for i, block in enumerate(getattr(model, name))}
+            blocks = enumerate(getattr(model, name))
+            owners |= {f"{name}.{i}.": block for i, wrapper in blocks for block in originals_of(wrapper)}
         for name, part in itertools.product(owners, self.in_parts):
             module = getattr(owners[name], part, None)
             of = next((base for base in type(module).__mro__ if "forward" in base.__dict__), None)
@@ -187,11 +188,15 @@ def name_of(of: type, expected: Sequence[str]) -> str:
     return f"{of.__name__} of {of.__module__}" if of.__name__ in expected else of.__name__
 
 
-def original_of(block: nn.Module) -> nn.Module:
-    """The module inside the wrappers of FSDP1, torch.compile and activation checkpointing, or itself."""
+def originals_of(module: Any) -> list[nn.Module]:
+    """The module inside the wrappers of FSDP1, torch.compile and activation checkpointing, or itself. With PEFT's
+    modules_to_save also its copies, of which one is called in its place."""
+    if hasattr(module, "original_module"):
+        inner = (module.original_module, *module.modules_to_save.values())
+        return [original for each in inner for original in originals_of(each)]
     for name in ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"):
-        block = getattr(block, name, block)
-    return block
+        module = getattr(module, name, module)
+    return [module]
 
 
 def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:

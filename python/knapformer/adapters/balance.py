@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from knapformer import ArgumentError, StateError
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, original_of
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, originals_of
 from knapformer.adapters.registry import find_model
 from knapformer.adapters.samples import Predictions, Sample, Samples
 from knapformer.balancer import SequenceBalancer
@@ -108,11 +108,14 @@ def balance(
 
 
 def unbalance(transformer: Model) -> Model:
-    """Undoes `balance`, in place. A model that is not balanced stays as it is."""
-    model, adapter_class = find_model(transformer)
-    _restore(model)
-    for module, _ in _modules_of(model, adapter_class):
-        _restore(module)
+    """Undoes `balance`, in place, wherever its modules are by now. A model that is not balanced stays as it is."""
+    model, _ = find_model(transformer)
+    modules = [module for module in model.modules() if _STATE in module.__dict__]
+    for module in modules:
+        if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
+            raise StateError("transformer: its forward was replaced after balance(); undo that first")
+    for module in modules:
+        del module.__dict__["forward"], module.__dict__[_STATE]
     return transformer
 
 
@@ -126,32 +129,22 @@ def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module,
     """The model's modules that a packed call goes through, and what they compute there."""
     for name, packed_forward in adapter.blocks.items():
         for block in getattr(model, name):
-            yield original_of(block), packed_forward
+            yield from ((module, packed_forward) for module in originals_of(block))
     for name, packed_forward in adapter.modules.items():
-        yield original_of(getattr(model, name)), packed_forward
+        yield from ((module, packed_forward) for module in originals_of(getattr(model, name)))
 
 
 def _check_packed(model: Any, adapter: Adapter) -> None:
     for name in adapter.blocks:
         for i, block in enumerate(getattr(model, name)):
             # Mostly it is the first of these; a wrapper that is not known here may hold the block.
-            if not any(_STATE in module.__dict__ for module in itertools.chain([original_of(block)], block.modules())):
+            if not any(_STATE in module.__dict__ for module in itertools.chain(originals_of(block), block.modules())):
                 raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
 
 
 def _replace(module: nn.Module, forward: Any, **parts: Any) -> None:
     setattr(module, _STATE, _Balanced(**parts))
     module.forward = MethodType(forward, module)
-
-
-def _restore(module: nn.Module) -> None:
-    state: _Balanced | None = module.__dict__.pop(_STATE, None)
-    if state is None:
-        return
-    if getattr(module.__dict__.get("forward"), "__func__", None) not in (_model_forward, _module_forward):
-        module.__dict__[_STATE] = state
-        raise StateError("transformer: its forward was replaced after balance(); undo that first")
-    del module.__dict__["forward"]
 
 
 def _module_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
