@@ -130,7 +130,7 @@ class BalancedLoader(Generic[Batch]):
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
         with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
-            self._check_shared(balancer.topology)
+            self._check_shared(Topology(balancer.topology, balancer.num_ranks))
         if device is not None:
             balancer.expect_device(torch.device(device))
         self._loader = loader
@@ -146,14 +146,25 @@ class BalancedLoader(Generic[Batch]):
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._position = _Position()
         self._resume_at: _Position | None = None
+        self._has_looked = False  # the pass from there was left at its first batch, as far as is known
         self._step_plan: StepPlan | None = None
         self._micro_batch = 0
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        self._position, self._resume_at = self._resume_at or _Position(), None
+        if self._has_looked:  # to begin at the start would be silent, and there the order may be another by now
+            raise StateError(
+                "load_state_dict: its position was taken by a pass that was left at its first batch, expected that "
+                "pass to go on, or load_state_dict again"
+            )
+        resumes, self._position, self._resume_at = self._resume_at is not None, self._resume_at or _Position(), None
         source = _Source(self, self._position)
         try:
-            yield from self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
+            batches = self._iterate_batches(source) if self._micro_batches is None else self._iterate_steps(source)
+            for first in islice(batches, 1):
+                self._has_looked = resumes
+                yield first
+            self._has_looked = False
+            yield from batches
         except StateError:
             if source.error is not None:  # the error of this rank's own data, in place of what all ranks are told
                 raise source.error from None
@@ -179,7 +190,7 @@ class BalancedLoader(Generic[Batch]):
         drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
         while drawn is not None:
             planned = balancer.finish_planning_step(moving)
-            self._check_shared(balancer.topology)
+            self._check_shared(planned.plans[0].topology)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
             taken, moving, drawn = moving, drawn, None if self._has_ended(drawn) else self._start_step(source)
@@ -235,6 +246,9 @@ class BalancedLoader(Generic[Batch]):
         A wrapped loader with a state of its own goes on from that state. Any other is iterated from its start, and the
         batches that were used are skipped: its order must be the same again (a seeded generator, `set_epoch` called as
         before).
+
+        One pass takes the position. If it is left at its first batch (`next(iter(loader))`), another one raises
+        StateError: to begin there again, load the state again.
         """
         if self._key not in state:
             raise ArgumentError(f"state: got that of {', '.join(map(str, state)) or 'nobody'}, expected {self._key}")
@@ -248,6 +262,7 @@ class BalancedLoader(Generic[Batch]):
         if self._stateful and is_left:
             iter(self._loader)  # the rest of the pass that was left; the next iterator begins a new one
         self._position = self._resume_at = _Position(own["num_batches"], own["ended"], is_left, own.get("loader"))
+        self._has_looked = False
 
     @property
     def _key(self) -> str:
@@ -279,11 +294,11 @@ class BalancedLoader(Generic[Batch]):
             **of_each,
         )
 
-    def _check_shared(self, topology: str) -> None:
+    def _check_shared(self, topology: Topology) -> None:
         """What goes whole to each rank that shares a sample would count once for each of them."""
         if self._micro_batches is None or any(is_cut for _, is_cut in self._fields):
             return
-        if any(len(bag) > 1 for bag in Topology(topology, self._balancer.num_ranks).bags):
+        if any(len(bag) > 1 for bag in topology.bags):
             raise ArgumentError(
                 f"per_token: got none, for a balancer of {topology}, whose ranks share samples; expected the names of "
                 f"tensors that are cut where a sample is shared, or a balancer of g1n{self._balancer.num_ranks}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -266,6 +267,23 @@ def check_resume_between_passes(rank: int, world_size: int) -> None:
     assert all(same(a[0], b[0]) for a, b in zip(second, again, strict=True))
 
 
+def check_a_look_at_the_first_batch_is_no_pass(rank: int, world_size: int) -> None:
+    """Without a word, the pass after it would begin at the start again."""
+    loader = BalancedLoader(make_batches(rank, 4), SequenceBalancer(TOPOLOGY), D_MODEL, empty=empty)
+    assert len([loader.state_dict() for _ in range(2) for _ in itertools.islice(loader, 1)]) == 2  # nothing was loaded
+    state, whole = loader.state_dict(), list(loader)
+    loader.load_state_dict(state)
+    next(iter(loader))
+    with pytest.raises(
+        StateError, match="load_state_dict: its position was taken by a pass that was left at its first"
+    ):
+        next(iter(loader))
+    loader.load_state_dict(state)
+    rest = list(itertools.islice(loader, 2))
+    assert all(same(a[0], b[0]) for a, b in zip(rest, whole[1:], strict=False))
+    assert len(list(loader)) == 4
+
+
 def check_lengths_that_are_read_once(rank: int, world_size: int) -> None:
     recorded: list[list[int]] = []
     own = make_batches(rank, 2)
@@ -321,6 +339,7 @@ CHECKS = [
     check_other_plans_between,
     check_resume_of_every_kind,
     check_resume_between_passes,
+    check_a_look_at_the_first_batch_is_no_pass,
     check_lengths_that_are_read_once,
     check_wrong_states,
 ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer, plan
+from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer, StateError, plan
 
 D_MODEL = 8
 CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -275,7 +275,21 @@ def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
         list(loader)
 
 
+def check_auto_where_the_first_lists_are_empty(rank: int, world_size: int) -> None:
+    empty: list[list[Sample]] = [[]] * 5
+    own = [*empty, [sample_of(1)]] if rank == 0 else empty
+    loader = BalancedLoader(own, SequenceBalancer("auto", cluster=CLUSTER), D_MODEL, micro_batches=1, **FIELDS)
+    assert [sum(on_all(len(pieces))) for pieces in lists_of(loader)] == [0, 0, 0, 0, 0, 1]
+    broken = failing_after(empty, ValueError("picture 17 is truncated")) if rank == 0 else [*empty, []]
+    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))))
+    dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
+    loader = BalancedLoader(broken, balancer, D_MODEL, micro_batches=1, **FIELDS)
+    with pytest.raises(ValueError if rank == 0 else StateError, match="picture 17 is truncated"):
+        list(loader)
+
+
 CHECKS = [
+    check_auto_where_the_first_lists_are_empty,
     check_evaluation_amid_a_step,
     check_only_tensors_that_go_whole,
     check_every_sample_once,
