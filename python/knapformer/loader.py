@@ -129,6 +129,10 @@ class BalancedLoader(Generic[Batch]):
             raise ArgumentError(
                 "empty: got none, expected a function that makes a batch without sequences, or end='shortest'"
             )
+        if hasattr(loader, "gradient_state"):  # it would say "the last batch" when that is drawn, ahead of its step
+            raise ArgumentError(
+                "loader: got one that accelerate prepared, expected the DataLoader itself, with a DistributedSampler"
+            )
         with contextlib.suppress(StateError):  # "auto": the balancer chooses it for the first step
             self._check_shared(Topology(balancer.topology, balancer.num_ranks))
         if device is not None:

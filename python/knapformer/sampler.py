@@ -24,6 +24,7 @@ from knapformer._core import (
     ArgumentError,
     Cluster,
     Plan,
+    StateError,
     StepPlan,
     Topology,
     TrainedModel,
@@ -39,6 +40,7 @@ from knapformer.sample_values import (
     extremes,
     integer,
 )
+from knapformer.trainers import keep_lists
 
 _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
@@ -220,8 +222,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
         self._check_last_step(0)
+        self._lowest_epoch: int | None = None  # that of the state loaded last
+        keep_lists(BalancedBatchSampler)
 
     def __iter__(self) -> Iterator[list[int]]:
+        keep_lists(BalancedBatchSampler)
         if self._is_compared and dist.is_initialized():
             check_equal_on_ranks("passes of samplers", self._description)
         own = self._next_pass
@@ -246,8 +251,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Sets the order of the next pass, which starts at the epoch's first sample, unless a state of this epoch was
         loaded. A pass that an iterator is at goes on unchanged, and is "this pass" until the next one begins."""
         epoch = integer("epoch", epoch, *self._epochs)
+        if self._lowest_epoch is not None and epoch < self._lowest_epoch:
+            raise StateError(
+                f"epoch: got {epoch}, though a state of epoch {self._lowest_epoch} was loaded; expected no lower one "
+                "(a loader that accelerate prepared counts its own passes: call its set_epoch before each)"
+            )
         if epoch != self._next_pass.epoch:
             self._begin_next_at(epoch, 0)
+
+    @property
+    def sampler(self) -> BalancedBatchSampler:
+        """Itself: accelerate and Lightning call `set_epoch` of a batch sampler's `sampler`."""
+        return self
 
     @property
     def _epochs(self) -> tuple[int, int]:
@@ -361,6 +376,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch = integer("state", state["epoch"], *self._epochs, of="epoch ")
         next_sample = integer("state", state["next_sample"], 0, self._epoch_size, of="sample ")
         self._check_last_step(next_sample)
+        self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)
 
     def _begin_next_at(self, epoch: int, first: int) -> None:

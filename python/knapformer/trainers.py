@@ -1,10 +1,12 @@
-"""What other packages' training loops do to a loss. Imports none of them."""
+"""What other packages' training loops do to the lists of a batch sampler and to a loss. Imports none of them."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from typing import Any
 
-from knapformer._core import ArgumentError
+from knapformer._core import ArgumentError, StateError
 
 # What divides a loss, by the module that is imported where a program trains with it.
 _DIVISORS = {
@@ -33,3 +35,48 @@ def check_nothing_divides(total: object) -> None:
             raise ArgumentError(
                 f"loss_divisor: got none, expected a number, as {module} is imported: {divides}; 1 where nothing does"
             )
+
+
+def keep_lists(sampler_class: Any) -> None:
+    """Makes accelerate's `prepare` leave the lists of such a batch sampler as they are: they are one rank's already.
+
+    For accelerate as it is imported by now; it has no setting for this. Raises StateError where accelerate is iterating
+    over a loader that it may have prepared before.
+    """
+    module: Any = sys.modules.get("accelerate.accelerator")
+    if module is None or hasattr(module.prepare_data_loader, "keeps_lists"):
+        return
+    prepare = module.prepare_data_loader
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(dataloader: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(dataloader.sampler, sampler_class):
+            raise ArgumentError(f"sampler: got a {sampler_class.__name__}, expected it as the loader's batch_sampler")
+        sampler = dataloader.batch_sampler
+        while hasattr(sampler, "batch_sampler"):  # skip_first_batches wraps it
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, sampler_class):
+            _check_prepared(sampler, options)
+            options |= {"num_processes": 1, "process_index": 0, "torch_device_mesh": None}
+            options |= {"split_batches": False, "dispatch_batches": False}
+        return prepare(dataloader, *args, **options)
+
+    prepare_data_loader.keeps_lists = True  # type: ignore[attr-defined]
+    module.prepare_data_loader = prepare_data_loader
+    if module.GradientState().in_dataloader:
+        raise StateError(
+            "accelerate was imported after the BalancedBatchSampler was made; expected it to be there before"
+        )
+
+
+def _check_prepared(sampler: Any, options: dict[str, Any]) -> None:
+    num_processes = options["num_processes"]
+    if options["torch_device_mesh"] is None and sampler._num_ranks != num_processes:
+        raise ArgumentError(
+            f"num_replicas: got {sampler._num_ranks}, in a loader for accelerate's {num_processes} processes; expected "
+            "as many"
+        )
+    if (steps := accumulated_by_accelerate()) not in (1, sampler._micro_batches):
+        raise ArgumentError(
+            f"micro_batches: got {sampler._micro_batches}, while accelerate accumulates {steps}; expected as many"
+        )

@@ -13,6 +13,7 @@ LONGEST = (
     "test_gpu_command.py",
     "test_train_images.py",
     "test_exactness.py",
+    "test_trainers.py",
     "test_adapters_on_ranks.py",
     "test_compile.py",
     "test_calibrate.py",
