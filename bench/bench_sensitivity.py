@@ -96,7 +96,7 @@ def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
     results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
     found: dict[str, float] = {}
     for result in results:
-        name = "bags" if result.alternative.name.startswith("bags") else result.alternative.name
+        name = "bags" if result.alternative.key.startswith("bags") else result.alternative.name
         found[name] = max(found.get(name, 0), gain(result, results[0])[0])
     return found
 
@@ -171,7 +171,7 @@ def caps_rows(num_steps: int) -> list[dict[str, object]]:
             for alternative in alternatives(setting, sharing(ranked(setting, steps), 3)):
                 result = simulate(alternative, Draw(setting, steps, pool))
                 if alternative.ours:
-                    name = "bags" if alternative.name.startswith("bags") else alternative.name
+                    name = "bags" if alternative.key.startswith("bags") else alternative.name
                     fits = result.problem is None
                     found[name] = max(found.get(name, 0), gain(result, home)[0] if fits else 0)
             rows.append({"cap": cap, "micro_batches": micro_batches, "speedup": found})

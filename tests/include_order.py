@@ -59,6 +59,7 @@ MAY_INCLUDE = {
 # Files whose room is not their folder: modules that the commands share, and the entry point of the commands.
 ROOM_OF_FILE = {
     "python/tools/cli_args": "python/tools/shared",
+    "python/tools/columns": "python/tools/shared",
     "python/tools/cost_args": "python/tools/shared",
     "python/tools/files": "python/tools/shared",
     "python/tools/launch": "python/tools/shared",

@@ -1,7 +1,7 @@
 """The command `knapformer`: its subcommands, each defined beside the code that does its work, and their exit statuses.
 
 An error in the input ends in one line on standard error and exit status 2, before any work is done. A later error
-ends in one line and status 1. `plan` needs no torch.
+ends in one line and status 1. A command's `run` may return another status (doctor). `plan` needs no torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_texts(args)
         args.argv = given  # for ranks, which run the command again
-        args.run(args)
+        status = args.run(args)
         sys.stdout.flush()
     except OutputError as error:
         return _complain(args.command, f"{error.filename}: {error.strerror}", 1)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(args.command, error, 1)
     except KeyboardInterrupt:
         return _complain(args.command, "interrupted", 130)
-    return 0
+    return int(status or 0)
 
 
 def _check_texts(args: argparse.Namespace) -> None:

@@ -5,33 +5,26 @@ Rows are read as a stream. Rows that cannot be read are counted, and the first o
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import itertools
 import json
+import re
+import sqlite3
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from knapformer import ArgumentError
-from knapformer._core import MAX_SEQUENCE_TOKENS
 from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
+from knapformer.tools.columns import Columns, checked_tokens, integer, is_value, known_columns
 from knapformer.tools.presets import Preset
 
-# Names of columns in common data sets and tools, by what the columns hold.
-_NAMES = {
-    "length": ("length", "num_tokens", "tokens", "seq_len", "len", "sequence_length", "seq_lens"),
-    "width": ("width", "image_width", "w", "original_width"),
-    "height": ("height", "image_height", "h", "original_height"),
-    "frames": ("frames", "num_frames", "n_frames", "frame_count"),
-    "text": ("text_tokens", "caption_tokens", "text_len", "caption_length", "text_length"),
-}
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet", "npy")
 _BATCH_ROWS = 1 << 16
 
@@ -41,163 +34,115 @@ class Samples:
     """What a file held.
 
     lengths: in tokens, of each sample. steps: lists of lengths, [step][rank], where the file has batches as they were
-    drawn. bad_rows: how many rows are not used; first_bad names the first.
+    drawn. read_as: which columns are read as what. num_rows: how many rows the file has, of which bad_rows are not
+    used; first_bad names the first of these.
     """
 
     lengths: array[int] = field(default_factory=lambda: array("q"))
     steps: list[list[list[int]]] = field(default_factory=list)
+    read_as: str = "tokens of a sample"
+    num_rows: int = 0
     bad_rows: int = 0
     first_bad: str = ""
 
-    def refuse(self, row: int, problem: str) -> None:
-        self.bad_rows += 1
-        self.first_bad = self.first_bad or f"row {row}: {problem}"
+    @property
+    def many_left_out(self) -> bool:
+        """Whether what is read may not be like the whole file."""
+        return self.bad_rows > 0.05 * self.num_rows
+
+    def left_out(self) -> str:
+        """A sentence, '' where all rows are used."""
+        if not self.bad_rows:
+            return ""
+        share = f"{self.bad_rows:,} of {self.num_rows:,} rows ({self.bad_rows / self.num_rows:.1%})"
+        return f"{share} cannot be read, the first of them {self.first_bad}."
 
 
 def read_samples(
     path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int
 ) -> Samples:
-    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder that
-    knapformer.record wrote.
+    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder: a log
+    of knapformer.record, or a trainer's cache.
 
-    preset: turns sizes into tokens; None where samples must have lengths. columns: names of columns that are not
-    recognised without it, by what they hold ('length', 'width', 'height', 'frames', 'text'). on_rows: called now and
-    then with the number of rows read.
+    preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
+    what they hold (columns.MEANINGS); none: those that are recognised. on_rows: called now and then with the number of
+    rows read.
 
-    Raises ArgumentError where nothing usable is found, OSError where the file cannot be read.
+    Raises ArgumentError where nothing usable is found, or columns or the preset are ambiguous; OSError where the file
+    cannot be read.
     """
     samples = Samples()
     with ExitStack() as stack:
-        rows, names = (read_log(path), None) if path != "-" and Path(path).is_dir() else _rows_of(path, stack)
-        if names is None:
-            _take_values(rows, samples, preset, columns or {}, on_rows)
+        if path != "-" and Path(path).is_dir():
+            rows, names = _folder_values(Path(path)), None
         else:
-            _take_rows(rows, _Reader(names, preset, columns or {}), samples, on_rows)
-    if not samples.lengths:
-        found = f"; rows left out: {samples.bad_rows:,}; the first: {samples.first_bad}" if samples.bad_rows else ""
-        raise ArgumentError(f"{path}: got no sample, expected at least one{found}")
-    return samples
+            rows, names = _rows_of(path, columns or {}, stack)
+        known: dict[tuple[str, ...], Columns] = {}
 
+        def columns_of(names: tuple[str, ...]) -> Columns:
+            if names not in known:
+                known[names] = Columns(names, preset, columns or {})
+            return known[names]
 
-class _Reader:
-    """Turns a row's values into tokens."""
-
-    def __init__(self, names: Sequence[str], preset: Preset | None, columns: Mapping[str, str]) -> None:
-        self._preset = preset
-        at: dict[str, int] = {}
-        plain = {name.strip().lower(): place for place, name in reversed(list(enumerate(names)))}
-        for what, known in _NAMES.items():
-            if what in columns:
-                if columns[what] not in names:
-                    raise ArgumentError(
-                        f"--columns: got {what}={columns[what]!r}, expected one of {', '.join(map(repr, names[:50]))}"
-                    )
-                at[what] = list(names).index(columns[what])
-            else:
-                found = next((plain[name] for name in known if name in plain), None)
-                if found is not None:
-                    at[what] = found
-        if "length" not in at and not {"width", "height"} <= at.keys():
-            if len(names) == 1 and ";" in names[0]:
-                raise ArgumentError(
-                    f"columns: got {names[0]!r}, separated by ';', expected ',' or, in .tsv files, tabs"
-                )
-            raise ArgumentError(
-                f"columns: got {', '.join(map(repr, names[:50]))}, expected a column of lengths in tokens, or of "
-                "widths and heights in pixels; name them with --columns length=NAME or "
-                "width=NAME,height=NAME,frames=NAME,text=NAME"
-            )
-        if "length" not in at and preset is None:
-            raise ArgumentError("--model: got none, expected the model that turns widths and heights into tokens")
-        self._at = at
-
-    def tokens(self, row: Sequence[Any]) -> int:
-        """Raises ValueError for a row that cannot be used."""
-        if len(row) <= max(self._at.values()):
-            raise ValueError(f"got {len(row)} values, expected more")
-        value = {what: _integer(row[place], what) for what, place in self._at.items()}
-        if "length" in value:
-            return _checked(value["length"])
-        assert self._preset is not None
-        for what, least in (("width", 1), ("height", 1), ("frames", 1), ("text", 0)):
-            if value.get(what, least) < least:
-                raise ValueError(f"{what}: got {value[what]}, expected at least {least}")
-        return _checked(
-            self._preset.num_tokens(value["width"], value["height"], value.get("frames", 1), value.get("text", 0))
-        )
-
-
-def _integer(value: Any, what: str) -> int:
-    """Takes integers written as floats too: pandas writes a column of integers with a missing cell so."""
-    if type(value) is int:
-        return value
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
-        if number.is_integer() and not isinstance(value, bool):
-            return int(number)
-    raise ValueError(f"{what}: got {value!r}, expected an integer")
-
-
-def _checked(tokens: int) -> int:
-    if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
-        raise ValueError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
-    return tokens
-
-
-def _take_rows(
-    rows: Iterator[Sequence[Any]], reader: _Reader, samples: Samples, on_rows: Callable[[int], object]
-) -> None:
-    append = samples.lengths.append
-    for number, row in enumerate(rows, 1):
-        try:
-            append(reader.tokens(row))
-        except ValueError as error:
-            samples.refuse(number, str(error))
-        if number % _BATCH_ROWS == 0:
-            on_rows(number)
-
-
-def _take_values(
-    values: Iterator[Any], samples: Samples, preset: Preset | None, columns: Mapping[str, str],
-    on_rows: Callable[[int], object],
-) -> None:  # fmt: skip
-    """Takes JSON values: numbers, objects, and lists with a list of numbers for each rank (a batch as it was drawn)."""
-    readers: dict[tuple[str, ...], _Reader] = {}
-    for number, value in enumerate(values, 1):
-        try:
-            if isinstance(value, dict):
-                names = tuple(value)
-                if names not in readers:
-                    try:
-                        readers[names] = _Reader(names, preset, columns)
-                    except ArgumentError:
-                        if not samples.lengths and not samples.bad_rows:
-                            raise  # most likely no row can be used
-                        raise ValueError(f"got the fields {', '.join(map(repr, names[:20]))}") from None
-                samples.lengths.append(readers[names].tokens(list(value.values())))
+        def take(value: Any) -> None:
+            if isinstance(value, ValueError):
+                raise value
+            if names is not None:
+                samples.lengths.append(columns_of(names).tokens(value))
+            elif isinstance(value, dict):
+                samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
             elif isinstance(value, list):
                 _take_step(value, samples)
             else:
-                samples.lengths.append(_checked(_integer(value, "length")))
-        except ValueError as error:
-            if isinstance(error, ArgumentError):
+                samples.lengths.append(checked_tokens(integer(value, "length")))
+
+        if names is not None:
+            try:
+                columns_of(names)
+            except ValueError as error:  # no row can be used
+                raise ArgumentError(str(error)) from None
+        for number, value in enumerate(rows, 1):
+            samples.num_rows = number
+            try:
+                take(value)
+            except ArgumentError:
                 raise
-            samples.refuse(number, str(error))
-        if number % _BATCH_ROWS == 0:
-            on_rows(number)
+            except ValueError as error:
+                samples.bad_rows += 1
+                samples.first_bad = samples.first_bad or f"row {number}: {error}"
+            if number % _BATCH_ROWS == 0:
+                on_rows(number)
+    if not samples.lengths:
+        raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
+    if known:
+        samples.read_as = "; or ".join(dict.fromkeys(of.description() for of in known.values()))
+    return samples
+
+
+def lengths_of(path: str) -> array[int]:
+    """The lengths of all samples, for commands that say nothing of rows left out. Raises ArgumentError, OSError."""
+    samples = read_samples(path, None)
+    if samples.bad_rows:
+        raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
+    return samples.lengths
 
 
 def _take_step(step: list[Any], samples: Samples) -> None:
+    """A batch as it was drawn: a list of lengths for each rank."""
     if not step or not all(isinstance(lens, list) for lens in step):
         raise ValueError("got a list, expected a list of lengths for each rank")
     if samples.steps and len(step) != len(samples.steps[0]):
         raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
-    checked = [[_checked(_integer(length, "length")) for length in lens] for lens in step]
+    checked = [[checked_tokens(integer(length, "length")) for length in lens] for lens in step]
     samples.steps.append(checked)
     samples.lengths.extend(itertools.chain.from_iterable(checked))
+    samples.read_as = f"tokens of the samples of each batch, as {len(step)} ranks drew it"
 
 
-def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] | None]:
+_Rows = tuple[Iterator[Any], tuple[str, ...] | None]
+
+
+def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
     """The rows, and the names of their values where each row has the same ones."""
     if path == "-":
         if sys.stdin is None:
@@ -208,7 +153,7 @@ def _rows_of(path: str, stack: ExitStack) -> tuple[Iterator[Any], Sequence[str] 
     if kind not in FORMATS:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
     if kind == "parquet":
-        return _parquet_rows(path)
+        return _parquet_rows(path, columns)
     if kind == "npy":
         return _npy_values(path), None
     return _text_rows(stack.enter_context(open(path, encoding="utf-8-sig", errors="replace", newline="")), path, kind)
@@ -224,9 +169,9 @@ def _kind_of(text: str) -> str:
     return "json" if first.startswith(("[", "{")) else "csv"  # a list or object that goes on, or is not closed
 
 
-def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Sequence[str] | None]:
+def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
     if kind == "json":
-        content = parse_json(file.read().encode(), f"LENGTHS: {path}")
+        content = _samples_by_name(parse_json(file.read().encode(), f"LENGTHS: {path}"), path)
         if not isinstance(content, list):
             raise ArgumentError(
                 f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples"
@@ -238,10 +183,82 @@ def _text_rows(file: TextIO, path: str, kind: str) -> tuple[Iterator[Any], Seque
     if kind in ("jsonl", "ndjson", "txt"):
         return (_line_value(line) for line in file if line.strip()), None
     rows = _csv_rows(file, path, "\t" if kind == "tsv" else ",")
-    names = next(rows, ["length"])
-    if len(names) == 1 and _is_json(names[0]):  # a number: there is no heading
-        return itertools.chain([names], rows), ["length"]
+    names = tuple(next(rows, ["length"]))
+    if any(map(is_value, names)):
+        if len(names) > 1:
+            raise ArgumentError(
+                f"LENGTHS: {path}: got no header: the first line is {','.join(names)!r}, expected the names of the "
+                "columns, such as 'width,height,frames' or 'num_tokens'"
+            )
+        return itertools.chain([names], rows), ("length",)
     return rows, names
+
+
+def _samples_by_name(content: Any, path: str) -> Any:
+    """The samples of an object that holds one under each file's name: the metadata of sd-scripts
+    (finetune/prepare_buckets_latents.py), and of SimpleTuner (helpers/metadata/backends/discovery.py)."""
+    if isinstance(content, dict) and "aspect_ratio_bucket_indices" in content:
+        raise ArgumentError(
+            f"LENGTHS: {path}: got SimpleTuner's aspect_ratio_bucket_indices, which hold no sizes, expected its "
+            "aspect_ratio_bucket_metadata, a file in the same folder"
+        )
+    by_name = isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values())
+    return list(content.values()) if by_name else content
+
+
+def _folder_values(folder: Path) -> Iterator[Any]:
+    """What read_log says of a log of knapformer.record, and an object for each sample of a trainer's cache."""
+    if any(folder.glob("rank-*-of-*.jsonl")):
+        yield from read_log(folder)
+    elif files := sorted(folder.glob("aspect_ratio_bucket_metadata*.json")):
+        for file in files:
+            yield from _samples_by_name(parse_json(file.read_bytes(), f"LENGTHS: {file}"), str(file))
+    elif files := sorted(path for path in folder.glob("*.safetensors") if not path.stem.endswith("_te")):
+        yield from map(_musubi_sample, files)
+    elif files := sorted(folder.rglob("cache_*/latents/metadata.db")):
+        for file in files:
+            yield from _diffusion_pipe_samples(file)
+    else:
+        raise ArgumentError(
+            f"LENGTHS: {folder}: got a folder without rank-*-of-*.jsonl (knapformer.record), "
+            "aspect_ratio_bucket_metadata*.json (SimpleTuner), *.safetensors (musubi-tuner) and "
+            "cache_*/latents/metadata.db (diffusion-pipe), expected one of these"
+        )
+
+
+# Pixels of a latent's side, by the beginning of a model's name in musubi-tuner (dataset/architectures.py); else 8.
+_MUSUBI_STRIDES = {"flux_2": 16, "hunyuan_video_1_5": 16, "hidream_o1": 32}
+
+
+def _musubi_sample(file: Path) -> dict[str, Any] | ValueError:
+    """From the name of the latents in the header, latents_FRAMESxHEIGHTxWIDTH_DTYPE (dataset/cache_io.py): the file's
+    own name has the size before it was cropped to a bucket."""
+    try:
+        with file.open("rb") as content:
+            header = json.loads(content.read(min(int.from_bytes(content.read(8), "little"), 1 << 20)))
+        found = next(filter(None, (re.fullmatch(r"latents_(?:(\d+)x)?(\d+)x(\d+)_[a-z0-9]+", name) for name in header)))
+        model = header["__metadata__"]["architecture"]
+    except (ValueError, KeyError, TypeError, StopIteration):
+        return ValueError(f"{file.name}: got no header of musubi-tuner's latents")
+    stride = next((of for name, of in _MUSUBI_STRIDES.items() if model.startswith(name)), 8)
+    frames, height, width = (int(size or 1) for size in found.groups())
+    return {"target_size": [width * stride, height * stride], "frames": 4 * (frames - 1) + 1}
+
+
+def _diffusion_pipe_samples(file: Path) -> Iterator[dict[str, Any]]:
+    """Folders have the name of their bucket, cache_[RATIOx]WIDTHxHEIGHTxFRAMES (utils/dataset.py); the database in it
+    has a row of `items` for each sample (utils/cache.py)."""
+    name = file.parent.parent.name
+    bucket = re.fullmatch(r"cache_(?:\d+\.\d+x)?(\d+)x(\d+)x(\d+)", name)
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            (count,) = database.execute("SELECT COUNT(*) FROM items").fetchone()
+    except sqlite3.Error as error:
+        raise ArgumentError(f"LENGTHS: {file}: {error}, expected diffusion-pipe's database") from None
+    if bucket is None:
+        raise ArgumentError(f"LENGTHS: {file}: got a folder {name}, expected cache_WIDTHxHEIGHTxFRAMES")
+    width, height, frames = map(int, bucket.groups())
+    yield from itertools.repeat({"target_size": [width, height], "frames": frames}, count)
 
 
 def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Sequence[Any]]:
@@ -269,7 +286,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _parquet_rows(path: str) -> tuple[Iterator[Sequence[Any]], Sequence[str]]:
+def _parquet_rows(path: str, columns: Mapping[str, str]) -> _Rows:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -280,18 +297,12 @@ def _parquet_rows(path: str) -> tuple[Iterator[Sequence[Any]], Sequence[str]]:
         file = parquet.ParquetFile(path)
     except ArrowException as error:
         raise ArgumentError(f"LENGTHS: {path}: {error}") from None
-    # Only columns of numbers are read, not the captions and pictures of wide tables.
-    names = [field.name for field in file.schema_arrow if field.type.id in _arrow_numbers()]
-    batches = file.iter_batches(_BATCH_ROWS, columns=names)
-    return (row for batch in batches for row in zip(*(c.to_pylist() for c in batch.columns), strict=True)), names
-
-
-def _arrow_numbers() -> set[int]:
-    import pyarrow
-
-    kinds = (pyarrow.int8, pyarrow.int16, pyarrow.int32, pyarrow.int64, pyarrow.uint8, pyarrow.uint16, pyarrow.uint32,
-             pyarrow.uint64, pyarrow.float32, pyarrow.float64)  # fmt: skip
-    return {kind().id for kind in kinds}
+    names = file.schema_arrow.names
+    # Only the columns that are asked for are read, not the captions and pictures of wide tables.
+    wanted = tuple(name for name in names if name in columns.values()) if columns else known_columns(names)
+    wanted = wanted or tuple(names)  # which an error names
+    batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
+    return (row for batch in batches for row in zip(*(c.to_pylist() for c in batch.columns), strict=True)), wanted
 
 
 def _npy_values(path: str) -> Iterator[int]:

@@ -141,6 +141,7 @@ def test_doctors_models_are_these(name: str) -> None:
         return
     config = load_config(name)
     sizes = (config.d_model, config.depth, config.num_heads, config.text_beside)
+    assert config.class_name == preset.transformer
     assert sizes == (preset.d_model, preset.num_blocks, preset.num_heads, preset.text_beside)
 
 

@@ -2,13 +2,16 @@
 
 import json
 import math
+import sys
 import warnings
 
 import pytest
 from knapformer.calibration import FixedCost
-from knapformer.tools.cli import main
+from knapformer.tools.cli import _parser, main
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.doctor.alternatives import Draw, Setting, as_drawn, longest_first, static_sharing
+from knapformer.tools.doctor.source import Source
+from knapformer.tools.presets import PRESETS
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -253,7 +256,84 @@ def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
     assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
     assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
     assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text
-    assert "fit" not in text
+    assert " fit" not in text
     text = printed(capsys, *arguments, "--max-tokens-per-rank", 40)
     assert text.startswith("Take ")
     assert "no balancing does not keep --max-tokens-per-rank 40 (64 tokens on a rank)." in text.partition("┏")[0]
+
+
+@pytest.mark.parametrize(("bad", "status"), [(1, 0), (2, 3)])
+def test_rows_left_out_come_first_and_in_the_exit_status_if_they_are_many(tmp_path, capsys, bad, status):
+    path = file_of(tmp_path / "l.csv", "length\n" + "4096\n" * (20 - bad) + "x\n" * bad + "4096\n")
+    arguments = ["doctor", str(path), "--ranks", "8", "--steps", "2", "--mode", "lora"]
+    assert main(arguments) == status
+    said = (
+        f"{bad} of 21 rows ({bad / 21:.1%}) cannot be read, the first of them row {21 - bad}: length: got 'x', expected"
+    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text and text.startswith(f"Caution: {said}" if status else "Not worth it for flux on 8 ranks")
+    assert main([*arguments, "--json", "-"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("Caution: " if status else "Not worth it")
+    assert (found["rows"], found["bad_rows"], found["model_name"]) == (21, bad, "flux")
+
+
+def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, capsys):
+    text = printed(capsys, "--data", "mixed", "--steps", 3)
+    advice = "Take the balancer in the model, with long samples shared by up to 16 ranks: training flux on 32 ranks is"
+    assert text.startswith(f"{advice} then 2.")
+    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g16/8/4/2/1n2"))'
+    model = "diffusers' FluxTransformer2DModel"
+    assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
+    assert "bags" not in text and text.count("g16/") == 1
+    assert "model: flux, the default of --model: 57 blocks of width 3072, 12e9 parameters, 24 heads; training;" in text
+    clips = file_of(tmp_path / "clips.csv", "width,height,frames\n" + "832,480,81\n512,512,17\n" * 9)
+    text = printed(capsys, clips, "--ranks", 8, "--micro-batches", 8, "--model", "wan-1.3b", "--steps", 3)
+    assert "batch_sampler=knapformer.BalancedBatchSampler(lengths, batch_size=1, d_model=1536, micro_batches=8" in text
+    assert (
+        "knapformer.balance(transformer), so that diffusers' WanTransformer3DModel takes samples of any sizes" in text
+    )
+    text = printed(capsys, clips, "--ranks", 8, "--model", "hunyuan-video", "--steps", 9, "--memory-gib", 200)
+    assert "What to change: the model calls route, attention and reverse_route of balancer = " in text
+    assert main(["doctor", str(clips), "--ranks", "8"]) == 2
+    assert (
+        "a model of pictures, for a sample of 81 frames, expected a model of videos: hunyuan" in capsys.readouterr().err
+    )
+
+
+def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[60000], [60000]]] * 2 + [[[60000], [3000]]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert found["take"] is None and found["verdict"].startswith("Not known for flux on 2 ranks: ")
+    assert "give or take" in found["verdict"] and "over 3 steps; more steps would tell" in found["verdict"]
+
+
+@pytest.mark.parametrize("num_ranks", [100_000, 99_968, 16_384, 16_383, 96, 5_001])
+@pytest.mark.parametrize(("batch_size", "micro_batches"), [(1, 1), (4, 8), (32, 64)])
+def test_the_work_is_bounded(tmp_path, num_ranks, batch_size, micro_batches):
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    given = ["--batch-size", batch_size, "--micro-batches", micro_batches, "--ranks", num_ranks]
+    source = Source(_parser().parse_args(["doctor", str(path), *map(str, given)]), PRESETS["flux"], 8)
+    batches = source.batches(micro_batches)
+    samples = sum(len(lens) for step in batches for batch in step for lens in batch)
+    assert source.simulated_ranks <= 4096 and samples <= 1 << 18 and len(batches) >= 2
+    assert math.gcd(source.simulated_ranks, 16) == math.gcd(num_ranks, 16)
+    assert (source.simulated_ranks == num_ranks) == (num_ranks == 96 and batch_size < 32)
+    assert {len(batch) for step in batches for batch in step} == {source.simulated_ranks}
+
+
+def test_many_ranks_are_sampled_and_the_figures_are_of_all(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("knapformer.tools.doctor.source._MAX_RANKS", 64)
+    path = file_of(tmp_path / "l.csv", "length\n" + "4096\n512\n" * 9)
+    arguments = [path, "--steps", 3, "--mode", "lora", "--rank-speed", ",".join(["1"] * 1000), "--topologies"]
+    found = diagnosis(capsys, *arguments, "--ranks", 1000)
+    assert (found["ranks"], found["simulated_ranks"]) == (1000, 56)
+    topologies = {option["topology"] for option in found["topologies"]}
+    assert {"g1n1000", "g8/4/2/1n125"} <= topologies and not any(name.startswith("g16") for name in topologies)
+    drawn = by_key(found)["as_drawn"]
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(1000)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["doctor", *map(str, arguments), "--ranks", "1000"]) == 0
+    out, err = capsys.readouterr()
+    assert "simulated: 56 of the 1,000 ranks, in 3 steps." in out and "  ranks: 1,000 in nodes of 8" in out
+    assert "simulating" in err

@@ -1,9 +1,12 @@
-"""Lengths from standard input, whose format its beginning tells, and integers that are written as floats."""
+"""Lengths from standard input, whose format its beginning tells; what columns mean; the caches of trainers."""
 
 import io
+import json
+import sqlite3
 
 import pytest
-from knapformer.tools.sample_files import read_samples
+from knapformer.tools.presets import PRESETS
+from knapformer.tools.sample_files import lengths_of, read_samples
 
 import knapformer as kf
 
@@ -47,3 +50,149 @@ def test_integers_may_be_written_as_floats(tmp_path):
     path.write_text("256.0\n256.5\n")
     samples = read_samples(str(path), None)
     assert (list(samples.lengths), samples.bad_rows) == ([256], 1)
+
+
+CLIP = 52 * 30 * 21  # tokens of 832 x 480 pixels and 81 frames in Wan: patches of 16 x 16 pixels and 4 frames
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "path,width,height,fps,duration\na.mp4,832,480,16,5.0625\n"),
+        ("a.csv", "img_width,img_height,n_frames\n832,480,81\n"),
+        ("a.csv", "resolution,num_frames,fps,duration\n832x480,81,16,9\n"),
+        ("a.csv", 'resolution,frames\n"(832, 480)",81\n'),
+        ("a.csv", 'shape,text_tokens\n"(81, 480, 832, 3)",7\n'),
+        ("a.csv", 'shape,frames\n"[3, 480, 832]",81\n'),
+        ("a.tsv", "W\tH\tFrames\n832\t480\t81.0\n"),
+        ("a.csv", 'num_tokens,caption\n"32,760",a\n'),
+        ("a.jsonl", '{"resolution": [832, 480], "nb_frames": 81, "size": 123456}\n'),
+        ("a.json", '[{"shape": [81, 3, 480, 832], "length_s": 5}]'),
+        # sd-scripts writes train_resolution, SimpleTuner target_size; both by the name of a file.
+        ("meta_lat.json", '{"a": {"caption": "x", "train_resolution": [832, 480], "num_frames": 81}}'),
+        ("meta.json", '{"a": {"original_size": [1920, 1080], "target_size": [832, 480], "crop_coordinates": [0, 0], '
+         '"num_frames": 83, "bucket_frames": 81, "fps": 24.0, "video_duration": 3.5}}'),
+    ],
+)  # fmt: skip
+def test_columns_are_recognised_by_their_names(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    samples = read_samples(str(path), PRESETS["wan-14b"])
+    assert (list(samples.lengths), samples.bad_rows) == ([CLIP], 0)
+
+
+def test_columns_of_texts_and_lists_are_read_from_parquet(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"caption": ["x"], "resolution": ["832x480"], "frames": [81]}), path)
+    assert list(read_samples(path, PRESETS["wan-14b"]).lengths) == [CLIP]
+    parquet.write_table(pyarrow.table({"caption": ["x"], "target_size": [[832, 480]], "n": [81]}), path)
+    given = {"size": "target_size", "frames": "n"}
+    assert list(read_samples(path, PRESETS["wan-14b"], given).lengths) == [CLIP]
+
+
+@pytest.mark.parametrize(
+    ("heading", "got", "written", "tokens"),
+    [
+        ("width,height,length", "'length' beside 'width', 'height': all tokens", "length=length", 81),
+        ("width,height,length", "'length' beside", "width=width,height=height", 52 * 30),
+        ("width,height,num_tokens", "'num_tokens' beside", "length=num_tokens", 81),
+        ("width,image_width,height", "'width', 'image_width' for the width", "width=width,height=height", 52 * 5),
+        ("width,height,resolution", "'width', 'height', 'resolution' for the size", "width=width,height=height", 1560),
+        ("width,height,duration", "'duration' without a column of fps", "width=width,height=height", 52 * 30),
+        ("width,height,fps", "'fps' without a column of duration", "width=width,height=height", 52 * 30),
+    ],
+)
+def test_ambiguous_columns_are_an_error_that_says_what_to_write(tmp_path, heading, got, written, tokens):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{heading}\n832,480,81\n")
+    with pytest.raises(kf.ArgumentError) as raised:
+        read_samples(str(path), PRESETS["wan-14b"])
+    message = str(raised.value)
+    assert got in message and f"--columns {written}" in message
+    given = dict(pair.split("=") for pair in written.split(","))
+    assert list(read_samples(str(path), PRESETS["wan-14b"], given).lengths) == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "832,480,81\n", "the first line is '832,480,81', expected the names of the columns, such as 'width"),
+        ("a.csv", "832x480,81\n", "the first line is '832x480,81'"),
+        ("a.csv", "a;b\n1;2\n", "values are separated by ','"),
+        ("a.csv", "width,caption\n1,2\n", "expected a column of lengths in tokens, or of widths and heights"),
+        ("a.json", '{"aspect_ratio_bucket_indices": {"1.0": ["a"]}}', "expected its aspect_ratio_bucket_metadata"),
+        ("a.csv", "width,height,frames\n832,480,81\n", "--model: got flux, the default, a model of pictures, for a "),
+        ("a.jsonl", '{"size": 1}\n{"width": 832, "height": 480, "frames": 2}\n', "expected a model of videos: hunyuan"),
+        ("a.csv", 'resolution\n"832,480"\n720p\n', "3 of 3 rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text + ("1024x\n" if "3 of 3" in message else ""))
+    with pytest.raises(kf.ArgumentError) as raised:
+        read_samples(str(path), PRESETS["flux"])
+    assert message in str(raised.value)
+
+
+def test_rows_that_do_not_say_one_thing_are_left_out(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(
+        'shape,frames\n"[21, 16, 60, 104]",81\n"[9, 480, 832, 3]",81\n1,024,9\n"[480, 832]",0\n"[480, 832]",5\n'
+    )
+    samples = read_samples(str(path), PRESETS["wan-14b"])
+    assert (list(samples.lengths), samples.num_rows, samples.bad_rows) == ([52 * 30 * 2], 5, 4)
+    with pytest.raises(kf.ArgumentError, match=r"1 of 2 rows \(50.0%\) cannot be read, the first of them row 2"):
+        path.write_text("num_tokens\n7\nx\n")
+        lengths_of(str(path))
+
+
+def latents(path, keys, architecture):
+    header = json.dumps({"__metadata__": {"architecture": architecture}, **{key: {} for key in keys}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"data")
+
+
+def test_caches_of_trainers_are_read(tmp_path):
+    musubi = tmp_path / "musubi"
+    musubi.mkdir()
+    # The names of files hold the size before it was cropped to a bucket: 1920 x 1080.
+    keys = ["latents_control_1x9x9_bf16", "latents_21x60x104_bfloat16"]
+    latents(musubi / "a_00000-081_1920x1080_wan.safetensors", keys, "wan")
+    latents(musubi / "b_1920x1080_f2d.safetensors", ["latents_30x52_bfloat16"], "flux_2_dev")
+    latents(musubi / "a_wan_te.safetensors", ["varlen_t5_bfloat16"], "wan")
+    (musubi / "c.safetensors").write_bytes(b"no header")
+    samples = read_samples(str(musubi), PRESETS["wan-14b"])
+    assert (list(samples.lengths), samples.first_bad) == (
+        [CLIP, 52 * 30], "row 3: c.safetensors: got no header of musubi-tuner's latents"
+    )  # fmt: skip
+
+    for bucket, count in (("cache_1.733x832x480x81", 2), ("cache_832x480x1", 3)):
+        folder = tmp_path / "clips/cache/wan" / bucket / "latents"
+        folder.mkdir(parents=True)
+        with sqlite3.connect(folder / "metadata.db") as database:
+            database.execute("CREATE TABLE items(shard, shard_index)")
+            database.executemany("INSERT INTO items VALUES(?, ?)", [(0, i) for i in range(count)])
+    lengths = list(read_samples(str(tmp_path / "clips"), PRESETS["wan-14b"]).lengths)
+    assert lengths == [CLIP] * 2 + [52 * 30] * 3
+
+    (tmp_path / "aspect_ratio_bucket_metadata_a.json").write_text('{"a": {"target_size": [832, 480]}}')
+    assert list(read_samples(str(tmp_path), PRESETS["flux"]).lengths) == [52 * 30]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(kf.ArgumentError, match=r"got a folder without rank-.*diffusion-pipe.*expected one of these"):
+        read_samples(str(tmp_path / "empty"), None)
+
+
+@pytest.mark.parametrize(
+    ("heading", "model", "said"),
+    [
+        ("width,height", "flux", "width from 'width', height from 'height', captions left out, as no column"),
+        ("width,height", "wan-14b", "pictures of one frame, as no column holds frames"),
+        ("num_tokens,seq", "flux", "tokens of a sample from 'num_tokens'"),
+    ],
+)
+def test_what_is_read_and_assumed_is_said(tmp_path, heading, model, said):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{heading}\n832,480\n")
+    assert said in read_samples(str(path), PRESETS[model]).read_as

@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     check_torch()
     from knapformer.tools.calibrate.settings import CalibrationSettings, default_lengths, lengths_over
-    from knapformer.tools.sample_files import read_samples
+    from knapformer.tools.sample_files import lengths_of
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     check_outputs({"--json": args.json, "--picture": args.picture})
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if args.lengths is None:
         lengths = default_lengths(args.d_model or given["model"].d_model)
     elif Path(args.lengths).exists():
-        lengths = lengths_over(read_samples(args.lengths, None).lengths)
+        lengths = lengths_over(lengths_of(args.lengths))
     else:
         lengths = counts(args.lengths, "--lengths", 1 << 24)
     settings = CalibrationSettings(

@@ -24,7 +24,7 @@ class Setting:
 
     batch_size: samples that a rank draws for a micro-batch, in the mean. max_tokens: tokens that a rank may hold in a
     micro-batch; 0: memory is not limited. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and
-    not what fits in memory.
+    not what fits in memory. job_ranks: the ranks of the job, of which num_ranks are simulated; 0: all.
     """
 
     num_ranks: int
@@ -38,6 +38,12 @@ class Setting:
     mask: str = "full"
     rank_speed: Sequence[float] = ()
     limit_is_given: bool = False
+    job_ranks: int = 0
+
+    def of_job(self, topology: str) -> str:
+        """The topology, of bags of equal size over num_ranks, over the ranks of the job."""
+        bag, _, count = topology.rpartition("n")
+        return f"{bag}n{int(count) * (self.job_ranks or self.num_ranks) // self.num_ranks}"
 
     @property
     def too_much(self) -> str:
@@ -59,7 +65,8 @@ class Draw:
     """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
 
     pool: the lengths that an alternative draws from where it takes other samples. batches: the same samples,
-    [step][micro-batch][rank], as ranks draw them; None: each step is cut into parts of nearly equal numbers.
+    [step][micro-batch][rank], as ranks draw them; None: each step is cut into parts of nearly equal numbers. watch:
+    is called with the name of each alternative that is simulated.
     """
 
     setting: Setting
@@ -67,18 +74,20 @@ class Draw:
     pool: Sequence[int]
     seed: int = 0
     batches: Sequence[Sequence[Lengths]] | None = None
+    watch: Callable[[str], object] = str
 
     @staticmethod
     def of_batches(
-        setting: Setting, batches: Sequence[Sequence[Lengths]], pool: Sequence[int], seed: int = 0
+        setting: Setting, batches: Sequence[Sequence[Lengths]], pool: Sequence[int], seed: int = 0,
+        watch: Callable[[str], object] = str,
     ) -> Draw:  # fmt: skip
         """batches: [step][micro-batch][rank]."""
-        return Draw(setting, [lengths_of_step(step) for step in batches], pool, seed, batches)
+        return Draw(setting, [lengths_of_step(step) for step in batches], pool, seed, batches, watch)
 
     def with_micro_batches(self, batches: Sequence[Sequence[Lengths]]) -> Draw:
         """Of steps with another number of micro-batches."""
         setting = replace(self.setting, micro_batches=len(batches[0]))
-        return Draw.of_batches(setting, batches, self.pool, self.seed)
+        return Draw.of_batches(setting, batches, self.pool, self.seed, self.watch)
 
     @cached_property
     def micro_batches(self) -> Sequence[Sequence[Lengths]]:
@@ -124,8 +133,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Alternative:
-    """name: in tables. change: what the user has to do. effect: how it changes which samples a step has, '' for not at
-    all. degree: of static sequence parallelism, 0 for none."""
+    """name: in tables. advice: what is taken, where the name needs words. change: what the user has to do. effect: how
+    it changes which samples a step has, '' for not at all. degree: of static sequence parallelism, 0 for none.
+    topology: of the balancer in the model, over the ranks of the job."""
 
     key: str
     name: str
@@ -134,6 +144,8 @@ class Alternative:
     effect: str = ""
     ours: bool = False
     degree: int = 0
+    topology: str = ""
+    advice: str = ""
 
 
 def as_drawn(draw: Draw) -> Iterator[Step]:
@@ -303,8 +315,22 @@ def alternatives(setting: Setting, topologies: Sequence[str]) -> list[Alternativ
     change = "the loader's sampler, and how the loss is weighed"
     found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
     for topology in topologies:
-        balancer = planned_step(topology, routed=True)
-        found.append(Alternative(f"bags {topology}", f"bags {topology}", balancer, "calls in the model", ours=True))
+        balancer, of_job = planned_step(topology, routed=True), setting.of_job(topology)
+        largest = topology[1:].partition("n")[0].partition("/")[0]
+        ranks, shared = (f"1-{largest}", f"long samples shared by up to {largest} ranks")
+        if "/" not in topology:
+            ranks, shared = (largest, f"every sample shared by {largest} ranks")
+        found.append(
+            Alternative(
+                f"bags {of_job}",
+                f"balancer, {ranks} ranks",
+                balancer,
+                "calls in the model",
+                ours=True,
+                topology=of_job,
+                advice=f"the balancer in the model, with {shared}",
+            )
+        )
     return found
 
 
@@ -337,6 +363,7 @@ class Result:
 def simulate(alternative: Alternative, draw: Draw) -> Result:
     """Simulates all steps; only the first one keeps its plans."""
     steps: list[Step] = []
+    draw.watch(alternative.name)
     try:
         for step in alternative.steps(draw):
             if steps:

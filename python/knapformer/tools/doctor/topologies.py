@@ -38,7 +38,7 @@ def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
     return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
 
 
-def as_dict(option: TopologyOption) -> dict[str, Any]:
+def as_dict(option: TopologyOption, setting: Setting) -> dict[str, Any]:
     figures = {
         "predicted_time_s": option.predicted_time,
         "over_ideal": option.efficiency_loss,
@@ -46,16 +46,18 @@ def as_dict(option: TopologyOption) -> dict[str, Any]:
         "max_tokens_over_mean": option.max_tokens_over_mean,
     }
     kept = math.isfinite(option.predicted_time)  # JSON has no infinity
-    return {"topology": option.topology, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
+    named = {"topology": setting.of_job(option.topology)}
+    return {**named, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
 
 
-def table(ranking: Sequence[TopologyOption]) -> list[str | Group]:
+def table(ranking: Sequence[TopologyOption], setting: Setting) -> list[str | Group]:
     caption = (
         f"Seconds of a micro-batch planned by itself, mean over at most {_MAX_BATCHES}. Exchanged: of the tokens, in "
         "each all-to-all of attention."
     )
-    rows = table_of(map(_cells, ranking), left="topology", caption=caption)
-    return ["Topologies of bags, best first:", rows, *(f"{option.topology}: {option.reason}." for option in ranking)]
+    named = {setting.of_job(option.topology): option for option in ranking}
+    rows = table_of([{"topology": name, **_cells(of)} for name, of in named.items()], left="topology", caption=caption)
+    return ["Topologies of bags, best first:", rows, *(f"{name}: {of.reason}." for name, of in named.items())]
 
 
 def _cells(option: TopologyOption) -> dict[str, str]:
@@ -66,4 +68,4 @@ def _cells(option: TopologyOption) -> dict[str, str]:
         "fullest rank": f"{option.max_tokens_over_mean:.2f} x mean",
     }
     kept = math.isfinite(option.predicted_time)
-    return {"topology": option.topology, **(cells if kept else dict.fromkeys(cells, "-"))}
+    return cells if kept else dict.fromkeys(cells, "-")

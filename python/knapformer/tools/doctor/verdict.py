@@ -13,7 +13,6 @@ from knapformer.tools.doctor.alternatives import Draw, Result, Setting, gain, si
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
 _UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
-_NO_MEMORY = "Does not fit in memory"
 _LEVERS = {"gamma": (0.5, 2.0), "bandwidth": (0.25, 4.0)}
 # The least change comes first; alternatives that change which samples a step has are not advised.
 _CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
@@ -36,7 +35,8 @@ class Verdict:
     low, high: the range of speedup, given the draw of data (two standard errors) and the uncertainty of gamma and the
     cluster; None where only one step was simulated, which tells nothing of the draw. problem: why nothing can be taken.
     faster: alternatives that are faster than taken but not advised, because they change which samples a step has; the
-    fastest first. too_much: what is said of `now` where it has a problem.
+    fastest first. too_much: what is said of `now` where it has a problem. unsure: what may be faster than now, by how
+    much; the steps differ too much to know.
     """
 
     now: Result
@@ -47,27 +47,31 @@ class Verdict:
     problem: str | None = None
     faster: tuple[Result, ...] = ()
     too_much: str = ""
+    unsure: str = ""
 
     @property
     def is_worth_it(self) -> bool:
         return self.problem is None and self.taken is not self.now
 
-    def sentence(self) -> str:
+    def sentence(self, job: str) -> str:
+        """job: what is trained, and on how many ranks."""
         if self.problem is not None:
-            return self.problem
+            return f"{self.problem} ({job})."
         few = "" if self.low is not None else " One step is too few to say how sure that is."
+        if self.unsure:
+            return f"Not known for {job}: {self.unsure}; more steps would tell (--steps)."
         if not self.is_worth_it:
             return (
-                f"Not worth it: no alternative that trains on the same samples is {WORTH:.0%} faster than "
-                f"{self.now.alternative.name}, or surely faster.{few}"
+                f"Not worth it for {job}: no alternative that trains on the same samples is {WORTH:.0%} faster than "
+                f"{self.now.alternative.name}.{few}"
             )
-        name = self.taken.alternative.name
+        taken = self.taken.alternative.advice or self.taken.alternative.name
         if self.now.problem is not None:
-            return f"Take {name}: {self.now.alternative.name} {self.too_much} ({self.now.problem})."
+            return f"Take {taken} for {job}: {self.now.alternative.name} {self.too_much} ({self.now.problem})."
         span = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
         return (
-            f"Take {name}: {self.speedup:.2f} times as fast as {self.now.alternative.name}{span}, "
-            f"{1 - 1 / self.speedup:.0%} fewer GPU-hours.{few}"
+            f"Take {taken}: training {job} is then {self.speedup:.2f} times as fast as with "
+            f"{self.now.alternative.name}{span}, {1 - 1 / self.speedup:.0%} fewer GPU-hours.{few}"
         )
 
     def aside(self) -> str | None:
@@ -93,7 +97,11 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
     if not advised:
         shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
         limit = draw.setting.max_tokens
-        what = f"No alternative keeps --max-tokens-per-rank {limit}" if draw.setting.limit_is_given else _NO_MEMORY
+        what = (
+            f"No alternative keeps --max-tokens-per-rank {limit}"
+            if draw.setting.limit_is_given
+            else "No alternative fits in memory"
+        )
         return Verdict(now, now, problem=f"{what}: {shortest}")
     fastest = max(advised, key=lambda r: r.efficiency)
     close = [r for r in advised if r.efficiency >= fastest.efficiency / (1 + WORTH)]
@@ -103,7 +111,11 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
         return Verdict(now, taken, too_much=draw.setting.too_much + of_memory)
     speedup, error = gain(taken, now)
     one_step = len(draw.steps) == 1  # then error is NaN
-    if taken is now or speedup < 1 + WORTH or speedup - 2 * error <= 1:
+    if speedup >= 1 + WORTH and speedup - 2 * error <= 1:
+        name = taken.alternative.advice or taken.alternative.name
+        span = f"{speedup:.2f} times as fast as {now.alternative.name}, give or take {2 * error:.2f}"
+        return Verdict(now, now, unsure=f"{name} is {span}, over {len(draw.steps)} steps")
+    if taken is now or speedup < 1 + WORTH:
         return Verdict(now, now, 1.0, None, None) if one_step else Verdict(now, now)
     if one_step:
         return Verdict(now, taken, speedup, None, None)

@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    from knapformer.tools.sample_files import read_samples
+    from knapformer.tools.sample_files import lengths_of
     from knapformer.tools.simulate.settings import SimulationSettings
 
     num_ranks = check_ranks(args.ranks)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     gamma, cluster, model = cost_args.costs(args, own_fixed=True).values()
     settings = SimulationSettings(
         data=args.data or args.lengths,
-        lengths=() if args.lengths is None else tuple(read_samples(args.lengths, None).lengths),
+        lengths=() if args.lengths is None else tuple(lengths_of(args.lengths)),
         batch_size=args.batch_size,
         ways=tuple(args.way),
         topologies=tuple(args.topology),

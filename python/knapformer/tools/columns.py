@@ -1,0 +1,236 @@
+"""What the columns of a table of samples mean, and how a row becomes tokens.
+
+What a column means is decided once for a table, before a row is read. Columns that may mean two things are an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from knapformer import ArgumentError
+from knapformer._core import MAX_SEQUENCE_TOKENS
+from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset
+
+# Names of columns in common data sets and tools, by what the columns hold.
+_NAMES = {
+    "length": ("length", "len", "tokens", "num_tokens", "seq_len", "seq_lens", "sequence_length"),
+    "width": ("width", "w", "img_width", "image_width", "video_width"),
+    "height": ("height", "h", "img_height", "image_height", "video_height"),
+    "size": ("resolution", "img_size", "image_size", "train_resolution", "target_size"),  # 832x480 or [832, 480]
+    "shape": ("shape", "img_shape", "image_shape", "video_shape"),  # of an array: (frames, height, width, channels)
+    "frames": ("frames", "num_frames", "n_frames", "nframes", "nb_frames", "frame_count", "bucket_frames"),
+    "fps": ("fps", "framerate", "frame_rate"),
+    "duration": ("duration", "duration_s", "seconds", "video_duration"),
+    "text": ("text_tokens", "num_text_tokens", "caption_tokens", "num_caption_tokens", "prompt_tokens"),
+}
+MEANINGS = tuple(_NAMES)
+_MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
+# What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
+_TRAINED = ("train_resolution", "target_size", "bucket_frames")
+_SIZES = (("width", "height"), ("size",), ("shape",))
+
+
+class Columns:
+    """Where a row has what. Raises ArgumentError where that is ambiguous, a plain ValueError where it does not suffice.
+
+    names: of the values of a row. preset: turns sizes into tokens; None where rows must have lengths. given: the
+    columns to read, by what they hold; empty: those with known names.
+    """
+
+    def __init__(self, names: Sequence[str], preset: Preset | None, given: Mapping[str, str]) -> None:
+        for meaning, name in given.items():
+            if name not in names:
+                raise ValueError(f"--columns: got {meaning}={name!r}, expected one of {_quoted(names)}")
+        found = dict(given) or _recognised(names)
+        _check_unambiguous(found)
+        sizes = [of for of in _SIZES if found.keys() >= set(of)]
+        if "length" not in found and not sizes:
+            semicolons = "; values are separated by ',', or by tabs in .tsv files" if ";" in "".join(names) else ""
+            raise ValueError(
+                f"columns: got {_quoted(names)}, expected a column of lengths in tokens, or of widths and heights in "
+                f"pixels; name them with --columns length=NAME or width=NAME,height=NAME,frames=NAME,text=NAME"
+                f"{semicolons}"
+            )
+        if "length" not in found and preset is None:
+            raise ValueError(f"columns: got {_quoted(found.values())}, expected a column of lengths in tokens")
+        self._preset = preset
+        self._num_names = len(names)
+        self._found = found
+        self._at = {meaning: list(names).index(name) for meaning, name in found.items()}
+        self._last = max(self._at.values())
+
+    def description(self) -> str:
+        """Which columns are read as what, and what is assumed for want of a column."""
+        found = dict(self._found)
+        if "length" in found:
+            return f"tokens of a sample from {found['length']!r}"
+        if "frames" not in found and "fps" in found:
+            found["frames"] = f"{found['fps']} x {found['duration']}"
+        used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "shape", "frames") if of in found]
+        assert self._preset is not None
+        if self._preset.is_video and not found.keys() & {"frames", "shape"}:
+            used.append("pictures of one frame, as no column holds frames")
+        if not self._preset.text_beside:
+            text = f"tokens of captions from {found['text']!r}" if "text" in found else "captions left out"
+            used.append(text if "text" in found else f"{text}, as no column holds their tokens")
+        return ", ".join(used)
+
+    def tokens(self, row: Sequence[Any]) -> int:
+        """Raises a plain ValueError for a row that cannot be used, ArgumentError for videos of a model of pictures."""
+        if len(row) <= self._last:
+            raise ValueError(f"got {len(row)} values, expected {self._num_names}")
+        if any(row[self._num_names :]):
+            raise ValueError(f"got {len(row)} values, expected {self._num_names}: a comma in a value needs quotes")
+        value = {meaning: row[place] for meaning, place in self._at.items()}
+        if "length" in value:
+            return checked_tokens(integer(value["length"], "length"))
+        assert self._preset is not None
+        width, height, frames = _size_of(value)
+        text = integer(value.get("text", 0), "text", least=0)
+        if frames > 1 and not self._preset.is_video:
+            default = ", the default" if self._preset.name == DEFAULT_PRESET else ""
+            videos = ", ".join(preset.name for preset in PRESETS.values() if preset.is_video)
+            raise ArgumentError(
+                f"--model: got {self._preset.name}{default}, a model of pictures, for a sample of {frames} frames, "
+                f"expected a model of videos: {videos}"
+            )
+        return checked_tokens(self._preset.num_tokens(width, height, frames, text))
+
+
+def known_columns(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.strip().lower() in _MEANING_OF)
+
+
+def _recognised(names: Sequence[str]) -> dict[str, str]:
+    """The columns with known names, by what they hold."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if meaning := _MEANING_OF.get(name.strip().lower()):
+            found.setdefault(meaning, []).append(name)
+    for meaning, columns in found.items():
+        found[meaning] = [name for name in columns if name.strip().lower() in _TRAINED] or columns
+    chosen = {meaning: columns[0] for meaning, columns in found.items()}
+    for meaning, columns in found.items():
+        if len(columns) > 1:
+            raise ArgumentError(f"columns: got {_quoted(columns)} for the {meaning}, expected one. {_write(chosen)}")
+    return chosen
+
+
+def _check_unambiguous(found: Mapping[str, str]) -> None:
+    others = {meaning: name for meaning, name in found.items() if meaning != "length"}
+    if "length" in found and others.keys() - {"text"}:
+        name = found["length"]
+        raise ArgumentError(
+            f"columns: got {name!r} beside {_quoted(others.values())}: all tokens of a sample, or its frames, or its "
+            f"caption's tokens? Write --columns length={name} for all tokens; else {_option(others)}, with "
+            f"frames={name} or text={name} behind it where it holds these"
+        )
+    sizes = [of for of in _SIZES if found.keys() >= set(of)]
+    if len(sizes) > 1:
+        unwanted = {meaning for of in sizes[1:] for meaning in of}
+        got = _quoted(name for meaning, name in found.items() if meaning in unwanted or meaning in sizes[0])
+        wanted = {meaning: name for meaning, name in found.items() if meaning not in unwanted}
+        raise ArgumentError(f"columns: got {got} for the size in pixels, expected one. {_write(wanted)}")
+    if "frames" not in found and ("fps" in found) != ("duration" in found):
+        has, lacks = ("fps", "duration") if "fps" in found else ("duration", "fps")
+        rest = {meaning: name for meaning, name in found.items() if meaning != has}
+        raise ArgumentError(
+            f"columns: got {found[has]!r} without a column of {lacks}, expected both, or a column of frames. Write "
+            f"{_option({**rest, has: found[has], lacks: 'NAME'})}, or for pictures {_option(rest)}"
+        )
+
+
+def _write(chosen: Mapping[str, str]) -> str:
+    return f"Write the columns to read, such as {_option(chosen)}"
+
+
+def _option(chosen: Mapping[str, str]) -> str:
+    return "--columns " + ",".join(f"{meaning}={name}" for meaning, name in chosen.items())
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(map(repr, list(names)[:50]))
+
+
+def _size_of(value: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Width and height in pixels, and frames."""
+    frames = None
+    if "shape" in value:
+        width, height, frames = _of_shape(value["shape"])
+    elif "size" in value:
+        width, height = _integers(value["size"], "size", 2, "WIDTHxHEIGHT or [width, height]")
+    else:
+        width, height = (integer(value[of], of, least=1) for of in ("width", "height"))
+    stated = frames
+    if "frames" in value:
+        frames = integer(value["frames"], "frames", least=1)
+    elif "fps" in value:
+        frames = max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
+    if stated not in (None, frames):
+        raise ValueError(f"got {frames} frames beside a shape of {stated}")
+    return width, height, frames or 1
+
+
+def _of_shape(value: Any) -> tuple[int, int, int | None]:
+    expected = "[height, width], with 3 channels and frames if any: [frames, height, width, 3]"
+    dims = _integers(value, "shape", None, expected)
+    if len(dims) > 2 and dims.count(3) == 1:
+        dims.remove(3)
+    elif len(dims) > 2:
+        dims = []  # which of them are channels, and which frames?
+    if len(dims) not in (2, 3):
+        raise ValueError(f"shape: got {value!r}, expected {expected}")
+    return dims[-1], dims[-2], dims[0] if len(dims) == 3 else None
+
+
+def _integers(value: Any, what: str, count: int | None, expected: str) -> list[int]:
+    """The numbers of '832x480', '(832, 480)' or [832, 480]; not of '832,480', which may be one number."""
+    parts = value
+    if isinstance(value, str):
+        text = value.strip()
+        inner, separator = (text[1:-1], ",") if text[:1] in "([" and text[-1:] in ")]" else (text, r"[xX\u00d7*]")
+        parts = re.split(rf"\s*{separator}\s*", inner.strip())
+    if not isinstance(parts, list | tuple) or len(parts) < 2 or count not in (None, len(parts)):
+        raise ValueError(f"{what}: got {value!r}, expected {expected}")
+    return [integer(part, what, least=1) for part in parts]
+
+
+def integer(value: Any, what: str, least: int | None = None) -> int:
+    """Takes integers written as floats too, as pandas writes a column of integers with a missing cell, and '1,024'."""
+    number: float | int | None = value if type(value) is int else None
+    if number is None and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(_plain(value))
+    if number is None or not (type(number) is int or float(number).is_integer()):
+        raise ValueError(f"{what}: got {value!r}, expected an integer")
+    if least is not None and number < least:
+        raise ValueError(f"{what}: got {int(number)}, expected at least {least}")
+    return int(number)
+
+
+def _positive(value: Any, what: str) -> float:
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(number := float(_plain(value))) and number > 0:
+            return number
+    raise ValueError(f"{what}: got {value!r}, expected a number above 0")
+
+
+def _plain(value: Any) -> Any:
+    """Without the separators of thousands."""
+    grouped = isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?\s*", value)
+    return value.replace(",", "") if grouped else value
+
+
+def is_value(cell: str) -> bool:
+    """Whether it is a number or a size, and so no name of a column."""
+    return re.fullmatch(r"[\s0-9.,xX\u00d7*()\[\]+-]*", cell) is not None and any(map(str.isdecimal, cell))
+
+
+def checked_tokens(tokens: int) -> int:
+    if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
+        raise ValueError(f"got {tokens} tokens, expected 1 to {MAX_SEQUENCE_TOKENS}")
+    return tokens
