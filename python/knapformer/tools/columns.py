@@ -73,7 +73,7 @@ class Columns:
         used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "shape", "frames") if of in found]
         assert self._preset is not None
         if self._preset.is_video and not found.keys() & {"frames", "shape"}:
-            used.append("pictures of one frame, as no column holds frames")
+            used.append("every sample a picture of one frame, as no column holds frames")
         if not self._preset.text_beside:
             text = f"tokens of captions from {found['text']!r}" if "text" in found else "captions left out"
             used.append(text if "text" in found else f"{text}, as no column holds their tokens")

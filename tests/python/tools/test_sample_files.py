@@ -188,7 +188,7 @@ def test_caches_of_trainers_are_read(tmp_path):
     ("heading", "model", "said"),
     [
         ("width,height", "flux", "width from 'width', height from 'height', captions left out, as no column"),
-        ("width,height", "wan-14b", "pictures of one frame, as no column holds frames"),
+        ("width,height", "wan-14b", "every sample a picture of one frame, as no column holds frames"),
         ("num_tokens,seq", "flux", "tokens of a sample from 'num_tokens'"),
     ],
 )

@@ -160,8 +160,8 @@ def _setting(
         default = " (the default of --model)" if args.model is None else ""
         raise ArgumentError(
             f"does not fit in memory: parameters, gradients and optimizer of {preset.name}{default}, with "
-            f"{model.num_parameters:.3g} parameters, sharded over {shards} rank(s), take {memory.gib(0):.1f} GiB of "
-            f"each; expected at most {limit_gib:g} (--memory-gib)"
+            f"{model.num_parameters:.3g} parameters, sharded over {shards} rank(s), take {memory.gib(0):.1f} GiB on "
+            f"each, expected at most {limit_gib:g} (--memory-gib): name another --model, or --mode lora, or more ranks"
         )
     given, speeds = args.max_tokens_per_rank, args.rank_speed
     sampled = source.simulated_ranks != source.num_ranks
