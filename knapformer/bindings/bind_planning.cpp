@@ -191,8 +191,8 @@ refused lengths, finish_planning_step raises the error.)")
       .def(
           "finish_planning_step",
           [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            const py::gil_scoped_release release;
-            return self.finish_planning_step(*ahead);
+            return convert_then_call(
+                self, [] { return std::tuple(); }, [&] { return self.finish_planning_step(*ahead); });
           },
           py::arg("ahead"), "As finish_planning, for a step: follow_micro_batch takes its micro-batches from now on.")
       .def(
@@ -214,8 +214,7 @@ rows. ArgumentError on all ranks where a single chunk has more than max_bytes_in
       .def(
           "finish_planning",
           [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            const py::gil_scoped_release release;
-            return self.finish_planning(*ahead);
+            return convert_then_call(self, [] { return std::tuple(); }, [&] { return self.finish_planning(*ahead); });
           },
           py::arg("ahead"),
           R"(The second half of plan_routing: waits for the rest of planning, and makes its plan the plan in force, for
@@ -243,8 +242,9 @@ rank had before.)")
 without waiting for other ranks. Of a step of micro-batches (plan_step, BalancedLoader): with those that were followed
 since the last call, so call it after each, or once after all of them. The seconds reach all ranks with the lengths of
 the next plan, and all learn the same gamma and speeds from them, which later plans follow. Warns once where the given
-workload model misses the observed times by more than 10 %. A rank may skip steps. Raises ArgumentError where seconds
-are not positive and finite, StateError before plan_routing. Not collective.)")
+workload model misses the observed times by more than 10 %, and once where seconds are 100 times off those of the other
+ranks and steps (milliseconds, say): such times are left out. A rank may skip steps. Raises ArgumentError where seconds
+are not from 1e-12 to 1e12, StateError before plan_routing. Not collective.)")
       .def("metrics", &prefixed_metrics,
            R"(Metrics for a training loop to log, of the step since the last plan, so far: a flat dict.
 

@@ -50,13 +50,20 @@ auto convert_or_report(Convert convert, Report report) {
 
 /// Runs `convert` under the GIL, then `call`, with the tuple that `convert` returns, without the GIL: other threads of
 /// this process run while ranks wait for each other. What `convert` throws is reported; `call` reports its own errors.
-/// An error that Python raised inside of torch, in a hook of saved tensors say, is passed on as it is.
+/// An error that Python raised inside of torch, in a hook of saved tensors say, is passed on as it is; TORCH_WARN
+/// becomes a warning of Python's.
 template <class Convert, class Call>
 auto convert_then_call(SequenceBalancer& self, Convert convert, Call call) {
   auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });
   try {
-    const pybind11::gil_scoped_release release;
-    return std::apply(call, arguments);
+    torch::PyWarningHandler warnings;
+    try {
+      const pybind11::gil_scoped_release release;
+      return std::apply(call, arguments);
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
   } catch (python_error& error) {
     error.restore();
     throw pybind11::error_already_set();

@@ -261,9 +261,8 @@ void SequenceBalancer::begin_step(std::string_view call, const std::optional<Ste
 }
 
 void SequenceBalancer::take_up(Planned planned) {
-  const bool drifted_now = feedback_.add(planned.observed);
-  if (drifted_now && rank_.value == 0) {  // all ranks know
-    TORCH_WARN(feedback_.drift_message());
+  for (const std::string& warning : feedback_.add(planned.observed)) {
+    if (rank_.value == 0) TORCH_WARN(warning);  // all ranks know
   }
   step_.reset();
   if (planned.failed || planned.refused) {

@@ -186,7 +186,8 @@ class SequenceBalancer {
   /// for other ranks. Of a step of micro-batches: with those since the last call, so it may be called after each or
   /// once after all of them. They travel with the lengths of the next plan; all ranks learn the same gamma and speeds
   /// from them (core/model/load_observer.h), which the plan after that one follows. Not collective: a rank may skip
-  /// steps. Throws ArgumentError where seconds are not positive and finite.
+  /// steps. Times that are implausible beside the others are left out, with a warning. Throws ArgumentError where
+  /// seconds are not from 1e-12 to 1e12.
   void observe(double seconds);
   /// Of the step since the last plan, as far as it has come. Not collective.
   ///   wir, max_over_mean (_before, _after)  of the planned work per rank (core/plan/load_balance.h)

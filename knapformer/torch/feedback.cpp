@@ -22,7 +22,7 @@ void StepFeedback::begin_plan(const Plan& plan) {
 }
 
 void StepFeedback::observe(double seconds) {
-  if (!(seconds > 0) || !std::isfinite(seconds)) throw_argument("seconds", seconds, "a positive finite number");
+  check_range("seconds", seconds, 1e-12, 1e12);
   // The micro-batches of this step that were followed since the last observation.
   int64_t first = num_plans_;
   for (auto loads = recent_.rbegin(); loads != recent_.rend() && loads->step == step_; ++loads) {
@@ -37,7 +37,7 @@ void StepFeedback::observe(double seconds) {
 
 ObservedStep StepFeedback::take() { return std::exchange(own_, {}); }
 
-bool StepFeedback::add(std::span<const ObservedStep> observed) {
+std::vector<std::string> StepFeedback::add(std::span<const ObservedStep> observed) {
   std::vector<LoadMeasurement> measured;
   for (size_t r = 0; r < observed.size(); ++r) {
     const auto& [first, last, seconds] = observed[r];
@@ -51,16 +51,23 @@ bool StepFeedback::add(std::span<const ObservedStep> observed) {
     }
     measured.push_back(of_rank);
   }
-  observer_.add(measured);
-  return observer_.drifted() && !std::exchange(has_drifted_, true);
-}
-
-std::string StepFeedback::drift_message() const {
-  const auto percent = [](double error) { return std::lround(100 * error); };
-  return text("knapformer: the workload model that the balancer was given misses the observed step times by ",
-              percent(observer_.given_error()), "%; with gamma ", observer_.gamma(),
-              observer_.rank_speed().empty() ? "" : " and ranks of unequal speed", ", learned from them, by ",
-              percent(observer_.learned_error()), "%. Plans follow what was learned.");
+  std::vector<std::string> warnings;
+  const std::optional<LoadMeasurement> left_out = observer_.add(measured);
+  if (left_out && !std::exchange(has_left_out_, true)) {
+    warnings.push_back(text("knapformer: observe: got ", left_out->seconds, " on rank ", left_out->rank,
+                            ", expected seconds: by those of the other ranks and of the last steps, this is more than ",
+                            LoadObserver::kPlausible, " times off. Such times are left out."));
+  }
+  if (observer_.drifted() && !std::exchange(has_drifted_, true)) {
+    const auto percent = [](double error) { return std::lround(100 * error); };
+    warnings.push_back(
+        text("knapformer: the workload model that the balancer was given misses the observed step "
+             "times by ",
+             percent(observer_.given_error()), "%; with gamma ", observer_.gamma(),
+             observer_.rank_speed().empty() ? "" : " and ranks of unequal speed", ", learned from them, by ",
+             percent(observer_.learned_error()), "%. Plans follow what was learned."));
+  }
+  return warnings;
 }
 
 }  // namespace knapformer

@@ -27,15 +27,14 @@ class StepFeedback {
   void begin_step() { ++step_; }
   /// The next observation is of this plan, and of those of its step since the last observation.
   void begin_plan(const Plan& plan);
-  /// Throws ArgumentError where seconds are not positive and finite.
+  /// Throws ArgumentError where seconds are not from 1e-12 to 1e12.
   void observe(double seconds);
   /// What this rank observed since the last call, for the other ranks.
   ObservedStep take();
-  /// Learns from the observations of all ranks, in rank order. Returns true where they show for the first time that the
-  /// workload model has drifted.
-  bool add(std::span<const ObservedStep> observed);
+  /// Learns from the observations of all ranks, in rank order. Returns what is to be warned of, each thing once: that
+  /// the workload model has drifted, that an observation is implausible.
+  std::vector<std::string> add(std::span<const ObservedStep> observed);
   const LoadObserver& observer() const { return observer_; }
-  std::string drift_message() const;
 
  private:
   /// The loads of a plan, kept for measurements of it that are still to come.
@@ -51,7 +50,7 @@ class StepFeedback {
   std::deque<Loads> recent_;
   int64_t step_ = 0, num_plans_ = 0, last_observed_ = 0;
   ObservedStep own_;
-  bool has_drifted_ = false;
+  bool has_drifted_ = false, has_left_out_ = false;
 };
 
 }  // namespace knapformer

@@ -12,6 +12,10 @@
 
 namespace knapformer {
 
+/// How many times as fast as the slowest rank a plan's fastest may be: far beyond any machine, near enough that no time
+/// or level overflows.
+inline constexpr double kMaxSpeedRatio = 1e6;
+
 /// The default is "h100". Values marked "fitted" are fitted to the 15 rows of the paper's Table 1 by
 /// docs/cluster_model.py, which writes the residuals into docs/cluster_model.md; that page also has the sources of the
 /// other named clusters.

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <utility>
 
+#include "knapformer/core/model/cluster.h"
+#include "knapformer/core/util/error.h"
+
 namespace knapformer {
 namespace {
 
@@ -37,16 +40,42 @@ LoadObserver::LoadObserver(double gamma, std::vector<double> rank_speed, int32_t
   if (given_speed_.empty()) given_speed_.assign(ranks_.size(), 1.0);
 }
 
-void LoadObserver::add(std::span<const LoadMeasurement> measurements) {
-  if (measurements.empty()) return;
+double LoadObserver::rate(const LoadMeasurement& m) const {
+  return (m.token_work + given_gamma_ * m.attention_work) / m.seconds / given_speed_[m.rank];
+}
+
+std::optional<LoadMeasurement> LoadObserver::add(std::span<const LoadMeasurement> measurements) {
+  if (measurements.empty()) return std::nullopt;
+  std::optional<LoadMeasurement> left_out;
+  const auto is_idle = [](const LoadMeasurement& m) { return m.token_work + m.attention_work <= 0; };
+  std::vector<double>& rates_now = recent_rates_.emplace_back();
+  for (const LoadMeasurement& m : measurements) {
+    if (!is_idle(m)) rates_now.push_back(rate(m));
+  }
+  if (recent_rates_.size() > kStepsCompared) recent_rates_.pop_front();
+  std::vector<double> rates;
+  for (const std::vector<double>& of_step : recent_rates_) rates.insert(rates.end(), of_step.begin(), of_step.end());
+  std::ranges::sort(rates);
+  if (!rates.empty()) {
+    const auto median = rates.begin() + std::ssize(rates) / 2;
+    // Of two the one nearer to the last; at first the faster, as first steps are slow.
+    const double near = recent_rates_.size() < kStepsCompared ? kMaxMagnitude : usual_rate_;
+    usual_rate_ = std::clamp(near, *(std::ssize(rates) % 2 == 0 ? median - 1 : median), *median);
+  }
+
   for (Moments& rank : ranks_) rank.fade();
   for (const LoadMeasurement& m : measurements) {
-    if (m.token_work + m.attention_work <= 0) continue;  // an idle rank tells nothing
+    if (is_idle(m)) continue;  // tells nothing
+    if (const double ratio = rate(m) / usual_rate_; !(ratio >= 1 / kPlausible && ratio <= kPlausible)) {
+      if (!left_out) left_out = m;
+      continue;
+    }
     const double t = m.token_work / kFlopsUnit / m.seconds, a = m.attention_work / kFlopsUnit / m.seconds;
     ranks_[m.rank].add({.count = 1, .t = t, .a = a, .tt = t * t, .ta = t * a, .aa = a * a});
     ++num_measurements_;
   }
   if (num_measurements_ >= kMinMeasurements) learn();
+  return left_out;
 }
 
 LoadObserver::Moments LoadObserver::total(std::span<const double> speed) const {
@@ -102,6 +131,8 @@ void LoadObserver::learn() {
     for (double& s : speed) s *= static_cast<double>(speed.size()) / sum;
   }
   learned = fit(total(speed));
+  const auto [slowest, fastest] = std::ranges::minmax(speed);
+  if (!(learned.gamma <= kMaxMagnitude && fastest <= slowest * kMaxSpeedRatio)) return;  // no plan would take them
   gamma_ = learned.gamma;
   learned_error_ = error_of(total(speed), learned);
   const bool equal = std::all_of(speed.begin(), speed.end(), [](double s) { return std::abs(s - 1) <= kEqualSpeed; });

@@ -8,9 +8,13 @@
 // gamma minimise the squared relative errors; older measurements fade. Balanced plans give every rank a similar mix of
 // the two kinds of work, so the measurements may say little about gamma. The less they say, the closer gamma stays to
 // the given one (a normal prior, and the variance of the least-squares estimate).
+//
+// A measurement far off those of the other ranks and of the last steps, in another unit than seconds say, is left out.
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -32,8 +36,9 @@ class LoadObserver {
   /// rank_speed: the relative speeds that the planner was given; empty: all 1.
   LoadObserver(double gamma, std::vector<double> rank_speed, int32_t num_ranks);
 
-  /// Adds the measurements of one step, from some ranks or all.
-  void add(std::span<const LoadMeasurement> measurements);
+  /// Adds the measurements of one step, from some ranks or all. Returns the first that was left out: its work a second
+  /// is more than kPlausible times above or below the median of the last kStepsCompared steps.
+  std::optional<LoadMeasurement> add(std::span<const LoadMeasurement> measurements);
 
   int64_t num_measurements() const { return num_measurements_; }
   /// The given gamma, until there are kMinMeasurements measurements; the same holds for rank_speed.
@@ -48,6 +53,8 @@ class LoadObserver {
   bool drifted() const { return given_error_ > kDriftError; }
 
   static constexpr int64_t kMinMeasurements = 16;
+  static constexpr double kPlausible = 100;
+  static constexpr size_t kStepsCompared = 8;
   static constexpr double kFade = 0.98;        // a step
   static constexpr double kPriorSpread = 0.5;  // of gamma, relative: one standard deviation
   static constexpr double kEqualSpeed = 0.03;
@@ -67,6 +74,8 @@ class LoadObserver {
     Fit with_gamma(double gamma) const;
   };
 
+  /// Work a second, at the given gamma and speeds.
+  double rate(const LoadMeasurement& measured) const;
   Moments total(std::span<const double> speed) const;
   Fit fit(const Moments& moments) const;
   static double error_of(const Moments& moments, const Fit& fit);
@@ -75,6 +84,8 @@ class LoadObserver {
   double given_gamma_ = 1;
   std::vector<double> given_speed_;
   std::vector<Moments> ranks_;
+  std::deque<std::vector<double>> recent_rates_;  // by step, those that were left out too
+  double usual_rate_ = 0;                         // their median
   int64_t num_measurements_ = 0;
   double gamma_ = 1;
   std::vector<double> rank_speed_;

@@ -73,8 +73,7 @@ void PlanInput::validate() const {
     throw_argument("rank_speed", text(rank_speed.size(), " speeds"),
                    text("none, or one for each of the ", seq_lens.num_ranks(), " ranks"));
   }
-  // Far beyond any machine, near enough that no time or level overflows.
-  constexpr double kMaxSpeed = 1e18, kMaxRatio = 1e6;
+  constexpr double kMaxSpeed = 1e18;
   double slowest = kMaxSpeed, fastest = 0;
   for (size_t r = 0; r < rank_speed.size(); ++r) {
     if (!(rank_speed[r] >= 1 / kMaxSpeed && rank_speed[r] <= kMaxSpeed)) {
@@ -84,9 +83,9 @@ void PlanInput::validate() const {
     slowest = std::min(slowest, rank_speed[r]);
     fastest = std::max(fastest, rank_speed[r]);
   }
-  if (fastest > slowest * kMaxRatio) {
+  if (fastest > slowest * kMaxSpeedRatio) {
     throw_argument("rank_speed", text("speeds from ", slowest, " to ", fastest),
-                   text("the fastest at most ", kMaxRatio, " times the slowest"));
+                   text("the fastest at most ", kMaxSpeedRatio, " times the slowest"));
   }
   if (!given_work.empty()) {
     // token_part is lower than this input allows if another micro-batch of the step allows no more.

@@ -7,6 +7,9 @@
 #include <random>
 #include <vector>
 
+#include "knapformer/core/model/cluster.h"
+#include "knapformer/core/util/error.h"
+
 namespace knapformer {
 namespace {
 
@@ -95,6 +98,68 @@ TEST(LoadObserver, TakesSomeRanksAlone) {
   }
   EXPECT_EQ(observer.num_measurements(), 20);
   EXPECT_NEAR(observer.gamma(), 0.5, 1e-6);
+}
+
+/// Steps in which `rank` (or each, where -1) measures in a unit of `unit` seconds. Returns in how many something was
+/// left out.
+int observe_in(LoadObserver& observer, double unit, int32_t rank, int num_ranks, int num_steps) {
+  int num_left_out = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    std::vector<LoadMeasurement> measured;
+    for (int32_t r = 0; r < num_ranks; ++r) {
+      const double t = 1e13 * (1 + (step + r) % 3), a = 1e13 * (1 + (step + 2 * r) % 5);
+      const double seconds = 1e-15 * (t + 0.5 * a) / (r == rank || rank < 0 ? unit : 1);
+      measured.push_back({.rank = r, .token_work = t, .attention_work = a, .seconds = seconds});
+    }
+    num_left_out += observer.add(measured).has_value() ? 1 : 0;
+  }
+  return num_left_out;
+}
+
+TEST(LoadObserver, LeavesOutMeasurementsInAnotherUnit) {
+  for (const int num_ranks : {2, 4}) {
+    for (const int num_good_steps : {0, 20}) {
+      for (const double unit : {1e-3, 1e-9, 3600.0}) {
+        LoadObserver observer(1.0, {}, num_ranks);
+        EXPECT_EQ(observe_in(observer, 1, 0, num_ranks, num_good_steps), 0);
+        EXPECT_EQ(observe_in(observer, unit, 1, num_ranks, 60), 60);
+        EXPECT_NEAR(observer.gamma(), 0.5, 1e-6) << num_ranks << " ranks, after " << num_good_steps << ", " << unit;
+        EXPECT_TRUE(observer.rank_speed().empty());
+      }
+    }
+  }
+}
+
+TEST(LoadObserver, TakesAnyUnitThatIsEverybodys) {
+  LoadObserver observer(1.0, {}, 2);
+  EXPECT_EQ(observe_in(observer, 1e-3, -1, 2, 1), 0);  // as slow as a first step may be
+  EXPECT_EQ(observe_in(observer, 1, -1, 2, 300), 0);
+  EXPECT_NEAR(observer.gamma(), 0.5, 0.01);
+  EXPECT_EQ(observe_in(observer, 1e-3, -1, 2, 300), 4);  // until it is that of most of the steps compared
+}
+
+TEST(LoadObserver, TeachesOnlyWhatPlansTake) {
+  std::mt19937_64 random(7);
+  std::uniform_real_distribution<double> digits(-12, 12), work(-20, 50);
+  for (const double gamma : {0.0, 1e-20, 1.0, 1e20}) {
+    for (int trial = 0; trial < 50; ++trial) {
+      LoadObserver observer(gamma, {}, 3);
+      for (int step = 0; step < 30; ++step) {
+        std::vector<LoadMeasurement> measured;
+        for (int32_t r = 0; r < 3; ++r) {
+          measured.push_back({.rank = r,
+                              .token_work = std::pow(10, work(random)),
+                              .attention_work = std::pow(10, work(random)),
+                              .seconds = std::pow(10, digits(random))});
+        }
+        observer.add(measured);
+        EXPECT_TRUE(observer.gamma() >= 0 && observer.gamma() <= kMaxMagnitude) << observer.gamma();
+        for (const double speed : observer.rank_speed()) {
+          for (const double other : observer.rank_speed()) EXPECT_LE(speed, kMaxSpeedRatio * other);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ One spawn runs many checks: each check is a function of (rank, world_size), call
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -458,3 +459,16 @@ def test_what_a_kernel_may_return(attended: Any) -> None:
 def test_bad_options_are_value_errors(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SequenceBalancer(**arguments)
+def test_seconds_in_another_unit_are_left_out_with_a_warning() -> None:
+    balancer = SequenceBalancer("g1n1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(40):
+            balancer.plan_routing([100, 200 + step], 64)
+            balancer.observe(250.0 if step in (20, 30) else 0.25)
+    assert [str(warning.message) for warning in caught if "observe: got 250 on rank 0" in str(warning.message)]
+    assert sum("observe" in str(warning.message) for warning in caught) == 1
+    with pytest.raises(ArgumentError, match="seconds: got 1e\\+13, expected a number from"):
+        balancer.observe(1e13)
+
+
