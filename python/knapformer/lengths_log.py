@@ -42,12 +42,12 @@ class Recorder:
         iterable or a tensor; empty for a batch without samples. Raises ArgumentError."""
         try:
             lens = list(seq_lens)
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise ArgumentError(f"seq_lens: got {seq_lens!r}, expected the tokens of each sample") from None
         for place, length in enumerate(lens):
             try:
                 lens[place] = tokens = operator.index(length)
-            except TypeError:
+            except (TypeError, RuntimeError):  # the latter from tensors without values
                 expected = f"an integer, 1 to {MAX_SEQUENCE_TOKENS} tokens"
                 raise ArgumentError(f"seq_lens: got {length!r}, expected {expected}") from None
             if not 1 <= tokens <= MAX_SEQUENCE_TOKENS:

@@ -44,6 +44,10 @@ def test_times():
     assert plan.predicted_time <= first.predicted_time + second.predicted_time
 
 
+def test_a_gap_is_never_below_zero():
+    assert kf.plan([[159]], "g1n1", 3072, micro_batches=3).gap == 0
+
+
 def test_it_is_a_value():
     plan = step_plan()
     assert plan == step_plan() != step_plan(sync="step")

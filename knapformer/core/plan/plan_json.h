@@ -1,6 +1,7 @@
 // Plans as JSON text, out and in.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -14,7 +15,7 @@ struct PlanPrediction {
   double lower_bound_s = 0;  // no plan of this input is faster
 
   /// How far the predicted time may be above the best, relative to the bound. 0 without work.
-  double gap() const { return lower_bound_s > 0 ? predicted_time_s / lower_bound_s - 1 : 0; }
+  double gap() const { return lower_bound_s > 0 ? std::max(predicted_time_s / lower_bound_s - 1, 0.0) : 0; }
 };
 
 /// Input, decision and what follows from the decision; docs/plan_format.md describes the fields.

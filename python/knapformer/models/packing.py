@@ -14,14 +14,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from knapformer import ArgumentError
 from knapformer.device_copies import to_device
 
 Lengths = Sequence[int] | Tensor
 
 
 def lengths_list(lens: Lengths) -> list[int]:
-    """Lengths as plain integers. A tensor should live on the CPU: elsewhere this waits for its device."""
-    return cast("list[int]", lens.tolist()) if isinstance(lens, Tensor) else list(lens)
+    """Lengths as plain integers. A tensor should live on the CPU: elsewhere this waits for its device. ArgumentError
+    where it is not dense, or on meta."""
+    if not isinstance(lens, Tensor):
+        return list(lens)
+    if lens.layout != torch.strided or lens.is_meta:
+        got = f"a tensor of layout {lens.layout} on {lens.device.type}"
+        raise ArgumentError(f"seq_lens: got {got}, expected a dense tensor that has its values")
+    return cast("list[int]", lens.tolist())
 
 
 def segment_index(lens: Lengths, device: torch.device | None = None) -> Tensor:
