@@ -12,6 +12,8 @@ using GivenKernel = Given<
     "collections.abc.Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "
     "torch.Tensor | tuple[torch.Tensor, torch.Tensor]]">;
 
+using GivenMask = Given<"str | None">;
+
 /// Calls `attend` under the GIL, whether or not the caller holds it.
 Attend attend_from(SequenceBalancer& self, const GivenKernel& attend) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
@@ -30,6 +32,19 @@ Attend attend_from(SequenceBalancer& self, const GivenKernel& attend) {
       throw;
     }
   };
+}
+
+KernelMask mask_from(const GivenText& mask) {
+  const std::string name = text_from(mask, "mask");
+  return name == "planned" ? std::nullopt : std::optional(Mask::parse(name));
+}
+
+/// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
+KernelMask mask_from(const GivenMask& mask, const GivenKernel& attend) {
+  const std::optional<std::string> own = as_text(py::getattr(attend, "mask", py::none()));
+  if (mask.is_none()) return Mask::parse(own.value_or("full"));
+  if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
+  return mask_from(py::reinterpret_borrow<GivenText>(mask));
 }
 
 }  // namespace
@@ -81,19 +96,24 @@ int32 on the CPU, and x of this rank's own sequences, in their order.
 Collective over the balancer's group, one all-to-all, as route is.)")
       .def(
           "pre_attn",
-          [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v) {
+          [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v,
+             const GivenText& mask) {
             SequenceBalancer::AttentionInputs inputs = convert_then_call(
-                self, [&] { return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v")); },
-                [&](const auto&... tensors) { return self.pre_attn(tensors...); });
+                self,
+                [&] {
+                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"), mask_from(mask));
+                },
+                [&](const auto&... arguments) { return self.pre_attn(arguments...); });
             return std::make_tuple(inputs.seq_lens, inputs.q, inputs.k, inputs.v);
           },
-          py::arg("q"), py::arg("k"), py::arg("v"),
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full",
           R"(From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
 
 q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns seq_lens,
 int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed one after another,
 with this rank's share of the heads, so that attention is plain grouped-query attention. Shares are uneven where the
-bag's size does not divide the heads; in a bag of more ranks than heads some ranks have none.
+bag's size does not divide the heads; in a bag of more ranks than heads some ranks have none. mask: the one that the
+kernel applies, as in attention.
 
 Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.)")
       .def(
@@ -114,31 +134,39 @@ Collective over the ranks of this rank's bag, one all-to-all; none in a bag of o
       .def(
           "attention",
           [](SequenceBalancer& self, const GivenTensor& q, const GivenTensor& k, const GivenTensor& v,
-             const GivenKernel& attend) {
+             const GivenKernel& attend, const GivenMask& mask) {
             return convert_then_call(
                 self,
                 [&] {
                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
-                                    attend_from(self, attend));
+                                    attend_from(self, attend), mask_from(mask, attend));
                 },
                 [&](const auto&... arguments) { return self.attention(arguments...); });
           },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"),
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"), py::arg("mask") = py::none(),
           R"(Every token of a chunk attends to its whole sequence, over flat and nested bags: o.
 
 q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns (chunk
 tokens, heads, ...). attend(q, k, v, seq_lens) is the attention kernel: it sees whole sequences, packed, with a share of
 the heads (see pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It
 is called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is called
-once, with none. Where more ranks than heads share a sequence, some see it without heads. Sequences that are whole on this rank attend while the others travel, forward and backward. Where
-attend raises, the other ranks raise the error, too.
+once, with none. Where more ranks than heads share a sequence, some see it without heads. Sequences that are whole on
+this rank attend while the others travel, forward and backward. Where attend raises, the other ranks raise the error,
+too.
+
+mask: the one that attend applies, as in knapformer.attention_pairs, or 'planned' where attend applies to each sequence
+the mask that was planned for it. None: the text in attend.mask where it has one (knapformer.models.PackedAttention), or
+else 'full'. Raises ArgumentError on all ranks where the plan counts with another mask (the balancer's, that of
+plan_routing or that of the sampler); with given work and no mask, it counts with none.
 
 Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no sequence
 of the bag is shared.)")
       .def(
           "op_attention",
-          [](SequenceBalancer& self, const at::Device& device) {
-            const Ulysses ulysses = self.ulysses_on(device);
+          [](SequenceBalancer& self, const at::Device& device, const GivenText& mask) {
+            const KernelMask applied = convert_or_report([&] { return mask_from(mask); },
+                                                         [&](const std::exception& error) { self.report(error); });
+            const Ulysses ulysses = self.ulysses_on(device, applied);
             const auto of_op = [](const ExchangeArguments& arguments) {
               OpSegments segments(arguments.segments);
               return std::make_tuple(std::move(segments.tables), std::move(segments.layout), arguments.group,
@@ -154,7 +182,8 @@ of the bag is shared.)")
             return std::make_tuple(rows, seq_lens, travels, of_op(ulysses.to_sequences({})),
                                    of_op(ulysses.to_rows({})));
           },
-          py::arg("device"), R"(For knapformer.compile: what attention takes in this step, for tensors on `device`.
+          py::arg("device"), py::arg("mask") = "full",
+          R"(For knapformer.compile: what attention takes in this step, for tensors on `device`. mask: as in attention.
 
 Returns (rows, seq_lens, travels, to_sequences, to_rows). The first three have an entry for each level of attention:
 (rows of this rank, 0); the lengths of the sequences that attention sees, int32 on the CPU; whether the level's rows

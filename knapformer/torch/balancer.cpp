@@ -220,13 +220,44 @@ const TablesDevice& SequenceBalancer::known_device(at::Device device) {
   return known == devices_.end() ? devices_.emplace_back(device, options_.engine) : *known;
 }
 
-Ulysses SequenceBalancer::ulysses_on(at::Device device) {
-  Ulysses ulysses{.tables = step().attention, .seq_lens = step().attn_lens, .shared_tables = {}, .group = {}};
-  if (bag_) {
-    ulysses.shared_tables = tables_on(device).shared_levels;
-    ulysses.group = bag_->name();
+void SequenceBalancer::check_mask(const KernelMask& mask) {
+  RankPlan& s = step();
+  if (!mask || mask == s.kernel_mask) return;
+  const PlanInput& input = s.plan.input();
+  const auto described = [](const std::optional<Mask>& of, double pairs) {
+    return text(of ? text("'", of->str(), "'") : "another mask", ", which leaves ", pairs, " (query, key) pairs");
+  };
+  // Given work stands for any mask, unless a mask was given, too.
+  const bool is_planned = input.given_work.empty() || !input.attention_pairs.empty();
+  for (SequenceId id(0); is_planned && id.value < s.plan.num_sequences(); ++id.value) {
+    const int64_t length = input.seq_lens[id];
+    const auto pairs_of = [&](const Mask& of) { return static_cast<double>(of.pairs(length)); };
+    const double pairs = pairs_of(*mask), planned = input.mask_pairs_of(id);
+    if (pairs == planned) continue;
+    std::optional<Mask> own;
+    for (const Mask& known : {options_.mask, Mask(), Mask{.kind = Mask::Kind::kCausal}}) {
+      if (!own && pairs_of(known) == planned) own = known;
+    }
+    throw_argument("mask", text(described(mask, pairs), " of sequence ", id.value, " (", length, " tokens)"),
+                   text(described(own, planned), ", as the plan counts: the mask that the kernel applies"));
   }
-  return ulysses;
+  s.kernel_mask = mask;
+}
+
+Ulysses SequenceBalancer::ulysses_on(at::Device device, const KernelMask& mask) {
+  return collective([&] {
+    check_mask(mask);
+    return ulysses(device);
+  });
+}
+
+Ulysses SequenceBalancer::ulysses(at::Device device) {
+  Ulysses made{.tables = step().attention, .seq_lens = step().attn_lens, .shared_tables = {}, .group = {}};
+  if (bag_) {
+    made.shared_tables = tables_on(device).shared_levels;
+    made.group = bag_->name();
+  }
+  return made;
 }
 
 void SequenceBalancer::watch_backward(const at::Tensor& output) {
@@ -615,11 +646,12 @@ void SequenceBalancer::check_flat(std::string_view call) const {
 }
 
 at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                       const Attend& attend) {
+                                       const Attend& attend, const KernelMask& mask) {
   const at::Tensor o = collective([&] {
     check_recomputation("attention");
     check_attention_inputs(q, k, v);
-    const at::Tensor attended = ulysses_on(q.device()).run(q, k, v, attend);
+    check_mask(mask);
+    const at::Tensor attended = ulysses(q.device()).run(q, k, v, attend);
     watch_backward(attended);
     return attended;
   });
@@ -627,17 +659,18 @@ at::Tensor SequenceBalancer::attention(const at::Tensor& q, const at::Tensor& k,
 }
 
 SequenceBalancer::AttentionInputs SequenceBalancer::pre_attn(const at::Tensor& q, const at::Tensor& k,
-                                                             const at::Tensor& v) {
+                                                             const at::Tensor& v, const KernelMask& mask) {
   return collective([&]() -> AttentionInputs {
     RankPlan& s = step();
     check_flat("pre_attn");
     check_recomputation("pre_attn");
     check_attention_inputs(q, k, v);
+    check_mask(mask);
     s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
     if (s.attention.levels[0].degree == 1) {
       return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
     }
-    ExchangeArguments arguments = ulysses_on(q.device()).to_sequences(s.heads);
+    ExchangeArguments arguments = ulysses(q.device()).to_sequences(s.heads);
     arguments.label = "pre_attn(q,k,v)";
     arguments.tensors = {q, k, v};
     const std::vector<at::Tensor> moved = exchange(std::move(arguments));
@@ -655,13 +688,13 @@ SequenceBalancer::AttentionOutput SequenceBalancer::post_attn(const at::Tensor& 
     const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
     check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
     check_has_memory(o, "o");
-    const Ulysses ulysses = ulysses_on(o.device());
-    const int64_t num_heads = ulysses.num_query_heads(0, s.heads);
+    const Ulysses composer = ulysses(o.device());
+    const int64_t num_heads = composer.num_query_heads(0, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
     AttentionOutput back{.chunk_lens = s.chunk_lens, .o = as_view(o)};
     if (level.degree > 1) {
-      ExchangeArguments arguments = ulysses.to_rows(s.heads);
+      ExchangeArguments arguments = composer.to_rows(s.heads);
       arguments.label = "post_attn(o)";
       arguments.tensors = {o};
       back.o = exchange(std::move(arguments))[0];

@@ -6,7 +6,8 @@
 //     h = balancer.attention(q, k, v, attend);              // (chunk tokens, heads, head_dim), there and back
 //   x = balancer.reverse_route(x).x;                        // back home, in the order of seq_lens
 //
-// attend(q, k, v, seq_lens) sees whole sequences with a share of the heads. In flat bags its two sides are there too:
+// attend(q, k, v, seq_lens) sees whole sequences with a share of the heads, and applies the mask: the plan counts with
+// one, and attention is told which one the kernel applies. In flat bags attention's two sides are there too:
 //
 //     auto a = balancer.pre_attn(q, k, v);                           // (tokens of whole sequences, heads / g, ...)
 //     h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;   // (chunk tokens, heads, ...)
@@ -156,8 +157,10 @@ class SequenceBalancer {
   };
   /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
   /// Where the bag's size does not divide them, shares are uneven (knapformer/core/plan/heads.h). For flat
-  /// topologies, as post_attn: in a nested bag a rank has another share of the heads at each level.
-  AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+  /// topologies, as post_attn: in a nested bag a rank has another share of the heads at each level. mask: the one that
+  /// the kernel applies. Throws ArgumentError where another one was planned for any sequence of any rank.
+  AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const KernelMask& mask = Mask());
 
   struct AttentionOutput {
     at::Tensor chunk_lens;  // int32 CPU
@@ -167,12 +170,13 @@ class SequenceBalancer {
   AttentionOutput post_attn(const at::Tensor& o);
 
   /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
-  /// pre_attn; returns (chunk tokens, heads, ...).
-  at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend);
+  /// pre_attn, and mask; returns (chunk tokens, heads, ...).
+  at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
+                       const KernelMask& mask = Mask());
 
   /// What composes attention in this step, for tensors on this device. For compiled blocks, which call the op
-  /// themselves. Valid until the next plan. Not collective.
-  Ulysses ulysses_on(at::Device device);
+  /// themselves. mask: as in pre_attn. Valid until the next plan. Not collective.
+  Ulysses ulysses_on(at::Device device, const KernelMask& mask = Mask());
 
   /// Tensors on this device will come: what is planned ahead from now on packs its index tables for it. Without, a
   /// balancer knows a device from the first exchange there. Not collective.
@@ -259,6 +263,9 @@ class SequenceBalancer {
   /// where another plan's backward pass runs.
   void check_recomputation(std::string_view call);
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+  /// Looks at every sequence once a plan.
+  void check_mask(const KernelMask& mask);
+  Ulysses ulysses(at::Device device);
   void check_flat(std::string_view call) const;
   /// Runs the body of a collective method. Throws after an earlier error; tells other ranks of an error in the body.
   template <class Body>

@@ -51,6 +51,9 @@ struct TablesDevice {
   std::optional<c10::Stream> stream;
 };
 
+/// The mask that an attention kernel applies. Unset: to each sequence the one that was planned for it.
+using KernelMask = std::optional<Mask>;
+
 /// A plan's step on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
@@ -75,6 +78,7 @@ struct RankPlan {
   std::vector<at::Tensor> attn_lens = {};     // of each attention level
   double planning_s = 0;                      // what it took to make all this
   HeadCounts heads = {};                      // of the last pre_attn
+  KernelMask kernel_mask = {};                // the last that was found to be the planned one
   /// Set until it is known: exchanges wait for it.
   std::optional<PlanAgreement> agreement = {};
 

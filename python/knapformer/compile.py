@@ -47,14 +47,18 @@ class AttentionTables:
 
     @staticmethod
     def of(
-        balancer: SequenceBalancer, device: torch.device, layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens
+        balancer: SequenceBalancer,
+        device: torch.device,
+        layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens,
+        mask: str = "full",
     ) -> AttentionTables:
         """The tables of the plan in force, for tensors on `device`. To be called outside of the compiled part.
 
         layout: called here for each level, with the lengths (int32 CPU) of the sequences that `attend` will see. Its
         result is passed to `attend`: what no graph can make, such as offsets on the device. Default: the lengths.
+        mask: the one that `attend` applies, as in SequenceBalancer.attention; ArgumentError where another is planned.
         """
-        rows, seq_lens, travels, to_sequences, to_rows = balancer.op_attention(device)
+        rows, seq_lens, travels, to_sequences, to_rows = balancer.op_attention(device, mask)
         return AttentionTables(rows, [layout(lens) for lens in seq_lens], travels, to_sequences, to_rows)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:

@@ -39,10 +39,12 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
 class PackedAttention:
     """varlen_attention as an object that keeps what it derives from the lengths, for the many layers of one step.
 
-    It may be handed to SequenceBalancer.attention, which calls it with whole sequences and this rank's heads.
+    It may be handed to SequenceBalancer.attention, which reads its `mask`, and calls it with whole sequences and this
+    rank's heads.
     """
 
     def __init__(self, mask: str = "full") -> None:
+        self.mask = mask
         self._causal = _is_causal(mask)
         self._pairings: dict[int, tuple[Lengths, int | list[int], _Pairing]] = {}
 

@@ -28,8 +28,8 @@ class PackedStep:
     collectives, and so is every `attention` in a bag of several ranks.
 
     seq_lens: tokens of each of this rank's sequences. d_model: width of the blocks, in features. mask: see
-    PackedAttention. planned: the balancer holds the plan of these sequences already, as in a loop over a
-    BalancedLoader.
+    PackedAttention; where the balancer has planned another one, `attention` raises ArgumentError. planned: the balancer
+    holds the plan of these sequences already, as in a loop over a BalancedLoader.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class PackedStep:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
         """Every token attends to its whole sequence. q (chunk tokens, heads, head_dim), k and v with as many heads or
-        a divisor -> (chunk tokens, heads, head_dim). attend: taken in place of PackedAttention."""
+        a divisor -> (chunk tokens, heads, head_dim). attend: taken in place of PackedAttention, with the same mask."""
         q, k, v = as_autocast(q, k, v)
         attend = attend or self._attend
         if self._balancer is None:
             return attend(q, k, v, self._seq_lens)
-        return self._balancer.attention(q, k, v, attend)
+        return self._balancer.attention(q, k, v, attend, self._attend.mask)
 
     def leave(self, x: Tensor) -> Tensor:
         """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""

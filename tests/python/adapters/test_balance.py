@@ -306,6 +306,14 @@ def test_arguments_of_balance_are_named(arguments: dict[str, Any], message: str)
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.parametrize("backend", ["native", "_native_math"])
+def test_a_balancer_with_a_mask_is_refused(backend: str) -> None:
+    model = knapformer.balance(CASE.make(), SequenceBalancer("g1n1", mask="causal"))
+    model.set_attention_backend(backend)
+    with pytest.raises(knapformer.ArgumentError, match=r"mask: got 'full', which .* expected 'causal'"):
+        model(samples_of())
+
+
 def test_a_cache_of_diffusers_is_refused_in_a_packed_call() -> None:
     """Its hooks take the shapes of diffusers' own calls, or sit on modules that a packed call does not call."""
     hooks = pytest.importorskip("diffusers.hooks")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from balancer_checks import LENS, Check, causal_free_attention, own, run_checks
 from knapformer.compile import AttentionTables
+from knapformer.models.attention import PackedAttention
+from knapformer.models.step import PackedStep
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -339,6 +342,69 @@ def check_masks(rank: int, world_size: int) -> None:
     assert balancer.finish_planning(ahead) == plan(lens, topology, 8, masks=some)
 
 
+def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
+    """A kernel that applies another mask than the plan counts with is an error on every rank, by every way to it."""
+    lens, topology = LENS[world_size], f"g{world_size}n1"
+    mixed = [["causal" if n > 5 else "full" for n in of_rank] for of_rank in lens]
+    causal = plan(lens, topology, 8, masks="causal")
+    with_work = {"work": [float(n) for n in own(lens, rank)]}
+
+    def balancer(mask: str = "full", **options: Any) -> SequenceBalancer:
+        made = SequenceBalancer(topology, mask=mask)
+        made.plan_routing(own(lens, rank), 8, **options)
+        return made
+
+    def follower() -> SequenceBalancer:
+        made = SequenceBalancer(topology)
+        made.follow(causal)
+        return made
+
+    def attention(kernel: Any = causal_free_attention, *mask: str) -> Callable[[SequenceBalancer], Any]:
+        return lambda b: b.attention(*(torch.ones(int(b.chunk_lens.sum()), 4, 2),) * 3, kernel, *mask)
+
+    def in_halves(*mask: str) -> Callable[[SequenceBalancer], Any]:
+        return lambda b: b.pre_attn(*(torch.ones(int(b.chunk_lens.sum()), 4, 2),) * 3, *mask)
+
+    def step(mask: str) -> Callable[[SequenceBalancer], Any]:
+        def run(b: SequenceBalancer) -> None:
+            of_model = PackedStep(own(lens, rank), 8, b, mask, planned=True)
+            of_model.attention(*(of_model.enter(torch.ones(sum(own(lens, rank)), 8), [], [])[0].view(-1, 4, 2),) * 3)
+
+        return run
+
+    longest = max(n for of_rank in lens for n in of_rank)
+    unlike = "mask: got 'full', which leaves {}.* expected 'causal', which leaves {}"
+    for make, attend, words in (
+        (partial(balancer, "causal"), attention(), unlike),
+        (partial(balancer, "causal"), in_halves(), unlike),
+        (partial(balancer, "causal"), step("full"), unlike),
+        (partial(balancer, "causal"), lambda b: AttentionTables.of(b, torch.device("cpu")), unlike),
+        (partial(balancer, "causal"), attention(causal_free_attention, "window:3:3"), "got 'window:3:3', .*'causal'"),
+        (partial(balancer, "causal"), attention(PackedAttention("full")), unlike),
+        (partial(balancer, "causal"), attention(PackedAttention("full"), "causal"), "'full', as attend.mask says"),
+        (partial(balancer, masks=own(mixed, rank)), attention(), unlike),
+        (balancer, step("causal"), "mask: got 'causal'.* expected 'full'"),
+        (follower, attention(), unlike),
+        (partial(balancer, "causal", **with_work), attention(), unlike),
+        (partial(balancer, "causal"), attention(causal_free_attention, "causal"), ""),
+        (partial(balancer, "causal"), in_halves("causal"), ""),
+        (partial(balancer, "causal"), attention(PackedAttention("causal")), ""),
+        (partial(balancer, "causal"), step("causal"), ""),
+        (partial(balancer, "causal"), lambda b: AttentionTables.of(b, torch.device("cpu"), mask="causal"), ""),
+        (follower, attention(causal_free_attention, "causal"), ""),
+        (partial(balancer, masks=own(mixed, rank)), attention(causal_free_attention, "planned"), ""),
+        (partial(balancer, f"window:{longest}:{longest}"), attention(), ""),  # as large as full attention
+        (partial(balancer, **with_work), attention(causal_free_attention, "causal"), ""),  # work stands for any mask
+    ):
+        made = make()
+        if not words:
+            attend(made)
+            continue
+        with pytest.raises(ArgumentError, match=words.format(r"\d+", r"\d+")):
+            attend(made)
+        dist.barrier()
+
+
 def check_given_work(rank: int, world_size: int) -> None:
     """As knapformer.plan has it, also under nested bags, of whole steps, and where a plan is followed; and tokens and
     gradients are those of any plan."""
@@ -380,6 +446,7 @@ CHECKS: list[Check] = [
     check_a_kernel_that_needs_no_tokens,
     check_op_is_well_formed,
     check_masks,
+    check_the_mask_of_the_kernel,
     check_given_work,
 ]
 NEEDS_TWO_RANKS = {check_gradients_by_finite_differences}
@@ -438,6 +505,19 @@ def test_a_rank_alone_hears_of_a_recomputation_under_another_plan(routed: bool) 
         total.backward()
 
 
+def test_seconds_in_another_unit_are_left_out_with_a_warning() -> None:
+    balancer = SequenceBalancer("g1n1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(40):
+            balancer.plan_routing([100, 200 + step], 64)
+            balancer.observe(250.0 if step in (20, 30) else 0.25)
+    assert [str(warning.message) for warning in caught if "observe: got 250 on rank 0" in str(warning.message)]
+    assert sum("observe" in str(warning.message) for warning in caught) == 1
+    with pytest.raises(ArgumentError, match="seconds: got 1e\\+13, expected a number from"):
+        balancer.observe(1e13)
+
+
 @pytest.mark.parametrize("attended", [(1,), (1, 2, 3), [torch.zeros(7, 4, 2)]])
 def test_what_a_kernel_may_return(attended: Any) -> None:
     balancer = SequenceBalancer("g1n1")
@@ -459,16 +539,3 @@ def test_what_a_kernel_may_return(attended: Any) -> None:
 def test_bad_options_are_value_errors(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SequenceBalancer(**arguments)
-def test_seconds_in_another_unit_are_left_out_with_a_warning() -> None:
-    balancer = SequenceBalancer("g1n1")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(40):
-            balancer.plan_routing([100, 200 + step], 64)
-            balancer.observe(250.0 if step in (20, 30) else 0.25)
-    assert [str(warning.message) for warning in caught if "observe: got 250 on rank 0" in str(warning.message)]
-    assert sum("observe" in str(warning.message) for warning in caught) == 1
-    with pytest.raises(ArgumentError, match="seconds: got 1e\\+13, expected a number from"):
-        balancer.observe(1e13)
-
-

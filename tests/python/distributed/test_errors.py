@@ -194,6 +194,11 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
     "masks_text": (lambda b, r: b.plan_routing([5], 8, "full"), "masks: got 'full', expected a list", ArgumentError),
     "masks_none": (lambda b, r: b.plan_routing([5], 8, [None]), "masks[0]: got None, expected", ArgumentError),
     "mask_name": (lambda b, r: b.plan_routing([5], 8, ["diagonal"]), "mask: got 'diagonal'", ArgumentError),
+    "mask_of_kernel": (
+        lambda b, r: b.pre_attn(*(_routed(b, r),) * 3, "causal"),
+        "mask: got 'causal', which leaves 6 (query, key) pairs of sequence 0 (3 tokens), expected 'full'",
+        ArgumentError,
+    ),
     "attended_shape": (
         lambda b, r: b.attention(*(_attend_in_halves(b, _routed(b, r)),) * 3, lambda q, k, v, seq_lens: q[:, :1]),
         "attend: got a result of shape [12, 1, 1], expected (12 tokens, 2 heads, ...), as q has",
