@@ -135,7 +135,7 @@ nvrtc: nvrtc-library
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target torch_tests
 	library=$$(find $(CURDIR)/$(NVRTC_FOLDER) -name 'libnvrtc.so.1?') && \
 	    KNAPFORMER_NVRTC=$$library LD_LIBRARY_PATH=$$(dirname $$library) $(BUILD)/tests/torch/torch_tests \
-	    --gtest_filter='CudaKernel*:*/CudaKernel*'
+	    --gtest_filter='CudaKernel*'
 
 $(VENV)/.coverage: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group coverage

@@ -26,7 +26,7 @@ from typing import NamedTuple
 # Each room, and the rooms that its files may include. A room is a folder, without the rooms inside it, or one file. The
 # order is that of the layers: from the core to what users call.
 _CORE = "core/util core/model core/plan core/cost"
-_TORCH = f"{_CORE} core/planners core/planners/whole_step torch/kernels torch/comm torch/exchange"
+_TORCH = f"{_CORE} core/planners core/planners/whole_step torch/comm torch/exchange"
 _FLOOR = "python python/models python/adapters python/tools/shared python/tools/measure"
 MAY_INCLUDE = {
     "core/util": "",
@@ -38,8 +38,7 @@ MAY_INCLUDE = {
     "core/planners": f"{_CORE} core/planners/greedy core/planners/balanced",
     "core/planners/whole_step": f"{_CORE} core/planners/balanced core/planners",
     "torch/comm": "core/util core/model core/plan",
-    "torch/kernels": "",
-    "torch/exchange": "core/util core/model core/plan torch/kernels torch/comm",
+    "torch/exchange": "core/util core/model core/plan torch/comm",
     "torch": _TORCH,
     "bindings": f"{_TORCH} torch",
     "python": "",

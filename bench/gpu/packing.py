@@ -1,10 +1,9 @@
-"""Bandwidth of packing and unpacking an exchange, and of a rotation, beside that of a plain copy on the same device.
+"""Bandwidth of packing and unpacking an exchange, beside that of a plain copy on the same device.
 
 There are two ranks: one has the device to itself, the other computes on the host, so that the kernels of one process
 alone are timed. Both are in one Gloo group, which stages device memory through the host. Every sequence is shared: a
 rank keeps half of its rows (or heads) and sends the other half. Of S bytes, packing reads and writes all S, and
-unpacking the S / 2 that arrived. A rotation (rotary embedding of queries) reads and writes S. On the CPU, which has no
-launches, the whole call is timed.
+unpacking the S / 2 that arrived. On the CPU, which has no launches, the whole call is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from knapformer.models.layers import rotate, rotations
 
     from knapformer import SequenceBalancer
 
@@ -44,14 +42,12 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         routed = balancer.route(x)[1]
         o = balancer.pre_attn(q, k, v)[1]
-        rotation = rotations(torch.arange(num_tokens, device=device), HEAD_DIM, 10_000.0, x.dtype)
         # Each byte is read and written: S twice in packing, S / 2 twice in unpacking.
         calls: dict[str, tuple[int, Callable[[], object]]] = {
             "route": (3 * x.nbytes, lambda: balancer.route(x)),
             "reverse_route": (3 * x.nbytes, lambda: balancer.reverse_route(routed)),
             "pre_attn": (9 * x.nbytes, lambda: balancer.pre_attn(q, k, v)),
             "post_attn": (3 * x.nbytes, lambda: balancer.post_attn(o)),
-            "rotate": (2 * x.nbytes, lambda: rotate(q, rotation)),
         }
         target = torch.empty_like(q)
 
@@ -66,9 +62,7 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
             "bytes_per_s": rates, "copy_bytes_per_s": copy_rate, "tensor_bytes": x.nbytes, "checks": checks,
         }  # fmt: skip
         for name, (size, call) in calls.items():
-            if not agenda.begins(name):
-                continue
-            if name != "rotate" or dist.get_rank() == 0:  # the others exchange, with both ranks
+            if agenda.begins(name):
                 rates[name] = size / kernel_seconds(call, device, repeats)
                 checks.append({"name": f"{name}: bandwidth over the copy's", **at_least(rates[name] / copy_rate, GOAL)})
                 agenda.keep(measured)

@@ -4,7 +4,6 @@
 #include "knapformer/bindings/torch_bindings.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
-#include "knapformer/torch/kernels/rotation.h"
 
 namespace py = pybind11;
 using namespace knapformer;  // NOLINT: this file is nothing but names of the library
@@ -121,10 +120,5 @@ ArgumentError with this message. Not collective.)");
   m.def(
       "timeout_of", [](const ProcessGroupPtr& group) { return timeout_of(*group); }, py::arg("group"),
       "How long collectives of this group may take: a timedelta.");
-  m.def("rotate", &rotate, py::arg("x"), py::arg("turns"), py::arg("back") = false,
-        py::call_guard<py::gil_scoped_release>(),
-        "Rotates each pair of features of each head by its token's angle, or with `back` by the negative angle.\n\n"
-        "x (tokens, heads, head_dim) of any floating type; turns (tokens, 1, head_dim / 2, 2), float32 or float64: "
-        "cosine and sine. Computed in the type of turns, returned in that of x. ValueError where they do not fit.");
   make_call_errors_readable(m);
 }

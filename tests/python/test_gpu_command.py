@@ -111,7 +111,7 @@ def test_a_part_ends_in_time_and_is_resumed(results: Path, tmp_path: Path) -> No
     cut = run_gpu(out, "--part", "packing", "--seconds", "0")
     first = of("packing", out)
     assert first["done"] == ["route"] and list(first["bytes_per_s"]) == ["route"]
-    assert first["left_out"] == ["reverse_route", "pre_attn", "post_attn", "rotate"]
+    assert first["left_out"] == ["reverse_route", "pre_attn", "post_attn"]
     assert f"LEFT   packing     pre_attn: not done; make gpu PART=packing DEVICE=cpu OUT={out} does it" in cut.stdout
     assert "packing: left out" in (out / "gpu.html").read_text()
     run_gpu(out, "--part", "packing")

@@ -1,4 +1,4 @@
-// Runs knapformer's own kernels on the simulated device, thread by thread, on the mapping of its memory for kernels.
+// Runs knapformer's packing kernel on the simulated device, thread by thread, on the mapping of its memory for kernels.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -7,7 +7,6 @@
 
 #include "counters.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
-#include "knapformer/torch/kernels/rotation_kernel.h"
 #include "late_work.h"
 #include "memory.h"
 
@@ -57,19 +56,7 @@ void move_rows(const at::Tensor&, const at::Tensor& work, int64_t num_tiles, int
   LateWork::instance().launch(current_stream, [=] { run_move_rows(work, num_tiles); });
 }
 
-void rotate_rows(const at::Tensor&, const at::Tensor& work, int64_t num_blocks) {
-  namespace rotation = knapformer::rotation;
-  Counters::instance().add_launch("knapformer::rotate_rows");
-  LateWork::instance().catch_up();
-  auto given = *static_cast<const rotation::Rotation*>(work.const_data_ptr());
-  for (auto* address : {&given.from, &given.to, &given.turns}) to_kernel_memory(*address);
-  for (int64_t thread = 0; thread < num_blocks * rotation::kThreads; ++thread) rotation::run_thread(given, thread);
-}
-
-TORCH_LIBRARY_IMPL(knapformer, PrivateUse1, library) {
-  library.impl("move_rows", &move_rows);
-  library.impl("rotate_rows", &rotate_rows);
-}
+TORCH_LIBRARY_IMPL(knapformer, PrivateUse1, library) { library.impl("move_rows", &move_rows); }
 
 }  // namespace
 }  // namespace simulated_device

@@ -7,20 +7,35 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/engine.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
 #include "knapformer/torch/exchange/packing_op.h"
-#include "knapformer/torch/kernels/item_of.h"
 
 namespace knapformer {
 namespace {
 
-using kernels::item_of;
 using packing::Address;
 
 Address address_of(const void* pointer) { return reinterpret_cast<Address>(pointer); }
+
+/// The type by which numbers of this dtype are added; for complex ones, that of each half. None: the kernel does not.
+std::optional<packing::Item> item_of(at::ScalarType type) {
+  switch (c10::isComplexType(type) ? c10::toRealValueType(type) : type) {
+    case at::kFloat:
+      return packing::Item::kFloat;
+    case at::kDouble:
+      return packing::Item::kDouble;
+    case at::kHalf:
+      return packing::Item::kHalf;
+    case at::kBFloat16:
+      return packing::Item::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
 
 int64_t item_bytes_of(packing::Item item) {
   return item == packing::Item::kDouble ? 8 : item == packing::Item::kFloat ? 4 : 2;

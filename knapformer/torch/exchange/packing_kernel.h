@@ -1,8 +1,8 @@
 // The packing kernel: moves rows by lists of copies and sums, in one launch, however many tensors and peers there are.
 //
 // This one source is compiled with the project, where a loop takes the place of threads, and at run time by NVRTC for
-// the GPU that is there (kernels/cuda_kernel.h). So it is plain C++ that includes numbers.h alone, and what a GPU will
-// run is tested on the CPU. Addresses are numbers, in the memory that the kernel sees.
+// the GPU that is there (cuda_kernel.h). So it is plain C++ that includes nothing, and what a GPU will run is tested on
+// the CPU. Addresses are numbers, in the memory that the kernel sees.
 //
 //   work  = | Work | Copy ... | Sum ... | Source ... |     (in the arguments of the launch, or in the device's memory)
 //   tiles = | those of the first copy | of the second | ... | of the first sum | ... |
@@ -10,11 +10,15 @@
 // A block of kThreads threads moves one tile: kThreads x kPerThread words of a copy, or items of a sum, row by row.
 #pragma once
 
-#include "knapformer/torch/kernels/numbers.h"
+#if defined(__CUDACC__)
+#define KNAPFORMER_KERNEL __device__ inline
+#define KNAPFORMER_ALIASES
+#else
+#define KNAPFORMER_KERNEL inline
+#define KNAPFORMER_ALIASES __attribute__((may_alias))
+#endif
 
 namespace knapformer::packing {
-
-using namespace kernels;
 
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
@@ -24,6 +28,102 @@ constexpr int kTile = kThreads * kPerThread;
 constexpr int kMinBlocks = 4;
 /// The most bytes of work in the arguments of a launch, which may have 4096 bytes.
 constexpr int kMaxArgumentBytes = 4080;
+
+/// An address in the memory that the kernel sees.
+using Address = unsigned long long;
+using Index = long long;
+
+/// The types that are added. Complex numbers are two items.
+enum class Item : int { kFloat, kDouble, kHalf, kBFloat16 };
+
+using Word1 = unsigned char;
+using Word2 KNAPFORMER_ALIASES = unsigned short;
+using Word4 KNAPFORMER_ALIASES = unsigned int;
+using Word8 KNAPFORMER_ALIASES = unsigned long long;
+struct KNAPFORMER_ALIASES Word16 {
+  alignas(16) unsigned long long low;
+  unsigned long long high;
+};
+using Float KNAPFORMER_ALIASES = float;
+using Double KNAPFORMER_ALIASES = double;
+union FloatBits {
+  unsigned int bits;
+  float value;
+};
+
+KNAPFORMER_KERNEL float float_of_bits(unsigned int bits) {
+  FloatBits both{.bits = bits};
+  return both.value;
+}
+KNAPFORMER_KERNEL unsigned int bits_of_float(float value) {
+  FloatBits both{.bits = 0};
+  both.value = value;
+  return both.bits;
+}
+
+/// `bits` without the lowest `count`, which is 1 to 31: rounded to nearest, ties to even.
+KNAPFORMER_KERNEL unsigned int rounded_off(unsigned int bits, int count) {
+  const unsigned int half = 1u << (count - 1), odd = (bits >> count) & 1u;
+  return (bits + (half - 1u) + odd) >> count;
+}
+
+KNAPFORMER_KERNEL float float_of_bfloat16(unsigned int bits) { return float_of_bits(bits << 16); }
+KNAPFORMER_KERNEL unsigned int bfloat16_of_float(float value) {
+  const unsigned int bits = bits_of_float(value);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded_off(bits, 16);
+}
+
+KNAPFORMER_KERNEL float float_of_half(unsigned int bits) {
+  const unsigned int sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  if (magnitude >= 0x400u) return float_of_bits(sign | ((magnitude << 13) + 0x38000000u));
+  const float subnormal = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // 2^-24
+  return float_of_bits(sign | bits_of_float(subnormal));
+}
+KNAPFORMER_KERNEL unsigned int half_of_float(float value) {
+  const unsigned int bits = bits_of_float(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x47800000u) return sign | 0x7c00u;                                   // 65536 and more
+  if (magnitude >= 0x38800000u) return sign | rounded_off(magnitude - 0x38000000u, 13);  // may round to infinity
+  if (magnitude < 0x33000000u) return sign;                                              // below half of 2^-24
+  const int shift = 126 - static_cast<int>(magnitude >> 23);
+  return sign | rounded_off((magnitude & 0x7fffffu) | 0x800000u, shift);
+}
+
+/// How items of a type lie in memory, and what they are added in: halves in float32.
+struct FloatItems {
+  using Total = float;
+  static constexpr Index kBytes = 4;
+  static KNAPFORMER_KERNEL float read(Address at) { return *reinterpret_cast<const Float*>(at); }
+  static KNAPFORMER_KERNEL void write(Address at, float total) { *reinterpret_cast<Float*>(at) = total; }
+};
+struct DoubleItems {
+  using Total = double;
+  static constexpr Index kBytes = 8;
+  static KNAPFORMER_KERNEL double read(Address at) { return *reinterpret_cast<const Double*>(at); }
+  static KNAPFORMER_KERNEL void write(Address at, double total) { *reinterpret_cast<Double*>(at) = total; }
+};
+struct HalfItems {
+  using Total = float;
+  static constexpr Index kBytes = 2;
+  static KNAPFORMER_KERNEL float read(Address at) { return float_of_half(*reinterpret_cast<const Word2*>(at)); }
+  static KNAPFORMER_KERNEL void write(Address at, float total) {
+    *reinterpret_cast<Word2*>(at) = static_cast<unsigned short>(half_of_float(total));
+  }
+};
+struct BFloat16Items {
+  using Total = float;
+  static constexpr Index kBytes = 2;
+  static KNAPFORMER_KERNEL float read(Address at) { return float_of_bfloat16(*reinterpret_cast<const Word2*>(at)); }
+  static KNAPFORMER_KERNEL void write(Address at, float total) {
+    *reinterpret_cast<Word2*>(at) = static_cast<unsigned short>(bfloat16_of_float(total));
+  }
+};
+
+/// a / b of numbers that are not negative: in 32 bits where they fit, which is several times as fast on a GPU.
+KNAPFORMER_KERNEL Index quotient(Index a, int b) {
+  return a <= 0xffffffffLL ? static_cast<unsigned int>(a) / static_cast<unsigned int>(b) : a / b;
+}
 
 /// Copies the same columns, num_words words, of num_rows rows. Row i is read at `from` + j * `from_stride`, where j is
 /// from_index[i], or i if from_index is 0. It is written likewise, at `to`.

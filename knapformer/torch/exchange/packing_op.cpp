@@ -8,18 +8,10 @@
 #include <string>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/cuda_kernel.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
-#include "knapformer/torch/kernels/cuda_kernel.h"
 
 namespace knapformer {
-
-extern const char kPackingSource[];  // the text of packing_kernel.h
-
-const KernelSource& packing_source() {
-  static const auto* const source =
-      new KernelSource{"the packing kernel", kPackingSource, {"knapformer_move_rows", "knapformer_move_rows_by_table"}};
-  return *source;
-}
 
 namespace {
 
@@ -38,17 +30,17 @@ void move_rows_cpu(const at::Tensor&, const at::Tensor& work, int64_t num_tiles,
 }
 
 void move_rows_cuda(const at::Tensor& wire, const at::Tensor& work, int64_t num_tiles, int64_t) {
-  CudaKernel& kernel = CudaKernel::on(wire.device(), packing_source());
+  CudaKernel& kernel = CudaKernel::on(wire.device());
   std::string error;
   if (work.is_cpu()) {
     struct alignas(16) {
       unsigned char bytes[packing::kMaxArgumentBytes];
     } argument;
     std::memcpy(argument.bytes, work.const_data_ptr(), work.nbytes());
-    error = kernel.launch(0, num_tiles, packing::kThreads, &argument);
+    error = kernel.launch(/*by_table=*/false, num_tiles, &argument);
   } else {
     const void* argument = work.const_data_ptr();
-    error = kernel.launch(1, num_tiles, packing::kThreads, &argument);
+    error = kernel.launch(/*by_table=*/true, num_tiles, &argument);
   }
   if (!error.empty()) throw StateError("the packing kernel: " + error);
 }
@@ -59,7 +51,7 @@ ExchangeEngine engine_for(at::Device device) {
   if (device.is_cpu()) return ExchangeEngine::kCpu;
   if (!move_rows_op().hasKernelForDispatchKey(c10::computeDispatchKey({}, {}, device))) return ExchangeEngine::kDevice;
   if (!device.is_cuda()) return ExchangeEngine::kKernel;
-  const std::string& error = CudaKernel::on(device, packing_source()).error();
+  const std::string& error = CudaKernel::on(device).error();
   if (error.empty()) return ExchangeEngine::kKernel;
   TORCH_WARN_ONCE("knapformer: exchanges are packed by several operations in place of one kernel: ", error);
   return ExchangeEngine::kDevice;

@@ -15,11 +15,8 @@
 #include <cstdint>
 
 #include "knapformer/torch/exchange/packed_table.h"
-#include "knapformer/torch/kernels/kernel_source.h"
 
 namespace knapformer {
-
-const KernelSource& packing_source();
 
 /// The engine for tensors on this device: the CPU engine on the CPU, the kernel engine where the device has the kernel,
 /// else the device engine. On CUDA the first call for a device compiles the kernel; where that is not possible, one

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import knapformer._torch as _torch
-
 
 class Rotation:
     """Rotary position embedding (RoPE): the angles by which the heads of packed tokens are rotated.
@@ -35,13 +33,15 @@ def rotations(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """(tokens, heads, head_dim) rotated in the dtype of `rotation`, returned in the dtype of x."""
-    turns = rotation.turns
-    if not torch.compiler.is_compiling():
-        return _torch.rotate(x, turns)
-    # Inductor fuses real arithmetic with the operations beside it.
-    pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))
-    (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
+    turns, pairs = rotation.turns, x.to(rotation.turns.dtype).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # Inductor fuses real arithmetic with the operations beside it
+        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    elif len(turns) != len(x):  # one would be taken for all
+        raise ValueError(f"rotation: got angles of {len(turns)} tokens, expected {len(x)}, as x has")
+    else:
+        out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(turns))
+    return out.flatten(-2).to(x.dtype)
 
 
 class Block(nn.Module):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from knapformer.compile import AttentionTables
-from knapformer.models.layers import Rotation, rotate, rotations
 from torch import Tensor
 
 from knapformer import BalancedLoader, SequenceBalancer
@@ -399,25 +398,3 @@ def a_balancer_without_an_interface(rank: int, world: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def rotations_agree(rank: int, world: int) -> list[tuple[list[Tensor], list[Tensor], sim.Counted]]:
-    """By dtype: result and gradient on the CPU, on the device, and what was counted there."""
-    sim.register()
-    return [_rotation(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
-
-
-def _rotation(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], sim.Counted]:
-    turns = rotations(torch.arange(70), 16, 100.0, dtype).turns
-    qkv, gradient = torch.randn(70, 3, 5, 16).to(dtype), torch.randn(70, 5, 16).to(dtype)
-
-    def step(x: Tensor, turns: Tensor, gradient: Tensor) -> list[Tensor]:
-        x = x[:, 1].requires_grad_()
-        out = rotate(x, Rotation(turns))
-        return [out.detach(), *torch.autograd.grad(out, x, gradient)]
-
-    given = (qkv, turns, gradient)
-    on_device = [t.to("sim") for t in given]
-    with sim.counted() as counted:
-        results = step(*on_device)
-    return step(*given), [t.cpu() for t in results], counted

@@ -19,7 +19,6 @@ from accelerator.device_ranks import (
     frozen_in_turn_agrees,
     lens_of,
     loader_agrees,
-    rotations_agree,
     samples_in_pinned_memory,
     steps_without_a_cpu_backend,
     tables_of_a_loader,
@@ -57,13 +56,6 @@ def test_ranks_of_one_backend_may_be_on_different_devices() -> None:
 def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:
     for on_device, on_cpu in run_ranks(tables_serve_two_streams, 2):
         assert torch.equal(on_device, on_cpu)
-
-
-def test_a_rotation_is_the_cpus_and_one_launch() -> None:
-    (by_dtype,) = run_ranks(rotations_agree, 1)
-    for on_cpu, on_device, counted in by_dtype:
-        torch.testing.assert_close(on_device, on_cpu)
-        assert counted.launched == ["knapformer::rotate_rows"] * 2 and counted.syncs == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

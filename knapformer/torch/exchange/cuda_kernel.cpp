@@ -1,4 +1,4 @@
-#include "knapformer/torch/kernels/cuda_kernel.h"
+#include "knapformer/torch/exchange/cuda_kernel.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -15,9 +15,11 @@
 #include <memory>
 #include <utility>
 
+#include "knapformer/torch/exchange/packing_kernel.h"
+
 namespace knapformer {
 
-extern const char kNumbersSource[];  // the text of numbers.h
+extern const char kPackingSource[];  // the text of packing_kernel.h
 
 std::string path_beside_torch(std::string_view name) {
   Dl_info of_c10{};
@@ -152,7 +154,7 @@ int enter_primary_context(const Driver& driver, int device) {
 
 }  // namespace
 
-CompiledKernel compile_kernel(const KernelSource& source, int architecture, bool ptx) {
+CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
   const Nvrtc& nvrtc = Nvrtc::get();
   CompiledKernel kernel{.image = {}, .log = {}, .error = nvrtc.error};
   if (!kernel.error.empty()) return kernel;
@@ -172,9 +174,7 @@ CompiledKernel compile_kernel(const KernelSource& source, int architecture, bool
   Program program = nullptr;
   const std::string target = c10::str("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
   const std::array options{target.c_str(), "--std=c++20", "--ptxas-options=-v"};  // -v: the log lists registers
-  const char* const included = kNumbersSource;
-  const char* const as = "knapformer/torch/kernels/numbers.h";
-  int result = nvrtc.create(&program, source.text, source.name, 1, &included, &as);
+  int result = nvrtc.create(&program, kPackingSource, "packing_kernel.h", 0, nullptr, nullptr);
   if (result == 0) result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
   size_t size = 0;
   if (program != nullptr && nvrtc.log_size(program, &size) == 0 && size > 1) {
@@ -194,15 +194,15 @@ CompiledKernel compile_kernel(const KernelSource& source, int architecture, bool
   return kernel;
 }
 
-CudaKernel& CudaKernel::on(at::Device device, const KernelSource& source) {
-  using Key = std::pair<const KernelSource*, c10::DeviceIndex>;
+CudaKernel& CudaKernel::on(at::Device device) {
   static std::mutex mutex;
-  static auto* const kernels = new std::map<Key, std::unique_ptr<CudaKernel>>;  // tensors may outlive static objects
+  // Tensors may outlive static objects.
+  static auto* const kernels = new std::map<c10::DeviceIndex, std::unique_ptr<CudaKernel>>;
   const c10::DeviceGuard guard(device);
   const c10::Device exact = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   const std::lock_guard lock(mutex);
-  std::unique_ptr<CudaKernel>& kernel = (*kernels)[{&source, exact.index()}];
-  if (kernel == nullptr) kernel.reset(new CudaKernel(exact, source));
+  std::unique_ptr<CudaKernel>& kernel = (*kernels)[exact.index()];
+  if (kernel == nullptr) kernel.reset(new CudaKernel(exact));
   return *kernel;
 }
 
@@ -226,20 +226,21 @@ void CudaKernel::load() {
     error_ = c10::str("CUDA's driver: result ", result, " for ", device_);
     return;
   }
-  const CompiledKernel compiled = compile_kernel(source_, 10 * major + minor);
+  const CompiledKernel compiled = compile_packing_kernel(10 * major + minor);
   if (!(error_ = compiled.error).empty()) return;
   void* module = nullptr;  // until the process ends
   result = driver.load_module(&module, compiled.image.data());
-  for (const char* name : source_.functions) {
-    void*& function = functions_.emplace_back(nullptr);
+  const auto find = [&](void*& function, const char* name) {
     if (result == 0) result = driver.get_function(&function, module, name);
     // Otherwise its first launch may load it, and wait for the device.
     if (result == 0 && driver.load_function != nullptr) result = driver.load_function(function);
-  }
-  if (result != 0) error_ = c10::str("CUDA's driver: result ", result, " for ", source_.name, " on ", device_);
+  };
+  find(by_argument_, "knapformer_move_rows");
+  find(by_table_, "knapformer_move_rows_by_table");
+  if (result != 0) error_ = c10::str("CUDA's driver: result ", result, " for the packing kernel on ", device_);
 }
 
-std::string CudaKernel::launch(size_t function, int64_t num_blocks, int num_threads, void* argument) {
+std::string CudaKernel::launch(bool by_table, int64_t num_tiles, void* argument) {
   if (const std::string& why = error(); !why.empty()) return why;
   const Driver& driver = Driver::get();
   const c10::DeviceGuard guard(device_);
@@ -247,10 +248,10 @@ std::string CudaKernel::launch(size_t function, int64_t num_blocks, int num_thre
   void* const stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle();
   void* arguments[] = {argument};
   if (result == 0) {
-    result = driver.launch(functions_[function], static_cast<unsigned>(num_blocks), 1, 1,
-                           static_cast<unsigned>(num_threads), 1, 1, 0, stream, arguments, nullptr);
+    result = driver.launch(by_table ? by_table_ : by_argument_, static_cast<unsigned>(num_tiles), 1, 1,
+                           packing::kThreads, 1, 1, 0, stream, arguments, nullptr);
   }
-  return result == 0 ? "" : c10::str("CUDA's driver gave ", result, " at a launch of ", source_.name, " on ", device_);
+  return result == 0 ? "" : c10::str("CUDA's driver gave ", result, " at a launch on ", device_);
 }
 
 }  // namespace knapformer

@@ -1,0 +1,50 @@
+// The packing kernel on CUDA devices: compiled at run time by NVRTC, which torch's CUDA builds bring, and launched by
+// the driver. Both are opened when they are first needed, so that nothing of CUDA is needed to build or to install.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace knapformer {
+
+/// The path of a library in the folder of libc10, where torch's own are.
+std::string path_beside_torch(std::string_view name);
+
+/// What NVRTC makes of the source.
+struct CompiledKernel {
+  std::vector<char> image;  // machine code; if NVRTC does not know the architecture, PTX for the newest older one
+  std::string log;          // with machine code: of each function the registers and the local memory that it takes
+  std::string error;        // why there is no image; otherwise empty
+};
+
+/// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code.
+CompiledKernel compile_packing_kernel(int architecture, bool ptx = false);
+
+/// One for each device of the process. Thread-safe.
+class CudaKernel {
+ public:
+  static CudaKernel& on(at::Device device);
+
+  /// Why it cannot be launched; otherwise empty. The first call compiles.
+  const std::string& error();
+  /// Launches on the current stream of the device. argument: points to the work; with `by_table` to the work's address
+  /// on the device. Returns why the launch did not start; otherwise empty.
+  std::string launch(bool by_table, int64_t num_tiles, void* argument);
+
+ private:
+  explicit CudaKernel(at::Device device) : device_(device) {}
+  void load();
+
+  at::Device device_;
+  std::once_flag loaded_;
+  std::string error_;
+  void* by_argument_ = nullptr;  // CUfunction, as the next
+  void* by_table_ = nullptr;
+};
+
+}  // namespace knapformer
