@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from knapformer import Plan, predict_step
 from knapformer.tools.doctor.alternatives import Result, Setting
-from knapformer.tools.report.html_page import HtmlPage
+from knapformer.tools.report.html_page import HtmlPage, rows_of
 
 # Okabe and Ito: legible on light and dark grounds, and without colour vision.
 _COLOURS = {"computing": "#2b8cd6", "exchanging": "#E69F00", "waiting": "#999999", "the rest": "#CC79A7"}
 _LINES = ("#2b8cd6", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _MAX_RANKS = 64  # only the first ranks are drawn in a step's picture
 _NUM_BINS = 40
+_T = TypeVar("_T")
 _Had = Sequence[tuple[Result, Mapping[str, Any]]]  # alternatives that are possible, and their figures
 
 
@@ -35,38 +35,51 @@ def write_page(
     """
     page = HtmlPage()
     had = [(result, of) for result, of in zip(results, figures, strict=True) if result.problem is None]
-    page.add_table("Alternatives", "Per optimizer step, in the mean; predicted.", rows)
+    cells = _alike(((row["alternative"], row) for row in rows), lambda row: tuple(row.values())[1:])
+    alternatives = [{**row, "alternative": names} for names, row in cells.items()]
+    page.add_table("Alternatives", "Per optimizer step, in the mean; predicted.", alternatives)
     if had:
         text = "On equal work; the bars' ends: twice the standard error over the drawn steps."
-        page.add("How fast each is", text, _speeds(had), 120 + 32 * len(had))
+        page.add("How fast each is", text, _speeds(had))
     text = "Attention's work grows with the square of the length: few long samples can hold most of it."
-    page.add("Lengths and work", text, _distribution(lengths, setting), 340)
+    page.add("Lengths and work", text, _distribution(lengths, setting), 300)
     if had:
-        text = "What each rank does in the first step that was simulated, its micro-batches added up"
-        text += f"; the first {_MAX_RANKS} ranks." if setting.num_ranks > _MAX_RANKS else "."
-        page.add("One step", text, _steps(had), 110 + 125 * len(had))
+        text = "What each rank does in the first step that was simulated, its micro-batches added up, in % of the step"
+        text += f"; the first {_MAX_RANKS} ranks." if setting.num_ranks > _MAX_RANKS else "; a bar for each rank."
+        page.add("One step", text, _steps(had), 130)
         text = "The samples' own work over what a step takes, with other numbers of micro-batches in a step."
-        page.add("Micro-batches", text, _by_count(efficiency_by_count), 360)
+        page.add("Micro-batches", text, _by_count(efficiency_by_count), 320)
         text = "Of the fullest rank in any micro-batch; counted, not measured."
-        page.add("Memory", text, _memory(had, limit_gib), 120 + 32 * len(had))
+        page.add("Memory", text, _memory(had, limit_gib))
     page.write(path, verdict, html.escape(subtitle), top, settings)
 
 
-def _names(had: _Had) -> list[str]:
-    return [result.alternative.name for result, _ in had]
+def _alike(items: Iterable[tuple[str, _T]], shown: Callable[[_T], Hashable]) -> dict[str, _T]:
+    """Items by their names, those of which the same is shown as one."""
+    groups: dict[Hashable, tuple[list[str], _T]] = {}
+    for name, item in items:
+        groups.setdefault(shown(item), ([], item))[0].append(name)
+    return {"; ".join(names): item for names, item in groups.values()}
 
 
 def _speeds(had: _Had) -> go.Figure:
+    def speed(of: Mapping[str, Any]) -> tuple[float, float]:
+        value = of["speedup"] if of["speedup"] is not None else of["efficiency"]
+        return value, 2 * (of["speedup_standard_error"] or 0)
+
+    bars = _alike(
+        ((result.alternative.name, (*speed(of), result.alternative.ours)) for result, of in had),
+        lambda bar: (f"{bar[0]:.2f} {bar[1]:.2f}", bar[2]),
+    )
+    values, errors, are_ours = zip(*bars.values(), strict=True)
     figure = go.Figure()
-    values = [of["speedup"] if of["speedup"] is not None else of["efficiency"] for _, of in had]
-    errors = [2 * (of["speedup_standard_error"] or 0) for _, of in had]
     figure.add_bar(
-        x=values, y=_names(had), orientation="h", error_x={"array": errors},
-        marker_color=["#2b8cd6" if result.alternative.ours else "#999999" for result, _ in had],
+        x=values, y=rows_of(figure, bars), orientation="h", width=20,
+        error_x={"array": errors, "thickness": 1.5, "width": 5},
+        marker_color=["#2b8cd6" if ours else "#999999" for ours in are_ours],
         text=[f"{value:.2f}" for value in values], textposition="inside", insidetextanchor="start",
-        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+        textfont_color="black", customdata=list(bars), hovertemplate="%{customdata}: %{x:.3f}<extra></extra>",
     )  # fmt: skip
-    figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title="times as fast as now", rangemode="tozero")
     return figure
 
@@ -87,50 +100,50 @@ def _distribution(lengths: Sequence[int], setting: Setting) -> go.Figure:
             name=name, marker_color=colour, marker_line_width=0, hovertemplate="%{x:,.0f} tokens: %{y:.1f} %",
         )  # fmt: skip
     figure.update_layout(barmode="overlay")
-    figure.update_xaxes(title="tokens", type="log")
+    dtick = "D2" if high > 10 * low else None  # 1k, 2k and 5k
+    figure.update_xaxes(title="tokens", type="log", tickformat="~s", dtick=dtick)
     figure.update_yaxes(title="% of all")
     return figure
 
 
-def _seconds(plans: Sequence[Plan]) -> dict[str, np.ndarray[Any, Any]]:
-    """Seconds of each rank over all micro-batches, by what the rank does."""
-    total = {name: np.zeros(plans[0].num_ranks) for name in _COLOURS}
+def _shares(plans: Sequence[Plan]) -> dict[str, np.ndarray[Any, Any]]:
+    """What each of the first ranks does over all micro-batches, in % of the step."""
+    seconds = {name: np.zeros(plans[0].num_ranks) for name in _COLOURS}
+    step_s = 0.0
     for plan in plans:
         step, model = predict_step(plan), plan.model
-        ranks = step.ranks
         for passes, of in ((1 + (model.recomputes and model.mode != "inference"), "forward"), (1, "backward")):
-            each = [getattr(rank, of) for rank in ranks]
+            each = [getattr(rank, of) for rank in step.ranks]
             scale = passes * model.num_blocks
-            total["computing"] += scale * np.array(
+            seconds["computing"] += scale * np.array(
                 [p.token_s + p.whole_attention_s + p.shared_attention_s for p in each]
             )
-            total["exchanging"] += scale * np.array([p.pre_attn_s - p.hidden_s + p.post_attn_s for p in each])
-        total["the rest"] += step.total_s - step.blocks_s
-        total["waiting"] += step.total_s
-    total["waiting"] = np.maximum(
-        total["waiting"] - total["computing"] - total["exchanging"] - total["the rest"], 0
-    )  # fmt: skip
-    return total
+            seconds["exchanging"] += scale * np.array([p.pre_attn_s - p.hidden_s + p.post_attn_s for p in each])
+        seconds["the rest"] += step.total_s - step.blocks_s
+        step_s += step.total_s
+    seconds["waiting"] = np.maximum(step_s - sum(seconds.values()), 0)
+    return {name: np.round(100 * of[:_MAX_RANKS] / step_s) for name, of in seconds.items()}
 
 
-def _steps(had: _Had) -> go.Figure:
-    figure = make_subplots(rows=len(had), cols=1, shared_xaxes=True, subplot_titles=_names(had), vertical_spacing=0.02)
-    for row, (result, _) in enumerate(had, start=1):
-        for name, seconds in _seconds(result.steps[0].plans).items():
+def _steps(had: _Had) -> dict[str, go.Figure]:
+    figures = {}
+    shares = ((result.alternative.name, _shares(result.steps[0].plans)) for result, _ in had)
+    for names, of in _alike(shares, lambda of: tuple(map(tuple, of.values()))).items():
+        figure = figures[names] = go.Figure()
+        for name, percent in of.items():
             figure.add_bar(
-                y=seconds[:_MAX_RANKS], name=name, marker_color=_COLOURS[name], marker_line_width=0, row=row, col=1,
-                showlegend=row == 1, legendgroup=name, hovertemplate="rank %{x}: %{y:.3g} s",
+                y=percent, name=name, marker_color=_COLOURS[name], marker_line_width=0,
+                hovertemplate="rank %{x}: %{y} %",
             )  # fmt: skip
-    figure.update_annotations(x=0, xanchor="left")
-    figure.update_layout(barmode="stack", bargap=0.1)
-    figure.update_yaxes(title="s", nticks=4)
-    figure.update_xaxes(title="rank", row=len(had), col=1)
-    return figure
+        figure.update_layout(barmode="stack", bargap=0.1)
+        figure.update_yaxes(tickvals=[0, 50, 100])
+    return figures
 
 
 def _by_count(efficiency_by_count: Mapping[str, Mapping[int, float]]) -> go.Figure:
     figure = go.Figure()
-    for colour, (name, line) in zip(_LINES, efficiency_by_count.items(), strict=False):
+    lines = _alike(efficiency_by_count.items(), lambda line: tuple((n, f"{value:.2f}") for n, value in line.items()))
+    for colour, (name, line) in zip(_LINES, lines.items(), strict=False):
         figure.add_scatter(
             x=list(line), y=[100 * value for value in line.values()], name=name, mode="lines+markers",
             line={"color": colour}, hovertemplate="%{x} micro-batches: %{y:.1f} %",
@@ -142,14 +155,14 @@ def _by_count(efficiency_by_count: Mapping[str, Mapping[int, float]]) -> go.Figu
 
 
 def _memory(had: _Had, limit_gib: float | None) -> go.Figure:
+    bars = _alike(((result.alternative.name, of) for result, of in had), lambda of: of["max_tokens"])
     figure = go.Figure()
     figure.add_bar(
-        x=[of["max_gib"] for _, of in had], y=_names(had), orientation="h", marker_color="#009E73",
-        customdata=[of["max_tokens"] for _, of in had],
-        hovertemplate="%{y}: %{x:.1f} GiB, %{customdata:,} tokens<extra></extra>",
+        x=[of["max_gib"] for of in bars.values()], y=rows_of(figure, bars), orientation="h", width=20,
+        marker_color="#009E73", customdata=[(names, of["max_tokens"]) for names, of in bars.items()],
+        hovertemplate="%{customdata[0]}: %{x:.1f} GiB, %{customdata[1]:,} tokens<extra></extra>",
     )  # fmt: skip
     if limit_gib is not None:
         figure.add_vline(x=limit_gib, line={"dash": "dot", "width": 1, "color": "#888888"})
-    figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title="GiB", rangemode="tozero")
     return figure

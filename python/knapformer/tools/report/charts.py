@@ -1,35 +1,37 @@
-"""The report's charts, as plotly figures. The script in page.html sets colours that must follow the page's theme."""
+"""The report's charts, as plotly figures; of several, by their captions."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import Plan, StepPlan, StepTime
+from knapformer import Plan, StepPlan, StepTime, predict_step
 from knapformer.tools.measure.figures import scale_of
+from knapformer.tools.report.html_page import rows_of
 from knapformer.tools.report.placement import Bars
 from knapformer.tools.report.points import PANELS, Point, lines_of
-from knapformer.tools.report.traffic import NodeTraffic, Traffic
+from knapformer.tools.report.traffic import Traffic
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
 _TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 # Viridis without its darkest part, which is invisible on a dark ground.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
-_MAX_BARS = 128  # more ranks are drawn as lines
-_MAX_RANKS_IN_ORDER = 2048
-_MAX_LABELLED_BARS = 16  # more leave no room for the sequences' numbers
+_MAX_BARS = 128
+_BAR = {"orientation": "h", "thickness": 12}
+_MAX_TICKS = 8  # more leave no room for one at each bar or cell
 
 
 def work_per_rank(plan: Plan) -> go.Figure:
-    """In rank order; in descending order of work where there are more ranks than the picture has columns."""
+    """Bars in rank order; lines in descending order of work where there are too many ranks for bars."""
     mean = statistics.fmean(plan.workload_before) or 1.0
-    in_order = plan.num_ranks <= _MAX_RANKS_IN_ORDER
+    in_order = plan.num_ranks <= _MAX_BARS
     figure = go.Figure()
     for name, work, tokens, colour in (
         ("before", plan.workload_before, plan.tokens_before, BEFORE),
@@ -43,7 +45,7 @@ def work_per_rank(plan: Plan) -> go.Figure:
             "customdata": np.stack([ranks, np.array(tokens)[ranks]], axis=1),
             "hovertemplate": "rank %{customdata[0]}: %{y:.3f} of the mean<br>%{customdata[1]:,} tokens",
         }
-        if plan.num_ranks <= _MAX_BARS:
+        if in_order:
             figure.add_bar(**shared, marker_color=colour, marker_line_width=0)
         else:
             figure.add_scatter(**shared, mode="lines", line={"shape": "hvh", "width": 1.5, "color": colour})
@@ -60,7 +62,7 @@ def work_per_micro_batch(step: StepPlan) -> go.Figure:
     figure = go.Figure()
     figure.add_heatmap(
         z=work / (work.mean() or 1.0), colorscale=_LENGTH_COLOURS, zmin=0,
-        colorbar={"title": "over<br>the mean", "thickness": 12},
+        colorbar=_BAR | {"title": "over the mean"},
         hovertemplate="rank %{x}, micro-batch %{y}: %{z:.3f} of the mean<extra></extra>",
     )  # fmt: skip
     figure.update_xaxes(title="rank")
@@ -79,20 +81,13 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     high = max(high, low + 0.1)
     ticks = np.linspace(low, high, 5)
     scale, unit = scale_of(max(plan.workload_before), "FLOP")
-    measures = {
-        f"work, {unit} a block": lambda segment: segment.work / scale,
-        "tokens": lambda segment: segment.num_tokens,
-    }
-    first, _ = measures
-    labelled = bars.num_bars <= _MAX_LABELLED_BARS
     for row, segments in enumerate((bars.before, bars.after), start=1):
         figure.add_bar(
-            x=[segment.bar for segment in segments], y=list(map(measures[first], segments)),
+            x=[segment.bar for segment in segments], y=[segment.work / scale for segment in segments],
             hovertext=[s.hover for s in segments],
-            text=["" if s.sequence is None else str(s.sequence) for s in segments] if labelled else None,
-            textposition="inside", insidetextanchor="middle", textangle=0, constraintext="inside",
-            hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.8, showlegend=False,
-            row=row, col=1,
+            text=["" if s.sequence is None else str(s.sequence) for s in segments],
+            textposition="inside", insidetextanchor="middle", textangle=0,
+            hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.8, row=row, col=1,
             marker={
                 "color": np.log10([segment.seq_len for segment in segments]), "coloraxis": "coloraxis",
                 "line": {"width": 0.5, "color": "rgba(255,255,255,0.4)"},
@@ -100,116 +95,104 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
         )  # fmt: skip
     for boundary in _bag_boundaries(plan) if bars.unit == "rank" else []:
         figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
-
-    buttons = []
-    for title, measure in measures.items():
-        heights = {"y": [list(map(measure, segments)) for segments in (bars.before, bars.after)]}
-        titles = {"yaxis.title.text": title, "yaxis2.title.text": title}
-        buttons.append({"label": title, "method": "update", "args": [heights, titles]})
     figure.update_layout(
         barmode="stack",
         bargap=0.1,
+        margin_t=24,  # for the first title
+        uniformtext={"mode": "hide", "minsize": 9},  # numbers that find no room
         coloraxis={
             "colorscale": _LENGTH_COLOURS, "cmin": low, "cmax": high,
-            "colorbar": {"title": "sequence,<br>tokens", "tickvals": ticks,
-                         "ticktext": [f"{10**t:,.0f}" for t in ticks]},
+            "colorbar": _BAR | {
+                "title": {"text": "tokens of the sequence", "side": "bottom"}, "y": -0.1, "yanchor": "top",
+                "xpad": 30, "ticklabeloverflow": "allow", "tickvals": ticks,
+                "ticktext": [f"{10**t:,.0f}" for t in ticks],
+            },
         },
-        updatemenus=[{
-            "buttons": buttons, "type": "buttons", "direction": "right", "showactive": False, "x": 1,
-            "xanchor": "right", "y": 1.12,
-        }],
     )  # fmt: skip
-    figure.update_yaxes(title=first)
+    figure.update_yaxes(title=f"work, {unit} a block")
     figure.update_xaxes(title=bars.unit, row=2, col=1)
     return figure
 
 
-def heat_maps(traffic: Traffic) -> go.Figure:
-    unit = traffic.unit
-    figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.16, subplot_titles=("route and back", "attention's exchanges, all blocks")
-    )
-    for column, matrix in enumerate((traffic.route, traffic.attention), start=1):
+def heat_maps(traffic: Traffic) -> dict[str, go.Figure]:
+    unit, ranks_per_node = traffic.unit, traffic.ranks_per_node
+    figures = {}
+    captions = {"route and back": traffic.route, "attention's exchanges, all blocks": traffic.attention}
+    for caption, matrix in captions.items():
         scale, prefix = scale_of(float(matrix.max()), "B")
         cells = np.where(matrix > 0, matrix / scale, np.nan)
+        figure = figures[caption] = go.Figure()
         figure.add_heatmap(
-            z=cells, row=1, col=column, colorscale=_LENGTH_COLOURS, zmin=0, zmax=float(matrix.max()) / scale or 1.0,
-            colorbar={"title": prefix, "x": 0.43 if column == 1 else 1.0, "thickness": 12},
-            hovertemplate=f"{unit} %{{y}} to {unit} %{{x}}: %{{z:.4g}} {prefix}<extra></extra>", hoverongaps=False,
+            z=cells, colorscale=_LENGTH_COLOURS, zmin=0, zmax=float(matrix.max()) / scale or 1.0,
+            colorbar=_BAR | {"title": prefix}, hoverongaps=False,
+            hovertemplate=f"{unit} %{{y}} to {unit} %{{x}}: %{{z:.4g}} {prefix}<extra></extra>",
         )  # fmt: skip
-        figure.update_xaxes(title=f"to {unit}", row=1, col=column, constrain="domain")
+        dtick = 1 if traffic.num_blocks <= _MAX_TICKS else None  # else ticks may stand between two blocks
+        figure.update_xaxes(title=f"to {unit}", constrain="domain", dtick=dtick)
         figure.update_yaxes(
-            title=f"from {unit}", row=1, col=column, autorange="reversed", scaleanchor=f"x{column}", constrain="domain"
+            title=f"from {unit}", autorange="reversed", scaleanchor="x", constrain="domain", dtick=dtick
         )
-        if traffic.num_blocks <= _MAX_LABELLED_BARS:  # else ticks may stand between two blocks
-            figure.update_xaxes(dtick=1, row=1, col=column)
-            figure.update_yaxes(dtick=1, row=1, col=column)
-        ranks_per_node = traffic.ranks_per_node
         if traffic.ranks_per_block == 1 and ranks_per_node < traffic.num_blocks <= 128:
             for boundary in range(ranks_per_node, traffic.num_blocks, ranks_per_node):
                 line = {"width": 0.5, "dash": "dot", "color": "#888888"}
-                figure.add_vline(x=boundary - 0.5, line=line, row=1, col=column)
-                figure.add_hline(y=boundary - 0.5, line=line, row=1, col=column)
-    return figure
+                figure.add_vline(x=boundary - 0.5, line=line)
+                figure.add_hline(y=boundary - 0.5, line=line)
+    return figures
 
 
-def node_traffic(route: NodeTraffic, attention: NodeTraffic) -> go.Figure:
-    figure = make_subplots(rows=1, cols=2, subplot_titles=("route and back", "attention's exchanges, all blocks"))
-    for column, traffic in enumerate((route, attention), start=1):
-        scale, prefix = scale_of(float(max(traffic.inside.max(), traffic.outside.max())), "B")
-        nodes = np.arange(len(traffic.inside))
-        for name, num_bytes, colour in (
-            ("to ranks of its node", traffic.inside, "#56B4E9"),
-            ("to other nodes", traffic.outside, "#D55E00"),
-        ):
-            figure.add_bar(
-                x=nodes, y=num_bytes / scale, name=name, marker_color=colour, marker_line_width=0, row=1, col=column,
-                showlegend=column == 1, legendgroup=name,
-                hovertemplate=f"node %{{x}}: %{{y:.4g}} {prefix} {name}<extra></extra>",
-            )  # fmt: skip
-        figure.update_yaxes(title=f"sent in a step, {prefix}", row=1, col=column)
-        figure.update_xaxes(title="node", row=1, col=column, dtick=1 if len(nodes) <= _MAX_LABELLED_BARS else None)
-    figure.update_layout(barmode="stack", bargap=0.15, legend_y=1.14)
-    return figure
+def _terms(times: Iterable[StepTime]) -> Iterator[tuple[list[float], dict[str, Any]]]:
+    """Seconds of each term that is not nothing throughout, and how its bars look."""
+    times = list(times)
+    for (term, label), colour in zip(StepTime.labels().items(), itertools.cycle(_TERM_COLOURS), strict=False):
+        seconds = [step.terms[term] for step in times]
+        if any(seconds):
+            yield seconds, {"name": label, "marker_color": colour, "marker_line_width": 0}
 
 
 def step_times(predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]) -> go.Figure:
     figure = go.Figure()
-    names = list(predicted)
-    for (term, label), colour in zip(StepTime.labels().items(), itertools.cycle(_TERM_COLOURS), strict=False):
-        seconds = [step.terms[term] for step in predicted.values()]
-        if any(seconds):
-            figure.add_bar(
-                y=names, x=seconds, name=label, orientation="h", marker_color=colour, marker_line_width=0,
-                hovertemplate=f"{label}: %{{x:.4f}} s<extra>%{{y}}</extra>",
-            )  # fmt: skip
-    for name, seconds_of in measured_s.items():
-        figure.add_box(
-            x=list(seconds_of), y=[f"{name}, measured"] * len(seconds_of), name=f"{name}, measured", orientation="h",
-            boxpoints="all" if len(seconds_of) <= 200 else "outliers", showlegend=False, marker_color=AFTER,
+    places = rows_of(figure, [*predicted, *(f"{name}, measured" for name in measured_s)])
+    for seconds, look in _terms(predicted.values()):
+        figure.add_bar(
+            y=places[: len(seconds)], x=seconds, orientation="h", width=20,
+            hovertemplate=f"{look['name']}: %{{x:.4f}} s<extra></extra>", **look,
         )  # fmt: skip
-    figure.update_layout(barmode="stack", bargap=0.35)
+    for place, seconds_of in zip(places[len(predicted) :], measured_s.values(), strict=True):
+        figure.add_box(
+            x=list(seconds_of), y0=place, orientation="h", width=20, marker_color=AFTER,
+            boxpoints="all" if len(seconds_of) <= 200 else "outliers",
+        )  # fmt: skip
+    figure.update_layout(barmode="stack")
     figure.update_xaxes(title="seconds a step, forward and backward", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed")
     return figure
 
 
-def scaling(points: Sequence[Point]) -> go.Figure:
-    figure = make_subplots(rows=1, cols=3, subplot_titles=[title for title, _ in PANELS])
+def micro_batch_times(step: StepPlan) -> go.Figure:
+    figure = go.Figure()
+    for seconds, look in _terms(predict_step(plan) for plan in step.plans):
+        figure.add_bar(
+            y=seconds, hovertemplate=f"micro-batch %{{x}}, {look['name']}: %{{y:.4f}} s<extra></extra>", **look
+        )
+    figure.update_layout(barmode="stack", bargap=0.15)
+    figure.update_xaxes(title="micro-batch", dtick=1 if step.num_micro_batches <= _MAX_TICKS else None)
+    figure.update_yaxes(title="seconds, forward and backward")
+    return figure
+
+
+def scaling(points: Sequence[Point]) -> dict[str, go.Figure]:
+    figures = {}
     colours = (BEFORE, AFTER, "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-    for index, (name, line) in enumerate(lines_of(points).items()):
-        ranks = [point.num_ranks for point in line]
-        for column, (_, value) in enumerate(PANELS, start=1):
-            figure.add_scatter(
-                x=ranks, y=[value(point) for point in line], name=name, mode="lines+markers", legendgroup=name,
-                showlegend=column == 1, line={"color": colours[index % len(colours)]}, row=1, col=column,
-                hovertemplate="%{x:,} ranks: %{y:.4g}",
-            )  # fmt: skip
-    figure.update_layout(legend_y=1.14)
     ticks = sorted({point.num_ranks for point in points})
-    figure.update_xaxes(type="log", title="ranks", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks])
-    figure.update_yaxes(rangemode="tozero")
-    return figure
+    for caption, value in PANELS:
+        figure = figures[caption] = go.Figure()
+        for colour, (name, line) in zip(itertools.cycle(colours), lines_of(points).items(), strict=False):
+            figure.add_scatter(
+                x=[point.num_ranks for point in line], y=list(map(value, line)), name=name, mode="lines+markers",
+                line={"color": colour}, hovertemplate="%{x:,} ranks: %{y:.4g}",
+            )  # fmt: skip
+        figure.update_xaxes(type="log", title="ranks", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks])
+        figure.update_yaxes(rangemode="tozero")
+    return figures
 
 
 def _bag_boundaries(plan: Plan) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,30 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
+# The page, not plotly, colours text and lines, which follow its theme.
+_CLEAR = {"template": "none", "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+_BREAKS = re.compile("(?<=[a-z])(?=[A-Z])")  # where a phone may break a long word
+
+
+def rows_of(figure: go.Figure, names: Iterable[str]) -> list[float]:
+    """The places of horizontal bars, each below its name, which is broken into lines and never cut.
+
+    Sets the vertical axis, in pixels, and the figure's height. Bars are to be 20 wide.
+    """
+    bottom, places = 0, list[float]()
+    for name in names:
+        lines = textwrap.wrap(name, 44)
+        text = "<br>".join(map(html.escape, lines))
+        figure.add_annotation(
+            x=0, xref="paper", xanchor="left", y=bottom, yanchor="top", text=text, align="left", showarrow=False
+        )
+        bottom += 16 * len(lines) + 30
+        places.append(bottom - 18)
+    figure.update_yaxes(range=[bottom, 0], visible=False)
+    figure.update_layout(height=bottom + 60)
+    return places
+
+
 class HtmlPage:
     """Sections in the order in which they are added. Headings and texts are HTML."""
 
@@ -21,27 +46,34 @@ class HtmlPage:
         self._sections: list[str] = []
         self._charts: list[str] = []
 
-    def add(self, heading: str, text: str, figure: go.Figure, height: int) -> None:
-        """height: in pixels. The page sets the colours that must follow its theme."""
-        figure.update_layout(
-            template="none", height=height, margin={"l": 60, "r": 20, "t": 60, "b": 45}, hovermode="closest",
-            legend={"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}, font={"size": 12},
-        )  # fmt: skip
-        if figure.layout.legend.y is None:
-            figure.update_layout(legend_y=1.02)
-        figure.update_xaxes(automargin=True)
-        figure.update_yaxes(automargin=True)
-        chart = f"chart{len(self._charts)}"
-        self._charts.append(f'"{chart}": {figure.to_json()}')
-        self._add_section(heading, text, f'<div id="{chart}"></div>')
+    def add(
+        self, heading: str, text: str, figures: go.Figure | Mapping[str, go.Figure], height: int | None = None
+    ) -> None:
+        """figures: one, or several by their captions, side by side where there is room. height: in pixels, of each."""
+        legend: dict[str, str] = {}  # colours by the names of traces
+        content = ""
+        for caption, figure in figures.items() if isinstance(figures, Mapping) else [("", figures)]:
+            figure.update_layout(
+                **_CLEAR, height=height or figure.layout.height, font={"size": 12}, hovermode="closest",
+                margin=dict.fromkeys("lrtb", 8) | figure.layout.margin.to_plotly_json(), showlegend=False,
+            )  # fmt: skip
+            figure.update_xaxes(automargin=True, ticklabelstandoff=4)
+            figure.update_yaxes(automargin=True)
+            for trace in figure.data:
+                if trace.name:
+                    legend[trace.name] = trace.line.color if trace.type == "scatter" else trace.marker.color
+            chart = f"chart{len(self._charts)}"
+            self._charts.append(f'"{chart}": {figure.to_json()}')
+            content += f'<figure><figcaption>{html.escape(caption)}</figcaption><div id="{chart}"></div></figure>'
+        names = (f'<li><i style="background:{of}"></i>{html.escape(name)}</li>' for name, of in legend.items())
+        self._add_section(heading, text, f'<ul>{"".join(names)}</ul><div class="charts">{content}</div>')
 
     def add_table(self, heading: str, text: str, rows: Iterable[Mapping[str, str]]) -> None:
         """rows: at least one, each with its cells by heading."""
         rows = list(rows)
         head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows
-        )
+        cells = ((f"<td>{_BREAKS.sub('<wbr>', html.escape(cell))}</td>" for cell in row.values()) for row in rows)
+        body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
         self._add_section(heading, text, f"<table><tr>{head}</tr>{body}</table>")
 
     def write(
@@ -69,8 +101,7 @@ class HtmlPage:
         write_atomically(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
 
     def _add_section(self, heading: str, text: str, content: str) -> None:
-        section = f'<section><h2>{heading}</h2><p>{text}</p><div class="wide">{content}</div></section>'
-        self._sections.append(section)
+        self._sections.append(f"<section><h2>{heading}</h2><p>{text}</p>{content}</section>")
 
 
 def _setting(value: object) -> str:

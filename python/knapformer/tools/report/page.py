@@ -38,7 +38,7 @@ def write_report(
     check_packages("--report")
     from knapformer.tools.report import charts
     from knapformer.tools.report.placement import bars_of
-    from knapformer.tools.report.traffic import node_traffic_of, traffic_of
+    from knapformer.tools.report.traffic import traffic_of
 
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
@@ -56,18 +56,15 @@ def write_report(
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     page.add(
-        "Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 640
+        "Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 600
     )
     text = f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
     text += "" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."
-    page.add("Who sends how much to whom", text, charts.heat_maps(traffic), 500)
-    text = f"Bytes that the ranks of each node ({plan.cluster.ranks_per_node} ranks) send in a step."
-    page.add("What crosses nodes", text, charts.node_traffic(*node_traffic_of(plan)), 320)
+    page.add("Who sends how much to whom", text, charts.heat_maps(traffic), 440)
     if shown or measured_s:
         text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
         text += "Measured: one point a step." if measured_s else ""
-        height = 120 + 45 * (len(shown) + len(measured_s))
-        page.add("Step time", text, charts.step_times(shown, measured_s), height)
+        page.add("Step time", text, charts.step_times(shown, measured_s))
     if points:
         page.add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
     step = predicted[str(plan.topology)]
@@ -101,15 +98,11 @@ def _add_step(page: HtmlPage, step: StepPlan) -> tuple[tuple[str, str], ...]:
     waits = "in each" if step.sync == "micro_batch" else "once, at the end of the step"
     text = f"Work of one block over the mean of a rank and micro-batch. Ranks wait for each other {waits}."
     page.add("The step: work per rank and micro-batch", text, charts.work_per_micro_batch(step), 380)
-    num_micro_batches = step.num_micro_batches
-    times = {f"micro-batch {k}": predict_step(of) for k, of in enumerate(step.plans) if of.num_tokens}
-    page.add(
-        "The step: time of each micro-batch", "Predicted by the cluster model; terms of the slowest group of ranks.",
-        charts.step_times(times, {}), 120 + 45 * len(times),
-    )  # fmt: skip
+    text = "Predicted by the cluster model; terms of the slowest group of ranks."
+    page.add("The step: time of each micro-batch", text, charts.micro_batch_times(step), 300)
     over_ideal = step.predicted_time / step.ideal_time - 1
     return (
-        (f"{step.predicted_time:.3g} s", f"predicted step of {num_micro_batches} micro-batches"),
+        (f"{step.predicted_time:.3g} s", f"predicted step of {step.num_micro_batches} micro-batches"),
         (f"{over_ideal:.2%}", "over ideal"),
         (f"{step.tokens_moved / step.num_tokens:.1%}", "of the step's tokens change ranks"),
     )

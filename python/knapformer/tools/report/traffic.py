@@ -14,8 +14,7 @@ import numpy as np
 from knapformer import Plan
 from knapformer._core import step_traffic
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Matrix = Floats
+Matrix = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,6 @@ class Traffic:
         return "node" if self.ranks_per_block == self.ranks_per_node else "block of nodes"
 
 
-@dataclass(frozen=True)
-class NodeTraffic:
-    """Bytes of one step that each node's ranks send each other, and that they send to other nodes."""
-
-    inside: Floats
-    outside: Floats
-
-
 def traffic_of(plan: Plan, max_blocks: int = 128) -> Traffic:
     """By rank up to `max_blocks` ranks, by node up to as many nodes, by runs of nodes above."""
     ranks_per_node = plan.cluster.ranks_per_node
@@ -53,20 +44,6 @@ def traffic_of(plan: Plan, max_blocks: int = 128) -> Traffic:
     if plan.num_ranks > max_blocks:
         num_nodes = -(-plan.num_ranks // ranks_per_node)
         ranks_per_block = ranks_per_node * -(-num_nodes // max_blocks)
-    return Traffic(ranks_per_block, ranks_per_node, *_matrices(plan, ranks_per_block))
-
-
-def node_traffic_of(plan: Plan) -> tuple[NodeTraffic, NodeTraffic]:
-    """The traffic of the route, and that of attention."""
-    route, attention = _matrices(plan, plan.cluster.ranks_per_node)
-    return _by_node(route), _by_node(attention)
-
-
-def _matrices(plan: Plan, ranks_per_block: int) -> tuple[Matrix, Matrix]:
-    num_blocks, route, attention = step_traffic(plan, ranks_per_block)
-    return np.array(route).reshape(num_blocks, num_blocks), np.array(attention).reshape(num_blocks, num_blocks)
-
-
-def _by_node(matrix: Matrix) -> NodeTraffic:
-    inside = matrix.diagonal()
-    return NodeTraffic(inside, matrix.sum(axis=1) - inside)
+    num_blocks, *matrices = step_traffic(plan, ranks_per_block)
+    route, attention = (np.array(matrix).reshape(num_blocks, num_blocks) for matrix in matrices)
+    return Traffic(ranks_per_block, ranks_per_node, route, attention)
