@@ -4,8 +4,8 @@
 //   1. lower bound        cost/bounds.h
 //   2. construct          construct.h, under a few target times; in flat bags greedy/greedy.h
 //   3. anneal             anneal.h, from the best of them
-// Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are cut
-// into uneven chunks (uneven_chunks.h).
+// Then, for all: equal sequences trade places so that more tokens stay at home (locality.h), and shared sequences are
+// cut into uneven chunks (uneven_chunks.h).
 //
 // Nested bags are balanced for the predicted step. In a flat topology every sequence of a bag is shared by all its
 // ranks in any plan, and the published measure is work per rank: there work is evened out first, in no more time than
