@@ -115,19 +115,15 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
   std::tie(watchdog_, prefix) = join_store(*group);
   all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
-    watchdog_->make_lifeline();
     all_->fingerprints().agree(parse(group->getSize()));
-    watchdog_->connect_lifeline();
     if (make_cpu_group && !all_->has_cpu_backend()) all_->use_cpu_group(make_cpu_group());
     gatherer_ = std::make_shared<LengthGatherer>(all_);
     BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
     if (is_auto) {
       undecided_ = std::move(making);
-      all_->fingerprints().agree(Fingerprint("SequenceBalancer, with the lifelines of all ranks"));
     } else {
       join_bags(making);
     }
-    watchdog_->withdraw_lifeline_address();
   });
 }
 

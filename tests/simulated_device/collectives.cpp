@@ -22,8 +22,6 @@ Gate& gate() {
   return *instance;
 }
 
-std::atomic<bool> hosts_run_ahead = false;
-
 std::byte* memory_of(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), "simulated device: expected a contiguous tensor");
   if (tensor.is_cpu()) return static_cast<std::byte*>(tensor.data_ptr());
@@ -38,8 +36,6 @@ void hold_collectives(bool held) {
   gate().changed.notify_all();
 }
 
-void let_hosts_run_ahead(bool ahead) { hosts_run_ahead = ahead; }
-
 struct LateCollectives::Task final : c10d::Work {
   at::Tensor input, output;
   std::function<void(at::Tensor&, at::Tensor&)> run;
@@ -47,7 +43,6 @@ struct LateCollectives::Task final : c10d::Work {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
-  int64_t num_left_waiting = 0;  // waits that the host did not stay for
   std::exception_ptr error;
 
   bool isCompleted() override {
@@ -58,16 +53,7 @@ struct LateCollectives::Task final : c10d::Work {
   std::exception_ptr exception() const override { return error; }
   /// On a GPU the stream would wait, and the host would go on. Here the host is the one stream, so it waits.
   bool wait(std::chrono::milliseconds timeout) override {
-    struct Counted {
-      Counted() { ++Counters::instance().waits_begun; }
-      ~Counted() { ++Counters::instance().waits_ended; }
-    } const counted;
     std::unique_lock lock(mutex);
-    if (hosts_run_ahead && !done) {
-      ++Counters::instance().waits_begun;
-      ++num_left_waiting;
-      return true;
-    }
     const auto is_done = [&] { return done; };
     if (timeout == kNoTimeout) {
       changed.wait(lock, is_done);
@@ -80,10 +66,8 @@ struct LateCollectives::Task final : c10d::Work {
 
   void finish(std::exception_ptr with) {
     const std::lock_guard lock(mutex);
-    if (done) return;  // aborted
     error = std::move(with);
     done = true;
-    Counters::instance().waits_ended += num_left_waiting;
     input.reset();
     output.reset();
     changed.notify_all();
@@ -109,7 +93,7 @@ void LateCollectives::run_tasks() {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return ended_ || !tasks_.empty(); });
       if (tasks_.empty()) return;
-      task = running_ = tasks_.front();
+      task = tasks_.front();
       tasks_.pop_front();
     }
     {
@@ -120,7 +104,8 @@ void LateCollectives::run_tasks() {
       const auto host_tensor = [](const at::Tensor& like) {
         return at::empty(like.sizes(), like.options().device(at::kCPU));
       };
-      const at::Tensor from = task->input, to = task->output;  // an abort resets those of the task
+      const at::Tensor& from = task->input;
+      const at::Tensor& to = task->output;
       at::Tensor input = host_tensor(from), output = host_tensor(to);
       if (input.nbytes() > 0) std::memcpy(input.mutable_data_ptr(), memory_of(from), input.nbytes());
       task->run(input, output);
@@ -130,17 +115,6 @@ void LateCollectives::run_tasks() {
       task->finish(std::current_exception());
     }
   }
-}
-
-void LateCollectives::abort() {
-  const auto error = std::make_exception_ptr(std::runtime_error("aborted"));
-  {
-    const std::lock_guard lock(mutex_);
-    for (const c10::intrusive_ptr<Task>& task : tasks_) task->finish(error);
-    tasks_.clear();
-    if (running_) running_->finish(error);
-  }
-  hosts_->abort();
 }
 
 c10::intrusive_ptr<c10d::Work> LateCollectives::launch(const at::Tensor& input, const at::Tensor& output,

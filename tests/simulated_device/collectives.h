@@ -16,9 +16,6 @@ namespace simulated_device {
 
 /// With true, collectives that have not begun do not begin until this is called with false.
 void hold_collectives(bool held);
-/// With true, waits for collectives return at once, as on a GPU. Events recorded behind a wait tell when it would have
-/// ended. What is computed meanwhile is wrong.
-void let_hosts_run_ahead(bool ahead);
 
 /// Stages device memory through the hosts' own backend.
 class LateCollectives final : public c10d::Backend {
@@ -36,8 +33,6 @@ class LateCollectives final : public c10d::Backend {
                                            const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override;
-  /// Ends what is in flight with an error.
-  void abort() override;
 
  private:
   struct Task;
@@ -50,7 +45,6 @@ class LateCollectives final : public c10d::Backend {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<Task>> tasks_;
-  c10::intrusive_ptr<Task> running_;
   bool ended_ = false;
   std::thread thread_;
 };

@@ -15,8 +15,6 @@ namespace simulated_device {
 struct Counters {
   std::atomic<int64_t> launches = 0;
   std::atomic<int64_t> collectives = 0;
-  /// Waits for collectives. Never reset: other threads see by them how far the device has come.
-  std::atomic<int64_t> waits_begun = 0, waits_ended = 0;
   std::atomic<bool> fails_to_pack = false;  // as a device without memory
   std::atomic<int64_t> packed_bytes = 0;    // read by the packing kernel; it writes as many, or fewer where it adds
 

@@ -28,7 +28,6 @@ PYBIND11_MODULE(_simulated_device, module) {
     return counted;
   });
   module.def("num_allocations", &num_allocations, "Since the process began, on the device of this index.");
-  module.def("let_hosts_run_ahead", &let_hosts_run_ahead, py::arg("ahead"), "Waits for collectives return at once.");
   module.def("fail_to_pack", [](bool fails) { Counters::instance().fails_to_pack = fails; });
   module.def("make_backend", [](c10::intrusive_ptr<c10d::Backend> hosts) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<LateCollectives>(std::move(hosts));

@@ -1,7 +1,6 @@
 #include "knapformer/torch/comm/comm_group.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <map>
@@ -11,7 +10,6 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/process.h"
-#include "knapformer/torch/comm/spare_events.h"
 
 namespace knapformer {
 namespace {
@@ -48,35 +46,12 @@ WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
   }
 }
 
-/// Aborts the backends for accelerators. A CPU backend needs no abort: hosts that wait for it look for errors
-/// themselves.
-void abort_device_work(c10d::ProcessGroup& group) noexcept {
-  for (const at::Device& device : group.getDeviceTypes()) {
-    if (device.is_cpu()) continue;
-    try {
-      group.getBackend(device.type())->abort();
-    } catch (...) {  // NOLINT: a backend that cannot abort; an error is reported already
-    }
-  }
-}
-
 /// Whether not all devices have the same backend. A group of one device knows no other.
 bool has_several_backends(c10d::ProcessGroup& group) {
   const std::vector<at::Device> devices = group.getDeviceTypes();
   return devices.size() < 2 || std::ranges::any_of(devices, [&](const at::Device& device) {
            return group.getBackend(device.type()) != group.getBackend(devices[0].type());
          });
-}
-
-/// Whether the device has done all work that it was given so far on the stream that is current here.
-Patrol::IsDone end_of_stream(at::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  const std::shared_ptr<c10::Event> event = take_event(device);
-  event->record(guard.getStream(device));
-  return [event, device, guard] {
-    guard.setDevice(device);  // for good: the asking thread must open no context on another device
-    return event->query();
-  };
 }
 
 }  // namespace
@@ -100,9 +75,7 @@ CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string&
   fingerprints_ = std::make_shared<CallFingerprints>(
       c10::make_intrusive<c10d::PrefixStore>(store_prefix, process_group_->getStore()), place,
       timeout_of(*process_group_), watchdog_);
-  watchdog_->watch(fingerprints_, [group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group_)] {
-    if (const ProcessGroupPtr alive = group.lock()) abort_device_work(*alive);
-  });
+  watchdog_->watch(fingerprints_);
 }
 
 std::shared_ptr<CommGroup> CommGroup::make(std::string_view name, ProcessGroupPtr group,
@@ -190,7 +163,9 @@ at::Device CommGroup::control_device() const {
 }
 
 void CommGroup::fail(std::string_view label, const std::exception& error) {
-  // Another rank's error or end is the better reason. It may take a moment to be known.
+  // Another rank's error or end is the better reason, and may take a moment to be known. Meanwhile the others that fail
+  // here say that they are here: what is left are the ranks that have ended.
+  watchdog_->show_call(label);
   for (int32_t i = 0; i < 40; ++i) {
     watchdog_->look();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -258,17 +233,7 @@ void CommGroup::wait(c10d::Work& work, at::Device device, std::string_view label
     }
     return false;
   };
-  const auto wait = [&] { watchdog_->wait(label, std::ref(poll), in_background); };
-  if (on_host || device.is_cpu()) {
-    wait();
-  } else {
-    // The device waits for other ranks, where a thread looks for errors: on a GPU after wait() has returned; on some
-    // backends, and with NCCL's option for blocking waits, within it.
-    const auto in_wait = std::make_shared<char>();
-    watchdog_->device_works([in_wait = std::weak_ptr<char>(in_wait)] { return in_wait.expired(); });
-    wait();
-    watchdog_->device_works(end_of_stream(device));
-  }
+  watchdog_->wait(label, poll, in_background);
   if (!in_background) counters_.add_wait_since(wait_begin);
 }
 

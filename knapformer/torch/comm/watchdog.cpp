@@ -35,28 +35,7 @@ void Watchdog::post(const std::exception& error) noexcept {
   }
 }
 
-void Watchdog::post_end_of(int32_t rank) noexcept {
-  try {
-    const std::string message =
-        text("rank ", rank, ": its process has ended, expected it in the calls of the other ranks");
-    {
-      const std::lock_guard lock(mutex_);
-      ended_ = message;
-      if (!first_error_.empty()) return;
-    }
-    store_->compareSet(kErrorKey, "", kState + message);
-  } catch (...) {  // NOLINT: a store that is gone: ranks that wait notice
-  }
-}
-
 void Watchdog::check_errors() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!ended_.empty()) {
-      if (first_error_.empty()) first_error_ = ended_;
-      throw StateError(ended_);
-    }
-  }
   if (!store_->check({kErrorKey})) return;
   const std::string entry = store_->get_to_str(kErrorKey);
   const std::string message = entry.substr(1);
@@ -78,48 +57,19 @@ void Watchdog::check_usable() {
 
 /// A store that fails has most likely ended with the process that serves it.
 void Watchdog::throw_store_lost(const std::exception& error) {
-  std::this_thread::sleep_for(std::chrono::seconds(1));  // the lifeline may notice a moment later, and know more
   const std::lock_guard lock(mutex_);
   const std::string reason = error.what();
   const std::string message =
-      !ended_.empty() ? ended_
-                      : text("rank ", rank_, ": lost the group's store, which rank 0 or the launcher serves, expected ",
-                             "that to live as long as the balancer (", reason.substr(0, reason.find('\n')), ")");
+      text("rank ", rank_, ": lost the group's store, which rank 0 or the launcher serves, expected ",
+           "that to live as long as the balancer (", reason.substr(0, reason.find('\n')), ")");
   if (first_error_.empty()) first_error_ = message;
   throw StateError(message);
 }
 
-void Watchdog::make_lifeline() {
-  lifeline_ = owned_by_this_process(
-      std::make_unique<Lifeline>(store_, rank_, num_ranks_, [this](int32_t rank) { post_end_of(rank); }));
-}
-
-void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort) {
+void Watchdog::watch(const std::shared_ptr<WatchedGroup>& group) {
   KNAPFORMER_ASSERT(num_groups_ < kMaxGroups);
-  groups_[num_groups_] = {.group = group, .num_calls_begun = group->num_calls_begun_, .abort = std::move(abort)};
-  ++num_groups_;  // last: the patrol may look at the same time
-}
-
-void Watchdog::device_works(Patrol::IsDone is_done) {
-  std::shared_ptr<Patrol> patrol;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!patrol_) {
-      const auto look = [this] { guard([this] { this->look(); }); };
-      patrol_ = owned_by_this_process(std::make_unique<Patrol>(look, [this](const auto& error) { abort(error); }));
-    }
-    patrol = patrol_;
-  }
-  patrol->device_works(std::move(is_done));
-}
-
-void Watchdog::abort(const std::exception& error) {
-  TORCH_WARN(error.what(), " (rank ", rank_, " ends its collectives in flight)");
-  // All at once: the end of one group's communicators may wait for what hangs on another's.
-  std::vector<std::jthread> aborts;
-  for (size_t i = 0; i < num_groups_; ++i) {
-    if (groups_[i].abort) aborts.emplace_back(groups_[i].abort);
-  }
+  groups_[num_groups_] = {.group = group, .num_calls_begun = group->num_calls_begun_};
+  ++num_groups_;  // last: the planning thread may look at the same time
 }
 
 void Watchdog::leave(bool at_end) noexcept {
@@ -139,8 +89,6 @@ void Watchdog::leave(bool at_end) noexcept {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } catch (...) {  // NOLINT: a store that is gone: nobody can read in it
   }
-  patrol_.reset();
-  lifeline_.reset();
 }
 
 void Watchdog::check_ranks_left() {

@@ -9,10 +9,10 @@
 // is ahead in one group and behind in the other has called in another order. Counts that are out of date show it, too.
 //
 // A rank that leaves, because its balancer or its process ends, says how many calls it has come to: a rank that waits
-// in a later call raises. A process that ends without a word is noticed by its lifeline (lifeline.h).
+// in a later call raises. A process that is killed says nothing: its launcher ends the others, or the transport fails.
 //
-// A step in which all ranks have rows, without errors and long waits, does not ask the store. Where the host runs ahead
-// of an accelerator, a separate thread looks (patrol.h).
+// A step in which all ranks have rows, without errors and long waits, does not ask the store. Nor does a host that
+// waits for an accelerator.
 #pragma once
 
 #include <unistd.h>
@@ -30,9 +30,6 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
-
-#include "knapformer/torch/comm/lifeline.h"
-#include "knapformer/torch/comm/patrol.h"
 
 namespace knapformer {
 
@@ -65,6 +62,9 @@ class WatchedGroup {
   std::shared_ptr<std::atomic<int64_t>> num_calls_begun_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
+/// "route(x,ids)" -> "route".
+inline std::string call_name(std::string_view label) { return std::string(label.substr(0, label.find('('))); }
+
 /// One per balancer. The first error that any rank posts stands; the balancer is of no use after it. The methods for
 /// errors and notes are thread-safe.
 class Watchdog {
@@ -81,10 +81,6 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// Three steps that connect all ranks' lifelines. Between two of them, all ranks must have done the first.
-  void make_lifeline();
-  void connect_lifeline() { lifeline_->connect(); }
-  void withdraw_lifeline_address() { lifeline_->withdraw_address(); }
   /// Tells the other ranks that this one will come to no more calls. The last rank to leave removes the balancer's keys
   /// from the store. at_end: the process ends, and perhaps the store with it. Then rank 0 waits up to a second for the
   /// others to leave, too.
@@ -92,8 +88,6 @@ class Watchdog {
 
   /// Tells the other ranks of an error of this one. Never throws: there is an error to raise already.
   void post(const std::exception& error) noexcept;
-  /// The same, about a rank whose process has ended.
-  void post_end_of(int32_t rank) noexcept;
   /// Throws what another rank posted: an error of the same kind, which names that rank. Asks the store.
   void check_errors();
   /// Throws StateError where this rank has posted or found an error before. Does not ask the store.
@@ -116,12 +110,8 @@ class Watchdog {
   /// Nothing where `rank` has left none.
   std::optional<std::string> note_of(int32_t rank, std::string_view name) const;
 
-  /// Watches a group: first the balancer's, then the bag's where that is another one. abort: ends the group's
-  /// collectives in flight.
-  void watch(const std::shared_ptr<WatchedGroup>& group, std::function<void()> abort = {});
-  /// To be called when an accelerator was given a collective that no call waits for. From now on a thread looks until
-  /// is_done.
-  void device_works(Patrol::IsDone is_done);
+  /// Watches a group: first the balancer's, then the bag's where that is another one.
+  void watch(const std::shared_ptr<WatchedGroup>& group);
   /// Waits in `label` ("route(x)") until poll returns true. Each time poll returns false, looks, and throws what it
   /// finds. poll is given the time that it may take: longer each time, up to a second. in_background: this is not the
   /// thread that makes the calls, so their order is not checked.
@@ -129,6 +119,8 @@ class Watchdog {
   void wait(std::string_view label, const Poll& poll, bool in_background = false);
   /// Throws where another rank has posted an error, announced another call, or left. Asks the store.
   void look();
+  /// Lets the other ranks see that this one has come to `label`.
+  void show_call(std::string_view label) { show(position(call_name(label))); }
   /// The ranks that have not come as far as this one: "rank 1 (in route), rank 3 (in no call)". For messages: it asks
   /// the store for each rank.
   std::string absent_ranks(const WatchedGroup& group) const;
@@ -140,8 +132,6 @@ class Watchdog {
     std::array<int64_t, kMaxGroups> counts = {};  // calls begun, by group
     std::string call;                             // the one that the rank waits in; empty: none
   };
-  /// Ends all groups' collectives in flight, because of this error.
-  void abort(const std::exception& error);
   std::shared_ptr<WatchedGroup> group(size_t i) const;  // null where there is none (any more)
   Position position(const std::string& call) const;
   std::optional<Position> position_of(int32_t rank, std::string_view note) const;
@@ -155,21 +145,13 @@ class Watchdog {
   pid_t process_;
   std::mutex mutex_;
   std::string first_error_;  // the first that this rank knows of; empty: none
-  std::string ended_;        // the message where a rank's process has ended; empty: none has
   bool has_left_ = false;
   struct Group {
     std::weak_ptr<WatchedGroup> group;
     std::shared_ptr<std::atomic<int64_t>> num_calls_begun;
-    std::function<void()> abort;  // or none
   };
   std::array<Group, kMaxGroups> groups_;
   std::atomic<size_t> num_groups_ = 0;
-  // The last members: their threads end first.
-  std::shared_ptr<Lifeline> lifeline_;
-  std::shared_ptr<Patrol> patrol_;  // from the first collective of an accelerator on
 };
-
-/// "route(x,ids)" -> "route".
-inline std::string call_name(std::string_view label) { return std::string(label.substr(0, label.find('('))); }
 
 }  // namespace knapformer

@@ -6,10 +6,8 @@ Kept apart from the tests so that a started rank imports nothing of pytest.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
 from typing import Any, NamedTuple
 
 import simulated_device as sim
@@ -274,48 +272,6 @@ def compiled_attention_agrees(rank: int, world: int, topology: str) -> list[tupl
         assert x.grad is not None
         results.append((y.detach().cpu(), x.grad.cpu()))
     return list(zip(*results, strict=True))
-
-
-def errors_with_work_in_flight(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
-    """Rank 0 has launched a collective on the device; rank 1 fails, or comes with other tensors, while rank 0 waits in
-    the collective, or for the device. For all cases: what this rank raises, and after how many seconds."""
-    raised = {}
-    for name in ("failed", "differs", "failed, ahead", "differs, ahead"):
-        group = sim.new_group()
-        balancer = SequenceBalancer("g1n2", group=group)
-        x = torch.ones(8 if rank == 0 else 2, 4, device="sim")
-        for _ in range(2):
-            balancer.plan_routing([8] if rank == 0 else [2], 4)
-            balancer.route(x)
-        balancer.plan_routing([8, 8] if rank == 0 else [], 4)
-        own = torch.ones(16 if rank == 0 else 0, 4, device="sim")
-        runs_ahead = rank == 0 and name.endswith("ahead")
-        sim.register().let_hosts_run_ahead(runs_ahead)
-        begin = time.monotonic()
-        try:
-            if name.startswith("failed"):
-                balancer.route(own if rank == 0 else torch.ones(3, 4, device="sim"))
-            else:
-                balancer.route(own, [own] if rank == 1 else [])
-            if runs_ahead:
-                _wait_for_device()
-                balancer.plan_routing([1], 4)
-            raised[name] = ("", "", 0.0)
-        except Exception as error:
-            raised[name] = (type(error).__name__, str(error), time.monotonic() - begin)
-        sim.register().let_hosts_run_ahead(False)
-        with contextlib.suppress(Exception):
-            balancer.plan_routing([1], 4)
-    return raised
-
-
-def _wait_for_device() -> None:
-    """As loss.item() waits on a GPU: outside of the balancer."""
-    event = torch.Event(device="sim")
-    event.record()
-    give_up = time.monotonic() + 60
-    while not event.query() and time.monotonic() < give_up:
-        time.sleep(0.001)
 
 
 def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:

@@ -6,7 +6,6 @@
 #include <future>
 #include <optional>
 
-#include "knapformer/torch/comm/patrol.h"
 #include "knapformer/torch/task_thread.h"
 #include "tests/torch/simulated_driver/loaded_driver.h"
 
@@ -43,16 +42,6 @@ TEST_F(Capture, NothingHappensWithoutADriver) {
   const RelaxedCapture held;
   driver_.emplace();
   EXPECT_EQ(driver_->mode(), kGlobal);
-}
-
-TEST_F(Capture, ThePatrolAsksTheDeviceRelaxed) {
-  std::promise<int> at_question;
-  Patrol patrol([] {}, [](const std::exception&) {}, std::chrono::milliseconds(1));
-  patrol.device_works([&] {
-    at_question.set_value(driver_->mode());
-    return true;
-  });
-  EXPECT_EQ(at_question.get_future().get(), kRelaxed);
 }
 
 TEST_F(Capture, TasksAreRelaxedUntilWhatTheyHoldIsFreed) {

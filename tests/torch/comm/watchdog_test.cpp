@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <latch>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "knapformer/core/util/error.h"
@@ -71,24 +70,6 @@ TEST(Watchdog, LooksOnlyWhereAWaitIsLong) {
   EXPECT_EQ(rank.wait("route(x)", 2), "");
   EXPECT_EQ(rank.all->num_checks, 2);
   EXPECT_EQ(rank.bag->num_checks, 2);
-}
-
-TEST(Watchdog, EndsAllGroupsAtOnce) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  const RankInGroup place{.rank = 0, .num_ranks = 2};
-  const auto all = std::make_shared<Group>(place), bag = std::make_shared<Group>(place);
-  std::latch both(2), ended(2);
-  const auto abort = [&] {
-    both.arrive_and_wait();  // as what hangs on one group may hang behind the other's
-    ended.count_down();
-  };
-  Watchdog watchdog(store, 0);
-  watchdog.watch(all, abort);
-  watchdog.watch(bag, abort);
-  Watchdog(store, 1).post(StateError("no"));
-  watchdog.device_works([] { return false; });
-  ended.wait();
-  EXPECT_THROW(watchdog.check_usable(), StateError);
 }
 
 TEST(Watchdog, WaitsLongerBetweenLooks) {
