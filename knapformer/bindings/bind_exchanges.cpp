@@ -41,7 +41,8 @@ KernelMask mask_from(const GivenText& mask) {
 
 /// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
 KernelMask mask_from(const GivenMask& mask, const GivenKernel& attend) {
-  const std::optional<std::string> own = as_text(py::getattr(attend, "mask", py::none()));
+  std::optional<std::string> own;
+  if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
   if (mask.is_none()) return Mask::parse(own.value_or("full"));
   if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
   return mask_from(py::reinterpret_borrow<GivenText>(mask));
@@ -155,9 +156,9 @@ this rank attend while the others travel, forward and backward. Where attend rai
 too.
 
 mask: the one that attend applies, as in knapformer.attention_pairs, or 'planned' where attend applies to each sequence
-the mask that was planned for it. None: the text in attend.mask where it has one (knapformer.models.PackedAttention), or
-else 'full'. Raises ArgumentError on all ranks where the plan counts with another mask (the balancer's, that of
-plan_routing or that of the sampler); with given work and no mask, it counts with none.
+the mask that was planned for it. None: attend.mask where attend is an object with that text, as PackedAttention of
+knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan counts with another mask (the
+balancer's, that of plan_routing or that of the sampler); with given work and no mask, it counts with none.
 
 Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no sequence
 of the bag is shared.)")

@@ -14,7 +14,7 @@
 // Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. Its inputs are the same:
 // a step's AttentionTables, the packed tables, the bag's group and the kernel, which may return a log-sum-exp for
 // combining partial results. It offers the same, too: run() for SequenceBalancer::attention, and for compiled blocks
-// the ExchangeArguments of what it moves. SequenceBalancer::ulysses_on chooses the composer.
+// the ExchangeArguments of what it moves. SequenceBalancer::ulysses chooses the composer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
