@@ -2,10 +2,8 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/split_with_sizes.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -117,28 +115,6 @@ at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts hea
   return o;
 }
 
-/// Whether torch.func or forward-mode differentiation tracks the tensors: the halves of an exchange do not support
-/// either.
-static bool is_transformed(at::TensorList tensors) {
-  constexpr c10::DispatchKeySet kWrappers{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
-  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) {
-    return tensor.key_set().has_any(kWrappers) || tensor._fw_grad(0).defined();
-  });
-}
-
-std::vector<Ulysses::Inputs> Ulysses::split_by_level(const at::Tensor& q, const at::Tensor& k,
-                                                     const at::Tensor& v) const {
-  if (tables.levels.size() == 1) return {{q, k, v}};
-  std::vector<int64_t> rows;
-  for (const AttentionLevel& level : tables.levels) rows.push_back(level.num_rows);
-  std::vector<Inputs> inputs(tables.levels.size());
-  for (const at::Tensor& tensor : {q, k, v}) {
-    const std::vector<at::Tensor> of_level = at::split_with_sizes(tensor, rows);
-    for (size_t level = 0; level < inputs.size(); ++level) inputs[level].push_back(of_level[level]);
-  }
-  return inputs;
-}
-
 at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const {
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
@@ -148,29 +124,19 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
     return has_tokens(0) ? o : depending_on(std::move(o), {q, k, v});
   }
 
-  const bool transformed = is_transformed({q, k, v});
-  const bool joined = tables.levels.size() > 1 && !transformed;
   const int64_t num_local_rows = first_shared == 1 ? tables.levels[0].num_rows : 0;
   std::vector<Inputs> inputs(tables.levels.size());
   std::vector<at::Tensor> outputs(inputs.size());
   ExchangeArguments there = to_sequences(heads);
-  if (joined) {
-    there.tensors = {q, k, v};
-    there.joined_end = HeadSharing::kSend;
-    there.num_local_rows = num_local_rows;
-  } else {
-    inputs = split_by_level(q, k, v);
-    for (size_t level = first_shared; level < inputs.size(); ++level) {
-      there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
-    }
-  }
+  there.tensors = {q, k, v};
+  there.joined_end = HeadSharing::kSend;
+  there.num_local_rows = num_local_rows;
   std::vector<at::Tensor> moved;
-  if (joined && first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
+  if (first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
     const StartedExchange in_flight = start_exchange(std::move(there));
     outputs[0] = attend_level(0, in_flight.local, heads, attend);
     moved = finish_exchange(in_flight.started);
   } else {
-    if (!joined && first_shared == 1 && has_tokens(0)) outputs[0] = attend_level(0, inputs[0], heads, attend);
     moved = exchange(std::move(there));
   }
   for (size_t level = first_shared; level < inputs.size(); ++level) {
@@ -182,19 +148,14 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
   ExchangeArguments back = to_rows(heads);
   back.tensors.assign(outputs.begin() + static_cast<std::ptrdiff_t>(first_shared), outputs.end());
-  if (joined) {
-    back.joined_end = HeadSharing::kRecv;
-    back.num_local_rows = num_local_rows;
-    if (num_local_rows > 0) back.local = {outputs[0]};
-    return exchange(std::move(back))[0];
-  }
-  std::vector<at::Tensor> returned = exchange(std::move(back));
-  if (first_shared == 1) returned.insert(returned.begin(), outputs[0]);
-  return returned.size() == 1 ? returned[0] : at::cat(returned);
+  back.joined_end = HeadSharing::kRecv;
+  back.num_local_rows = num_local_rows;
+  if (num_local_rows > 0) back.local = {outputs[0]};
+  return exchange(std::move(back))[0];
 }
 
 /// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with
-/// the derivatives that the level's outputs have on its peers.
+/// gradients where the level's outputs have them on its peers.
 void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
                                           HeadCounts heads, const Attend& attend) const {
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
@@ -211,13 +172,7 @@ void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std
     std::vector<int64_t> shape = like->sizes().vec();
     shape[0] = 0;
     shape[1] = num_query_heads(level, heads);
-    if (level >= first_shared && is_transformed(inputs[level])) {  // made of its inputs, which have the tangents
-      std::vector<int64_t> ones(shape.size(), 1);
-      ones[0] = 0;
-      outputs[level] = inputs[level][0].flatten(1).sum(1).to(like->scalar_type()).view(ones).expand(shape);
-    } else {
-      outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
-    }
+    outputs[level] = at::empty(shape, like->options()).set_requires_grad(like->requires_grad());
   }
   if (any_shared_here) return;
   for (size_t level = first_shared; level < inputs.size(); ++level)

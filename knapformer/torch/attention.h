@@ -70,7 +70,6 @@ struct Ulysses {
   ExchangeArguments exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
                                 HeadCounts heads) const;
   at::Tensor attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const;
-  std::vector<Inputs> split_by_level(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
   void fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
                                    HeadCounts heads, const Attend& attend) const;
 };

@@ -56,16 +56,13 @@ std::string value_of(const std::string& name, const std::string& fields) {
   return found == std::string::npos ? "none" : lines.substr(begin, lines.find('\n', begin) - begin);
 }
 
-/// Two lines for each tensor. The last lines of `fields` are the tensors'.
+/// A line for each tensor. The last lines of `fields` are the tensors'.
 std::string gradient_lines(const std::string& fields, const std::string& gradients) {
   const std::vector<std::string> names = names_of(fields);
   const size_t first_tensor = names.size() - gradients.size();
   std::string lines;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    const std::string& name = names[first_tensor + i];
-    const int bits = gradients[i] - '0';
-    lines += text(name, ".requires_grad\t", (bits & 1) != 0 ? "True" : "False", "\n");
-    lines += text(name, ".tangent\t", (bits & 2) != 0 ? "one" : "none", "\n");
+    lines += text(names[first_tensor + i], ".requires_grad\t", gradients[i] == '1' ? "True" : "False", "\n");
   }
   return lines;
 }

@@ -11,7 +11,7 @@
 // store, and waits until all ranks have announced the same call. A rank that went ahead while another announced a call
 // finds out when it has waited for a moment (watchdog.h).
 //
-// A rank without rows computed nothing, so its tensors do not say which derivatives travel. Where the plan shows such a
+// A rank without rows computed nothing, so its tensors do not say which gradients travel. Where the plan shows such a
 // rank, one rank with rows posts in the store which, and goes on; the rank without rows waits for that post.
 #pragma once
 
@@ -42,11 +42,11 @@ struct Fingerprint {
 
   /// Lines "name\tvalue\n" that all ranks must share: the call, its options, and last a line for each tensor.
   std::string fields;
-  /// A digit for each tensor says which of its derivatives travel: 1 for its gradient, 2 for its tangent, or their sum.
+  /// A digit for each tensor: 1 where its gradient travels, or 0.
   std::string gradients;
 };
 
-/// How the ranks of a group decide which derivatives travel in a call: a rank without rows computed nothing, so it
+/// How the ranks of a group decide which gradients travel in a call: a rank without rows computed nothing, so it
 /// listens to one that has rows.
 struct Listening {
   enum Part { kNone, kSpeaks, kListens };

@@ -1,9 +1,6 @@
 #include "knapformer/torch/exchange/arguments.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/core/AutogradState.h>
-#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -13,25 +10,6 @@
 
 namespace knapformer {
 namespace {
-
-constexpr uint64_t kLevel = 0;  // of forward-mode differentiation: torch has one
-
-bool has_tangent(const at::Tensor& tensor) {
-  return c10::AutogradState::get_tls_state().get_fw_grad_mode() && tensor._fw_grad(kLevel).defined();
-}
-
-bool is_differentiating() {
-  return at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(kLevel) != nullptr;
-}
-
-/// Bits of Derivative.
-int64_t derivatives_of(const at::Tensor& tensor) {
-  if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return 0;
-  int64_t bits = 0;
-  if (at::GradMode::is_enabled() && tensor.requires_grad()) bits |= kGradient;
-  if (has_tangent(tensor)) bits |= kTangent;
-  return bits;
-}
 
 /// The names of the tensors in a label, one after another: "route(x,ids)" -> "x", "ids", and then empty names.
 class NamesIn {
@@ -67,15 +45,16 @@ void ExchangeArguments::add(PackedTable table, const std::vector<at::Tensor>& in
   segments.push_back({.table = std::move(table), .roles = std::move(roles), .sharing = sharing});
 }
 
-bool ExchangeArguments::any(Derivative derivative) const {
-  return std::ranges::any_of(differentiable, [&](int64_t bits) { return (bits & derivative) != 0; });
+bool ExchangeArguments::any_gradient() const {
+  return std::ranges::any_of(differentiable, [](int64_t travels) { return travels != 0; });
 }
 
-int64_t ExchangeArguments::derivatives_at(size_t number) const {
-  if (joined_end == HeadSharing::kNeither) return differentiable[number];
-  int64_t bits = 0;
-  for (size_t i = number % num_slots(); i < differentiable.size(); i += num_slots()) bits |= differentiable[i];
-  return bits;
+bool ExchangeArguments::has_gradient(size_t number) const {
+  if (joined_end == HeadSharing::kNeither) return differentiable[number] != 0;
+  for (size_t i = number % num_slots(); i < differentiable.size(); i += num_slots()) {
+    if (differentiable[i] != 0) return true;
+  }
+  return false;
 }
 
 std::vector<at::Tensor> ExchangeArguments::local_rows() const {
@@ -85,31 +64,26 @@ std::vector<at::Tensor> ExchangeArguments::local_rows() const {
   return rows;
 }
 
-void ExchangeArguments::decide_derivatives() {
+void ExchangeArguments::decide_gradients() {
   differentiable.clear();
-  if (!is_differentiating()) return;
-  differentiable.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) differentiable.push_back(derivatives_of(tensor));
-  follow_others(/*in_backward=*/false);
+  add_gradients();
+  if (at::GradMode::is_enabled()) follow_others(/*in_backward=*/false);
 }
 
-void ExchangeArguments::add_derivatives() {
+void ExchangeArguments::add_gradients() {
+  if (!at::GradMode::is_enabled()) return;
+  differentiable.resize(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t bits = derivatives_of(tensors[i]);
-    if (bits == 0) continue;
-    differentiable.resize(tensors.size());
-    differentiable[i] |= bits;
+    if (tensors[i].requires_grad()) differentiable[i] = 1;
   }
 }
 
-/// A rank without rows follows one that has rows, as its own tensors may have been made without any derivative. It
-/// learns here, before autograd looks, which derivatives travel on the others, since its backward must run where theirs
-/// does. All ranks know from the plan who follows, and whom. In a backward pass a rank whose only rows do not travel
-/// follows too, as no gradient may have come for those that do.
+/// A rank without rows follows one that has rows, as its own tensors may have been made without gradients. It learns
+/// here, before autograd looks, which gradients travel on the others, since its backward must run where theirs does.
+/// All ranks know from the plan who follows, and whom. In a backward pass a rank whose only rows do not travel follows
+/// too, as no gradient may have come for those that do.
 void ExchangeArguments::follow_others(bool in_backward) {
-  const PackedEnd& send = segments.front().table.send;
-  if (!send.table.has_storage()) return;  // for gradients of tangents in torch.func, which wraps tables
-  const PackedEndView end(send);
+  const PackedEndView end(segments.front().table.send);
   const bool has_local_rows = joined_end != HeadSharing::kNeither && !in_backward;
   const PeersWithoutRows without_rows = has_local_rows ? end.without_any_rows() : end.without_rows();
   if (without_rows.num == 0) return;
@@ -124,9 +98,7 @@ void ExchangeArguments::follow_others(bool in_backward) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;
-    tensors[i] = tensors[i].detach()._fw_primal(kLevel);
-    if ((travel & kGradient) != 0) tensors[i].set_requires_grad(true);
-    if ((travel & kTangent) != 0) tensors[i]._set_fw_grad(at::zeros_like(tensors[i]).detach(), kLevel, false);
+    tensors[i] = tensors[i].detach().set_requires_grad(travel != 0);
     differentiable[i] = travel;
   }
 }
@@ -143,69 +115,44 @@ void ExchangeArguments::follow_other_levels() {
   }
 }
 
-template <class Input>
-ExchangeArguments ExchangeArguments::of_slots(Derivative derivative, bool joined, const char* call, const char* suffix,
-                                              Input input) const {
-  ExchangeArguments result{.heads = heads,
-                           .joined_end = joined_end,
-                           .num_local_rows = num_local_rows,
-                           .group = group,
-                           .label = call_name(label) + call};
+ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
+  // A backward that is differentiated itself is another call.
+  const char* call = at::GradMode::is_enabled() ? " backward, differentiable" : " backward";
+  ExchangeArguments back{.heads = heads,
+                         .joined_end = HeadSharing{.shared_end = joined_end}.inverse().shared_end,
+                         .num_local_rows = num_local_rows,
+                         .group = group,
+                         .label = call_name(label) + call};
   NamesIn names(label);
   std::string kept_names;
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
-    SegmentArguments kept{.table = segment.table, .roles = {}, .sharing = segment.sharing};
+    SegmentArguments kept{.table = segment.table.inverse(), .roles = {}, .sharing = segment.sharing.inverse()};
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
       const std::string_view name = names.next();
-      if ((derivatives_at(number) & derivative) == 0) continue;
-      if (!joined || &segment == &segments.front()) result.tensors.push_back(input(number));
+      if (!has_gradient(number)) continue;
+      // Where the gradients come in one tensor for each slot, it is that of the first segment.
+      if (joined_end != HeadSharing::kRecv || &segment == &segments.front()) back.tensors.push_back(gradients[number]);
       kept.roles.push_back(role);
-      if (!name.empty()) kept_names.append(kept_names.empty() ? "" : ",").append(name).append(suffix);
+      if (!name.empty()) kept_names.append(kept_names.empty() ? "" : ",").append(name).append(".grad");
     }
-    if (!kept.roles.empty()) result.segments.push_back(std::move(kept));
+    if (!kept.roles.empty()) back.segments.push_back(std::move(kept));
   }
-  if (label.find('(') != std::string::npos) result.label.append("(").append(kept_names).append(")");
-  return result;
-}
-
-ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
-  // A backward that is differentiated itself is another call.
-  const char* call = at::GradMode::is_enabled() ? " backward, differentiable" : " backward";
-  ExchangeArguments back =
-      of_slots(kGradient, joined_end == HeadSharing::kRecv, call, ".grad", [&](size_t i) { return gradients[i]; });
-  back.joined_end = HeadSharing{.shared_end = joined_end}.inverse().shared_end;
-  for (SegmentArguments& segment : back.segments) {
-    segment.table = segment.table.inverse();
-    segment.sharing = segment.sharing.inverse();
+  if (label.find('(') != std::string::npos) back.label.append("(").append(kept_names).append(")");
+  back.differentiable.assign(back.tensors.size(), 0);
+  if (at::GradMode::is_enabled()) {
+    back.follow_other_levels();
+    back.add_gradients();
+    back.follow_others(/*in_backward=*/true);
   }
-  if (is_differentiating()) back.follow_other_levels();
-  for (const at::Tensor& gradient : back.tensors) back.differentiable.push_back(derivatives_of(gradient));
-  if (is_differentiating()) back.follow_others(/*in_backward=*/true);
   return back;
-}
-
-ExchangeArguments ExchangeArguments::take_tangents() {
-  return of_slots(kTangent, joined_end == HeadSharing::kSend, " jvp", ".tangent", [&](size_t i) {
-    at::Tensor& tensor = tensors[i];
-    const at::Tensor tangent = tensor._fw_grad(kLevel);
-    tensor = tensor._fw_primal(kLevel);
-    return tangent.defined() ? tangent : at::zeros_like(tensor);
-  });
-}
-
-void ExchangeArguments::set_tangents(const std::vector<at::Tensor>& outputs,
-                                     const std::vector<at::Tensor>& moved) const {
-  for (size_t i = 0, next = 0; i < outputs.size(); ++i) {
-    if ((derivatives_at(i) & kTangent) != 0) outputs[i]._set_fw_grad(moved[next++], kLevel, false);
-  }
 }
 
 std::vector<at::Tensor> ExchangeArguments::gradients_from(const std::vector<at::Tensor>& moved) const {
   std::vector<at::Tensor> gradients(differentiable.size());
   for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
-    if ((derivatives_at(i) & kGradient) != 0) gradients[i] = moved[next++];
+    if (has_gradient(i)) gradients[i] = moved[next++];
   }
   return gradients;
 }

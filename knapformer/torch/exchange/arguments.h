@@ -41,9 +41,6 @@ struct HeadSharing {
   HeadSharing inverse() const;
 };
 
-/// Which derivatives of a tensor travel: bits.
-enum Derivative : int64_t { kGradient = 1, kTangent = 2 };
-
 struct SegmentArguments {
   PackedTable table;
   std::vector<HeadRole> roles;  // one for each of its tensors
@@ -62,7 +59,7 @@ struct ExchangeArguments {
   /// Where the receive end is joined: for each slot, the rows that do not travel. Empty where there are none, and in an
   /// exchange in halves, where finish takes them.
   std::vector<at::Tensor> local = {};
-  /// For each tensor, bits of Derivative. Empty in no_grad mode outside of forward-mode differentiation.
+  /// For each tensor, 1 where its gradient travels. Empty in no_grad mode.
   std::vector<int64_t> differentiable = {};
   std::string group;  // CommGroup::name
   std::string label;  // the call and its tensors, for messages: "route(x,features[0])"
@@ -70,16 +67,15 @@ struct ExchangeArguments {
   /// Adds a segment and its tensors. A segment without tensors is left out.
   void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
            HeadSharing sharing = {});
-  /// Decides which derivatives travel: those that the tensors require or have now; on a rank without rows, those that
-  /// travel on a rank with rows, for which it waits. Collective where the plan shows a rank without rows.
-  void decide_derivatives();
-  /// Adds derivatives that the tensors require or have and that were not known: each of several nested function
-  /// transforms (torch.func) shows only its own.
-  void add_derivatives();
-  bool any(Derivative derivative) const;
-  /// The derivatives of a tensor or output of this exchange, by its number. A slot that is joined at the receive end
-  /// has those of any segment.
-  int64_t derivatives_at(size_t number) const;
+  /// Decides which gradients travel: those that the tensors require now; on a rank without rows, those that travel on a
+  /// rank with rows, for which it waits. Collective where the plan shows a rank without rows.
+  void decide_gradients();
+  /// Adds gradients that the tensors require and that were not known.
+  void add_gradients();
+  bool any_gradient() const;
+  /// Whether the gradient of a tensor or output of this exchange travels, by its number. That of a slot which is joined
+  /// at the receive end does where it does in any segment.
+  bool has_gradient(size_t number) const;
 
   /// Where an end is joined: how many slots each segment has.
   size_t num_slots() const { return segments.front().roles.size(); }
@@ -91,10 +87,6 @@ struct ExchangeArguments {
   /// The exchange of the gradients, with the ends swapped. It has the tensors whose gradient travels, and the segments
   /// with such tensors. `gradients`: one for each output of this exchange.
   ExchangeArguments inverse(const std::vector<at::Tensor>& gradients) const;
-  /// The exchange of the tangents (an exchange is linear). This exchange's tensors lose their tangents.
-  ExchangeArguments take_tangents();
-  /// Gives outputs of this exchange their tangents: `moved`, the outputs of the exchange of tangents.
-  void set_tangents(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& moved) const;
   /// The gradient of each tensor of this exchange, from `moved`, the outputs of the inverse; undefined where none
   /// travels.
   std::vector<at::Tensor> gradients_from(const std::vector<at::Tensor>& moved) const;
@@ -107,11 +99,6 @@ struct ExchangeArguments {
  private:
   void follow_others(bool in_backward);
   void follow_other_levels();
-  /// The exchange of the slots that have the derivative; the tables' ends are not swapped. input(number) gives the
-  /// tensor of a slot: it is called for each slot, or where `joined` only for those of the first segment.
-  template <class Input>
-  ExchangeArguments of_slots(Derivative derivative, bool joined, const char* call, const char* suffix,
-                             Input input) const;
 };
 
 /// The partition of the heads over the ranks that share them; empty where no tensor has a role. The last ones are

@@ -88,7 +88,8 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
       if (tensor.size(0) < end || (is_last && tensor.size(0) > end)) {
         throw_argument(text(label, ": tensor ", number), text(tensor.size(0), " rows"), std::to_string(end));
       }
-      add_slot(segment, tensor.narrow(0, first_row, end - first_row), role, given.sharing, number);
+      const bool is_whole = first_row == 0 && is_last;
+      add_slot(segment, is_whole ? tensor : tensor.narrow(0, first_row, end - first_row), role, given.sharing, number);
     }
     first_row += segment.send.num_rows();
   }

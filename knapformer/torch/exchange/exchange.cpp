@@ -178,7 +178,7 @@ struct KeptArguments : torch::CustomClassHolder {
   /// Puts zeros for gradients that the backward pass did not bring; outputs whose gradient does not travel get none.
   Tensors with_zeros(Tensors gradients) const {
     for (size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].defined() || (arguments.derivatives_at(i) & kGradient) == 0) continue;
+      if (gradients[i].defined() || !arguments.has_gradient(i)) continue;
       gradients[i] = at::zeros_symint(outputs[i].shape, outputs[i].options);
     }
     return gradients;
@@ -189,7 +189,7 @@ struct KeptArguments : torch::CustomClassHolder {
   Tensors local_gradients(at::TensorList given) const {
     Tensors gradients;
     for (size_t i = 0; i < local.size(); ++i) {
-      if ((arguments.derivatives_at(i) & kGradient) == 0) continue;
+      if (!arguments.has_gradient(i)) continue;
       const bool known = i < given.size() && given[i].defined();
       gradients.push_back(known ? given[i] : at::zeros_symint(local[i].shape, local[i].options));
     }
@@ -218,7 +218,7 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArgument
   Tensors fixed;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const bool of_local = i < local.size() && local[i].requires_grad();
-    if (!of_local && (arguments.derivatives_at(i) & kGradient) == 0) fixed.push_back(outputs[i]);
+    if (!of_local && !arguments.has_gradient(i)) fixed.push_back(outputs[i]);
   }
   if (!fixed.empty()) context.mark_non_differentiable(fixed);
   context.set_materialize_grads(false);  // with_zeros makes those that are needed
@@ -236,7 +236,7 @@ void append_local_gradients(Tensors& results, const Tensors& gradients, const Ex
   }
 }
 
-Tensors exchange_decided(ExchangeArguments arguments);
+Tensors exchange_with_gradients(ExchangeArguments arguments);
 at::Tensor start_autograd(ExchangeArguments arguments);
 
 class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
@@ -252,11 +252,11 @@ class ExchangeFunction : public torch::autograd::Function<ExchangeFunction> {
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const KeptArguments& forward = kept_by(*context);
     Tensors results(forward.arguments.differentiable.size());
-    if (forward.arguments.any(kGradient)) {
+    if (forward.arguments.any_gradient()) {
       results = in_backward([&] {
         ExchangeArguments back = forward.arguments.inverse(forward.with_zeros(gradients));
         back.local = forward.local_gradients({});
-        return forward.arguments.gradients_from(exchange_decided(std::move(back)));
+        return forward.arguments.gradients_from(exchange_with_gradients(std::move(back)));
       });
     }
     append_local_gradients(results, gradients, forward.arguments);
@@ -272,7 +272,7 @@ class StartFunction : public torch::autograd::Function<StartFunction> {
     Tensors results = arguments.local_rows();
     Tensors fixed;
     for (size_t i = 0; i < results.size(); ++i) {
-      if ((arguments.derivatives_at(i) & kGradient) == 0) fixed.push_back(results[i]);
+      if (!arguments.has_gradient(i)) fixed.push_back(results[i]);
     }
     context->mark_non_differentiable(fixed);
     context->set_materialize_grads(false);
@@ -303,7 +303,7 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const KeptArguments& forward = kept_by(*context);
     Tensors results(1);
-    if (forward.arguments.any(kGradient)) {
+    if (forward.arguments.any_gradient()) {
       results[0] =
           in_backward([&] { return start_autograd(forward.arguments.inverse(forward.with_zeros(gradients))); });
     }
@@ -312,11 +312,20 @@ class FinishFunction : public torch::autograd::Function<FinishFunction> {
   }
 };
 
-/// torch's function transforms (torch.func) do not support autograd functions of C++.
+/// Autograd functions of C++ know neither torch's function transforms (torch.func) nor tangents, which they would drop.
 void refuse_transforms(const ExchangeArguments& arguments) {
-  if (!arguments.tensors[0].key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) return;
-  throw ArgumentError(text(arguments.label, ": got tensors inside torch.func.grad or vjp, expected plain ones: ",
-                           "take gradients by backward() or torch.autograd.grad"));
+  constexpr c10::DispatchKeySet kTransforms{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                            c10::DispatchKey::VmapMode};  // of torch.autograd.grad's is_grads_batched
+  const bool transformed = c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms);
+  const auto has_tangent = [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
+  const bool dual =
+      std::ranges::any_of(arguments.tensors, has_tangent) || std::ranges::any_of(arguments.local, has_tangent);
+  if (!transformed && !dual) return;
+  CommGroup::find(arguments.group)->watchdog().guard([&] {
+    throw ArgumentError(text(arguments.label, ": got tensors ",
+                             transformed ? "inside torch.func or vmap" : "with tangents",
+                             ", expected plain ones: take gradients one by one, by backward() or torch.autograd.grad"));
+  });
 }
 
 bool any_requires_grad(at::TensorList tensors) {
@@ -325,8 +334,8 @@ bool any_requires_grad(at::TensorList tensors) {
 }
 
 Tensors exchange_with_gradients(ExchangeArguments arguments) {
-  if (arguments.any(kGradient) || any_requires_grad(arguments.local)) {
-    refuse_transforms(arguments);
+  refuse_transforms(arguments);
+  if (arguments.any_gradient() || any_requires_grad(arguments.local)) {
     Tensors inputs = arguments.tensors;
     inputs.insert(inputs.end(), arguments.local.begin(), arguments.local.end());
     return ExchangeFunction::apply(at::TensorList(inputs), arguments);
@@ -335,18 +344,10 @@ Tensors exchange_with_gradients(ExchangeArguments arguments) {
   return call_exchange(arguments);
 }
 
-/// For arguments whose derivatives are decided. Only torch.func's transforms and forward-mode differentiation need the
-/// dispatcher, which otherwise leads to the function that is called here.
-Tensors exchange_decided(ExchangeArguments arguments) {
-  const bool plain = !arguments.any(kTangent) &&
-                     !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  return plain ? exchange_with_gradients(std::move(arguments)) : call_exchange(arguments);
-}
-
 /// Returns the tensor that stands for what is in flight, then the rows that do not travel.
 Tensors start_with_gradients(ExchangeArguments arguments) {
-  if (arguments.any(kGradient)) {
-    refuse_transforms(arguments);
+  refuse_transforms(arguments);
+  if (arguments.any_gradient()) {
     return StartFunction::apply(at::TensorList(arguments.tensors), arguments);
   }
   Tensors results = arguments.local_rows();
@@ -356,29 +357,14 @@ Tensors start_with_gradients(ExchangeArguments arguments) {
 }
 
 Tensors exchange_autograd(ExchangeArguments arguments) {
-  arguments.add_derivatives();
-  if (!arguments.any(kTangent)) return exchange_with_gradients(std::move(arguments));
-  ExchangeArguments tangents = arguments.take_tangents();
-  Tensors outputs = exchange_with_gradients(arguments);
-  tangents.decide_derivatives();  // after the first exchange, as this may be collective itself
-  arguments.set_tangents(outputs, call_exchange(tangents));
-  return outputs;
+  arguments.add_gradients();
+  return exchange_with_gradients(std::move(arguments));
 }
 
 at::Tensor start_autograd(ExchangeArguments arguments) {
-  arguments.add_derivatives();
-  if (arguments.any(kTangent)) throw StateError(text(arguments.label, ": got tangents, expected a whole exchange"));
+  arguments.add_gradients();
   return start_with_gradients(std::move(arguments))[0];
 }
-
-/// Refuses torch.func.vmap: a batch of calls would be as many collectives, in an order that vmap does not promise.
-[[noreturn]] void throw_vmap(const ExchangeArguments& arguments) {
-  throw ArgumentError(text(arguments.label,
-                           ": got tensors inside torch.func.vmap, expected plain ones: put the mapped dimension behind "
-                           "the rows, where it travels with them"));
-}
-Tensors exchange_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
-at::Tensor start_vmap(const ExchangeArguments& arguments) { throw_vmap(arguments); }
 
 Tensors finish_autograd(const at::Tensor& started, at::TensorList local) {
   if (started.requires_grad() || any_requires_grad(local)) return FinishFunction::apply(started, local);
@@ -395,7 +381,6 @@ TORCH_LIBRARY(knapformer, library) {
   library.def(text("exchange", kSchema, " -> Tensor[]").c_str(), by_host);
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
-  library.impl("exchange", c10::DispatchKey::FuncTorchBatched, kernel<exchange_vmap>);
 
   // What tracers are told in place of running it (python/knapformer/balancer.py).
   library.def(text("exchange_shapes", kSchema, " -> Tensor[]").c_str());
@@ -404,7 +389,6 @@ TORCH_LIBRARY(knapformer, library) {
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str(), by_host);
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
   library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
-  library.impl("exchange_start", c10::DispatchKey::FuncTorchBatched, kernel<start_vmap>);
 
   library.def("exchange_finish(Tensor started, Tensor[] local) -> Tensor[]", by_host);
   library.impl("exchange_finish", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(finish_kernel));
@@ -412,12 +396,12 @@ TORCH_LIBRARY(knapformer, library) {
 }
 
 Tensors exchange(ExchangeArguments arguments) {
-  arguments.decide_derivatives();
-  return exchange_decided(std::move(arguments));
+  arguments.decide_gradients();
+  return exchange_with_gradients(std::move(arguments));
 }
 
 StartedExchange start_exchange(ExchangeArguments arguments) {
-  arguments.decide_derivatives();
+  arguments.decide_gradients();
   const Tensors results = start_with_gradients(std::move(arguments));
   return {.started = results[0], .local = {results.begin() + 1, results.end()}};
 }

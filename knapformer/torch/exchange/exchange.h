@@ -1,8 +1,7 @@
 // The ops that move everything: knapformer::exchange, and its two halves.
 //
 //   exchange(Tensor[] tensors,       rows in, segment by segment
-//            int[] differentiable,   of each tensor: 1 where its gradient travels, 2 where its tangent does, or their
-//                                    sum; empty in no_grad mode
+//            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
 //            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how
@@ -22,9 +21,6 @@
 // tensors that differ only in their number of rows, and with the same `differentiable`. A rank without rows takes part
 // like any other, forward and backward. One all-to-all, forward and backward each.
 //
-// An exchange is linear: in forward-mode differentiation (torch.func.jvp) its tangents travel by a second exchange of
-// the same tables. The two halves take no tangents.
-//
 // The backward of an exchange is the exchange with the ends swapped. Where a row or head went to several peers, its
 // gradients add up. The backward of exchange_finish starts that exchange, and the backward of exchange_start finishes
 // it. So what was computed between the halves overlaps with the transport in the backward pass, too.
@@ -40,7 +36,8 @@
 
 namespace knapformer {
 
-/// Decides which derivatives travel, and calls the op.
+/// Decides which gradients travel, and calls the op. Throws ArgumentError inside of torch.func and vmap, and where
+/// tensors have tangents (forward-mode differentiation).
 std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 
 /// The same in two halves.

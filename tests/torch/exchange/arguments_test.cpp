@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/forward_grad.h>
 
 namespace knapformer {
 namespace {
@@ -26,7 +25,7 @@ ExchangeArguments example() {
   arguments.add(packed(1, 1), {}, {});
   arguments.add(packed(4, 8), {at::zeros({4, 5, 2}).set_requires_grad(true)}, {HeadRole::kQuery},
                 {.shared_end = HeadSharing::kSend, .degree = 2, .index_in_group = 1});
-  arguments.decide_derivatives();
+  arguments.decide_gradients();
   return arguments;
 }
 
@@ -47,10 +46,10 @@ TEST(ExchangeArguments, KnowTheShapesOfOutputs) {
 TEST(ExchangeArguments, DecideWhichGradientsTravel) {
   EXPECT_EQ(example().segments.size(), 3u);  // one without tensors is left out
   EXPECT_EQ(example().differentiable, (std::vector<int64_t>{1, 0, 0, 1}));
-  EXPECT_TRUE(example().any(kGradient));
+  EXPECT_TRUE(example().any_gradient());
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(example().differentiable.empty());
-  EXPECT_FALSE(example().any(kGradient));
+  EXPECT_FALSE(example().any_gradient());
 }
 
 TEST(ExchangeArguments, InverseMovesGradientsBack) {
@@ -79,27 +78,6 @@ TEST(ExchangeArguments, FingerprintSaysWhatRanksMustShare) {
             "s\tFloat (rows, 7)\nq\tFloat (rows, 5, 2)\n");
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(example().fingerprint(/*separates_devices=*/true).fields.starts_with("call\troute without gradients\n"));
-}
-
-TEST(ExchangeArguments, TangentsTravelByAnExchangeOfTheirOwn) {
-  ASSERT_EQ(torch::autograd::ForwardADLevel::get_next_idx(), 0u);
-  ExchangeArguments arguments = example();
-  arguments.tensors[0]._set_fw_grad(at::ones({4, 3}), 0, false);
-  arguments.tensors[2]._set_fw_grad(at::ones({2, 7}), 0, false);
-  arguments.decide_derivatives();
-  EXPECT_EQ(arguments.differentiable, (std::vector<int64_t>{kGradient | kTangent, 0, kTangent, kGradient}));
-  EXPECT_EQ(arguments.fingerprint(/*separates_devices=*/true).gradients, "3021");
-  const ExchangeArguments tangents = arguments.take_tangents();
-  EXPECT_EQ(tangents.label, "route jvp(x.tangent,s.tangent)");
-  ASSERT_EQ(tangents.segments.size(), 2u);
-  EXPECT_TRUE(tangents.tensors[0].equal(at::ones({4, 3})));
-  EXPECT_FALSE(arguments.tensors[0]._fw_grad(0).defined());
-  EXPECT_TRUE(arguments.tensors[0].requires_grad());
-  const std::vector<at::Tensor> outputs = {at::zeros({6, 3}), at::zeros({6}), at::zeros({9, 7}), at::zeros({8, 2, 2})};
-  arguments.set_tangents(outputs, {at::ones({6, 3}), at::full({9, 7}, 2.0)});
-  EXPECT_TRUE(outputs[2]._fw_grad(0).equal(at::full({9, 7}, 2.0)));
-  EXPECT_FALSE(outputs[3]._fw_grad(0).defined());
-  torch::autograd::ForwardADLevel::release_idx(0);
 }
 
 }  // namespace
