@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import re
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from knapformer.calibration import Calibration
-from knapformer.tools import report
 from torch.utils.data import DataLoader
 
 import knapformer
@@ -107,13 +104,7 @@ def test_given_work() -> None:
     assert made["plan"].workload_before[1] == pytest.approx(sum(own))
 
 
-def test_predictions_and_traces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    predict, trace = blocks_of("docs/predict_and_report.md")
+def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    (predict,) = blocks_of("docs/predict_and_report.md")
     made = run(predict, plan=knapformer.plan(LENGTHS, "g8n4", 3072))
     assert made["step"].total_s > 0 and len(capsys.readouterr().out.split()) == 4
-    steps: list[int] = []
-    monkeypatch.setattr(
-        report, "profiled_steps", lambda path, rank: contextlib.nullcontext()
-    )  # test_report_timeline runs it
-    run(trace, rank=0, loader=range(9), itertools=itertools, train_step=steps.append)
-    assert steps == [0, 1, 2]

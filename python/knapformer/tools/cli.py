@@ -25,12 +25,6 @@ from knapformer.tools.replay import command as replay
 from knapformer.tools.simulate import command as simulate
 
 _COMMANDS = (doctor, plan_command, calibrate, simulate, replay)
-# Former commands, and which command now does the same.
-_MOVED = {
-    "tune": "knapformer doctor --topologies, with the same options (or plan --topology auto)",
-    "predict": "knapformer plan, with the same options; --predictions in place of --json, and --steps 3 for its mean",
-    "report": "knapformer plan, with the same options; --from PLAN.json, and --report in place of --output",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed; print would take standard output in its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     given = sys.argv[1:] if argv is None else list(argv)
-    if given and given[0] in _MOVED:
-        return _complain(given[0], f"is part of another command now: {_MOVED[given[0]]}", 2)
     try:
         args = _parser().parse_args(given)
     except SystemExit as asked:  # argparse raises it for wrong arguments, --help and --version

@@ -20,18 +20,11 @@ if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
 
 
-def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None:
-    """--gamma, or --calibration in its place; `gamma_and_calibration` reads them.
-
-    can_fit: --gamma also takes 'fit', which is then the default and makes args.gamma None.
-    """
+def add_gamma(parser: argparse.ArgumentParser) -> None:
+    """--gamma, or --calibration in its place."""
     options = parser.add_mutually_exclusive_group()
-    default = "; 'fit' measures it (default)" if can_fit else f" (default {DEFAULT_GAMMA:g})"
     options.add_argument(
-        "--gamma",
-        type=lambda text: None if can_fit and text == "fit" else number(0)(text),
-        default=None if can_fit else DEFAULT_GAMMA,
-        help=f"attention's cost per FLOP{default}",
+        "--gamma", type=number(0), default=DEFAULT_GAMMA, help=f"attention's cost per FLOP (default {DEFAULT_GAMMA:g})"
     )
     options.add_argument(
         "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
@@ -39,7 +32,7 @@ def add_gamma(parser: argparse.ArgumentParser, *, can_fit: bool = False) -> None
 
 
 def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
-    """What add_gamma took: gamma (None where it is to be fitted), and the calibration it came from.
+    """What add_gamma took: gamma, and the calibration it came from.
 
     Prints the calibration's warnings on standard error. Raises ArgumentError, OSError.
     """

@@ -20,8 +20,7 @@ from knapformer import ArgumentError
 from knapformer.interrupts import unwound
 
 TABLE_WIDTH = 80  # of a terminal, in columns of text
-_PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-_NEEDED = {"--picture": ("matplotlib",), "--report": ("plotly", "numpy")}
+_NEEDED = {"--report": ("plotly", "numpy")}
 
 
 class OutputError(OSError):
@@ -31,7 +30,7 @@ class OutputError(OSError):
 def check_outputs(paths: Mapping[str, str | None]) -> None:
     """paths: of each file that a command is to write, by option; None where the option is not given.
 
-    Raises ArgumentError, naming the option, where a file could not be drawn or written, or another one goes to the same
+    Raises ArgumentError, naming the option, where a file could not be written, or another one goes to the same
     place.
     """
     options: dict[str, str] = {}  # by the file that is written
@@ -39,8 +38,6 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
         if path is None:
             continue
         expected = _what_is_missing(path)
-        if option == "--picture" and Path(path).suffix not in _PICTURE_SUFFIXES:
-            expected = f"a file that ends in {', '.join(_PICTURE_SUFFIXES)}"
         if expected is not None:
             raise ArgumentError(f"{option}: got {path!r}, expected {expected}")
         other = options.setdefault(os.path.realpath(path), option)

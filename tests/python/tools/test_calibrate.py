@@ -33,8 +33,6 @@ pytest.importorskip("knapformer._torch")
         (["--repeats", "0"], "--repeats: got '0'"),
         (["--ranks", "0"], "--ranks: got '0'"),
         (["--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
-        (["--picture", "nowhere/out.png"], "--picture: got 'nowhere/out.png'"),
-        (["--picture", "out.jpg"], "--picture: got 'out.jpg'"),
         (["--device", "cuda"], "device: got 'cuda'"),
         (["--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
     ],
@@ -56,19 +54,18 @@ def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.Ca
     from knapformer.adapters.named import load_config
     from knapformer.tools.measure.blocks import BlockTimes
 
-    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    out = tmp_path / "out.json"
     model = tmp_path / "model.json"
     model.write_text(json.dumps(load_config("flux-tiny").replace(num_layers=1, num_single_layers=3).to_dict()))
     threads = torch.get_num_threads()
     lengths = [64, 128, 256, 512]
-    files = ["--json", str(out), "--picture", str(picture)]
-    status = main(["calibrate", "--model", str(model), "--repeats", "3", "--lengths", "64,128,...,512", *files])
+    measure = ["--repeats", "3", "--lengths", "64,128,...,512", "--json", str(out)]
+    status = main(["calibrate", "--model", str(model), *measure])
     torch.set_num_threads(threads)
     assert status == 0
     shown = capsys.readouterr().out
     check_tables(shown)
     assert "1 x double" in shown and "3 x single" in shown and "All-to-all" not in shown
-    assert b"</svg>" in picture.read_bytes()
     calibration, details = Calibration.load(out), json.loads(out.read_text())
     assert calibration.node is None and calibration.d_model == 64 and calibration.recomputes
     assert f"gamma {calibration.gamma:.3f}" in shown

@@ -310,27 +310,6 @@ def test_a_cluster_file_sets_every_field(tmp_path):
     assert result["model"]["num_blocks"] == 3  # the option goes before the file
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture_is_drawn(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    target = tmp_path / f"scale.{suffix}"
-    assert (
-        _predict("--mix", "low", "--ranks", "32,64", "--topology", "g1n*", "--steps", "1", "--picture", str(target))
-        == 0
-    )
-    content = target.read_bytes()
-    assert content.startswith(b"\x89PNG") if suffix == "png" else b"</svg>" in content
-    assert len(content) > 5000
-
-
-def test_the_picture_of_a_file_whose_name_is_no_text(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "\udcff.json").write_text("[[8], [4]]")
-    target = tmp_path / "scale.svg"
-    assert _predict("--lengths", str(tmp_path / "\udcff.json"), "--topology", "g2n1", "--picture", str(target)) == 0
-    assert target.exists()
-
-
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
@@ -344,7 +323,6 @@ def test_the_picture_of_a_file_whose_name_is_no_text(tmp_path):
         ("--d-model: got '0'", ["--mix", "joint", "--topology", "g8n4", "--d-model", "0"]),
         ("--cluster: got 'nowhere.json'", ["--mix", "joint", "--topology", "g8n4", "--cluster", "nowhere.json"]),
         ("--ranks-per-node: got '0'", ["--mix", "joint", "--topology", "g8n4", "--ranks-per-node", "0"]),
-        ("--picture: got 'x.jpg'", ["--mix", "joint", "--topology", "g8n4", "--picture", "x.jpg"]),
         ("--predictions: got", ["--mix", "joint", "--topology", "g8n4", "--predictions", "no/such/folder/x.json"]),
         ("--timeline: got", ["--mix", "joint", "--topology", "g8n4", "--timeline", "no/such/folder/x.json"]),
     ],

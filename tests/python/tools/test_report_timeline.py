@@ -2,11 +2,9 @@
 
 import collections
 import itertools
-import json
 
 import pytest
-from knapformer.tools.cli import main
-from knapformer.tools.report import merged, predicted_timeline
+from knapformer.tools.report import predicted_timeline
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, predict_step
@@ -84,36 +82,3 @@ def test_ranks_and_nodes_are_named():
         ("thread_name", "rank 7"),
     } <= names
     assert any(s["name"] == "plan the next step" and s["dur"] == 1000 for s in _spans(trace))
-
-
-def test_real_ranks_are_profiled_and_merged(tmp_path):
-    torch = pytest.importorskip("torch")
-    from knapformer.tools.report import profiled_steps
-
-    paths = []
-    for rank in (1, 0):
-        path = tmp_path / f"{rank}.json"
-        with profiled_steps(str(path), rank=rank), torch.profiler.record_function(f"range of {rank}"):
-            torch.ones(10).sum()
-        paths.append(str(path))
-    trace = merged(paths)
-    of_rank = {
-        e["name"]: e["pid"] // 1000 for e in trace["traceEvents"] if str(e.get("name", "")).startswith("range of ")
-    }
-    assert of_rank == {"range of 0": 0, "range of 1": 1}
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "process_name"]
-    assert any(name.startswith("rank 0") for name in names)
-    target = tmp_path / "all.json"
-    assert main(["plan", "--traces", *paths, "--timeline", str(target)]) == 0
-    assert len(json.loads(target.read_text())["traceEvents"]) == len(trace["traceEvents"])
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [3]}'])
-def test_a_broken_trace_is_one_line_and_status_2(content, tmp_path, capsys):
-    (tmp_path / "rank.json").write_text(content)
-    target = tmp_path / "all.json"
-    assert main(["plan", "--traces", str(tmp_path / "rank.json"), "--timeline", str(target)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("knapformer plan: trace: ")
-    assert error.count("\n") == 1
-    assert not target.exists()

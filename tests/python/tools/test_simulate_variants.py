@@ -10,7 +10,6 @@ import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.measure.figures import hardware_flops_utilization
 from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
-from knapformer.tools.simulate.calibrate import lengths_to_measure
 from knapformer.tools.simulate.data import StepData, equal_lengths
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.settings import SimulationSettings
@@ -133,7 +132,7 @@ def test_what_each_variant_computes(model: str) -> None:
         micro_batches=3, equal_lengths=True, max_text_tokens=20,
     )  # fmt: skip
     assert variant_names(given) == [NO_BALANCER, "g2n2", PLANNED_STEP, EQUAL_LENGTHS]
-    variants = Variants(given, 0.5)
+    variants = Variants(given)
     data = {name: way.data for name, way in variants.ways(1).items()}
     drawn, planned, equal = data[NO_BALANCER], data[PLANNED_STEP], data[EQUAL_LENGTHS]
     assert data["g2n2"] is drawn
@@ -172,7 +171,7 @@ def test_what_others_compute() -> None:
     )  # fmt: skip
     names = ["lockstep buckets", "time budget", "sequence parallel 2"]
     assert variant_names(given) == [NO_BALANCER, *names, PLANNED_STEP]
-    variants, workload, seen = Variants(given, 0.5), WorkloadModel(0.5), []
+    variants, workload, seen = Variants(given), WorkloadModel(0.5), []
 
     def work(lens: list[int]) -> float:
         return sum(workload.work(n, given.model.d_model) for n in lens)
@@ -199,6 +198,7 @@ def test_what_others_compute() -> None:
 def settings(**changes: Any) -> SimulationSettings:
     fields: dict[str, Any] = {
         "data": "g2b2i256f1s0",
+        "gamma": 0.5,
         "topologies": ("g2n1",),
         "num_ranks": 2,
         "model": load_config("flux-tiny"),
@@ -210,9 +210,9 @@ def settings(**changes: Any) -> SimulationSettings:
 def test_ranks_plan_with_the_cluster_that_is_given() -> None:
     """A world of one: the process itself."""
     given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), cluster=Cluster("cpu", ranks_per_node=2))
-    balancer = balancer_of(given, "g1n1", 0.49)
+    balancer = balancer_of(given, "g1n1")
     made = balancer.plan_routing([8, 4], given.model.d_model)
-    assert made == given.plan([[8, 4]], "g1n1", 0.49) and made.cluster == given.cluster
+    assert made == given.plan([[8, 4]], "g1n1") and made.cluster == given.cluster
 
 
 def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> None:
@@ -228,18 +228,18 @@ def test_a_limit_of_tokens_holds_in_plans_and_not_where_nothing_is_planned() -> 
     free = plan(lens, "g1n2", given.model.d_model, 0.5, cluster=given.cluster, model=given.trained())
     limit = free.max_tokens  # two samples
     limited = dataclasses.replace(given, max_tokens_per_rank=limit)
-    plans = Variants(limited, 0.5).plans(0)
+    plans = Variants(limited).plans(0)
     for topology in limited.topologies:
-        assert plans[topology] == [limited.plan(lens, topology, 0.5)] and plans[topology][0].max_tokens <= limit
+        assert plans[topology] == [limited.plan(lens, topology)] and plans[topology][0].max_tokens <= limit
     assert plans[NO_BALANCER][0].max_tokens == sum(lens[0]) > limit
-    assert plans["sequence parallel 2"] == Variants(given, 0.5).plans(0)["sequence parallel 2"]
+    assert plans["sequence parallel 2"] == Variants(given).plans(0)["sequence parallel 2"]
     with pytest.raises(ArgumentError, match=f"max_tokens_per_rank: got {limit // 2}, expected "):
         dataclasses.replace(given, max_tokens_per_rank=limit // 2)
     # With micro-batches, of those steps that are planned whole, as in `knapformer plan`.
     twice = dataclasses.replace(given, micro_batches=2, topologies=("g1n2",), ways=())
-    of_topology = Variants(twice, 0.5).plans(0)["g1n2"]
+    of_topology = Variants(twice).plans(0)["g1n2"]
     limit = max(of.max_tokens for of in of_topology) - 1
-    kept = Variants(dataclasses.replace(twice, max_tokens_per_rank=limit), 0.5).plans(0)
+    kept = Variants(dataclasses.replace(twice, max_tokens_per_rank=limit)).plans(0)
     assert kept["g1n2"] == of_topology and max(of.max_tokens for of in kept[PLANNED_STEP]) <= limit
 
 
@@ -256,7 +256,7 @@ def test_a_limit_that_a_later_step_cannot_keep_is_refused_before_any_rank_starts
 def test_ranks_keep_the_limit_of_tokens() -> None:
     """A world of one: the process itself."""
     given = settings(data="g1b2i256f1s0", num_ranks=1, topologies=("g1n1",), max_tokens_per_rank=5000)
-    balancer = balancer_of(given, "g1n1", 0.49)
+    balancer = balancer_of(given, "g1n1")
     assert balancer.plan_routing([4000, 1000], 64).max_tokens == 5000
     with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 5000"):
         balancer.plan_routing([4000, 1001], 64)
@@ -287,11 +287,3 @@ def test_ranks_keep_the_limit_of_tokens() -> None:
 def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         settings(**changes)
-
-
-def test_lengths_to_measure_span_the_mix() -> None:
-    lengths = lengths_to_measure([700, 80, 5000, 300])
-    assert lengths[0] == 80 and lengths[-1] == 5000 and lengths == sorted(set(lengths)) and len(lengths) == 5
-    for seq_lens in ([300], [300, 310], [1], [100_000, 90_000]):
-        lengths = lengths_to_measure(seq_lens)
-        assert lengths == sorted(set(lengths)) and lengths[-1] >= 16 * lengths[0] and lengths[-1] >= max(seq_lens)

@@ -47,7 +47,6 @@ def add_parser(subparsers: Any) -> None:
     add_count(parser, "--warmup", 2, "before them")
     add_device(parser)
     parser.add_argument("--json", metavar="FILE", help="writes what --calibration of other commands takes")
-    parser.add_argument("--picture", metavar="FILE", help="measured against predicted: .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
 
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.tools.sample_files import lengths_of
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
-    check_outputs({"--json": args.json, "--picture": args.picture})
+    check_outputs({"--json": args.json})
     given = run_settings(args)
     if args.block is not None:
         given["model_name"] = args.block
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace) -> None:
         num_ranks=num_ranks,
         num_rounds=args.repeats,
         num_warmup_rounds=args.warmup,
-        plot_path=args.picture,
         measures_steps=not args.blocks_only and args.block is None,
         block=args.block,
         block_d_model=args.d_model,

@@ -1,8 +1,7 @@
-"""What a calibration shows: a table, sentences, a JSON file, a plot."""
+"""What a calibration shows: a table, sentences, a JSON file."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from knapformer.calibration import Calibration
 from knapformer.models.lora import RANK
 from knapformer.tools.calibrate.settings import CalibrationSettings
 from knapformer.tools.files import show, table_of, write_json
-from knapformer.tools.measure.figures import equal_ratios
 
 if TYPE_CHECKING:
     from knapformer.tools.measure.blocks import BlockTimes
@@ -21,10 +19,8 @@ if TYPE_CHECKING:
 def write_report(
     settings: CalibrationSettings, calibration: Calibration, times: BlockTimes, details: dict[str, Any]
 ) -> None:
-    """Table and sentences on standard output; JSON and plot where asked for."""
+    """Table and sentences on standard output; JSON where asked for."""
     write_json(settings.json_path, {**calibration.to_dict(), **details})
-    if settings.plot_path is not None:
-        draw(settings.plot_path, calibration, times, f"{settings.model_name}, {device_name(details)}")
     ranks = f"{settings.num_ranks} ranks" if settings.num_ranks > 1 else "1 rank"
     head = f"{settings.model_name} in {details['dtype']} on {device_name(details)}, {ranks}"
     show(head, _table(calibration, times), *sentences(calibration))
@@ -32,14 +28,6 @@ def write_report(
 
 def device_name(details: dict[str, Any]) -> str:
     return str(details["environment"]["accelerator"] or details["environment"]["processor"])
-
-
-def without_gamma(calibration: Calibration, times: BlockTimes) -> Calibration:
-    """The best fit with attention's FLOPs counted like all others: gamma 1."""
-    of_one = dataclasses.replace(calibration, gamma=1.0, seconds_per_flop=1.0)
-    work = [of_one.block_s(length) for length in times.lengths]
-    k = sum(w * s for w, s in zip(work, times.per_block(), strict=True)) / sum(w * w for w in work)
-    return dataclasses.replace(of_one, seconds_per_flop=k)
 
 
 def _table(calibration: Calibration, times: BlockTimes) -> Group:
@@ -93,29 +81,3 @@ def sentences(calibration: Calibration) -> list[str]:
             f"shard the model; with it whole steps are predicted to {fixed.relative_rms_error:.1%} (RMS)."
         )
     return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]
-
-
-def draw(path: str, calibration: Calibration, times: BlockTimes, title: str) -> None:
-    """Measured against predicted, over the length; and how far off the predictions are."""
-    from knapformer.tools.plots import COLOURS, new_figure, save_figure
-
-    figure, (latency, error) = new_figure(2, 11, 4)
-    measured_s = times.per_block()
-    low, high = min(times.lengths), max(times.lengths)
-    curve = sorted(set(equal_ratios(low, high, 101)))
-    fits = ((calibration, COLOURS[1]), (without_gamma(calibration, times), COLOURS[0]))
-    half_spreads = [s * spread / 2 for s, spread in zip(measured_s, times.spreads(), strict=True)]
-    for fit, colour in fits:
-        name = f"predicted, gamma {fit.gamma:.3g}"
-        latency.plot(curve, [fit.block_s(n) for n in curve], color=colour, label=name)
-        off = [100 * (fit.block_s(n) / s - 1) for n, s in zip(times.lengths, measured_s, strict=True)]
-        error.plot(times.lengths, off, "o-", color=colour, label=name)
-    latency.errorbar(
-        times.lengths, measured_s, half_spreads, fmt="o", color="black", capsize=3, label="measured: median and spread"
-    )
-    latency.set(xscale="log", yscale="log", xlabel="tokens of a sequence", title="one block's passes, s")
-    error.set(xscale="log", xlabel="tokens of a sequence", title="predicted over measured, %")
-    error.axhline(0, color="black", linewidth=0.8)
-    for axis in (latency, error):
-        axis.legend(frameon=False)
-    save_figure(figure, path, title)

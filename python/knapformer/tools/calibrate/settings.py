@@ -20,7 +20,6 @@ class CalibrationSettings(RunSettings):
     lengths: tuple[int, ...]
     num_rounds: int
     num_warmup_rounds: int
-    plot_path: str | None
     block: str | None = None  # module:function of the user's own block, measured in the model's place
     block_d_model: int | None = None  # that block's width
 

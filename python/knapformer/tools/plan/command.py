@@ -15,7 +15,7 @@ from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, write_atomically, write_json
 from knapformer.tools.measure.figures import PEAK_TFLOPS
-from knapformer.tools.plan.predictions import as_dict, draw_scaling, print_points
+from knapformer.tools.plan.predictions import as_dict, print_points
 from knapformer.tools.plan.scaling import (
     NO_BALANCER,
     PlannedStep,
@@ -36,8 +36,6 @@ _OF_PLANNING = (
     "topology", "ranks", "micro_batches", "sync", "step", "steps", "seed", "scale", "max_text_tokens", "solver",
     "effort", "gamma", "d_model", "mask", "max_tokens_per_rank", "rank_speed",
 )  # fmt: skip
-# Options that --traces has no plan for.
-_OF_PLAN = ("json", "predictions", "report", "measured", "picture")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,7 +47,6 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_plan(source)
     cli_args.add_data(source)
     cli_args.add_lengths_file(source)
-    source.add_argument("--traces", nargs="+", metavar="FILE", help="of real ranks, one each: merged into --timeline")
     parser.add_argument(
         "--topology", action="append", metavar="T",
         help="bags of ranks, such as g8n4, g1n2+g2n1 or g8/4/2/1n4, which repeat over the ranks; g8n*: all ranks "
@@ -92,15 +89,14 @@ def add_parser(subparsers: Any) -> None:
         "--measured", metavar="FILE", help="step times that --report shows: what simulate or replay --json wrote"
     )
     files.add_argument("--timeline", metavar="FILE", help="the plan's predicted step as a trace for ui.perfetto.dev")
-    files.add_argument("--picture", metavar="FILE", help="draws predicted steps: .png, .svg or .pdf (needs matplotlib)")
     parser.set_defaults(run=run)
-    remember_defaults(parser, _OF_PLANNING + _OF_PLAN)
+    remember_defaults(parser, _OF_PLANNING)
 
 
 def run(args: argparse.Namespace) -> None:
     written = {
         option: getattr(args, option[2:])
-        for option in ("--json", "--predictions", "--report", "--timeline", "--picture")
+        for option in ("--json", "--predictions", "--report", "--timeline")
         if getattr(args, option[2:]) != "-"
     }
     check_outputs(written)
@@ -108,22 +104,10 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError("--predictions: got '-', expected another file than --json writes")
     if args.measured is not None and args.report is None:
         raise ArgumentError("--measured: got one without --report, which shows it, expected none")
-    if args.traces is not None:
-        _merge_traces(args)
-    elif args.plan is not None:
+    if args.plan is not None:
         _show_file(args)
     else:
         _plan_and_predict(args)
-
-
-def _merge_traces(args: argparse.Namespace) -> None:
-    from knapformer.tools.report.timeline import merged, write_timeline
-
-    if args.timeline is None:
-        raise ArgumentError("--timeline: got none, expected the file to merge --traces into")
-    refuse(args, _OF_PLANNING + _OF_PLAN, "--traces")
-    write_timeline(args.timeline, merged(args.traces))
-    print(f"wrote {args.timeline}")
 
 
 def _show_file(args: argparse.Namespace) -> None:
@@ -174,7 +158,7 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
     is_one = len(ranks) == len(args.topology) == args.steps == 1
     # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
     predicts = args.sync == "micro_batch"
-    if not predicts and (not is_one or args.picture is not None or args.predictions is not None):
+    if not predicts and (not is_one or args.predictions is not None):
         raise ArgumentError(
             "--sync: got 'step' with several topologies, ranks or steps, or with predictions, expected 'micro_batch'"
         )
@@ -195,9 +179,8 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
 
 
 def _check_predicts(args: argparse.Namespace, what: str) -> None:
-    for option, given in (("--picture", args.picture), ("--predictions", args.predictions)):
-        if given is not None:
-            raise ArgumentError(f"{option}: got one with {what}, of which nothing is predicted, expected none")
+    if args.predictions is not None:
+        raise ArgumentError(f"--predictions: got one with {what}, of which nothing is predicted, expected none")
 
 
 def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:
@@ -254,8 +237,6 @@ def _write(
     elif args.json is not None:
         write_atomically(args.json, plan.to_json() + "\n")
     write_json(args.predictions, as_dict(workload, points))
-    if args.picture is not None:
-        draw_scaling(args.picture, points, title=args.data or args.lengths or args.plan)
     if args.timeline is not None:
         shown = plan if isinstance(plan, Plan) else max(plan.plans, key=lambda of: of.predicted_time)
         write_timeline(args.timeline, predicted_timeline(shown, plan_s))

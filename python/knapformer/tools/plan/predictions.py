@@ -1,4 +1,4 @@
-"""Predicted steps over topologies and numbers of ranks: printed, as JSON, as a picture."""
+"""Predicted steps over topologies and numbers of ranks: printed, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 from knapformer.tools import cost_args
 from knapformer.tools.files import show, table_of, text_or
 from knapformer.tools.plan.scaling import NO_BALANCER, Workload
-from knapformer.tools.plots import COLOURS, new_figure, save_figure
 from knapformer.tools.report import PLANNED_STEP
-from knapformer.tools.report.points import PANELS, Point, lines_of
+from knapformer.tools.report.points import Point
 
 _FORMAT = "knapformer.prediction"
 
@@ -31,21 +30,6 @@ def as_dict(workload: Workload, points: Sequence[Point]) -> dict[str, Any]:
         **cost_args.settings_dict(workload.cluster, workload.model),
         "points": [point.as_dict() for point in points],
     }
-
-
-def draw_scaling(path: str, points: Sequence[Point], title: str) -> None:
-    lines = lines_of(points)
-    figure, axes = new_figure(3, 13, 4)
-    ticks = sorted({point.num_ranks for point in points})
-    for axis, (label, value) in zip(axes, PANELS, strict=True):
-        for colour, (name, line) in zip(COLOURS * len(lines), lines.items(), strict=False):
-            axis.plot([p.num_ranks for p in line], [value(p) for p in line], "o-", color=colour, label=name)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45 if len(ticks) > 5 else 0)
-        axis.minorticks_off()
-        axis.set(xlabel="ranks", title=label, ylim=(0, None))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), frameon=False)
-    save_figure(figure, path, title)
 
 
 def print_points(points: Sequence[Point], num_steps: int) -> None:

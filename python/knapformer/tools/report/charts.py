@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from knapformer import Plan, StepPlan, StepTime, predict_step
 from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import rows_of
-from knapformer.tools.report.placement import Bars
+from knapformer.tools.report.placement import MAX_RANKS, Bars
 from knapformer.tools.report.points import PANELS, Point, lines_of
 from knapformer.tools.report.traffic import Traffic
 
@@ -23,7 +23,6 @@ BEFORE, AFTER = "#E69F00", "#2b8cd6"
 _TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 # Viridis without its darkest part, which is invisible on a dark ground.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
-_MAX_BARS = 128
 _BAR = {"orientation": "h", "thickness": 12}
 _MAX_TICKS = 8  # more leave no room for one at each bar or cell
 
@@ -31,7 +30,7 @@ _MAX_TICKS = 8  # more leave no room for one at each bar or cell
 def work_per_rank(plan: Plan) -> go.Figure:
     """Bars in rank order; lines in descending order of work where there are too many ranks for bars."""
     mean = statistics.fmean(plan.workload_before) or 1.0
-    in_order = plan.num_ranks <= _MAX_BARS
+    in_order = plan.num_ranks <= MAX_RANKS
     figure = go.Figure()
     for name, work, tokens, colour in (
         ("before", plan.workload_before, plan.tokens_before, BEFORE),
@@ -71,7 +70,7 @@ def work_per_micro_batch(step: StepPlan) -> go.Figure:
 
 
 def placement(bars: Bars, plan: Plan) -> go.Figure:
-    """Bars before above bars after: one for each rank (or bag), cut into its sequences, coloured by their length."""
+    """Bars before above bars after: one for each rank, cut into its sequences, coloured by their length."""
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07,
         subplot_titles=("before: every sequence at home", f"after: {plan.topology}, {plan.solver}"),
@@ -83,17 +82,17 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     scale, unit = scale_of(max(plan.workload_before), "FLOP")
     for row, segments in enumerate((bars.before, bars.after), start=1):
         figure.add_bar(
-            x=[segment.bar for segment in segments], y=[segment.work / scale for segment in segments],
+            x=[segment.rank for segment in segments], y=[segment.work / scale for segment in segments],
             hovertext=[s.hover for s in segments],
             text=["" if s.sequence is None else str(s.sequence) for s in segments],
             textposition="inside", insidetextanchor="middle", textangle=0,
-            hovertemplate="%{hovertext}<extra>" + bars.unit + " %{x}</extra>", width=0.8, row=row, col=1,
+            hovertemplate="%{hovertext}<extra>rank %{x}</extra>", width=0.8, row=row, col=1,
             marker={
                 "color": np.log10([segment.seq_len for segment in segments]), "coloraxis": "coloraxis",
                 "line": {"width": 0.5, "color": "rgba(255,255,255,0.4)"},
             },
         )  # fmt: skip
-    for boundary in _bag_boundaries(plan) if bars.unit == "rank" else []:
+    for boundary in _bag_boundaries(plan):
         figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
     figure.update_layout(
         barmode="stack",
@@ -110,7 +109,7 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
         },
     )  # fmt: skip
     figure.update_yaxes(title=f"work, {unit} a block")
-    figure.update_xaxes(title=bars.unit, row=2, col=1)
+    figure.update_xaxes(title="rank", row=2, col=1)
     return figure
 
 
@@ -197,4 +196,4 @@ def scaling(points: Sequence[Point]) -> dict[str, go.Figure]:
 
 def _bag_boundaries(plan: Plan) -> list[int]:
     firsts = [ranks[0] for ranks in plan.topology.bags]
-    return sorted(firsts)[1:] if len(firsts) < plan.num_ranks else []
+    return [rank for rank in sorted(firsts)[1:] if rank < MAX_RANKS] if len(firsts) < plan.num_ranks else []

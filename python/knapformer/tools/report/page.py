@@ -12,6 +12,7 @@ from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages
 from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import HtmlPage
+from knapformer.tools.report.placement import MAX_RANKS, bars_of
 from knapformer.tools.report.points import Point
 
 # Names of step times, measured or predicted, that are not those of a topology alone.
@@ -37,7 +38,6 @@ def write_report(
     """
     check_packages("--report")
     from knapformer.tools.report import charts
-    from knapformer.tools.report.placement import bars_of
     from knapformer.tools.report.traffic import traffic_of
 
     if plan.num_tokens == 0:
@@ -56,7 +56,7 @@ def write_report(
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     page.add(
-        "Where every sequence lies", _placement_text(bars.unit, bars.num_merged), charts.placement(bars, plan), 600
+        "Where every sequence lies", _placement_text(plan.num_ranks, bars.num_merged), charts.placement(bars, plan), 600
     )
     text = f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
     text += "" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."
@@ -124,14 +124,15 @@ def _faster(how: str, before_s: float, after_s: float) -> Iterator[tuple[str, st
     yield f"{before_s / after_s:.2f} times", f"{how} speed-up"
 
 
-def _placement_text(unit: str, num_merged: int) -> str:
+def _placement_text(num_ranks: int, num_merged: int) -> str:
     text = (
-        f"One bar for each {unit}, cut into the sequences that lie there; point at one for its length, home and chunk. "
+        "One bar for each rank, cut into the sequences that lie there; point at one for its length, home and chunk. "
+        "Dotted lines: bags. "
     )
-    if unit == "rank":
-        text += "Dotted lines: bags. "
+    if num_ranks > MAX_RANKS:
+        text += f"The first {MAX_RANKS} ranks. "
     if num_merged:
-        text += f"The shortest {num_merged:,} are drawn together, one piece for each {unit}. "
+        text += f"The shortest {num_merged:,} are drawn together, one piece for each rank. "
     return text
 
 

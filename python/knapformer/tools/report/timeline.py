@@ -1,21 +1,14 @@
-"""Timelines in the trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-predicted_timeline(plan)                      a predicted step: what each rank does, sends and waits for
-profiled_steps(path)                          a real run: torch.profiler around the training loop of this rank
-merged(traces)                                several ranks' files in one, one process each
-"""
+"""A predicted step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from knapformer import ArgumentError, Plan, predict_step
+from knapformer import Plan, predict_step
 from knapformer._core import PassTime
-from knapformer.json_file import read_json
 from knapformer.tools.files import write_atomically
 
 Event = dict[str, Any]
@@ -142,67 +135,6 @@ def _name(kind: str, process: int, thread: int, name: str) -> Event:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-@contextmanager
-def profiled_steps(path: str, rank: int) -> Iterator[Any]:
-    """Profiles what runs inside with torch.profiler and writes this rank's trace to `path`.
-
-    The balancer's plan, route and attention exchanges show as ranges of their own; the ranks' files can be merged with
-    `merged`, as the trace carries its rank. Yields the profiler. Raises OSError.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        profiler.add_metadata("knapformer_rank", str(rank))  # works only while the profiler runs
-        yield profiler
-    profiler.export_chrome_trace(path)
-
-
-def merged(paths: Sequence[str]) -> dict[str, Any]:
-    """Traces of several ranks in one: each file's processes are renumbered and named after its rank.
-
-    The files' clocks are taken as they are: on one machine they are the same. Raises ArgumentError, OSError.
-    """
-    events: list[Event] = []
-    for index, path in enumerate(paths):
-        trace = read_trace(path)
-        rank = _rank_of(trace, index)
-        processes: dict[Any, int] = {}
-        for event in trace["traceEvents"]:
-            process = processes.setdefault(event.get("pid"), rank * 1000 + len(processes))
-            if event.get("ph") == "M" and event.get("name") == "process_name":
-                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
-            event["pid"] = process
-            if "id" in event:  # flows of one rank must not end in another
-                event["id"] = f"{rank}.{event['id']}"
-            events.append(event)
-        for order, process in enumerate(processes.values()):
-            place = {"sort_index": rank * 1000 + order}
-            events.append({"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": place})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def write_timeline(path: str, trace: Mapping[str, Any]) -> None:
     """Raises OutputError."""
     write_atomically(path, json.dumps(trace) + "\n")
-
-
-def read_trace(path: str) -> dict[str, Any]:
-    """Raises ArgumentError where the file holds no trace, OSError where it cannot be read."""
-    trace = read_json(path, "trace")
-    events = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ArgumentError(f"trace: {path}: expected an object with a list 'traceEvents' of events")
-    return dict(trace)
-
-
-def _rank_of(trace: dict[str, Any], index: int) -> int:
-    for holder in (trace, trace.get("distributedInfo", {})):
-        for key in ("knapformer_rank", "rank"):
-            value = holder.get(key) if isinstance(holder, dict) else None
-            if isinstance(value, (int, str)) and str(value).isdigit():
-                return int(value)
-    return index

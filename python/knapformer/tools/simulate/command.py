@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     cli_args.add_count(parser, "--repeats", 1, "of each step, the best counts")
     cli_args.add_count(parser, "--warmup", 2, "before them", low=0, high=10**9)
     cli_args.add_solver(parser)
-    cost_args.add_gamma(parser, can_fit=True)
+    cost_args.add_gamma(parser)
     cli_args.add_draw(parser)
     cli_args.add_device(parser)
     cost_args.add_cluster_options(parser.add_argument_group("the cluster that is planned, and then predicted, for"))

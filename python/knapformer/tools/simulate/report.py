@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from knapformer import Plan, TrainedModel, WorkloadFit, predict_step
+from knapformer import Plan, TrainedModel, predict_step
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, text_or, write_json
 from knapformer.tools.measure.environment import environment
@@ -24,16 +24,14 @@ def write_report(
     settings: SimulationSettings,
     device: torch.device,
     dtype: torch.dtype,
-    gamma: float,
-    fit: WorkloadFit | None,
     measured: list[Measured],
     num_parameters: int,
 ) -> None:
     """Prints results, and writes files where asked for. Raises RuntimeError where variants compute different things.
 
-    fit: None where gamma was given. measured: one for each of variant_names. num_parameters: of the model's blocks.
+    measured: one for each of variant_names. num_parameters: of the model's blocks.
     """
-    variants = _variants(settings, gamma, measured)
+    variants = _variants(settings, measured)
     mask = settings.model.mask
 
     def figures_of(variant: Variant) -> dict[str, Any]:
@@ -46,15 +44,13 @@ def write_report(
         mode=settings.mode, num_parameters=float(num_parameters), shard_ranks=settings.shard_ranks
     )
     of_variants = [figures_of(variant) for variant in variants]
-    fitted = ("seconds_per_flop", "gamma", "relative_rms_error")
     results = {
         "format": "knapformer-simulation/2",
         "settings": settings.to_dict(),
         "data_codes": None if settings.lengths else str(settings.mix()),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "gamma": gamma,
-        "fit": fit and {name: getattr(fit, name) for name in fitted},
+        "gamma": settings.gamma,
         "variants": of_variants,
         "environment": environment(device),
         "summary": sentences(of_variants),
@@ -64,7 +60,7 @@ def write_report(
     micro_batches = "" if settings.micro_batches is None else f" of {settings.micro_batches} micro-batches"
     show(
         f"{settings.model_name} on {settings.num_ranks} ranks, data {settings.data}, {settings.num_steps} steps"
-        f"{micro_batches}, gamma {gamma:.3g}",
+        f"{micro_batches}, gamma {settings.gamma:.3g}",
         table_of(map(_cells, of_variants), left="balancer"),
         _legend(settings, of_variants),
         str(results["summary"]),
@@ -79,9 +75,9 @@ def write_report(
         write_html(settings.report_path, plan.on(model=model), measured_s=measured_s, predicts=False)
 
 
-def _variants(settings: SimulationSettings, gamma: float, measured: list[Measured]) -> list[Variant]:
+def _variants(settings: SimulationSettings, measured: list[Measured]) -> list[Variant]:
     steps = range(settings.num_warmup_steps, settings.num_warmup_steps + settings.num_steps)
-    variants = Variants(settings, gamma)
+    variants = Variants(settings)
     plans, ways = [variants.plans(step) for step in steps], [variants.ways(step) for step in steps]
     topologies = {name: name for name in settings.topologies} | {PLANNED_STEP: f"g1n{settings.num_ranks}"}
     return [

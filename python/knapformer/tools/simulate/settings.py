@@ -37,7 +37,7 @@ class SimulationSettings(RunSettings):
     num_steps: int = 10
     num_warmup_steps: int = 2
     num_repeats: int = 1  # of every timed step, the fastest of which counts: for machines that are not idle
-    gamma: float | None = None  # None: fitted to this machine before the run
+    gamma: float = DEFAULT_GAMMA
     cluster: Cluster = field(default_factory=Cluster)  # what the planner predicts times with
     shard_ranks: int = TrainedModel().shard_ranks
     predicts: bool = False  # `cluster` describes this machine, so predicted steps are shown beside measured ones
@@ -70,14 +70,13 @@ class SimulationSettings(RunSettings):
             )
 
         # Some errors show only in planning, such as a solver that does not support nested bags.
-        gamma = DEFAULT_GAMMA if self.gamma is None else self.gamma
         # A limit of tokens may be kept in one step and not in another.
         for step in range(self.num_warmup_steps + self.num_steps if self.max_tokens_per_rank else 1):
             drawn = self.draw(step)
             for topology in self.topologies:
-                self.plan(drawn.seq_lens(0), topology, gamma)
+                self.plan(drawn.seq_lens(0), topology)
             if self.micro_batches is not None:
-                self.plan_step(drawn, gamma)
+                self.plan_step(drawn)
 
     def mix(self) -> DataMix:
         return DataMix.parse(self.data, resolution_scale=self.scale, max_text_tokens=self.max_text_tokens)
@@ -116,16 +115,16 @@ class SimulationSettings(RunSettings):
             [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
         )
 
-    def plan(self, seq_lens: list[list[int]], topology: str, gamma: float, **others: Any) -> Plan:
+    def plan(self, seq_lens: list[list[int]], topology: str, **others: Any) -> Plan:
         """The plan of a micro-batch as the ranks' balancers make it, with `others` in place of their arguments."""
-        keep_to = self.planning(gamma) | others
+        keep_to = self.planning() | others
         planned: Plan = plan(seq_lens, topology, self.model.d_model, masks=self.model.mask, **keep_to)
         return planned
 
-    def plan_step(self, data: StepData, gamma: float) -> StepPlan:
+    def plan_step(self, data: StepData) -> StepPlan:
         """The plan of an optimizer step as BalancedBatchSampler makes it: whole samples, where possible at least one on
         every rank in every micro-batch."""
-        of = self.planning(gamma)
+        of = self.planning()
         # A fixed time, which is the same in every plan, would hide how far a plan is from the best.
         of |= {"model": of["model"].replace(routed=False), "cluster": self.cluster.replace(fixed_s=0.0)}
         of |= {"max_tokens_per_rank": self.max_tokens_per_rank or data.max_tokens()}
@@ -135,11 +134,11 @@ class SimulationSettings(RunSettings):
         )  # fmt: skip
         return planned.fill_ranks()
 
-    def planning(self, gamma: float) -> dict[str, Any]:
+    def planning(self) -> dict[str, Any]:
         """Arguments of `plan` and of SequenceBalancer."""
         limit = self.max_tokens_per_rank if self.micro_batches is None else 0
         return {
-            "gamma": gamma, "solver": self.solver, "cluster": self.cluster, "model": self.trained(),
+            "gamma": self.gamma, "solver": self.solver, "cluster": self.cluster, "model": self.trained(),
             "max_tokens_per_rank": limit,
         }  # fmt: skip
 

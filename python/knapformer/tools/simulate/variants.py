@@ -48,8 +48,8 @@ class WayStep:
 class Variants:
     """All ways of one simulation, in all of its steps. Every rank builds the same ones."""
 
-    def __init__(self, settings: SimulationSettings, gamma: float) -> None:
-        self._settings, self._gamma = settings, gamma
+    def __init__(self, settings: SimulationSettings) -> None:
+        self._settings = settings
         self._drawn = [settings.draw(step) for step in range(settings.num_warmup_steps + settings.num_steps)]
         self._others = {of.name: self._static(of.degree) if of.degree else self._of(of) for of in others(settings)}
 
@@ -59,26 +59,24 @@ class Variants:
         of = dict.fromkeys(variant_names(settings), WayStep(drawn))
         of |= {name: steps[step] for name, steps in self._others.items()}
         if PLANNED_STEP in of:
-            of[PLANNED_STEP] = WayStep(drawn.as_planned(settings.plan_step(drawn, self._gamma)))
+            of[PLANNED_STEP] = WayStep(drawn.as_planned(settings.plan_step(drawn)))
         if EQUAL_LENGTHS in of:
-            of[EQUAL_LENGTHS] = WayStep(drawn.of_equal_lengths(WorkloadModel(self._gamma)), same_samples=False)
+            of[EQUAL_LENGTHS] = WayStep(drawn.of_equal_lengths(WorkloadModel(settings.gamma)), same_samples=False)
         return of
 
     def plans(self, step: int) -> dict[str, Sequence[Plan]]:
         """The plan of each micro-batch, by variant: the same as the ranks made, since equal input gives equal plans."""
         of: dict[str, Sequence[Plan]] = {}
-        settings, gamma = self._settings, self._gamma
+        settings = self._settings
         for name, way in self.ways(step).items():
             lens = [way.data.seq_lens(k) for k in range(settings.micro_batches or 1)]
             if way.followed is not None:
                 of[name] = way.followed
             elif name in settings.topologies:
-                of[name] = [settings.plan(of_ranks, name, gamma) for of_ranks in lens]
+                of[name] = [settings.plan(of_ranks, name) for of_ranks in lens]
             else:
                 alone = f"g1n{settings.num_ranks}"
-                of[name] = [
-                    plan_home(settings.plan(of_ranks, alone, gamma, max_tokens_per_rank=0)) for of_ranks in lens
-                ]
+                of[name] = [plan_home(settings.plan(of_ranks, alone, max_tokens_per_rank=0)) for of_ranks in lens]
         return of
 
     def _static(self, degree: int) -> list[WayStep]:
@@ -87,9 +85,7 @@ class Variants:
         topology = f"g{degree}n{settings.num_ranks // degree}"
 
         def followed(data: StepData, micro_batch: int) -> Plan:
-            planned = settings.plan(
-                data.seq_lens(micro_batch), topology, self._gamma, solver="greedy", max_tokens_per_rank=0
-            )
+            planned = settings.plan(data.seq_lens(micro_batch), topology, solver="greedy", max_tokens_per_rank=0)
             return plan_home_bags(planned)
 
         return [WayStep(data, [followed(data, k) for k in range(settings.micro_batches or 1)]) for data in self._drawn]
@@ -103,7 +99,7 @@ class Variants:
             batch_size=max(1, round(statistics.fmean(len(of) for ranks in lens for of in ranks) / micro_batches)),
             micro_batches=micro_batches,
             d_model=settings.model.d_model,
-            gamma=self._gamma,
+            gamma=settings.gamma,
             cluster=settings.cluster,
             model=settings.trained(),
             max_tokens=settings.max_tokens_per_rank,

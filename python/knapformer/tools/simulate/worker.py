@@ -19,17 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
-from knapformer._core import DEFAULT_GAMMA
 from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.measure.device import default_dtype, joined_group
-from knapformer.tools.measure.figures import plausible
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.measure.timing import synchronize
-from knapformer.tools.simulate.calibrate import fit_blocks
 from knapformer.tools.simulate.data import SeededSample
 from knapformer.tools.simulate.report import write_report
 from knapformer.tools.simulate.results import Measured
@@ -49,26 +46,15 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
     num_rounds = settings.num_warmup_steps + settings.num_steps * settings.num_repeats
     names = variant_names(settings)
     with Progress(num_rounds * len(names), enabled=rank == 0) as progress:
-        gamma, fit = settings.gamma, None
-        if gamma is None:
-            progress.describe("fitting gamma to this machine")
-            seq_lens = [n for lens in settings.draw(0).seq_lens_of_step() for n in lens]
-            fit = fit_blocks(settings.model, seq_lens, device, dtype, settings.checkpointing, settings.mode)
-            if plausible(fit.gamma):
-                passes = settings.trained()
-                gamma = fit.gamma * passes.token_passes / passes.attention_passes
-            else:
-                gamma = DEFAULT_GAMMA
-                progress.describe(f"the fitted gamma {fit.gamma:.3g} is implausible, going on with {gamma}")
         progress.describe("building the model")
         model = sharded_model(
             settings.model, device, dtype, settings.checkpointing, settings.mode,
             keep_exchanges=settings.keep_exchanges, seed=settings.seed,
         )  # fmt: skip
-        variants = Variants(settings, gamma)
-        balancers = {topology: balancer_of(settings, topology, gamma) for topology in settings.topologies}
+        variants = Variants(settings)
+        balancers = {topology: balancer_of(settings, topology) for topology in settings.topologies}
         balancers |= {
-            name: balancer_of(settings, str(way.followed[0].topology), gamma, max_tokens_per_rank=0)
+            name: balancer_of(settings, str(way.followed[0].topology), max_tokens_per_rank=0)
             for name, way in variants.ways(0).items()
             if way.followed is not None
         }
@@ -102,12 +88,12 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
             Measured(seconds, [of.loss for of in of_steps], [of.gradient_norm for of in of_steps])
             for seconds, of_steps in zip(latencies_s.tolist(), outcomes, strict=True)
         ]
-        write_report(settings, device, dtype, gamma, fit, measured, num_parameters)
+        write_report(settings, device, dtype, measured, num_parameters)
 
 
-def balancer_of(settings: SimulationSettings, topology: str, gamma: float, **others: Any) -> SequenceBalancer:
+def balancer_of(settings: SimulationSettings, topology: str, **others: Any) -> SequenceBalancer:
     """Plans as settings.plan does, with `others` too. Collective over the world."""
-    return SequenceBalancer(topology, mask=settings.model.mask, **(settings.planning(gamma) | others))
+    return SequenceBalancer(topology, mask=settings.model.mask, **(settings.planning() | others))
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
