@@ -69,12 +69,6 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-int64_t integer_from(py::handle object, std::string_view argument, int64_t max) {
-  const std::optional<int64_t> value = as_integer(object);
-  if (!value || *value > max) throw_argument(argument, shown(object), text("an integer of at most ", max));
-  return *value;
-}
-
 double number_from(py::handle object, std::string_view argument) {
   const std::optional<double> value = as_number(object);
   if (!value) throw_argument(argument, shown(object), "a number");
@@ -89,22 +83,18 @@ std::string text_from(py::handle object, std::string_view argument) {
 
 Effort effort_from(py::handle object) {
   if (const std::optional<std::string> name = as_text(object)) return Effort::parse(*name);
-  const std::optional<int64_t> moves = as_integer(object);
-  if (!moves || *moves < 0 || *moves > Effort::kMaxMoves) throw_argument("effort", shown(object), Effort::expected());
-  return {.moves = *moves};
+  return {.moves = integer_from<int64_t>(object, "effort", 0, Effort::kMaxMoves, Effort::expected())};
 }
 
 Cluster cluster_from(py::handle object) {
   if (object.is_none()) return {};
   if (const std::optional<std::string> name = as_text(object)) return Cluster::named(*name);
-  if (!py::isinstance<Cluster>(object)) throw_argument("cluster", shown(object), "a Cluster, a name of one, or None");
-  return object.cast<Cluster>();
+  return instance_from<Cluster>(object, "cluster", "a Cluster, a name of one, or None");
 }
 
 TrainedModel model_from(py::handle object) {
   if (object.is_none()) return {};
-  if (!py::isinstance<TrainedModel>(object)) throw_argument("model", shown(object), "a TrainedModel, or None");
-  return object.cast<TrainedModel>();
+  return instance_from<TrainedModel>(object, "model", "a TrainedModel, or None");
 }
 
 PlanInput settings_from(py::handle gamma, py::handle num_heads, py::handle max_tokens_per_rank, py::handle rank_speed,
@@ -116,8 +106,7 @@ PlanInput settings_from(py::handle gamma, py::handle num_heads, py::handle max_t
   input.model = model_from(model);
   input.rank_speed = numbers_from(rank_speed, "rank_speed");
   input.max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank");
-  if (const int64_t heads = integer_from(num_heads, "num_heads", std::numeric_limits<int32_t>::max()); heads != 0)
-    input.model.num_heads = static_cast<int32_t>(heads);
+  if (const auto heads = integer_from<int32_t>(num_heads, "num_heads"); heads != 0) input.model.num_heads = heads;
   return input;
 }
 
@@ -131,16 +120,6 @@ void for_each_item(py::handle list, std::string_view argument, std::string_view 
   const py::error_already_set error;
   if (!error.matches(PyExc_Exception)) throw error;  // the user's interrupt, say
   throw_argument(argument, text("what raises ", first_line(error)), expected);
-}
-
-std::vector<std::vector<int64_t>> lengths_per_rank_from(py::handle lists, std::string_view argument) {
-  std::vector<std::vector<int64_t>> lens;
-  for_each_item(lists, argument, "for each rank a list of lengths", [&](py::handle list) {
-    // Not text(), which is slower: this runs for every rank's list.
-    const std::string name = std::string(argument).append("[").append(std::to_string(lens.size())).append("]");
-    lens.push_back(list_from<int64_t>(list, name, "a list of lengths, in tokens", "a length, in tokens", as_integer));
-  });
-  return lens;
 }
 
 }  // namespace knapformer

@@ -1,13 +1,11 @@
 // Arguments as Python has them.
 //
 // They are converted here rather than by pybind11's casters, so that a wrong type is an error like any other: one line
-// that names the argument, what came and what was expected. A balancer can tell such an error to other ranks. Stubs are
-// made from the signatures, so a parameter that takes any object names its type there: Given.
+// that names the argument, what came and what was expected. A balancer can tell such an error to other ranks.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -23,28 +21,6 @@
 
 namespace knapformer {
 
-template <size_t N>
-struct Annotation {
-  consteval Annotation(const char (&literal)[N]) { std::ranges::copy(literal, text); }  // NOLINT: implicit
-  char text[N];
-};
-
-/// Any object, with the type that it has in the function's signature.
-template <Annotation kType>
-class Given : public pybind11::object {
- public:
-  using pybind11::object::object;
-  static bool check_(pybind11::handle) { return true; }
-};
-
-using GivenText = Given<"str">;
-using GivenInteger = Given<"typing.SupportsIndex">;
-using GivenNumber = Given<"typing.SupportsFloat | typing.SupportsIndex">;
-using GivenNumbers = Given<"collections.abc.Iterable[typing.SupportsFloat | typing.SupportsIndex]">;
-using GivenEffort = Given<"int | str">;
-using GivenCluster = Given<"knapformer._core.Cluster | str | None">;
-using GivenModel = Given<"knapformer._core.TrainedModel | None">;
-
 /// What came, on one line: its repr, or its type where that is long.
 std::string shown(pybind11::handle object);
 std::string type_of(pybind11::handle object);
@@ -57,10 +33,26 @@ std::optional<int64_t> as_integer(pybind11::handle object);   // anything with _
 std::optional<double> as_number(pybind11::handle object);     // anything with __float__ or __index__
 std::optional<std::string> as_text(pybind11::handle object);  // without zero bytes
 
-int64_t integer_from(pybind11::handle object, std::string_view argument,
-                     int64_t max = std::numeric_limits<int64_t>::max());
+/// `expected`: the words for the bounds.
+template <class T = int64_t>
+T integer_from(pybind11::handle object, std::string_view argument, T min = std::numeric_limits<T>::min(),
+               T max = std::numeric_limits<T>::max(), std::string_view expected = {}) {
+  const std::optional<int64_t> value = as_integer(object);
+  if (value && *value >= min && *value <= max) return static_cast<T>(*value);
+  const bool is_bounded = min > std::numeric_limits<T>::min() || max < std::numeric_limits<T>::max();
+  throw_argument(argument, shown(object),
+                 !expected.empty() ? std::string(expected)
+                 : is_bounded      ? text("an integer from ", min, " to ", max)
+                                   : text("an integer of ", 8 * sizeof(T), " bits"));
+}
 double number_from(pybind11::handle object, std::string_view argument);
 std::string text_from(pybind11::handle object, std::string_view argument);
+/// An instance of a class of this module, or of one that it imports.
+template <class T>
+T& instance_from(pybind11::handle object, std::string_view argument, std::string_view expected) {
+  if (!pybind11::isinstance<T>(object)) throw_argument(argument, shown(object), expected);
+  return object.cast<T&>();
+}
 /// A name, or a number of moves.
 Effort effort_from(pybind11::handle object);
 /// A Cluster or a name of one; None stands for the default.
@@ -98,12 +90,4 @@ inline std::vector<double> numbers_from(pybind11::handle list, std::string_view 
   return list_from<double>(list, argument, "a list of numbers", "a number", as_number);
 }
 
-/// For each rank a list of lengths.
-std::vector<std::vector<int64_t>> lengths_per_rank_from(pybind11::handle lists, std::string_view argument);
-
 }  // namespace knapformer
-
-template <knapformer::Annotation kType>
-struct pybind11::detail::handle_type_name<knapformer::Given<kType>> {
-  static constexpr auto name = const_name(kType.text);
-};

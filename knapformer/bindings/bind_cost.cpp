@@ -1,6 +1,5 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
-#include <pybind11/typing.h>
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
@@ -13,10 +12,6 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
-/// Fields of a record, by name: all of them, or as keyword arguments.
-using AllFields = py::typing::Dict<py::str, py::object>;
-using Fields = py::KWArgs<Given<"float | bool | str">>;
-
 std::string to_python(StepMode mode) { return std::string(step_mode_name(mode)); }
 template <class T>
 T to_python(T value) {
@@ -24,9 +19,7 @@ T to_python(T value) {
 }
 
 void set_field(double& field, py::handle value, const char* name) { field = number_from(value, name); }
-void set_field(int32_t& field, py::handle value, const char* name) {
-  field = static_cast<int32_t>(integer_from(value, name, std::numeric_limits<int32_t>::max()));
-}
+void set_field(int32_t& field, py::handle value, const char* name) { field = integer_from<int32_t>(value, name); }
 void set_field(StepMode& field, py::handle value, const char* name) { field = parse_step_mode(text_from(value, name)); }
 void set_field(bool& field, py::handle value, const char* name) {
   if (!PyBool_Check(value.ptr())) throw_argument(name, shown(value), "True or False");
@@ -35,7 +28,7 @@ void set_field(bool& field, py::handle value, const char* name) {
 
 /// The record with the fields that `changes` names; every field is a keyword argument, and no other name is.
 template <class Record>
-Record changed(Record record, const Fields& changes) {
+Record changed(Record record, const py::dict& changes) {
   for (const auto& [name, value] : changes) {
     const auto argument = py::cast<std::string>(name);
     bool found = false;
@@ -51,8 +44,8 @@ Record changed(Record record, const Fields& changes) {
 }
 
 template <class Record>
-AllFields fields_of(const Record& record) {
-  AllFields fields;
+py::dict fields_of(const Record& record) {
+  py::dict fields;
   for_each_field<Record>([&](const auto& f) { fields[f.name] = to_python(record.*f.member); });
   return fields;
 }
@@ -68,13 +61,11 @@ py::class_<Record> bind_record(py::module_& m, const char* name, const std::stri
   });
   record
       .def(
-          "replace", [](const Record& r, const Fields& changes) { return changed(r, changes); },
+          "replace", [](const Record& r, const py::kwargs& changes) { return changed(r, changes); },
           "A copy with other values of some fields. Raises ArgumentError.")
       .def("to_dict", &fields_of<Record>, "The fields by name: keyword arguments that make an equal record.")
       .def(py::self == py::self)
-      .def(
-          py::pickle(&fields_of<Record>,
-                     [](const AllFields& fields) { return changed(Record(), py::reinterpret_borrow<Fields>(fields)); }))
+      .def(py::pickle(&fields_of<Record>, [](const py::dict& fields) { return changed(Record(), fields); }))
       .def("__repr__", [name](const Record& r) {
         std::string fields;
         for_each_field<Record>([&](const auto& f) {
@@ -86,13 +77,13 @@ py::class_<Record> bind_record(py::module_& m, const char* name, const std::stri
   return record;
 }
 
-py::typing::Dict<py::str, py::float_> terms_of(const StepTime& time) {
+py::dict terms_of(const StepTime& time) {
   py::dict terms;
   for_each_field<StepTerms>([&](const auto& f) { terms[f.name] = time.*f.member; });
   return terms;
 }
 
-py::typing::Dict<py::str, py::str> term_labels() {
+py::dict term_labels() {
   py::dict labels;
   for_each_field<StepTerms>([&](const auto& f) { labels[f.name] = f.doc; });
   return labels;
@@ -150,6 +141,8 @@ void bind_step_time(py::module_& m) {
       });
 }
 
+const Plan& plan_from(py::handle plan) { return instance_from<Plan>(plan, "plan", "a Plan"); }
+
 }  // namespace
 
 void bind_cost_parameters(py::module_& m) {
@@ -157,12 +150,12 @@ void bind_cost_parameters(py::module_& m) {
                        "What a rank computes and what its links carry: the cost model's parameters of the machine.\n\n"
                        "Cluster() is Cluster('h100'); other names are in Cluster.names(). docs/cluster_model.md has "
                        "their sources.")
-      .def(py::init([](const GivenText& name, const Fields& changes) {
+      .def(py::init([](const py::object& name, const py::kwargs& changes) {
              return changed(Cluster::named(text_from(name, "cluster")), changes);
            }),
            py::arg("name") = "h100", "A named cluster with other values of some fields. Raises ArgumentError.")
       .def_static(
-          "published", [](const Fields& changes) { return changed(Cluster::published(), changes); },
+          "published", [](const py::kwargs& changes) { return changed(Cluster::published(), changes); },
           "The cluster and the implementation that the paper measured.")
       .def_static("names", &Cluster::names, "The clusters that have a name.");
   bind_record<TrainedModel>(m, "TrainedModel",
@@ -173,45 +166,34 @@ void bind_cost_parameters(py::module_& m) {
           "Passes over the per-token layers in a step, in units of the forward pass: 4 in training with recomputation.")
       .def_property_readonly(
           "attention_passes", [](const TrainedModel& of) { return of.passes().attention(); }, "The same, of attention.")
-      .def(py::init([](const Fields& changes) { return changed(TrainedModel{}, changes); }),
+      .def(py::init([](const py::kwargs& changes) { return changed(TrainedModel{}, changes); }),
            "The default with other values of some fields. Raises ArgumentError.");
 }
 
 void bind_cost(py::module_& m) {
   bind_step_time(m);
-  m.def(
-      "predict_step",
-      [](const Plan& plan, const GivenCluster& cluster, const GivenModel& model,
-         const std::vector<std::tuple<double, double, double>>& measured) {
-        const Cluster on = cluster.is_none() ? plan.input().cluster : cluster_from(cluster);
-        const TrainedModel of = model.is_none() ? plan.input().model : model_from(model);
-        std::vector<RankCompute> ranks;
-        ranks.reserve(measured.size());
-        for (const auto& [token_s, whole_s, shared_s] : measured) ranks.push_back({token_s, whole_s, shared_s});
-        const py::gil_scoped_release release;
-        return predict_step(plan, on, of, ranks);
-      },
-      py::arg("plan"), py::arg("cluster") = py::none(), py::arg("model") = py::none(),
-      py::arg("measured") = std::vector<std::tuple<double, double, double>>(),
-      R"(Predicted time of a step under `plan`, by phase.
-
-cluster, model: None for those that it was planned for. measured: per rank three numbers, which replace the plan's work
-over cluster.flops_per_s: the seconds of one block's forward pass in the per-token layers, in attention on whole
-sequences, and in attention on shared ones. Raises ArgumentError.)");
-  m.def(
-      "plan_home", [](const Plan& plan) { return plan_home(plan.input()); }, py::arg("plan"),
-      "The plan that leaves every sequence of `plan` at home, whole: the step without a balancer.");
-  m.def(
-      "plan_home_bags", [](const Plan& plan) { return plan_home_bags(plan.input()); }, py::arg("plan"),
-      R"(The plan that leaves every sequence of `plan` in its home rank's bag, shared by all of the bag's ranks: static
-sequence parallelism. Raises ArgumentError where bags are nested.)");
+  m.def("predict_step", [](py::handle plan, py::handle cluster, py::handle model, py::handle measured) {
+    const Plan& of = plan_from(plan);
+    const Cluster on = cluster.is_none() ? of.input().cluster : cluster_from(cluster);
+    const TrainedModel trained = model.is_none() ? of.input().model : model_from(model);
+    std::vector<RankCompute> ranks;
+    for_each_item(measured, "measured", "for each rank three numbers", [&](py::handle of_rank) {
+      const std::string name = text("measured[", ranks.size(), "]");
+      const std::vector<double> seconds = numbers_from(of_rank, name);
+      if (seconds.size() != 3) throw_argument(name, shown(of_rank), "three numbers");
+      ranks.push_back({seconds[0], seconds[1], seconds[2]});
+    });
+    const py::gil_scoped_release release;
+    return predict_step(of, on, trained, ranks);
+  });
+  m.def("plan_home", [](py::handle plan) { return plan_home(plan_from(plan).input()); });
+  m.def("plan_home_bags", [](py::handle plan) { return plan_home_bags(plan_from(plan).input()); });
   m.def(
       "step_traffic",
       [](const Plan& plan, int32_t ranks_per_block) {
         TrafficMatrix matrix = step_traffic(plan, ranks_per_block);
         return std::make_tuple(matrix.num_blocks, std::move(matrix.route), std::move(matrix.attention));
       },
-      py::arg("plan"), py::arg("ranks_per_block") = 1,
       R"(Returns (number of blocks, route, attention): the bytes that blocks of ranks_per_block consecutive ranks send
 each other in a step, as flat lists [sender * number of blocks + receiver]. What ranks of one block send each other is
 on the diagonal; what stays on its rank is not counted. Raises ArgumentError.)");

@@ -15,10 +15,20 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
+Mask mask_from(py::handle mask) { return Mask::parse(text_from(mask, "mask")); }
+
+uint64_t seed_from(py::handle seed) {
+  try {
+    return seed.cast<uint64_t>();
+  } catch (const py::cast_error&) {
+    throw_argument("seed", shown(seed), "an integer from 0 to 2^64 - 1");
+  }
+}
+
 void bind_workload(py::module_& m) {
   py::class_<WorkloadModel>(m, "WorkloadModel", "FLOPs of one transformer block: 24 l d^2 + gamma * 4 l^2 d.")
-      .def(py::init([](double gamma) {
-             const WorkloadModel model{.gamma = gamma};
+      .def(py::init([](const py::object& gamma) {
+             const WorkloadModel model{.gamma = number_from(gamma, "gamma")};
              model.validate();
              return model;
            }),
@@ -27,8 +37,8 @@ void bind_workload(py::module_& m) {
                     "The cost of a FLOP of attention over that of a FLOP of the matrix products.")
       .def(
           "work",
-          [](const WorkloadModel& w, int64_t seq_len, int64_t d_model, const std::string& mask) {
-            return w.work(seq_len, d_model, Mask::parse(mask));
+          [](const WorkloadModel& w, const py::object& seq_len, const py::object& d_model, const py::object& mask) {
+            return w.work(integer_from(seq_len, "seq_len"), integer_from(d_model, "d_model"), mask_from(mask));
           },
           py::arg("seq_len"), py::arg("d_model"), py::arg("mask") = "full", "FLOPs of a whole sequence, forward.")
       .def(py::self == py::self)
@@ -48,36 +58,23 @@ void bind_workload(py::module_& m) {
         return text("WorkloadFit(seconds_per_flop=", f.seconds_per_flop, ", gamma=", f.gamma,
                     ", relative_rms_error=", f.relative_rms_error, ")");
       });
-  m.def(
-      "fit_workload",
-      [](const std::vector<int64_t>& seq_lens, const std::vector<double>& latencies_s, int64_t d_model,
-         const std::string& mask) { return fit_workload(seq_lens, latencies_s, d_model, Mask::parse(mask)); },
-      py::arg("seq_lens"), py::arg("latencies_s"), py::arg("d_model"), py::arg("mask") = "full",
-      "Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), by least squares.\n\n"
-      "Raises ArgumentError for fewer than two distinct lengths or latencies that are not positive and finite, "
-      "StateError where the\n"
-      "best k is not positive.");
+  m.def("fit_workload", [](py::handle seq_lens, py::handle latencies_s, py::handle d_model, py::handle mask) {
+    return fit_workload(list_from<int64_t>(seq_lens, "seq_lens", "a list of lengths", "an integer", as_integer),
+                        numbers_from(latencies_s, "latencies_s"), integer_from(d_model, "d_model"), mask_from(mask));
+  });
 
   m.attr("MASK_FORMS") = Mask::kForms;
   m.attr("DEFAULT_GAMMA") = kDefaultGamma;
   m.attr("MAX_MAGNITUDE") = kMaxMagnitude;
   m.attr("MAX_SEQUENCE_TOKENS") = SequenceLengths::kMaxSequenceTokens;
-  m.def(
-      "attention_pairs",
-      [](const std::string& mask, int64_t seq_len) {
-        if (seq_len < 1 || seq_len > SequenceLengths::kMaxSequenceTokens) {
-          throw_argument("seq_len", seq_len, text("1 to ", SequenceLengths::kMaxSequenceTokens, " tokens"));
-        }
-        return Mask::parse(mask).pairs(seq_len);
-      },
-      py::arg("mask"), py::arg("seq_len"),
-      text("(query, key) pairs that a mask leaves of a sequence. mask: ", Mask::kForms, ".\n\nRaises ArgumentError.")
-          .c_str());
+  m.def("attention_pairs", [](py::handle mask, py::handle seq_len) {
+    return mask_from(mask).pairs(integer_from<int64_t>(seq_len, "seq_len", 1, SequenceLengths::kMaxSequenceTokens));
+  });
 }
 
 void bind_topology(py::module_& m) {
   py::class_<Topology>(m, "Topology", "Ranks cut into bags, written like 'g1n2+g2n1+g4n1' (nested bags: 'g8/4/2/1n4').")
-      .def(py::init([](const GivenText& text_form, const Given<"typing.SupportsIndex | None">& num_ranks) {
+      .def(py::init([](const py::object& text_form, const py::object& num_ranks) {
              const std::string topology = text_from(text_form, "topology");
              return num_ranks.is_none() ? Topology::parse(topology)
                                         : Topology::parse(topology, integer_from(num_ranks, "num_ranks"));
@@ -100,14 +97,13 @@ void bind_topology(py::module_& m) {
               const Bag& bag = t.bags()[b];
               bags[b] = range(bag.first_rank.value, bag.first_rank.value + bag.num_ranks);
             }
-            return py::reinterpret_steal<Given<"list[range]">>(bags.release());
+            return bags;
           },
           "The ranks of each bag, over all replicas.")
       .def(
           "bag_of",
-          [](const Topology& t, int64_t rank) {
-            if (rank < 0 || rank >= t.num_ranks()) throw_argument("rank", rank, text("0 to ", t.num_ranks() - 1));
-            return t.bag_of(Rank(rank)).value;
+          [](const Topology& t, const py::object& rank) {
+            return t.bag_of(Rank(integer_from<int32_t>(rank, "rank", 0, t.num_ranks() - 1))).value;
           },
           py::arg("rank"), "The number of the bag that a rank is in.")
       .def(py::self == py::self)
@@ -121,10 +117,9 @@ void bind_topology(py::module_& m) {
 
 void bind_data_mix(py::module_& m) {
   py::class_<Sample>(m, "Sample", "The size of one sample.")
-      .def(py::init([](int64_t text_tokens, int64_t visual_tokens) {
-             if (text_tokens < 0) throw_argument("text_tokens", text_tokens, "at least 0");
-             if (visual_tokens < 0) throw_argument("visual_tokens", visual_tokens, "at least 0");
-             return Sample{.text_tokens = text_tokens, .visual_tokens = visual_tokens};
+      .def(py::init([](const py::object& text_tokens, const py::object& visual_tokens) {
+             return Sample{.text_tokens = integer_from<int64_t>(text_tokens, "text_tokens", 0),
+                           .visual_tokens = integer_from<int64_t>(visual_tokens, "visual_tokens", 0)};
            }),
            py::arg("text_tokens"), py::arg("visual_tokens"), "Both are numbers of tokens. Raises ArgumentError.")
       .def_readonly("text_tokens", &Sample::text_tokens, "Tokens of its text.")
@@ -134,21 +129,36 @@ void bind_data_mix(py::module_& m) {
         return text("Sample(text_tokens=", s.text_tokens, ", visual_tokens=", s.visual_tokens, ")");
       });
   py::class_<DataMix>(m, "DataMix", "Seeded sequence lengths from data codes, reproducible on any machine.")
-      .def_static("parse", &DataMix::parse, py::arg("text"), py::arg("resolution_scale") = 1.0,
-                  py::arg("max_text_tokens") = DataMix::kMaxTextTokens,
-                  "Data codes such as 'g8b4i256f1s0,g4b1i2048f1s0', or 'low', 'mixed', 'joint'. Raises ArgumentError.")
+      .def_static(
+          "parse",
+          [](const py::object& codes, const py::object& resolution_scale, const py::object& max_text_tokens) {
+            return DataMix::parse(text_from(codes, "text"), number_from(resolution_scale, "resolution_scale"),
+                                  integer_from(max_text_tokens, "max_text_tokens"));
+          },
+          py::arg("text"), py::arg("resolution_scale") = 1.0, py::arg("max_text_tokens") = DataMix::kMaxTextTokens,
+          "Data codes such as 'g8b4i256f1s0,g4b1i2048f1s0', or 'low', 'mixed', 'joint'. Raises ArgumentError.")
       .def_static("names", &DataMix::names, "The names of the published mixes.")
       .def_property_readonly("num_ranks", &DataMix::num_ranks, "How many ranks one repetition of the codes has.")
-      .def("check_divides", &DataMix::check_divides, py::arg("num_ranks"),
-           "Raises ArgumentError where the mix's number of ranks does not divide num_ranks.")
+      .def(
+          "check_divides",
+          [](const DataMix& mix, const py::object& num_ranks) {
+            mix.check_divides(integer_from(num_ranks, "num_ranks"));
+          },
+          py::arg("num_ranks"), "Raises ArgumentError where the mix's number of ranks does not divide num_ranks.")
       .def(
           "draw",
-          [](const DataMix& mix, uint64_t seed, int64_t step, int64_t rank) {
-            return mix.draw(seed, step, Rank(rank));
+          [](const DataMix& mix, const py::object& seed, const py::object& step, const py::object& rank) {
+            return mix.draw(seed_from(seed), integer_from(step, "step"), Rank(integer_from<int32_t>(rank, "rank", 0)));
           },
           py::arg("seed"), py::arg("step"), py::arg("rank"), "The samples that a rank draws in a step.")
-      .def("draw_lengths", &DataMix::draw_lengths, py::arg("seed"), py::arg("step"), py::arg("num_ranks"),
-           "Per rank, the lengths of its samples in a step, in tokens.")
+      .def(
+          "draw_lengths",
+          [](const DataMix& mix, const py::object& seed, const py::object& step, const py::object& num_ranks) {
+            return mix.draw_lengths(seed_from(seed), integer_from(step, "step"),
+                                    integer_from<int32_t>(num_ranks, "num_ranks"));
+          },
+          py::arg("seed"), py::arg("step"), py::arg("num_ranks"),
+          "Per rank, the lengths of its samples in a step, in tokens.")
       .def(py::pickle(
           [](const DataMix& mix) { return std::pair(mix.str(), mix.max_text_tokens()); },
           [](const std::pair<std::string, int64_t>& state) { return DataMix::parse(state.first, 1, state.second); }))

@@ -1,6 +1,5 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
-#include <pybind11/typing.h>
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
@@ -32,8 +31,8 @@ auto per_chunk(Field field) {
   };
 }
 
-py::typing::List<py::typing::Tuple<int, int, int, int>> chunks(const Plan& plan) {
-  py::typing::List<py::typing::Tuple<int, int, int, int>> out(plan.chunks().size());
+py::list chunks(const Plan& plan) {
+  py::list out(plan.chunks().size());
   for (size_t i = 0; i < plan.chunks().size(); ++i) {
     const Chunk& c = plan.chunks()[i];
     out[i] = py::make_tuple(c.sequence.value, c.rank.value, c.first_token, c.num_tokens);
@@ -47,11 +46,11 @@ std::vector<double> sequence_works(const Plan& plan) {
   return works;
 }
 
-Plan on(const Plan& plan, const GivenCluster& cluster, const GivenModel& model, std::optional<double> gamma) {
+Plan on(const Plan& plan, const py::object& cluster, const py::object& model, const py::object& gamma) {
   PlanInput input = plan.input();
   if (!cluster.is_none()) input.cluster = cluster_from(cluster);
   if (!model.is_none()) input.model = model_from(model);
-  if (gamma) input.workload.gamma = *gamma;
+  if (!gamma.is_none()) input.workload.gamma = number_from(gamma, "gamma");
   input.validate();
   return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens());
 }
@@ -176,7 +175,7 @@ void bind_plan(py::module_& m) {
           "to_json", [](const Plan& p) { return plan_to_json(p, prediction_of(p)); },
           "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const std::string& json) { return plan_from_json(json); }, py::arg("json"),
+          "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p, {})); },

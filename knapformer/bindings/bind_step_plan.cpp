@@ -1,7 +1,7 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
-#include <pybind11/typing.h>
 
+#include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
@@ -28,15 +28,12 @@ std::string describe_step(const StepPlan& plan) {
               ", num_tokens=", plan.num_tokens(), ", max_tokens=", plan.max_tokens(), ")");
 }
 
-void check_micro_batch(const StepPlan& plan, int32_t micro_batch) {
-  if (micro_batch < 0 || micro_batch >= plan.num_micro_batches())
-    throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
+int32_t micro_batch_from(const StepPlan& plan, py::handle micro_batch) {
+  return integer_from<int32_t>(micro_batch, "micro_batch", 0, plan.num_micro_batches() - 1);
 }
 
-void check_place(const StepPlan& plan, int32_t rank, int32_t micro_batch) {
-  const int32_t num_ranks = plan.input().sequences.seq_lens.num_ranks();
-  if (rank < 0 || rank >= num_ranks) throw_argument("rank", rank, text("0 to ", num_ranks - 1));
-  check_micro_batch(plan, micro_batch);
+Rank rank_from(const StepPlan& plan, py::handle rank) {
+  return Rank(integer_from<int32_t>(rank, "rank", 0, plan.input().sequences.seq_lens.num_ranks() - 1));
 }
 
 std::vector<int32_t> values_of(const std::vector<SequenceId>& ids) {
@@ -58,7 +55,7 @@ void bind_step_plan(py::module_& m) {
       .def_property_readonly(
           "plans",
           [](const StepPlan& p) {
-            py::typing::List<Plan> plans;
+            py::list plans;
             for (const Plan& plan : p.plans()) {
               plans.append(py::cast(plan, py::return_value_policy::reference_internal, py::cast(p)));
             }
@@ -72,27 +69,26 @@ void bind_step_plan(py::module_& m) {
           "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.")
       .def(
           "sequences_of",
-          [](const StepPlan& p, int32_t micro_batch) {
-            check_micro_batch(p, micro_batch);
-            return values_of(p.sequences_of(micro_batch));
+          [](const StepPlan& p, const py::object& micro_batch) {
+            return values_of(p.sequences_of(micro_batch_from(p, micro_batch)));
           },
           py::arg("micro_batch"),
           "The step's ids of a micro-batch's sequences. Entry n is sequence n of the micro-batch's plan.")
       .def(
           "sequences_on",
-          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
-            check_place(p, rank, micro_batch);
-            return values_of(p.sequences_on(Rank(rank), micro_batch));
+          [](const StepPlan& p, const py::object& rank, const py::object& micro_batch) {
+            return values_of(p.sequences_on(rank_from(p, rank), micro_batch_from(p, micro_batch)));
           },
           py::arg("rank"), py::arg("micro_batch"),
           "The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of its rows.")
       .def(
           "chunks_on",
-          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
-            check_place(p, rank, micro_batch);
-            const std::vector<int32_t> ids = values_of(p.sequences_on(Rank(rank), micro_batch));
-            const Plan& plan = p.plans()[micro_batch];
-            const std::span<const int32_t> rows = plan.chunks_on(Rank(rank));
+          [](const StepPlan& p, const py::object& rank, const py::object& micro_batch) {
+            const Rank on = rank_from(p, rank);
+            const int32_t number = micro_batch_from(p, micro_batch);
+            const std::vector<int32_t> ids = values_of(p.sequences_on(on, number));
+            const Plan& plan = p.plans()[number];
+            const std::span<const int32_t> rows = plan.chunks_on(on);
             std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks;
             for (size_t i = 0; i < ids.size(); ++i) {
               const Chunk& chunk = plan.chunk(rows[i]);
@@ -104,9 +100,8 @@ void bind_step_plan(py::module_& m) {
           "As sequences_on, with the tokens that the rank holds: (the step's id, begin, end) of each chunk.")
       .def(
           "home_sequences",
-          [](const StepPlan& p, int32_t rank, int32_t micro_batch) {
-            check_place(p, rank, micro_batch);
-            return p.home_sequences(Rank(rank), micro_batch);
+          [](const StepPlan& p, const py::object& rank, const py::object& micro_batch) {
+            return p.home_sequences(rank_from(p, rank), micro_batch_from(p, micro_batch));
           },
           py::arg("rank"), py::arg("micro_batch"),
           "The indices, in a rank's own list, of the sequences that a micro-batch computes; ascending.")
@@ -140,7 +135,8 @@ void bind_step_plan(py::module_& m) {
            "Checks every promise of the plan; raises StateError with the first one broken.")
       .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const std::string& json) { return step_plan_from_json(json); }, py::arg("json"),
+          "from_json", [](const py::object& json) { return step_plan_from_json(text_from(json, "json")); },
+          py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },

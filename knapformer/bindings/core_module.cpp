@@ -6,7 +6,6 @@
 #endif
 
 #include "knapformer/bindings/arguments.h"
-#include "knapformer/bindings/call_errors.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/interrupt.h"
@@ -51,5 +50,4 @@ PYBIND11_MODULE(_core, m) {
   bind_step_plan(m);
   bind_planner(m);
   bind_cost(m);
-  make_call_errors_readable(m);
 }

@@ -14,12 +14,6 @@
 
 namespace knapformer {
 
-using GivenTensor = Given<"torch.Tensor">;
-using GivenTensors = Given<"collections.abc.Sequence[torch.Tensor] | None">;
-using GivenLengths = Given<"collections.abc.Iterable[typing.SupportsIndex] | torch.Tensor">;
-using GivenMasks = Given<"collections.abc.Iterable[str] | None">;
-using GivenWork = Given<"collections.abc.Iterable[typing.SupportsFloat | typing.SupportsIndex] | None">;
-
 at::Tensor tensor_from(pybind11::handle object, std::string_view argument);
 
 /// A list of tensors, or None.

@@ -7,7 +7,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/typing.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "knapformer/torch/balancer.h"

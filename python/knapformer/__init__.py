@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from knapformer import interrupts, signatures  # noqa: F401  (Ctrl-C; gives _core's functions their signatures)
+from knapformer import interrupts  # noqa: F401  (Ctrl-C)
 from knapformer._core import (
     ArgumentError,
     Cluster,
@@ -25,6 +25,10 @@ from knapformer._core import (
     TrainedModel,
     WorkloadFit,
     WorkloadModel,
+)
+from knapformer.calibration import Calibration
+from knapformer.lengths_log import record
+from knapformer.planning import (
     attention_pairs,
     fit_workload,
     plan,
@@ -34,8 +38,6 @@ from knapformer._core import (
     rank_topologies,
     solver_names,
 )
-from knapformer.calibration import Calibration
-from knapformer.lengths_log import record
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance

@@ -9,19 +9,20 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import knapformer._torch as _torch
-from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, TrainedModel
+from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, Plan, StepPlan, TrainedModel
 from knapformer.groups import bag_group, cpu_group
 from knapformer.nodes import node_topology
-from knapformer.signatures import show_signatures
 
-show_signatures(_torch)
+Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 # On a rank that happens to own no rows, Inductor would drop the exchange from the graph as dead code, and the rank's
 # peers would wait for it. So the op is marked as having a side effect: the one on the other ranks.
@@ -97,21 +98,233 @@ class SequenceBalancer(_torch.SequenceBalancer):
                 _torch.refuse_balancer(group, str(error))
                 raise
         super().__init__(
-            topology,
-            gamma=gamma,
-            solver=solver,
-            effort=effort,
-            mask=mask,
-            cluster=cluster,
-            rank_speed=rank_speed,
-            max_tokens_per_rank=max_tokens_per_rank,
-            num_heads=num_heads,
-            model=model,
-            engine=engine,
-            group=group,
-            make_bag_group=lambda ranks: bag_group(group, [int(rank) for rank in ranks]),
-            make_cpu_group=lambda: cpu_group(group),
-        )
+            topology, gamma, solver, effort, mask, cluster, rank_speed, max_tokens_per_rank, num_heads, model, engine,
+            group, lambda ranks: bag_group(group, [int(rank) for rank in ranks]), lambda: cpu_group(group),
+        )  # fmt: skip
+
+    def plan_routing(
+        self,
+        seq_lens: Lengths,
+        d_model: SupportsIndex,
+        masks: Iterable[str] | None = None,
+        *,
+        work: Iterable[SupportsFloat] | None = None,
+    ) -> Plan:
+        """Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.
+
+        seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (a tensor on an
+            accelerator costs a wait for the accelerator). May be empty.
+        d_model: width of the blocks, in features; the same on all ranks.
+        masks: one for each of these sequences, as in `knapformer.attention_pairs`. None: the balancer's own mask.
+        work: the work of each of these sequences, as in `knapformer.plan`, in place of what the formula gives for its
+            length; from every rank that has sequences, or from none. With given work, observe learns only the speeds of
+            ranks.
+
+        Returns the Plan, the same on all ranks. Lengths that cannot keep max_tokens_per_rank raise ArgumentError on all
+        ranks; then no plan is in force until the next one is made.
+
+        Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.
+        """
+        return super().plan_routing(seq_lens, d_model, masks, work)
+
+    def start_planning(
+        self,
+        seq_lens: Lengths,
+        d_model: SupportsIndex,
+        *,
+        ended: bool = False,
+        failure: str | None = None,
+        masks: Iterable[str] | None = None,
+        work: Iterable[SupportsFloat] | None = None,
+    ) -> _torch.PlanningAhead:
+        """The first half of plan_routing, for a step to come: launches the gather of lengths and returns.
+
+        The rest of planning runs on a separate thread. Hand the returned object to finish_planning, on all ranks or
+        none.
+
+        ended: this rank's data has ended (PlanningAhead.num_ended).
+        failure: why this rank's data has failed; then finish_planning raises StateError on all ranks.
+
+        Collective over the balancer's group, one collective.
+        """
+        return super().start_planning(seq_lens, d_model, ended, failure, masks, work)
+
+    def finish_planning(self, ahead: _torch.PlanningAhead) -> Plan:
+        """The second half of plan_routing: waits for the rest of planning, and makes its plan the plan in force, for
+        the calls after this one. Returns it.
+
+        A plan may be taken up again, after others. ArgumentError for an object that another balancer or
+        start_planning_step returned.
+
+        All ranks call it, with what they started together. No collective, except where some rank has more sequences
+        than any rank had before.
+        """
+        return super().finish_planning(ahead)
+
+    def plan_step(
+        self,
+        seq_lens: Lengths,
+        d_model: SupportsIndex,
+        *,
+        micro_batches: SupportsIndex,
+        sync: str = "micro_batch",
+        masks: Iterable[str] | None = None,
+        work: Iterable[SupportsFloat] | None = None,
+    ) -> StepPlan:
+        """Learns the lengths of all ranks' sequences of an optimizer step, and plans its micro-batches together.
+
+        seq_lens: tokens of all this rank's sequences of the step. micro_batches, sync: as in `knapformer.plan`, the
+        same on all ranks. The other arguments are as in plan_routing.
+
+        Returns the StepPlan, the same on all ranks. Of this rank's sequences, micro-batch k computes
+        plan.home_sequences(rank, k): pack these, call follow_micro_batch(k), and go on as after plan_routing.
+
+        Collective over the balancer's group, one collective a step.
+        """
+        return super().plan_step(seq_lens, d_model, micro_batches, sync, masks, work)
+
+    def follow_micro_batch(self, micro_batch: SupportsIndex) -> Plan:
+        """Makes a micro-batch's plan of the last plan_step the plan in force, for the calls after this one. Returns it.
+
+        All ranks call it with the same number. Micro-batches may come in any order, and several times. StateError
+        before plan_step. No collective.
+        """
+        return super().follow_micro_batch(micro_batch)
+
+    def follow(self, plan: Plan) -> None:
+        """Makes a given plan the plan in force, for the calls after this one.
+
+        Every rank made it by itself, from lengths that are known before the data is loaded
+        (BalancedBatchSampler.plan). No lengths are gathered.
+
+        plan: of the balancer's topology and number of ranks, the same on all ranks; made with any settings. route takes
+        tokens from the plan's home ranks to their chunks. Where ranks load their own chunks, in the order of
+        chunk_lens, nothing is routed, and attention works on these tokens at once.
+
+        Collective over the balancer's group: one all-gather of a number, for which the next exchange waits. Ranks whose
+        plans differ raise ArgumentError there, before a token moves.
+        """
+        super().follow(plan)
+
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None, sequence_features: Sequence[Tensor] | None = None
+    ) -> tuple[Any, ...]:
+        """Sends this rank's tokens where the plan wants them: (chunk_lens, x, features), and sequence_features as a
+        fourth where given.
+
+        x, features: (tokens of this rank's sequences, ...), packed in the order of seq_lens; any dtype and trailing
+            shape each, moved bit for bit.
+        sequence_features: (sequences of this rank, ...), one row a sequence: it goes to every rank that holds a chunk
+            of the sequence, and its gradient is the sum of theirs.
+
+        Returns chunk_lens, int32 on the CPU: the tokens of each chunk that this rank now holds; x and features of these
+        tokens; sequence_features with one row a chunk. route may be called several times with one plan.
+
+        Collective over the balancer's group, one all-to-all for all tensors together, forward and backward. All ranks
+        pass tensors that differ only in their number of rows, and backward runs on all ranks or none. A rank without
+        rows computed nothing: whether gradients travel, its tensors need not say. It waits until a rank with rows tells
+        it, in every call anew, so what makes x may be frozen and trained in turn. With a group of one the tensors come
+        back as views.
+        """
+        return super().route(x, features, sequence_features)
+
+    def reverse_route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends tokens home: (seq_lens, x).
+
+        x: (tokens of the chunks that this rank holds, ...), any dtype and trailing shape. Returns plan_routing's
+        seq_lens, int32 on the CPU, and x of this rank's own sequences, in their order.
+
+        Collective over the balancer's group, one all-to-all, as route is.
+        """
+        return super().reverse_route(x)
+
+    def pre_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: str = "full") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
+
+        q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
+        seq_lens, int32 on the CPU, of the sequences of this rank's bag, and their q, k and v: whole sequences, packed
+        one after another, with this rank's share of the heads, so that attention is plain grouped-query attention.
+        Shares are uneven where the bag's size does not divide the heads; in a bag of more ranks than heads some ranks
+        have none. mask: the one that the kernel applies, as in attention.
+
+        Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.
+        """
+        return super().pre_attn(q, k, v, mask)
+
+    def post_attn(self, o: Tensor) -> tuple[Tensor, Tensor]:
+        """Undoes pre_attn for attention's output: (chunk_lens, o).
+
+        o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...). Returns o with all
+        heads of the chunks that this rank holds. Needs a pre_attn before it, for the number of heads.
+
+        Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one.
+        """
+        return super().post_attn(o)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, mask: str | None = None) -> Tensor:
+        """Every token of a chunk attends to its whole sequence, over flat and nested bags: o.
+
+        q: (chunk tokens, heads, head_dim); k, v: (chunk tokens, kv heads, ...), kv heads a divisor of heads. Returns
+            (chunk tokens, heads, ...).
+        attend(q, k, v, seq_lens): the attention kernel: it sees whole sequences, packed, with a share of the heads (see
+            pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It is
+            called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is
+            called once, with none. Where more ranks than heads share a sequence, some see it without heads.
+        mask: the one that attend applies, as in `knapformer.attention_pairs`, or 'planned' where attend applies to each
+            sequence the mask that was planned for it. None: attend.mask where attend is an object with that text, as
+            PackedAttention of knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan
+            counts with another mask (the balancer's, that of plan_routing or that of the sampler); with given work and
+            no mask, it counts with none.
+
+        Sequences that are whole on this rank attend while the others travel, forward and backward. Where attend raises,
+        the other ranks raise the error, too.
+
+        Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no
+        sequence of the bag is shared.
+        """
+        return super().attention(q, k, v, attend, mask)
+
+    def observe(self, seconds: SupportsFloat) -> None:
+        """Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes,
+        without waiting for other ranks.
+
+        Of a step of micro-batches (plan_step, BalancedLoader): with those that were followed since the last call, so
+        call it after each, or once after all of them. The seconds reach all ranks with the lengths of the next plan,
+        and all learn the same gamma and speeds from them, which later plans follow. Warns once where the given workload
+        model misses the observed times by more than 10 %, and once where seconds are 100 times off those of the other
+        ranks and steps (milliseconds, say): such times are left out. A rank may skip steps. Raises ArgumentError where
+        seconds are not from 1e-12 to 1e12, StateError before plan_routing. Not collective.
+        """
+        super().observe(seconds)
+
+    def metrics(self) -> dict[str, int | float]:
+        """Metrics for a training loop to log, of the step since the last plan, so far: a flat dict.
+
+        Keys are 'balancer/...', values numbers:
+        wir, max_over_mean (_before, _after): of the planned work per rank; tokens_before, tokens_after: of this rank;
+        tokens_moved: by one route, all ranks; attention_tokens_moved: by each exchange of an attention, all ranks;
+        bytes_sent, num_collectives: of this rank; planning_s: the plan and its tables; waiting_s: how long the host
+        waited for other ranks in the balancer's collectives (with tensors on an accelerator the stream waits instead,
+        which does not count; the host of a rank without tokens waits there too); gamma, rank_speed: what the plan was
+        made with; given_model_error, learned_model_error: of the workload model against what was observed. Not
+        collective.
+        """
+        return {f"balancer/{name}": value for name, value in super().metrics().items()}
+
+    def expect_device(self, device: torch.device | str) -> None:
+        """Announces tensors on this device.
+
+        Plans that are made ahead from now on (start_planning, BalancedLoader) have their index tables packed for it, on
+        the planning thread. Without this call a balancer learns of a device, with its index, at the first exchange
+        there. Not collective.
+        """
+        super().expect_device(torch.device(device))
+
+    def report(self, message: str) -> None:
+        """Tells the other ranks that this one failed and will not come to the calls they wait in: they raise StateError
+        with this message. Not collective.
+        """
+        super().report(message)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBalancer:
         """Itself, so that models which hold it may be copied: to make a balancer takes all ranks."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel, attention_pairs
+from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel
 from knapformer.json_file import read_json
+from knapformer.planning import attention_pairs
 
 _FORMAT = "knapformer.calibration"
 _VERSION = 2

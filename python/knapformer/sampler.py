@@ -28,9 +28,9 @@ from knapformer._core import (
     StepPlan,
     Topology,
     TrainedModel,
-    plan,
 )
 from knapformer.agreement import check_equal_on_ranks
+from knapformer.planning import plan
 from knapformer.sample_values import (
     checked_integers,
     checked_numbers,

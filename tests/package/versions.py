@@ -16,7 +16,7 @@ import sys
 from wheels import ROOT, environment, run
 
 PLANNER_TESTS = ["pytest", "pytest-timeout", "hypothesis"]
-PLANNER_FILES = ["plan", "call_errors", "signatures"]
+PLANNER_FILES = ["plan", "arguments"]
 ON_SIMULATED_DEVICE = ["accelerator", "test_gpu_command.py"]
 
 

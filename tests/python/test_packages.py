@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -69,6 +71,24 @@ def test_the_version_says_what_was_built(
     monkeypatch.setattr(_core, "torch_version", built_for)
     assert main(["--version"]) == 0
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["_core", "_torch"])
+def test_a_modules_stub_names_what_it_has(module: str) -> None:
+    def named(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+        nodes = {getattr(node, "name", "") or getattr(getattr(node, "target", None), "id", "_"): node for node in body}
+        return {name: node for name, node in nodes.items() if not name.startswith("_")}
+
+    def members(owner: object) -> set[str]:
+        return {name for name in vars(owner) if not name.startswith("_")}
+
+    pytest.importorskip("torch" if module == "_torch" else "knapformer")
+    loaded = importlib.import_module(f"knapformer.{module}")
+    stub = named(ast.parse((ROOT / f"python/knapformer/{module}.pyi").read_text()).body)
+    assert stub.keys() == members(loaded)
+    for name, node in stub.items():
+        if isinstance(node, ast.ClassDef):
+            assert named(node.body).keys() == members(getattr(loaded, name)), name
 
 
 def test_dir_names_everything_public() -> None:

@@ -133,5 +133,5 @@ def test_one_rank_alone() -> None:
     for micro_batch in range(2):
         balancer.follow_micro_batch(micro_batch)
         moves_as(balancer, step.plans[micro_batch])
-    with pytest.raises(ArgumentError, match="micro_batches: got 0, expected 1 to"):
+    with pytest.raises(ArgumentError, match="micro_batches: got 0, expected an integer from 1 to"):
         balancer.plan_step([4], D_MODEL, micro_batches=0)

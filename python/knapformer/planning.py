@@ -1,0 +1,165 @@
+"""Plans of all ranks at once, and what they are predicted to take: without process groups and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import SupportsFloat, SupportsIndex, overload
+
+from knapformer import _core
+from knapformer._core import DEFAULT_GAMMA, Cluster, Plan, StepPlan, StepTime, TopologyOption, TrainedModel, WorkloadFit
+
+Lengths = Iterable[Iterable[SupportsIndex]]  # for each rank
+Work = Iterable[Iterable[SupportsFloat]]
+
+
+@overload
+def plan(
+    seq_lens_per_rank: Lengths, topology: str, d_model: SupportsIndex, gamma: SupportsFloat = ..., solver: str = ...,
+    effort: int | str = ..., masks: str | Iterable[Iterable[str]] = ..., max_tokens_per_rank: SupportsIndex = ...,
+    rank_speed: Iterable[SupportsFloat] = ..., cluster: Cluster | str | None = ..., num_heads: SupportsIndex = ...,
+    model: TrainedModel | None = ..., *, work: Work | None = ..., micro_batches: None = ...,
+) -> Plan: ...  # fmt: skip
+
+
+@overload
+def plan(
+    seq_lens_per_rank: Lengths, topology: str, d_model: SupportsIndex, gamma: SupportsFloat = ..., solver: str = ...,
+    effort: int | str = ..., masks: str | Iterable[Iterable[str]] = ..., max_tokens_per_rank: SupportsIndex = ...,
+    rank_speed: Iterable[SupportsFloat] = ..., cluster: Cluster | str | None = ..., num_heads: SupportsIndex = ...,
+    model: TrainedModel | None = ..., *, work: Work | None = ..., micro_batches: int | str, sync: str | None = ...,
+) -> StepPlan: ...  # fmt: skip
+
+
+def plan(
+    seq_lens_per_rank: Lengths,
+    topology: str,
+    d_model: SupportsIndex,
+    gamma: SupportsFloat = DEFAULT_GAMMA,
+    solver: str = "balanced",
+    effort: int | str = "default",
+    masks: str | Iterable[Iterable[str]] = "full",
+    max_tokens_per_rank: SupportsIndex = 0,
+    rank_speed: Iterable[SupportsFloat] = (),
+    cluster: Cluster | str | None = None,
+    num_heads: SupportsIndex = 0,
+    model: TrainedModel | None = None,
+    *,
+    work: Work | None = None,
+    micro_batches: int | str | None = None,
+    sync: str | None = None,
+) -> Plan | StepPlan:
+    """Plans the sequences of all ranks: a `Plan`, or with `micro_batches` a `StepPlan` of a whole optimizer step.
+
+    seq_lens_per_rank: for each rank the lengths of its sequences, in tokens.
+    topology: its text, or 'auto' for the best of `rank_topologies` for these lengths.
+    d_model: width of the blocks, in features.
+    gamma: cost of a FLOP of attention over that of a FLOP of the matrix products: a number, or a `Calibration`.
+    solver: one of `solver_names()`.
+    effort: of the solver 'balanced': 'low', 'default', 'high', or a number of moves. The plan depends on it and not on
+        the machine.
+    masks: one mask for all sequences, or one for each, in lists like the lengths' (see `attention_pairs`).
+    max_tokens_per_rank: a limit that every rank keeps, in each micro-batch; lengths that cannot keep it are refused. 0:
+        none.
+    rank_speed: per rank, relative. Empty: all are equal.
+    cluster: a `Cluster`, or the name of one. None: the default.
+    num_heads: in place of the model's. Where the number of a group's ranks does not divide it, some ranks have more
+        attention to compute.
+    model: None: the default `TrainedModel`.
+    work: the work of each sequence, in lists like the lengths', in place of what the formula gives for its length:
+        FLOPs of one block forward, as from `WorkloadModel.work` (seconds over seconds per FLOP), positive. Tokens still
+        count for the exchanges and for max_tokens_per_rank.
+    micro_batches: how many the step has, of which each rank's list holds all sequences; 'auto': as few as keep
+        max_tokens_per_rank. The step is predicted to take no longer than if each rank's list were cut in consecutive
+        parts and each part planned by itself. Without max_tokens_per_rank time alone counts: few micro-batches may hold
+        most tokens.
+    sync: with micro_batches, where ranks wait for each other: in every 'micro_batch' (FSDP2, ZeRO-3; the default) or
+        once, at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
+
+    Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.
+    """
+    return _core.plan(
+        seq_lens_per_rank, topology, d_model, masks, work, solver, effort, micro_batches, sync,
+        gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model,
+    )  # fmt: skip
+
+
+def rank_topologies(
+    batches: Iterable[Lengths],
+    d_model: SupportsIndex,
+    gamma: SupportsFloat = DEFAULT_GAMMA,
+    num_heads: SupportsIndex = 0,
+    mask: str = "full",
+    max_tokens_per_rank: SupportsIndex = 0,
+    rank_speed: Iterable[SupportsFloat] = (),
+    cluster: Cluster | str | None = None,
+    model: TrainedModel | None = None,
+    *,
+    work: Iterable[Work] | None = None,
+) -> list[TopologyOption]:
+    """Topologies for a sample of batches, best predicted time first, with reasons.
+
+    They are flat and nested bags of up to two of the cluster's nodes, planned by the default solver. Of topologies
+    within a thousandth of the time, the one that exchanges less comes first. Topologies that cannot keep
+    max_tokens_per_rank come last, with an infinite predicted_time.
+
+    batches: of each, for each rank a list of lengths, in tokens. mask: one for all sequences. work: a list like
+    `batches`, of numbers. The other arguments are as in `plan`. Raises ArgumentError.
+    """
+    return _core.rank_topologies(
+        batches, d_model, mask, work, gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model
+    )
+
+
+def predict_step(
+    plan: Plan,
+    cluster: Cluster | str | None = None,
+    model: TrainedModel | None = None,
+    measured: Sequence[tuple[float, float, float]] = (),
+) -> StepTime:
+    """Predicted time of a step under `plan`, by phase.
+
+    cluster, model: None for those that it was planned for.
+    measured: per rank three numbers, which replace the plan's work over cluster.flops_per_s: the seconds of one block's
+        forward pass in the per-token layers, in attention on whole sequences, and in attention on shared ones.
+
+    Raises ArgumentError.
+    """
+    return _core.predict_step(plan, cluster, model, measured)
+
+
+def plan_home(plan: Plan) -> Plan:
+    """The plan that leaves every sequence of `plan` at home, whole: the step without a balancer."""
+    return _core.plan_home(plan)
+
+
+def plan_home_bags(plan: Plan) -> Plan:
+    """The plan that leaves every sequence of `plan` in its home rank's bag, shared by all of the bag's ranks.
+
+    That is static sequence parallelism. Raises ArgumentError where bags are nested.
+    """
+    return _core.plan_home_bags(plan)
+
+
+def solver_names() -> list[str]:
+    """The names that `solver` may be, the default first."""
+    return _core.solver_names()
+
+
+def attention_pairs(mask: str, seq_len: SupportsIndex) -> int:
+    """How many (query, key) pairs a mask leaves of a sequence of `seq_len` tokens.
+
+    mask: 'full', 'causal', 'prefix:TEXT', 'block_causal:TEXT:FRAME' or 'window:LEFT:RIGHT' with counts of tokens (FRAME
+    at least 1), or 'density:SHARE' with a share from 0 to 1. Raises ArgumentError.
+    """
+    return _core.attention_pairs(mask, seq_len)
+
+
+def fit_workload(
+    seq_lens: Iterable[SupportsIndex], latencies_s: Iterable[SupportsFloat], d_model: SupportsIndex, mask: str = "full"
+) -> WorkloadFit:
+    """Fits k and gamma to measured latencies (seconds) of one block at these lengths (tokens), by least squares.
+
+    Raises ArgumentError for fewer than two distinct lengths, or latencies that are not positive and finite; StateError
+    where the best k is not positive.
+    """
+    return _core.fit_workload(seq_lens, latencies_s, d_model, mask)
