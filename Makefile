@@ -17,7 +17,7 @@
 #   make format     runs the formatters on all sources
 #   make bench      the benchmarks behind docs/benchmarks.md; results in build/bench
 #   make nvrtc      the kernels, compiled for GPUs by NVRTC from the package index; needs no GPU
-#   make gpu        on a machine with a GPU: are results right, how fast? PART, RANKS, AGAIN, DEVICE=cpu (docs/gpu.md)
+#   make gpu        on a machine with a GPU: are results right, how fast? ITEMS="packing step", DEVICE=cpu (docs/gpu.md)
 #   make versions   the tests with other versions: COMBINATIONS="python3.12:2.13.0 python3.13:none"
 #   make docs       the site, in build/site: pages, README, references; every link is checked
 #   make wheels     an sdist and manylinux wheels in dist/, checked in fresh environments: PYTHONS, TORCHES
@@ -262,13 +262,14 @@ bench: $(VENV)/.installed $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python bench/bench_sampler.py --json build/bench/sampler.json
 	$(BIN)/python bench/bench_adapters.py --json build/bench/adapters.json
 
-# Uses the torch of PYTHON where that is set, else that of .venv where there is one. Without INSTALL it downloads
-# nothing, and says what is missing. OUT counts on the command line alone: environments have variables of that name.
-GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+# With the torch of PYTHON where that is set, else that of .venv where there is one: nothing is downloaded.
+GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(abspath $(BIN))/python,$(PYTHON))
+DEVICE ?= cuda
 gpu:
-	$(GPU_PYTHON) bench/gpu/run.py $(if $(PART),--part $(PART)) $(if $(RANKS),--ranks $(RANKS)) $(if $(AGAIN),--again) \
-	    $(if $(DEVICE),--device $(DEVICE)) $(if $(filter command,$(origin OUT)),--out $(OUT)) $(if $(INSTALLED),--installed) $(if $(INSTALL),--install) \
-	    $(if $(SECONDS),--seconds $(SECONDS))
+	cmake -G Ninja -S . -B build/gpu -DPython_EXECUTABLE=$$($(GPU_PYTHON) -c 'import sys; print(sys.executable)')
+	cmake --build build/gpu --target _core _torch
+	cmake --install build/gpu --prefix python
+	PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) bench/gpu.py --out build/gpu-results --device $(DEVICE) $(ITEMS)
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --group docs

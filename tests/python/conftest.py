@@ -10,7 +10,6 @@ hypothesis.settings.load_profile("any machine")
 # Files that take longest run first: where files run side by side, none of these should be left when others are done.
 LONGEST = (
     "test_simulate.py",
-    "test_gpu_command.py",
     "test_train_images.py",
     "test_exactness.py",
     "test_trainers.py",

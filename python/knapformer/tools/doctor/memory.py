@@ -16,6 +16,9 @@ _OPTIMIZER_BYTES = 12
 # Numbers that a block keeps of a token for its backward pass, in units of d_model, without attention's matrix (flash
 # attention): 34 bytes, less 2 of dropout's masks, at 2 a number (Korthikanti et al., arXiv:2205.05198, sec. 4.1).
 _KEPT_PER_TOKEN = (34 - 2) / 2
+# The same of the one block that is computed again and differentiated: what it keeps, and the gradients beside it.
+# Measured on FLUX with an H200 (docs/gpu.md): 506 KiB a token, less 57 inputs of blocks of 6 KiB each.
+_RECOMPUTED_PER_TOKEN = 27
 # FSDP holds the gathered parameters of this block and the next, and one block's gradients before they are reduced.
 _GATHERED_BLOCKS = 3
 
@@ -38,7 +41,7 @@ class MemoryModel:
         if model.mode == "inference":
             per_token = kept
         elif model.recomputes:  # the inputs of all blocks, and one block whole
-            per_token = model.num_blocks * d_model * size + kept
+            per_token = (model.num_blocks + _RECOMPUTED_PER_TOKEN) * d_model * size
         else:
             per_token = model.num_blocks * kept
         return cls(fixed, per_token)
