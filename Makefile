@@ -59,6 +59,8 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.tools
 # are compiled as one, in less than half the time; UNITY=OFF suits repeated changes to a few sources.
 BUILD := build/release
 UNITY ?= ON
+# Without it ccache keeps nothing that has a precompiled header.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -G Ninja -S . -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
     -DCMAKE_UNITY_BUILD=$(UNITY) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \

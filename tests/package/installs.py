@@ -36,7 +36,7 @@ def main(torch: str) -> None:
         start = time.monotonic()
         clone = scratch / name / "knapformer"
         run("git", "clone", "--quiet", ROOT, clone)
-        own |= {"CCACHE_BASEDIR": str(scratch), "CCACHE_NOHASHDIR": "1"}
+        own |= {"CCACHE_BASEDIR": str(scratch), "CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "pch_defines,time_macros"}
         if shutil.which("ccache", path=os.defpath):
             own["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
         if environment:
