@@ -20,7 +20,7 @@ from pathlib import Path
 
 from knapformer.tools.measure.figures import PEAK_TFLOPS, forward_flops, hardware_flops_utilization
 
-from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step, solver_names
+from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step
 
 PAGE = Path(__file__).with_name("cluster_model.md")
 NUM_RANKS, WIDTH, GAMMA, NUM_STEPS = 32, 3072, 0.41, 50
@@ -158,14 +158,7 @@ def published_table(rows: list[Row]) -> str:
         for row in rows:
             t = mean_terms(row.plans, Cluster.published())
             error = t["total_s"] / row.published_s - 1
-            parts = (
-                t["token_s"] + t["attention_s"],
-                t["exchange_s"],
-                t["route_s"],
-                t["fsdp_s"],
-                t["host_s"],
-                t["fixed_s"],
-            )
+            parts = (t["token_s"] + t["attention_s"], t["exchange_s"], t["route_s"], t["host_s"])
             yield (
                 row.mix,
                 row.topology,
@@ -188,26 +181,20 @@ def published_table(rows: list[Row]) -> str:
         "compute",
         "exchange",
         "route",
-        "FSDP",
         "host",
-        "fixed",
     )
     return table(header, cells())
 
 
 def own_table() -> str:
-    nested = "balanced" in solver_names()
-
     def cells() -> Iterator[tuple[str, ...]]:
         for mix in PUBLISHED_S:
-            choices = [(topology, "greedy") for topology in TOPOLOGIES]
-            if nested:
-                choices += [(t, "balanced") for t in ("g8n4", "g8/4/2/1n4")]
-            for topology, solver in choices:
+            flat = ((topology, "greedy") for topology in ("none", "g1n32", "g4n8"))
+            for topology, solver in (*flat, ("g8/4/2/1n4", "balanced")):
                 plans = plans_of(mix, topology, solver, num_steps=10)
                 t = mean_terms(plans, Cluster())
                 moved = statistics.fmean(p.attention_tokens_moved / p.num_tokens for p in plans)
-                parts = (t["token_s"] + t["attention_s"], t["exchange_s"], t["route_s"], t["fsdp_s"], t["fixed_s"])
+                parts = (t["token_s"] + t["attention_s"], t["exchange_s"], t["route_s"])
                 name = "none" if topology == "none" else f"{topology}, {solver}"
                 yield (
                     mix,
@@ -225,8 +212,6 @@ def own_table() -> str:
         "compute",
         "exchange",
         "route",
-        "FSDP",
-        "fixed",
         "ideal compute",
         "tokens exchanged",
     )
