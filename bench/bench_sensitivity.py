@@ -16,11 +16,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from driver import parser_of, write_results
-from knapformer.tools.doctor.alternatives import Draw, Lengths, Setting, alternatives, gain, simulate
+from knapformer.tools.doctor.alternatives import Case, alternatives, gain, simulate
 from knapformer.tools.doctor.topologies import ranked, sharing
+from knapformer.tools.ways import Lengths, Planning, micro_batches_of_step
 
 import knapformer
 
@@ -88,12 +88,15 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
+def case_of(planning: Planning, steps: Sequence[Lengths], micro_batches: int, max_tokens: int = 0) -> Case:
+    batches = [micro_batches_of_step(step, micro_batches) for step in steps]
+    return Case(planning, batches, [length for step in steps for lens in step for length in lens], 0, max_tokens)
+
+
+def speedups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 1) -> dict[str, float]:
     """The speed-up of each alternative over no balancing; of several topologies of bags the best one counts."""
-    samples = statistics.fmean(len(lens) for step in steps for lens in step)
-    setting = replace(setting, batch_size=samples / setting.micro_batches)
-    draw = Draw(setting, steps, [length for step in steps for lens in step for length in lens])
-    results = [simulate(alternative, draw) for alternative in alternatives(setting, sharing(ranked(setting, steps)))]
+    case = case_of(planning, steps, micro_batches)
+    results = [simulate(alternative, case) for alternative in alternatives(case, sharing(ranked(case)))]
     found: dict[str, float] = {}
     for result in results:
         name = "bags" if result.alternative.key.startswith("bags") else result.alternative.name
@@ -101,9 +104,9 @@ def speedups(setting: Setting, steps: Sequence[Lengths]) -> dict[str, float]:
     return found
 
 
-def setting_of(micro_batches: int, node: float = 120, network: float = 25, **model: object) -> Setting:
+def planning_of(node: float = 120, network: float = 25, **model: object) -> Planning:
     cluster = CLUSTER.replace(node_bytes_per_s=node * 1e9, network_bytes_per_s=network * 1e9)
-    return Setting(NUM_RANKS, 1, micro_batches, D_MODEL, 0.41, cluster, MODEL.replace(routed=False, **model))
+    return Planning(D_MODEL, 0.41, cluster, MODEL.replace(routed=False, **model), effort="low")
 
 
 def network_rows(num_steps: int) -> list[dict[str, object]]:
@@ -111,7 +114,7 @@ def network_rows(num_steps: int) -> list[dict[str, object]]:
     for mix in ("mixed", "joint"):
         for micro_batches in (1, 4):
             for name, (node, network) in NETWORKS.items():
-                found = speedups(setting_of(micro_batches, node, network), steps_of(mix, num_steps, micro_batches))
+                found = speedups(planning_of(node, network), steps_of(mix, num_steps, micro_batches), micro_batches)
                 rows.append({"mix": mix, "micro_batches": micro_batches, "network": name, "speedup": found})
                 print(f"| {mix} | {micro_batches} | {name} | {cells_of(found)} |", flush=True)
     return rows
@@ -124,22 +127,22 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
         return [[[length() for _ in range(count)] for _ in range(NUM_RANKS)] for _ in range(num_steps)]
 
     cases = {
-        "all 4,096 tokens": (setting_of(1), drawn(lambda: 4096, 2)),
-        "4,096 tokens, 5 % up or down": (setting_of(1), drawn(lambda: rng.randint(3891, 4301), 2)),
-        "256 tokens, 64 a rank": (setting_of(1), drawn(lambda: rng.randint(200, 312), 64)),
-        "one of 100,000 tokens on each rank": (setting_of(1), drawn(lambda: rng.randint(95_000, 105_000), 1)),
-        "joint on 25 Gb/s everywhere": (setting_of(1, 1.5, 1.5), steps_of("joint", num_steps, 1)),
+        "all 4,096 tokens": (planning_of(), drawn(lambda: 4096, 2)),
+        "4,096 tokens, 5 % up or down": (planning_of(), drawn(lambda: rng.randint(3891, 4301), 2)),
+        "256 tokens, 64 a rank": (planning_of(), drawn(lambda: rng.randint(200, 312), 64)),
+        "one of 100,000 tokens on each rank": (planning_of(), drawn(lambda: rng.randint(95_000, 105_000), 1)),
+        "joint on 25 Gb/s everywhere": (planning_of(1.5, 1.5), steps_of("joint", num_steps, 1)),
         "joint, 0.2e9 parameters, 12 blocks": (
-            setting_of(1, num_blocks=12, num_parameters=0.2e9), steps_of("joint", num_steps, 1),
+            planning_of(num_blocks=12, num_parameters=0.2e9), steps_of("joint", num_steps, 1),
         ),
     }  # fmt: skip
     rows: list[dict[str, object]] = []
-    for name, (setting, steps) in cases.items():
-        found = speedups(setting, steps)
+    for name, (planning, steps) in cases.items():
+        found = speedups(planning, steps)
         flat = {
             topology: statistics.fmean(
                 sum(p.predicted_time for p in knapformer.plan(
-                    step, topology, D_MODEL, 0.41, cluster=setting.cluster, model=setting.model.replace(routed=True),
+                    step, topology, D_MODEL, 0.41, cluster=planning.cluster, model=planning.model.replace(routed=True),
                     micro_batches=1).plans)
                 for step in steps
             )
@@ -147,7 +150,7 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
         }  # fmt: skip
         home = statistics.fmean(
             knapformer.plan_home(
-                knapformer.plan(step, f"g1n{NUM_RANKS}", D_MODEL, 0.41, cluster=setting.cluster, model=setting.model)
+                knapformer.plan(step, f"g1n{NUM_RANKS}", D_MODEL, 0.41, cluster=planning.cluster, model=planning.model)
             ).predicted_time
             for step in steps
         )
@@ -162,14 +165,13 @@ def caps_rows(num_steps: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for micro_batches in (1, 4):
         steps = steps_of("joint", num_steps, micro_batches)
-        pool = [length for step in steps for lens in step for length in lens]
-        free = setting_of(micro_batches)
-        home = simulate(alternatives(free, [])[0], Draw(free, steps, pool))
+        free = case_of(planning_of(), steps, micro_batches)
+        home = simulate(alternatives(free, [])[0], free)
         for cap in (32_000, 26_000, 16_000, 12_500, 12_000):
-            setting = replace(free, max_tokens=cap)
+            case = case_of(planning_of(), steps, micro_batches, cap)
             found: dict[str, float] = {}
-            for alternative in alternatives(setting, sharing(ranked(setting, steps), 3)):
-                result = simulate(alternative, Draw(setting, steps, pool))
+            for alternative in alternatives(case, sharing(ranked(case), 3)):
+                result = simulate(alternative, case)
                 if alternative.ours:
                     name = "bags" if alternative.key.startswith("bags") else alternative.name
                     fits = result.problem is None
@@ -194,7 +196,7 @@ def main() -> None:
         print("gamma: mix, micro-batches, topology; for each true gamma the cost of planning at", *PLANNED_GAMMAS)
         rows["gamma"] = gamma_rows(args.steps)
     if args.part in (None, "network"):
-        print("network: mix, micro-batches, network;", *speedups(setting_of(1), steps_of("low", 1, 1)), sep=" | ")
+        print("network: mix, micro-batches, network;", *speedups(planning_of(), steps_of("low", 1, 1)), sep=" | ")
         rows["network"] = network_rows(args.steps)
     if args.part in (None, "losing"):
         print("losing: data; the same, and the balancer with a topology that is not chosen for the data")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from knapformer.tools.measure.figures import PEAK_TFLOPS, forward_flops, hardware_flops_utilization
+from knapformer.tools.ways import PEAK_TFLOPS, forward_flops, hardware_flops_utilization
 
 from knapformer import Cluster, DataMix, Plan, StepTime, plan, plan_home, predict_step
 
@@ -76,9 +76,9 @@ def mean_terms(plans: list[Plan], cluster: Cluster) -> dict[str, float]:
 
 def hfu(plans: list[Plan], step_s: float) -> float:
     """Of steps that take so long on the mean, on H100 devices."""
-    model, flops = plans[0].model, statistics.fmean(forward_flops(plan, "full") for plan in plans)
+    model, flops = plans[0].model, statistics.fmean(forward_flops([plan], "full") for plan in plans)
     peak = PEAK_TFLOPS["published"]
-    utilization = hardware_flops_utilization(flops, model.num_blocks, step_s, NUM_RANKS, peak, model.recomputes)
+    utilization = hardware_flops_utilization(flops, model, step_s, NUM_RANKS, peak)
     assert utilization is not None
     return utilization
 

@@ -65,6 +65,7 @@ ROOM_OF_FILE = {
     "python/tools/plots": "python/tools/shared",
     "python/tools/presets": "python/tools/shared",
     "python/tools/sample_files": "python/tools/shared",
+    "python/tools/ways": "python/tools/shared",
     "python/__main__": "python/tools",
 }
 # Libraries that a layer must not know, by the beginning of the header's name.

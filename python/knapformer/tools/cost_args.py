@@ -9,39 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError, Calibration, Cluster, Plan, TrainedModel
-from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
+from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
-from knapformer.tools.cli_args import MAX_RANKS, integer, number, speeds
 from knapformer.tools.launch import speaks
 
 if TYPE_CHECKING:
-    import torch
-
     from knapformer.models.config import BaseConfig
-
-
-def add_gamma(parser: argparse.ArgumentParser) -> None:
-    """--gamma, or --calibration in its place."""
-    options = parser.add_mutually_exclusive_group()
-    options.add_argument(
-        "--gamma", type=number(0), default=DEFAULT_GAMMA, help=f"attention's cost per FLOP (default {DEFAULT_GAMMA:g})"
-    )
-    options.add_argument(
-        "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
-    )
-
-
-def gamma_and_calibration(args: argparse.Namespace) -> tuple[Any, Calibration | None]:
-    """What add_gamma took: gamma, and the calibration it came from.
-
-    Prints the calibration's warnings on standard error. Raises ArgumentError, OSError.
-    """
-    if args.calibration is None:
-        return args.gamma, None
-    calibration = Calibration.load(args.calibration)
-    for warning in calibration.warnings if speaks() else ():
-        print(f"{args.calibration}: {warning}", file=sys.stderr)
-    return calibration.gamma, calibration
 
 
 def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
@@ -50,46 +23,6 @@ def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: st
     if args.calibration is not None and speaks():
         for why in Calibration.load(args.calibration).far_from(d_model, longest, device):
             print(f"{args.calibration}: {why}", file=sys.stderr)
-
-
-def add_mask(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mask", default="full", metavar="M", help=f"of all sequences: {MASK_FORMS} (default full)")
-
-
-def add_rank_speed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rank-speed", type=speeds, default=[], metavar="F,F,...", help="per rank, relative")
-
-
-def add_cluster_options(group: argparse._ActionsContainer) -> None:
-    names = ", ".join(Cluster.names())
-    group.add_argument(
-        "--cluster", metavar="NAME|FILE",
-        help=f"{names} (default {Cluster.names()[0]}), published (the paper's cluster and code), or a JSON file with "
-        "'cluster' and 'model'",
-    )  # fmt: skip
-    group.add_argument("--ranks-per-node", type=integer(1, MAX_RANKS), metavar="N", help="default 8")
-    group.add_argument(
-        "--shard-ranks", type=integer(1, MAX_RANKS), metavar="N", help="that FSDP shards over (default 32)"
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the cluster and the model")
-    add_cluster_options(group)
-    count = integer(1, MAX_RANKS)
-    group.add_argument("--blocks", dest="num_blocks", type=count, metavar="N", help="transformer blocks (default 57)")
-    group.add_argument("--parameters", dest="num_parameters", type=number(0), metavar="F", help="default 12e9")
-    group.add_argument("--heads", dest="num_heads", type=count, metavar="N", help="of attention (default: as if even)")
-    group.add_argument(
-        "--mode", choices=("training", "lora", "inference"), help="what a step computes (default training)"
-    )
-    group.add_argument(
-        "--no-checkpoint",
-        dest="recomputes",
-        action="store_const",
-        const=False,
-        help="activations are kept, not recomputed",
-    )
 
 
 def costs(
@@ -104,7 +37,12 @@ def costs(
     else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only where a
     calibration, or the user's own cluster, states it. Raises ArgumentError, OSError.
     """
-    gamma, calibration = gamma_and_calibration(args)
+    gamma, calibration = args.gamma, None
+    if args.calibration is not None:
+        calibration = Calibration.load(args.calibration)
+        gamma = calibration.gamma
+        for warning in calibration.warnings if speaks() else ():
+            print(f"{args.calibration}: {warning}", file=sys.stderr)
     states_fixed, model = False, model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
@@ -179,14 +117,11 @@ def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel,
         raise ArgumentError(f"--cluster: {name}: {error}") from None
 
 
-def trained_model(
-    config: BaseConfig, dtype: torch.dtype, checkpointing: bool, of: TrainedModel | None = None
-) -> TrainedModel:
+def trained_model(config: BaseConfig, recomputes: bool, of: TrainedModel | None = None) -> TrainedModel:
     """`of` (default: TrainedModel()) with the fields of a model that is run here."""
     return (of or TrainedModel()).replace(
-        num_blocks=config.depth, element_size=dtype.itemsize, recomputes=checkpointing,
-        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-    )  # fmt: skip
+        num_blocks=config.depth, recomputes=recomputes, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+    )
 
 
 def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:

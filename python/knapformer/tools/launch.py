@@ -6,41 +6,22 @@ launcher, and the command ends with one line of error.
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import logging
 import os
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from knapformer import ArgumentError, StateError
 from knapformer.interrupts import unwound
 
-if TYPE_CHECKING:
-    from knapformer.models.config import BaseConfig
-
 _RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
 _LAUNCHER = "KNAPFORMER_LAUNCHER"  # environment variable: the process that started the ranks
 _TRACEBACK = "KNAPFORMER_TRACEBACK"  # environment variable: if it is set, failures print a traceback
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The settings that all commands on ranks share."""
-
-    model: BaseConfig
-    model_name: str
-    num_ranks: int
-    dtype: str | None = None  # None: bf16 on CUDA, fp32 on the CPU
-    device: str = "auto"
-    checkpointing: bool = True
-    mode: str = "training"  # or "lora": adapters on a frozen base
-    threads: int = 1  # per rank, on the CPU
-    json_path: str | None = None
 
 
 def started_here() -> bool:
@@ -84,22 +65,22 @@ def check_device(name: str, num_local: int) -> int:
     return num_gpus
 
 
-def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> None:
-    """Runs run_rank(settings) of the module `worker` on every rank; rank 0 reports. The process of a rank ends here.
+def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[], None]) -> None:
+    """Runs `work` on every rank; rank 0 reports. The process of a rank ends here.
 
-    argv: of the command. Raises ArgumentError where this machine lacks the devices, and a StateError of one line where
-    a rank fails.
+    args: of the command, with its command line in args.argv. Raises ArgumentError where this machine lacks the devices,
+    and a StateError of one line where a rank fails.
     """
     started = started_ranks()
-    num_local = settings.num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
-    check_device(settings.device, num_local)
+    num_local = num_ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    check_device(args.device, num_local)
     if started is None:
-        _start_ranks(argv, num_local, settings.threads)
+        _start_ranks(args.argv, num_local, args.threads)
         return
     if started_here():
         _end_with_launcher()
     try:
-        importlib.import_module(worker).run_rank(settings)
+        work()
     except BaseException as error:
         if os.environ.get(_TRACEBACK):
             traceback.print_exception(error)
@@ -108,7 +89,7 @@ def run_on_ranks(argv: Sequence[str], worker: str, settings: RunSettings) -> Non
         get_error_handler().record_exception(error)
         if not started_here():
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"knapformer {argv[0]}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
+            print(f"knapformer {args.command}: rank {os.environ['RANK']} failed: {reason}", file=sys.stderr)
         _leave(1)
     _leave(0)
 

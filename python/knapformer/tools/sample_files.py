@@ -59,8 +59,9 @@ class Samples:
 
 
 def read_samples(
-    path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int
-) -> Samples:
+    path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int,
+    may_be_empty: bool = False,
+) -> Samples:  # fmt: skip
     """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder: a log
     of knapformer.record, or a trainer's cache.
 
@@ -112,7 +113,7 @@ def read_samples(
                 samples.first_bad = samples.first_bad or f"row {number}: {error}"
             if number % _BATCH_ROWS == 0:
                 on_rows(number)
-    if not samples.lengths:
+    if not samples.lengths and not (may_be_empty and samples.steps):
         raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
     if known:
         samples.read_as = "; or ".join(dict.fromkeys(of.description() for of in known.values()))
@@ -127,16 +128,35 @@ def lengths_of(path: str) -> array[int]:
     return samples.lengths
 
 
+def steps_of(path: str) -> list[list[list[int]]]:
+    """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
+    samples = read_samples(path, None, may_be_empty=True)
+    if samples.bad_rows:
+        raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
+    if not samples.steps:
+        raise ArgumentError(
+            f"--lengths: {path}: got no list of lengths for each rank, expected one, or a list of such steps"
+        )
+    return samples.steps
+
+
 def _take_step(step: list[Any], samples: Samples) -> None:
     """A batch as it was drawn: a list of lengths for each rank."""
     if not step or not all(isinstance(lens, list) for lens in step):
         raise ValueError("got a list, expected a list of lengths for each rank")
     if samples.steps and len(step) != len(samples.steps[0]):
         raise ValueError(f"got {len(step)} ranks, expected {len(samples.steps[0])}, as the first step has")
-    checked = [[checked_tokens(integer(length, "length")) for length in lens] for lens in step]
+    checked = [[_length_on(rank, length) for length in lens] for rank, lens in enumerate(step)]
     samples.steps.append(checked)
     samples.lengths.extend(itertools.chain.from_iterable(checked))
     samples.read_as = f"tokens of the samples of each batch, as {len(step)} ranks drew it"
+
+
+def _length_on(rank: int, length: Any) -> int:
+    try:
+        return checked_tokens(integer(length, "length"))
+    except ValueError as error:
+        raise ValueError(f"rank {rank}: {error}") from None
 
 
 _Rows = tuple[Iterator[Any], tuple[str, ...] | None]
@@ -150,6 +170,9 @@ def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
         text = sys.stdin.read().removeprefix("\ufeff")
         return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
     kind = Path(path).suffix.lower().lstrip(".")
+    if not kind and Path(path).exists():
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+        return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
     if kind not in FORMATS:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
     if kind == "parquet":

@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.doctor.alternatives import Draw, Setting, alternatives, gain, simulate, static_sharing
+from knapformer.tools.doctor.alternatives import Case, alternatives, gain, simulate, static_sharing
 from knapformer.tools.doctor.memory import GIB, MemoryModel
 from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.presets import PRESETS
 from knapformer.tools.sample_files import read_samples
+from knapformer.tools.ways import Planning, Step, micro_batches_of_step
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -29,58 +30,61 @@ def block_s(length):
 STEP = 3 * 4  # blocks; forward, recompute and a backward pass of two
 
 
-def setting(num_ranks=2, **changes):
-    given = {"batch_size": 1, "micro_batches": 1, "d_model": D, "gamma": GAMMA, "cluster": CLUSTER, "model": MODEL}
-    return Setting(num_ranks, **(given | changes))
+PLANNING = Planning(D, GAMMA, CLUSTER, MODEL, effort="low")
 
 
-def results_of(of, steps):
-    draw = Draw(of, steps, [length for step in steps for lens in step for length in lens])
-    return {a.key: simulate(a, draw) for a in alternatives(of, sharing(ranked(of, steps)))}
+def results_of(steps, micro_batches=1, max_tokens=0):
+    batches = [micro_batches_of_step(step, micro_batches) for step in steps]
+    case = Case(PLANNING, batches, [n for step in steps for lens in step for n in lens], max_tokens=max_tokens)
+    return {a.key: simulate(a, case) for a in alternatives(case, sharing(ranked(case)))}
+
+
+def compute_s(step: Step):
+    return step.figures["token_s"] + step.figures["attention_s"]
 
 
 def test_alternatives_cost_what_the_formula_says():
     steps = [[[100, 50], [300, 20]]]
-    found = results_of(setting(micro_batches=2), steps)
+    found = results_of(steps, micro_batches=2)
 
     (drawn,) = found["as_drawn"].steps
-    assert drawn.seconds == pytest.approx(STEP * (block_s(300) + block_s(50)))
-    assert drawn.work_s == pytest.approx(STEP * sum(map(block_s, (100, 50, 300, 20))) / 2)
-    assert (drawn.samples, drawn.tokens, drawn.max_tokens) == (4, 470, 300)
-    assert found["one_by_one"].steps[0].seconds == pytest.approx(drawn.seconds)
+    drawn_s = drawn.figures["total_s"]
+    assert drawn_s == pytest.approx(STEP * (block_s(300) + block_s(50)))
+    assert drawn.figures["ideal_s"] == pytest.approx(STEP * sum(map(block_s, (100, 50, 300, 20))) / 2)
+    assert [drawn.figures[name] for name in ("samples", "tokens", "max_tokens_per_rank")] == [4, 470, 300]
+    assert found["one_by_one"].mean("total_s") == pytest.approx(drawn_s)
 
     # Longest first finds nothing better in either micro-batch; over both, the three short ones fit beside the long one.
-    assert found["longest_first"].steps[0].seconds == pytest.approx(drawn.seconds)
+    assert found["longest_first"].mean("total_s") == pytest.approx(drawn_s)
     assert sum(map(block_s, (100, 50, 20))) < block_s(300)
-    assert found["sampler"].steps[0].seconds == pytest.approx(STEP * block_s(300))
+    assert found["sampler"].mean("total_s") == pytest.approx(STEP * block_s(300))
     (shared,) = found["static_2"].steps
-    assert shared.compute_s == pytest.approx(drawn.work_s)
-    assert shared.bytes_in_node > 0
+    assert compute_s(shared) == pytest.approx(drawn.figures["ideal_s"])
+    assert shared.figures["attention_bytes"] > shared.figures["attention_bytes_between_nodes"] == 0
     assert shared.max_tokens == 200
 
 
 def test_static_sharing_does_not_balance_groups():
-    of = setting(4)
-    (step,) = static_sharing(2)(Draw(of, [[[100], [100], [30], [10]]], [1]))
-    assert step.compute_s == pytest.approx(STEP * 2 * block_s(100) / 2)
+    (step,) = static_sharing(2)(Case(PLANNING, [[[[100], [100], [30], [10]]]]))
+    assert compute_s(step) == pytest.approx(STEP * 2 * block_s(100) / 2)
 
 
 def test_buckets_pad_nothing_where_lengths_are_few_and_something_where_they_are_many():
-    few = results_of(setting(4), [[[100], [40], [40], [40]]] * 4)["buckets"]
+    few = results_of([[[100], [40], [40], [40]]] * 4)["buckets"]
     assert few.waiting == pytest.approx(0, abs=1e-9)
-    assert {step.max_tokens for step in few.steps} == {40, 100}
+    assert {step.figures["max_tokens_per_rank"] for step in few.steps} == {40, 100}
     # Buckets come in proportion: a quarter is of the long ones.
-    assert sum(step.max_tokens == 100 for step in few.steps) == len(few.steps) / 4
-    many = results_of(setting(4), [[[length] for length in range(100 + 50 * i, 500 + 50 * i, 100)] for i in range(30)])
+    assert sum(step.figures["max_tokens_per_rank"] == 100 for step in few.steps) == len(few.steps) / 4
+    many = results_of([[[length] for length in range(100 + 50 * i, 500 + 50 * i, 100)] for i in range(30)])
     assert 0 < many["buckets"].waiting < 0.2
 
 
 def test_a_time_budget_holds_at_least_the_longest_sample_and_keeps_to_memory():
     steps = [[[100], [40], [40], [40]]] * 10
-    free = results_of(setting(4), steps)["time_budget"]
-    assert free.mean(lambda step: step.samples) > 4
-    assert max(step.compute_s for step in free.steps) == pytest.approx(STEP * block_s(100))
-    limited = results_of(setting(4, max_tokens=100), steps)["time_budget"]
+    free = results_of(steps)["time_budget"]
+    assert free.mean("samples") > 4
+    assert max(map(compute_s, free.steps)) == pytest.approx(STEP * block_s(100))
+    limited = results_of(steps, max_tokens=100)["time_budget"]
     assert limited.max_tokens == 100
 
 
@@ -89,7 +93,7 @@ def test_a_gain_is_known_better_from_more_steps():
     errors = []
     for count in (8, 128):
         steps = [[[int(length)] for length in rng.integers(10, 500, 4)] for _ in range(count)]
-        found = results_of(setting(4), steps)
+        found = results_of(steps)
         errors.append(gain(found["static_4"], found["as_drawn"])[1])
     assert errors[1] < errors[0] / 2
     assert gain(found["as_drawn"], found["as_drawn"]) == (1.0, 0.0)

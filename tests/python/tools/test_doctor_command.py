@@ -9,9 +9,10 @@ import pytest
 from knapformer.calibration import FixedCost
 from knapformer.tools.cli import _parser, main
 from knapformer.tools.cost_args import settings_dict
-from knapformer.tools.doctor.alternatives import Draw, Setting, as_drawn, longest_first, static_sharing
+from knapformer.tools.doctor.alternatives import longest_first, static_sharing
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.presets import PRESETS
+from knapformer.tools.ways import Draw, Planning, at_home
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
@@ -53,22 +54,21 @@ def file_of(path, content):
 
 
 BATCHES = [[[100], [50, 20, 20]], [[10, 10, 10], [300]]]  # of one step, with other numbers of samples on each rank
-SMALL = Setting(
-    2, 2, 2, D, GAMMA, Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0),
+SMALL = Planning(
+    D, GAMMA, Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0),
     TrainedModel(num_blocks=3, num_parameters=0, routed=False),
 )  # fmt: skip
 
 
 def test_recorded_batches_are_computed_as_they_were_drawn():
-    draw = Draw.of_batches(SMALL, [BATCHES], [1])
-    assert draw.steps == [[[100, 10, 10, 10], [50, 20, 20, 300]]]
+    draw = Draw(SMALL, [BATCHES], [1])
     passes = 3 * 4  # blocks; forward, recompute and a backward pass of two
 
     def seconds(alternative):
         (step,) = alternative(draw)
-        return step.compute_s / passes
+        return (step.figures["token_s"] + step.figures["attention_s"]) / passes
 
-    assert seconds(as_drawn) == pytest.approx(
+    assert seconds(at_home) == pytest.approx(
         max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
     )
     assert seconds(longest_first) == pytest.approx(

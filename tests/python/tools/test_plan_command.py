@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from knapformer.tools.cli_args import micro_batches_of_step
+from knapformer.tools.ways import micro_batches_of_step
 from printed import MIXED, rows_of_tables, run
 
 from knapformer import Cluster, DataMix, Plan, StepPlan, TrainedModel, plan, predict_step, rank_topologies

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.plan.predictions import milliseconds
-from knapformer.tools.plan.scaling import parse_ranks, topology_for
+from knapformer.tools.cli_args import counts
+from knapformer.tools.plan.command import topology_for
+from knapformer.tools.plan.tables import milliseconds
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, plan_home, predict_step
@@ -144,13 +145,14 @@ def test_records_name_what_is_wrong():
 
 
 def test_rank_lists_and_topologies_that_fill_the_cluster():
-    assert parse_ranks("32") == [32]
-    assert parse_ranks("32, 64,128") == [32, 64, 128]
-    assert parse_ranks("32,128,...,8192") == [32, 128, 512, 2048, 8192]
-    assert parse_ranks("32,128,...,16384") == [32, 128, 512, 2048, 8192, 16384]
+    for text, expected in (
+        ("32", [32]), ("32, 64,128", [32, 64, 128]), ("32,128,...,8192", [32, 128, 512, 2048, 8192]),
+        ("32,128,...,16384", [32, 128, 512, 2048, 8192, 16384]),
+    ):  # fmt: skip
+        assert counts(text, "--ranks", 10**6) == expected
     for text in ("", "0", "-8", "8,x", "...,8", "8,...,64", "8,16,...", "8,12,...,64", "8,16,...,16", "1.5"):
         with pytest.raises(kf.ArgumentError, match=r"^--ranks: got"):
-            parse_ranks(text)
+            counts(text, "--ranks", 10**6)
     assert topology_for("g8n*", 64) == "g8n8"
     assert topology_for("g8/4/2/1n*", 64) == "g8/4/2/1n8"
     assert topology_for("g8n4", 64) == "g8n4"

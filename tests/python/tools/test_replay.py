@@ -14,6 +14,7 @@ import pytest
 from knapformer.tools.cli import main
 from knapformer.tools.replay.results import RankSeconds, Variant, correlation, spread
 from knapformer.tools.replay.shares import RankShare, shares_of
+from knapformer.tools.ways import Step
 from printed import check_tables
 
 import knapformer as kf
@@ -93,7 +94,7 @@ def test_figures_by_hand() -> None:
     model = TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1)
     measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
     free = cluster(node_bytes_per_s=1e30)
-    by_step = [[plan] for plan in plans], [[ranks] for ranks in measured]
+    by_step = [Step([plan]) for plan in plans], [[ranks] for ranks in measured]
     got = Variant("g2n1", *by_step).figures(free, model, "full", peak_tflops=10.0)
     # Ranks that share wait for the longer per-token phase and then for the longer attention phase.
     assert got["fbl_per_step_s"] == pytest.approx([7.0, 4.0]) and got["fbl_s"] == pytest.approx(5.5)
@@ -111,7 +112,7 @@ def test_figures_by_hand() -> None:
     assert slow["route_s"] == pytest.approx(statistics.fmean(step.route_s for step in added)) and slow["route_s"] > 0
     home = [plan_home(plan) for plan in plans]
     seconds = [[RankSeconds(3, 1), RankSeconds(1, 1)], [RankSeconds(1, 0), RankSeconds()]]
-    alone = Variant(None, [[plan] for plan in home], [[ranks] for ranks in seconds])
+    alone = Variant(None, [Step([plan]) for plan in home], [[ranks] for ranks in seconds])
     got = alone.figures(
         free, TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1, recomputes=False), "full", None
     )

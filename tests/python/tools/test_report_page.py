@@ -164,10 +164,8 @@ def test_every_chart_is_drawn_and_legible(report, dark, width, tmp_path):
 @in_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_step_of_many_micro_batches_and_a_growing_cluster(width, tmp_path):
-    from knapformer.tools.report.points import Point
-
-    mean = {"total_s": 2.0, "efficiency": 0.9, "route_bytes": 1e9, "attention_bytes": 1e9}
-    points = [Point(32 << k, "g8n*", "g8n*", 0.0, mean) for k in range(6)]
+    point = {"asked": "g8n*", "total_s": 2.0, "efficiency": 0.9, "route_bytes": 1e9, "attention_bytes": 1e9}
+    points = [point | {"num_ranks": 32 << k} for k in range(6)]
     lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
     step = kf.plan([lens * 40 for lens in lengths], "g8n4", 3072, gamma=0.41, micro_batches=40)
     write_report(str(tmp_path / "step.html"), step, points=points)

@@ -17,9 +17,9 @@ from knapformer._core import DEFAULT_GAMMA
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
 from knapformer.tools.measure.device import use_device
-from knapformer.tools.report import NO_BALANCER, PLANNED_STEP
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS
+from knapformer.tools.simulate.steps import EQUAL_LENGTHS
 from knapformer.tools.simulate.worker import joined
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP
 from printed import check_tables
 
 from knapformer import Calibration, Cluster, DataMix, Sample

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from knapformer import Cluster, Plan, StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload, predict_step
 from knapformer.calibration import Calibration, ExchangeCost, FixedCost
-from knapformer.tools.measure.figures import GAMMA_RANGE, plausible
 
+GAMMA_RANGE = (0.1, 10.0)  # attention's FLOPs cost some factor of those of matrix products, but not a hundred
 MIN_LENGTHS = 4  # two numbers are fitted
 MIN_SPAN = 8.0  # longest over shortest: attention's share has to change
 MIN_ATTENTION = 0.10  # attention's share of the time at the longest length: below it, noise hides gamma
@@ -39,7 +39,7 @@ def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float, d_model
         found.append(f"repeats spread by {noise:.1%} of their median, expected at most {MAX_NOISE:.0%}")
     if fit.relative_rms_error > MAX_ERROR:
         found.append(f"the fit is off by {fit.relative_rms_error:.1%} (RMS), expected at most {MAX_ERROR:.0%}")
-    if not plausible(fit.gamma):
+    if not GAMMA_RANGE[0] <= fit.gamma <= GAMMA_RANGE[1]:
         found.append(f"gamma is {fit.gamma:.3g}, expected {GAMMA_RANGE[0]:g} to {GAMMA_RANGE[1]:g}")
     return [f"poor fit: {why}" for why in found]
 

@@ -1,42 +1,27 @@
-"""What a calibration shows: a table, sentences, a JSON file."""
+"""What a calibration prints: a table, sentences."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 
 from knapformer.calibration import Calibration
 from knapformer.models.lora import RANK
-from knapformer.tools.calibrate.settings import CalibrationSettings
-from knapformer.tools.files import show, table_of, write_json
+from knapformer.tools.files import table_of
 
 if TYPE_CHECKING:
     from knapformer.tools.measure.blocks import BlockTimes
 
 
-def write_report(
-    settings: CalibrationSettings, calibration: Calibration, times: BlockTimes, details: dict[str, Any]
-) -> None:
-    """Table and sentences on standard output; JSON where asked for."""
-    write_json(settings.json_path, {**calibration.to_dict(), **details})
-    ranks = f"{settings.num_ranks} ranks" if settings.num_ranks > 1 else "1 rank"
-    head = f"{settings.model_name} in {details['dtype']} on {device_name(details)}, {ranks}"
-    show(head, _table(calibration, times), *sentences(calibration))
-
-
-def device_name(details: dict[str, Any]) -> str:
-    return str(details["environment"]["accelerator"] or details["environment"]["processor"])
-
-
-def _table(calibration: Calibration, times: BlockTimes) -> Group:
+def table(calibration: Calibration, times: BlockTimes) -> Group:
     passes = "forward, recompute and backward" if calibration.recomputes else "forward and backward"
     rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
-    table = []
+    cells = []
     for length, kinds, block_s, spread in rows:
         expected_s = calibration.block_s(length)
-        table.append(
+        cells.append(
             {
                 "tokens": f"{length:,}",
                 **{
@@ -50,7 +35,7 @@ def _table(calibration: Calibration, times: BlockTimes) -> Group:
             }
         )
     return table_of(
-        table,
+        cells,
         keys=("tokens",),
         caption=f"ms for one sequence: {passes} of one block, medians of {len(times.seconds[0][0])} rounds",
     )

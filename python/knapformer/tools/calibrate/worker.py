@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from knapformer import Cluster, Plan, StateError
+from knapformer import Cluster, Plan, StateError, TrainedModel
 from knapformer.calibration import Calibration, ExchangeCost
+from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.calibrate.fit import (
@@ -23,94 +27,107 @@ from knapformer.tools.calibrate.fit import (
     token_backward,
     with_steps,
 )
-from knapformer.tools.calibrate.report import write_report
-from knapformer.tools.calibrate.settings import CalibrationSettings
+from knapformer.tools.calibrate.report import sentences, table
 from knapformer.tools.cost_args import trained_model
-from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
+from knapformer.tools.files import show, write_json
+from knapformer.tools.measure.blocks import KindOfWork, block_works, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
-from knapformer.tools.measure.environment import environment
+from knapformer.tools.measure.environment import device_name, environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
 from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, equal_plan, fits, time_steps
 
+_NUM_STEP_LENGTHS = 5
 _EXCHANGE_ROUNDS = 20
 # Bytes of a rank's rows: from sizes whose time is mostly latency to sizes whose time is mostly the transfer.
 _EXCHANGE_SIZES = {"cpu": [1 << e for e in range(14, 23, 2)], "cuda": [1 << e for e in range(16, 29, 2)]}
 
 
-def run_rank(settings: CalibrationSettings) -> None:
+def run_rank(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[int], num_ranks: int) -> None:
     """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
-    with joined_group(settings.device, settings.threads, settings.num_ranks) as device:
-        calibrate(settings, device)
+    with joined_group(args.device, args.threads, num_ranks) as device:
+        calibrate(args, config, lengths, device)
 
 
-def calibrate(settings: CalibrationSettings, device: torch.device) -> None:
+def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[int], device: torch.device) -> None:
     """Collective where torch.distributed is initialised; alone otherwise. Rank 0 reports.
 
     All ranks measure at the same time, as in a run, where they share memory and power; their times are averaged.
     """
-    dtype = settings.dtype or default_dtype(device)
-    joined = dist.is_initialized()
-    first = not joined or dist.get_rank() == 0
+    dtype = args.dtype or default_dtype(device)
+    mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
+    first = num_ranks == 1 or dist.get_rank() == 0
     # Adapters on a frozen base are measured beside the same blocks whose parameters all train.
-    works = [_works(settings, device, DTYPES[dtype], mode) for mode in dict.fromkeys((settings.mode, "training"))]
-    num_works = sum(map(len, works)) * len(settings.lengths)
-    with Progress((settings.num_rounds + settings.num_warmup_rounds) * num_works, enabled=first) as progress:
+    works = [_works(args, config, device, DTYPES[dtype], of) for of in dict.fromkeys((mode, "training"))]
+    num_works = sum(map(len, works)) * len(lengths)
+    with Progress((args.repeats + args.warmup) * num_works, enabled=first) as progress:
         progress.describe("measuring blocks")
-        rounds = (settings.num_rounds, settings.num_warmup_rounds, progress.advance)
-        times = time_works([work for of_mode in works for work in of_mode], settings.lengths, device, *rounds)
+        rounds = (args.repeats, args.warmup)
+        times = time_works(list(itertools.chain(*works)), lengths, device, *rounds, progress.advance)
         exchanges: dict[str, _ExchangeTimes] = {}
         steps: StepTimes | None = None
-        if joined:
+        if dist.is_initialized():
             seconds = torch.tensor(times.seconds, dtype=torch.float64)
             dist.all_reduce(seconds)
-            times = dataclasses.replace(times, seconds=(seconds / dist.get_world_size()).tolist())
+            times = dataclasses.replace(times, seconds=(seconds / num_ranks).tolist())
             progress.describe("measuring exchanges")
             exchanges = _time_exchanges(device)
-            if settings.measures_steps and fits(settings.model, device):
+            if not args.blocks_only and args.block is None and fits(config, device):
                 progress.describe("measuring whole steps")
+                # At most _NUM_STEP_LENGTHS of the lengths, evenly picked from the shortest on.
+                every = sorted(set(lengths))[:: max(1, -(-len(set(lengths)) // _NUM_STEP_LENGTHS))]
                 steps = time_steps(
-                    settings.model, settings.step_lengths, device, DTYPES[dtype], settings.checkpointing, settings.mode,
-                    *rounds[:2], _sharing(settings),
-                )  # fmt: skip
+                    config, every, device, DTYPES[dtype], args.recomputes, mode, *rounds, _sharing(config)
+                )
     if not first:
         return
-    num_kinds = len(works[0])
-    calibration = _calibration(settings, times.kinds_from(0, num_kinds), exchanges, device)
-    if settings.mode == "lora":
-        all_train = _calibration(settings, times.kinds_from(num_kinds, num_kinds), {}, device, "training")
+    own, mask = times.kinds_from(0, len(works[0])), config.mask if args.block is None else "full"
+    fit = partial(
+        calibration_of, lengths, d_model=args.d_model or config.d_model, recomputes=args.recomputes, mask=mask,
+        device=device_name(device),
+    )  # fmt: skip
+    calibration = _with_exchanges(fit(own.per_block(), own.spreads(), mode=mode), exchanges)
+    if mode == "lora":
+        other = times.kinds_from(len(works[0]), len(works[0]))
+        all_train = fit(other.per_block(), other.spreads())
         calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
     if steps is not None:
-        calibration = _with_steps(calibration, settings, steps, DTYPES[dtype])
-    times = times.kinds_from(0, num_kinds)
-    write_report(settings, calibration, times, {
-        "model": settings.model.to_dict() if settings.block is None else {"block": settings.block},
+        trained = TrainedModel(recomputes=args.recomputes, mode=mode, element_size=DTYPES[dtype].itemsize)
+        calibration = _with_steps(calibration, config, steps, trained)
+    write_json(args.json, {
+        **calibration.to_dict(),
+        "model": config.to_dict() if args.block is None else {"block": args.block},
         "dtype": dtype,
-        "num_ranks": settings.num_ranks,
+        "num_ranks": num_ranks,
         "measured_blocks": [
-            {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
-            for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
+            {"kind": name, "count": count, "lengths": own.lengths, "seconds": seconds}
+            for (name, count), seconds in zip(own.kinds, own.seconds, strict=True)
         ],
         "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
         "measured_steps": steps and dataclasses.asdict(steps),
         "environment": environment(device),
     })  # fmt: skip
+    ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
+    head = f"{args.block or args.model} in {dtype} on {device_name(device)}, {ranks}"
+    show(head, table(calibration, own), *sentences(calibration))
 
 
-def _sharing(settings: CalibrationSettings) -> int:
+def _sharing(config: BaseConfig) -> int:
     """How many ranks share sequences in whole steps: the largest divisor of a node's ranks with a head for each."""
-    num_local, num_heads = int(os.environ["LOCAL_WORLD_SIZE"]), settings.model.num_kv_heads or settings.model.num_heads
+    num_local, num_heads = int(os.environ["LOCAL_WORLD_SIZE"]), config.num_kv_heads or config.num_heads
     return max(of for of in range(1, num_local + 1) if num_local % of == 0 and of <= num_heads)
 
 
-def _works(settings: CalibrationSettings, device: torch.device, dtype: torch.dtype, mode: str) -> list[KindOfWork]:
-    if settings.block is None:
-        return block_works(settings.model, device, dtype, settings.checkpointing, mode)
-    block, inputs = load_own_block(settings.block, device, dtype)
+def _works(
+    args: argparse.Namespace, config: BaseConfig, device: torch.device, dtype: torch.dtype, mode: str
+) -> list[KindOfWork]:
+    if args.block is None:
+        return block_works(config, device, dtype, args.recomputes, mode)
+    block, inputs = load_own_block(args.block, device, dtype)
     if mode == "lora":
         train_adapters(block, [block])
-    return [(settings.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), settings.checkpointing))]
+    return [(args.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), args.recomputes))]
 
 
 @dataclass(frozen=True)
@@ -130,27 +147,8 @@ def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
     return measured
 
 
-def _calibration(
-    settings: CalibrationSettings,
-    times: BlockTimes,
-    exchanges: Mapping[str, _ExchangeTimes],
-    device: torch.device,
-    mode: str | None = None,
-) -> Calibration:
-    """mode: default settings.mode."""
-    on = environment(device)
-    calibration = calibration_of(
-        settings.lengths,
-        times.per_block(),
-        times.spreads(),
-        settings.d_model,
-        recomputes=settings.checkpointing,
-        mode=mode or settings.mode,
-        mask=settings.mask,
-        device=str(on["accelerator"] or on["processor"]),
-    )
-    warnings = list(calibration.warnings)
-    costs: dict[str, ExchangeCost] = {}
+def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, _ExchangeTimes]) -> Calibration:
+    warnings, costs = list(calibration.warnings), dict[str, ExchangeCost]()
     for name, measured in exchanges.items():
         try:
             costs[name] = fit_exchange(measured.num_bytes, measured.seconds, measured.num_ranks)
@@ -163,18 +161,16 @@ def _calibration(
     )
 
 
-def _with_steps(
-    calibration: Calibration, settings: CalibrationSettings, steps: StepTimes, dtype: torch.dtype
-) -> Calibration:
+def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, trained: TrainedModel) -> Calibration:
     cluster = calibration.cluster(Cluster("cpu")).replace(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    model = trained_model(settings.model, dtype, settings.checkpointing).replace(
-        num_parameters=float(steps.num_parameters), shard_ranks=settings.num_ranks, mode=settings.mode
+    model = trained_model(config, trained.recomputes, of=trained).replace(
+        num_parameters=float(steps.num_parameters), shard_ranks=dist.get_world_size()
     )
 
     def plans(shared_by: int) -> list[Plan]:
         return [
             equal_plan(
-                lens, settings.num_ranks, shared_by, settings.d_model, gamma=calibration, masks=settings.mask,
+                lens, dist.get_world_size(), shared_by, config.d_model, gamma=calibration, masks=config.mask,
                 cluster=cluster, model=model,
             )
             for lens in steps.seq_lens

@@ -1,7 +1,6 @@
 """The usual ways to train on sequences of different lengths, and this project's, simulated on the same samples.
 
-Every alternative is a function of a `Draw` that yields what its optimizer steps cost. One cost model prices them all
-(docs/cluster_model.md); ranks wait for each other in every micro-batch, as under FSDP2.
+One cost model prices them all (docs/cluster_model.md); ranks wait for each other in every micro-batch, as under FSDP2.
 """
 
 from __future__ import annotations
@@ -10,35 +9,30 @@ import bisect
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 
-import knapformer
-from knapformer import ArgumentError, Cluster, Plan, TrainedModel, plan_home, plan_home_bags, predict_step
-from knapformer.tools.cli_args import Lengths, lengths_of_step, micro_batches_of_step
+from knapformer import ArgumentError, plan_home_bags
+from knapformer.tools.ways import (
+    Draw,
+    Lengths,
+    Step,
+    Way,
+    at_home,
+    lengths_of_step,
+    micro_batches_of_step,
+    planned_whole,
+)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all alternatives have in common.
+class Case(Draw):
+    """What is simulated. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and not what fits in
+    memory. job_ranks: the ranks of the job, of which some are simulated; 0: all. watch: is called with the name of each
+    alternative that is simulated."""
 
-    batch_size: samples that a rank draws for a micro-batch, in the mean. max_tokens: tokens that a rank may hold in a
-    micro-batch; 0: memory is not limited. limit_is_given: whether max_tokens is the user's --max-tokens-per-rank, and
-    not what fits in memory. job_ranks: the ranks of the job, of which num_ranks are simulated; 0: all.
-    """
-
-    num_ranks: int
-    batch_size: float
-    micro_batches: int
-    d_model: int
-    gamma: float
-    cluster: Cluster
-    model: TrainedModel
-    max_tokens: int = 0
-    mask: str = "full"
-    rank_speed: Sequence[float] = ()
     limit_is_given: bool = False
     job_ranks: int = 0
+    watch: Callable[[str], object] = str
 
     def of_job(self, topology: str) -> str:
         """The topology, of bags of equal size over num_ranks, over the ranks of the job."""
@@ -50,86 +44,6 @@ class Setting:
         """What is said of an alternative that needs more than max_tokens."""
         return f"does not keep --max-tokens-per-rank {self.max_tokens}" if self.limit_is_given else "does not fit"
 
-    def plan(self, lengths: Lengths, topology: str, *, solver: str = "greedy", routed: bool = False) -> Plan:
-        return knapformer.plan(
-            lengths, topology, self.d_model, self.gamma, solver, masks=self.mask, rank_speed=self.rank_speed,
-            cluster=self.cluster, model=self.model.replace(routed=routed),
-        )  # fmt: skip
-
-    def work(self, length: int) -> float:
-        return knapformer.WorkloadModel(self.gamma).work(length, self.d_model, self.mask)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The samples of some optimizer steps: [step][rank], in the order in which ranks draw them.
-
-    pool: the lengths that an alternative draws from where it takes other samples. batches: the same samples,
-    [step][micro-batch][rank], as ranks draw them; None: each step is cut into parts of nearly equal numbers. watch:
-    is called with the name of each alternative that is simulated.
-    """
-
-    setting: Setting
-    steps: Sequence[Lengths]
-    pool: Sequence[int]
-    seed: int = 0
-    batches: Sequence[Sequence[Lengths]] | None = None
-    watch: Callable[[str], object] = str
-
-    @staticmethod
-    def of_batches(
-        setting: Setting, batches: Sequence[Sequence[Lengths]], pool: Sequence[int], seed: int = 0,
-        watch: Callable[[str], object] = str,
-    ) -> Draw:  # fmt: skip
-        """batches: [step][micro-batch][rank]."""
-        return Draw(setting, [lengths_of_step(step) for step in batches], pool, seed, batches, watch)
-
-    def with_micro_batches(self, batches: Sequence[Sequence[Lengths]]) -> Draw:
-        """Of steps with another number of micro-batches."""
-        setting = replace(self.setting, micro_batches=len(batches[0]))
-        return Draw.of_batches(setting, batches, self.pool, self.seed, self.watch)
-
-    @cached_property
-    def micro_batches(self) -> Sequence[Sequence[Lengths]]:
-        """[step][micro-batch][rank]: what ranks compute together where no step is planned whole."""
-        if self.batches is not None:
-            return self.batches
-        return [micro_batches_of_step(lengths, self.setting.micro_batches) for lengths in self.steps]
-
-    @cached_property
-    def sorted_pool(self) -> list[int]:
-        return sorted(self.pool)
-
-
-@dataclass
-class Step:
-    """One optimizer step: sums over its micro-batches."""
-
-    seconds: float = 0
-    work_s: float = 0  # of its samples' work alone, spread evenly over the ranks
-    compute_s: float = 0  # of the slowest ranks
-    samples: int = 0
-    tokens: int = 0
-    bytes_in_node: float = 0
-    bytes_between: float = 0
-    max_tokens: int = 0
-    plans: list[Plan] = field(default_factory=list, repr=False)  # of its micro-batches; see simulate
-    plan_work_s: float = 0  # as work_s, with padding
-
-    def add(self, plan: Plan, real_work_s: float | None = None) -> None:
-        """Adds a micro-batch. real_work_s: the ideal time without padding, where part of the plan's work is padding."""
-        time = predict_step(plan)
-        self.plans.append(plan)
-        self.seconds += time.total_s
-        self.work_s += time.ideal_s if real_work_s is None else real_work_s
-        self.plan_work_s += time.ideal_s
-        self.compute_s += time.token_s + time.attention_s
-        self.samples += plan.num_sequences
-        self.tokens += plan.num_tokens
-        self.bytes_in_node += time.route_bytes.inside + time.attention_bytes.inside
-        self.bytes_between += time.route_bytes.between + time.attention_bytes.between
-        self.max_tokens = max(self.max_tokens, plan.max_tokens)
-
 
 @dataclass(frozen=True)
 class Alternative:
@@ -139,7 +53,7 @@ class Alternative:
 
     key: str
     name: str
-    steps: Callable[[Draw], Iterator[Step]] = field(repr=False)
+    steps: Way = field(repr=False)
     change: str = "nothing"
     effect: str = ""
     ours: bool = False
@@ -148,22 +62,12 @@ class Alternative:
     advice: str = ""
 
 
-def as_drawn(draw: Draw) -> Iterator[Step]:
-    """Each rank computes what it drew, packed without padding."""
-    for micro_batches in draw.micro_batches:
-        step = Step()
-        for micro_batch in micro_batches:
-            step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
-        yield step
-
-
 def one_by_one(draw: Draw) -> Iterator[Step]:
     """Micro-batches of at most one sample a rank, as many as the rank with the most samples needs."""
-    for lengths in draw.steps:
-        step = Step()
-        for micro_batch in micro_batches_of_step(lengths, max(1, *map(len, lengths))):
-            step.add(plan_home(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}")))
-        yield step
+    for batches in draw.batches:
+        lengths = lengths_of_step(batches)
+        single = micro_batches_of_step(lengths, max(1, *map(len, lengths)))
+        yield Step([draw.planning.home(batch) for batch in single])
 
 
 _MAX_BUCKETS = 32
@@ -185,30 +89,29 @@ def lockstep_buckets(draw: Draw) -> Iterator[Step]:
 
     Where memory is limited, batches of long buckets are smaller.
     """
-    setting, pool = draw.setting, draw.sorted_pool
+    planning, pool = draw.planning, sorted(draw.pool)
     tops = _bucket_tops(pool)
     ends = [bisect.bisect_right(pool, top) for top in tops]
     rng = random.Random(draw.seed)
     # Systematic sampling: each bucket is drawn as often as its share of the samples says, in shuffled order. These
     # steps differ more than those of other alternatives, so more of them are simulated.
-    num_steps = 8 * len(draw.steps)
-    count = num_steps * setting.micro_batches
+    num_steps = 8 * len(draw.batches)
+    count = num_steps * draw.micro_batches
     start = rng.random()
     places = [int((i + start) * len(pool) / count) for i in range(count)]
     rng.shuffle(places)
     for _ in range(num_steps):
-        step = Step()
-        for _ in range(setting.micro_batches):
+        plans, own = [], 0.0
+        for _ in range(draw.micro_batches):
             bucket = bisect.bisect_right(ends, places.pop())
             first = ends[bucket - 1] if bucket else 0
-            size = max(1, round(setting.batch_size))
-            if setting.max_tokens:
-                size = max(1, min(size, setting.max_tokens // tops[bucket]))
-            lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(setting.num_ranks)]
-            padded = setting.plan([[tops[bucket]] * size] * setting.num_ranks, f"g1n{setting.num_ranks}")
-            real = setting.plan(lens, f"g1n{setting.num_ranks}")
-            step.add(plan_home(padded), real_work_s=predict_step(plan_home(real)).ideal_s)
-        yield step
+            size = max(1, round(draw.batch_size))
+            if draw.max_tokens:
+                size = max(1, min(size, draw.max_tokens // tops[bucket]))
+            lens = [[pool[rng.randrange(first, ends[bucket])] for _ in range(size)] for _ in range(draw.num_ranks)]
+            plans.append(planning.home([[tops[bucket]] * size] * draw.num_ranks))
+            own += planning.home(lens).ideal_time
+        yield Step(plans, own_share=own / sum(plan.ideal_time for plan in plans))
 
 
 def time_budget(draw: Draw) -> Iterator[Step]:
@@ -216,90 +119,61 @@ def time_budget(draw: Draw) -> Iterator[Step]:
 
     The budget is the mean time of batch_size samples of the pool, and at least the time of its longest sample.
     """
-    setting, pool = draw.setting, draw.pool
-    works = {length: setting.work(length) for length in set(pool)}
-    budget = max(setting.batch_size * sum(map(works.__getitem__, pool)) / len(pool), max(works.values()))
-    streams = [random.Random(f"{draw.seed} {rank}") for rank in range(setting.num_ranks)]
+    pool = draw.pool
+    works = {length: draw.planning.work(length) for length in set(pool)}
+    budget = max(draw.batch_size * sum(map(works.__getitem__, pool)) / len(pool), max(works.values()))
+    streams = [random.Random(f"{draw.seed} {rank}") for rank in range(draw.num_ranks)]
     waiting = [stream.choice(pool) for stream in streams]
-    for _ in draw.steps:
-        step = Step()
-        for _ in range(setting.micro_batches):
-            lens: Lengths = [[] for _ in streams]
-            for rank, stream in enumerate(streams):
-                left, room = budget, setting.max_tokens or math.inf
-                while not lens[rank] or (works[waiting[rank]] <= left and waiting[rank] <= room):
-                    lens[rank].append(waiting[rank])
-                    left -= works[waiting[rank]]
-                    room -= waiting[rank]
-                    waiting[rank] = stream.choice(pool)
-            step.add(plan_home(setting.plan(lens, f"g1n{setting.num_ranks}")))
-        yield step
+
+    def batch() -> Lengths:
+        lens: Lengths = [[] for _ in streams]
+        for rank, stream in enumerate(streams):
+            left, room = budget, draw.max_tokens or math.inf
+            while not lens[rank] or (works[waiting[rank]] <= left and waiting[rank] <= room):
+                lens[rank].append(waiting[rank])
+                left -= works[waiting[rank]]
+                room -= waiting[rank]
+                waiting[rank] = stream.choice(pool)
+        return lens
+
+    for batches in draw.batches:
+        yield Step([draw.planning.home(batch()) for _ in batches])
 
 
-def static_sharing(degree: int) -> Callable[[Draw], Iterator[Step]]:
+def static_sharing(degree: int) -> Way:
     """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn."""
 
     def steps(draw: Draw) -> Iterator[Step]:
-        for micro_batches in draw.micro_batches:
-            step = Step()
-            for micro_batch in micro_batches:
-                step.add(
-                    plan_home_bags(draw.setting.plan(micro_batch, f"g{degree}n{draw.setting.num_ranks // degree}"))
-                )
-            yield step
+        topology = f"g{degree}n{draw.num_ranks // degree}"
+        for batches in draw.batches:
+            yield Step([plan_home_bags(draw.planning.plan(batch, topology, solver="greedy")) for batch in batches])
 
     return steps
 
 
 def longest_first(draw: Draw) -> Iterator[Step]:
     """Assigns each micro-batch's samples, the longest first, to the rank that has the least work."""
-    for micro_batches in draw.micro_batches:
-        step = Step()
-        for micro_batch in micro_batches:
-            step.add(draw.setting.plan(micro_batch, f"g1n{draw.setting.num_ranks}"))
-        yield step
-
-
-def planned_step(topology: str, *, routed: bool) -> Callable[[Draw], Iterator[Step]]:
-    """All micro-batches of a step planned at once. routed: tokens travel; otherwise ranks load what they compute."""
-
-    def steps(draw: Draw) -> Iterator[Step]:
-        setting = draw.setting
-        for lengths in draw.steps:
-            step = Step()
-            planned = knapformer.plan(
-                lengths, topology, setting.d_model, setting.gamma, effort="low", masks=setting.mask,
-                rank_speed=setting.rank_speed, cluster=setting.cluster, model=setting.model.replace(routed=routed),
-                max_tokens_per_rank=setting.max_tokens, micro_batches=setting.micro_batches,
-            )  # fmt: skip
-            for plan in planned.plans:
-                step.add(plan)
-            yield step
-
-    return steps
+    for batches in draw.batches:
+        topology = f"g1n{draw.num_ranks}"
+        yield Step([draw.planning.plan(batch, topology, solver="greedy", routed=False) for batch in batches])
 
 
 def baselines(num_ranks: int) -> list[Alternative]:
     """The alternatives without this project that this number of ranks allows, the least change first."""
     found = [
-        Alternative("as_drawn", "no balancing", as_drawn),
+        Alternative("as_drawn", "no balancing", at_home),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
         Alternative(
-            "buckets",
-            "lockstep buckets",
-            lockstep_buckets,
+            "buckets", "lockstep buckets", lockstep_buckets,
             "a bucketing sampler; samples are cropped or padded to their bucket's size",
             "a micro-batch sees one length, and a step as many as it has micro-batches",
         ),
         Alternative(
-            "time_budget",
-            "time budget",
-            time_budget,
-            "an iterable data set that packs by predicted seconds",
+            "time_budget", "time budget", time_budget, "an iterable data set that packs by predicted seconds",
             "the number of samples in a step varies",
         ),
         Alternative("longest_first", "longest first", longest_first, "a sampler that knows the lengths"),
-    ]
+    ]  # fmt: skip
     for degree in (2, 4, 8):
         if num_ranks % degree == 0:
             name, change = f"sequence parallel {degree}", "the model's attention, and the loader"
@@ -307,30 +181,24 @@ def baselines(num_ranks: int) -> list[Alternative]:
     return found
 
 
-def alternatives(setting: Setting, topologies: Sequence[str]) -> list[Alternative]:
+def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
     """The baselines that these ranks allow, then this project's. topologies: of the balancer in the model."""
-    num_ranks = setting.num_ranks
-    found = baselines(num_ranks)
-    sampler = planned_step(f"g1n{num_ranks}", routed=False)
+    found = baselines(case.num_ranks)
+    sampler = planned_whole(f"g1n{case.num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
     found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
     for topology in topologies:
-        balancer, of_job = planned_step(topology, routed=True), setting.of_job(topology)
+        of_job = case.of_job(topology)
         largest = topology[1:].partition("n")[0].partition("/")[0]
         ranks, shared = (f"1-{largest}", f"long samples shared by up to {largest} ranks")
         if "/" not in topology:
             ranks, shared = (largest, f"every sample shared by {largest} ranks")
         found.append(
             Alternative(
-                f"bags {of_job}",
-                f"balancer, {ranks} ranks",
-                balancer,
-                "calls in the model",
-                ours=True,
-                topology=of_job,
-                advice=f"the balancer in the model, with {shared}",
+                f"bags {of_job}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
+                "calls in the model", ours=True, topology=of_job, advice=f"the balancer in the model, with {shared}",
             )
-        )
+        )  # fmt: skip
     return found
 
 
@@ -342,32 +210,43 @@ class Result:
     steps: list[Step]
     problem: str | None = None
 
-    def mean(self, of: Callable[[Step], float]) -> float:
-        return sum(map(of, self.steps)) / len(self.steps)
+    def mean(self, name: str) -> float:
+        """Of a figure of the steps."""
+        return sum(step.figures[name] for step in self.steps) / len(self.steps)
+
+    @property
+    def work_s(self) -> float:
+        """Of the samples' work alone, spread evenly over the ranks."""
+        return sum(map(work_s, self.steps)) / len(self.steps)
 
     @property
     def efficiency(self) -> float:
         """The time of the samples' own work over the time of the step. Alternatives are compared by it."""
-        return self.mean(lambda step: step.work_s) / self.mean(lambda step: step.seconds)
+        return self.work_s / self.mean("total_s")
 
     @property
     def waiting(self) -> float:
         """Of the ranks' computing time, the share in which they wait for the slowest, or compute padding."""
-        return max(0.0, 1 - self.mean(lambda step: step.work_s) / self.mean(lambda step: step.compute_s))
+        return max(0.0, 1 - self.work_s / (self.mean("token_s") + self.mean("attention_s")))
 
     @property
     def max_tokens(self) -> int:
-        return max(step.max_tokens for step in self.steps)
+        return int(max(step.figures["max_tokens_per_rank"] for step in self.steps))
 
 
-def simulate(alternative: Alternative, draw: Draw) -> Result:
+def work_s(step: Step) -> float:
+    return step.own_share * step.figures["ideal_s"]
+
+
+def simulate(alternative: Alternative, case: Case) -> Result:
     """Simulates all steps; only the first one keeps its plans."""
     steps: list[Step] = []
-    draw.watch(alternative.name)
+    case.watch(alternative.name)
     try:
-        for step in alternative.steps(draw):
+        for step in alternative.steps(case):
+            step.figures  # noqa: B018  computed while there are plans
             if steps:
-                step.plans.clear()
+                step.plans, step.whole = (), None
             steps.append(step)
         return Result(alternative, steps)
     except ArgumentError as error:  # a limit that cannot be kept
@@ -383,7 +262,7 @@ def gain(one: Result, other: Result) -> tuple[float, float]:
 
     def efficiency(result: Result, left_out: int | None) -> float:
         kept = [step for i, step in enumerate(result.steps) if i * count // len(result.steps) != left_out]
-        return sum(step.work_s for step in kept) / sum(step.seconds for step in kept)
+        return sum(map(work_s, kept)) / sum(step.figures["total_s"] for step in kept)
 
     def ratio(left_out: int | None = None) -> float:
         return efficiency(one, left_out) / efficiency(other, left_out)

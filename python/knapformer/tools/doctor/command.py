@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, TopologyOption, TrainedModel
+from knapformer import ArgumentError, Cluster, TopologyOption
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import Lengths
 from knapformer.tools.columns import MEANINGS
 from knapformer.tools.doctor import text, topologies
-from knapformer.tools.doctor.alternatives import Draw, Result, Setting, Step, alternatives, baselines, gain, simulate
+from knapformer.tools.doctor.alternatives import Case, Result, alternatives, baselines, gain, simulate
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
-from knapformer.tools.doctor.topologies import ranked_for, sharing
+from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
 from knapformer.tools.files import check_outputs, write_json
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset, preset_named
 from knapformer.tools.sample_files import FORMATS
+from knapformer.tools.ways import Planning
 
 _FORMAT = "knapformer.diagnosis"
 #: The exit status where findings are printed, but more than 5 % of the rows could not be read.
 MANY_LEFT_OUT = 3
-_REPORTED_COUNTS = (1, 2, 4, 8)
 _KEYS = ("as_drawn", "one_by_one", "buckets", "time_budget", "longest_first", "static_2", "static_4", "static_8")
 
 
@@ -45,19 +43,19 @@ def add_parser(subparsers: Any) -> None:
         help=f"tokens of each sample, or sizes that --model turns into them: .{', .'.join(FORMATS)}, or '-'; a "
         "trainer's cache; or as they were drawn: a list for each rank, or a list of such steps",
     )  # fmt: skip
-    cli_args.add_lengths_file(source, "LENGTHS, as other commands take them")
-    cli_args.add_data(source)
-    cli_args.add_ranks(parser, "data-parallel ranks")
+    cli_args.add(source, "--lengths", help="LENGTHS, as other commands take them")
+    cli_args.add(source, "--data")
+    cli_args.add(parser, "--ranks", help="data-parallel ranks")
     parser.add_argument(
         "--columns", type=_columns, default={}, metavar="WHAT=NAME,...",
         help=f"all columns to read, where they are not recognised: {', '.join(MEANINGS)}",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)} (default {DEFAULT_PRESET})")
-    parser.add_argument(
-        "--batch-size", type=cli_args.integer(1, 1 << 16), metavar="N",
+    cli_args.add(parser, "--model", default=None, help=f"{', '.join(PRESETS)} (default {DEFAULT_PRESET})")
+    cli_args.add(
+        parser, "--batch-size", default=None,
         help="samples of a rank in a micro-batch, where none are drawn as --data or LENGTHS says (default 1)",
     )  # fmt: skip
-    cli_args.add_count(parser, "--micro-batches", 1, "of an optimizer step", high=1 << 12)
+    cli_args.add(parser, "--micro-batches", default=1, help="of an optimizer step (default 1)")
     parser.add_argument("--now", default="as_drawn", choices=_KEYS, help="what you do now (default as_drawn)")
     parser.add_argument(
         "--memory-gib", type=cli_args.number(0, inclusive=False), metavar="F",
@@ -67,20 +65,20 @@ def add_parser(subparsers: Any) -> None:
         "--measured-memory", type=_measured_point, metavar="TOKENS:GIB",
         help="one measured peak, which the memory model is put through",
     )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=cli_args.integer(2, 10**6), metavar="N",
+    cli_args.add(
+        parser, "--steps", type=cli_args.integer(2, 10**6), default=None,
         help="simulated (default 20; fewer where a step has very many samples)",
     )  # fmt: skip
-    cli_args.add_draw(parser)
-    cost_args.add_gamma(parser)
-    cli_args.add_d_model(parser, "the --model's")
-    cost_args.add_mask(parser)
-    cli_args.add_max_tokens(parser, "what fits in memory")
-    cost_args.add_rank_speed(parser)
-    cost_args.add_model_options(parser)
+    cli_args.add(parser, *cli_args.DRAW)
+    cli_args.add_gamma(parser)
+    cli_args.add(parser, "--d-model", help="width, in features (default: the --model's)")
+    limit = "that a rank may hold in a micro-batch (default: what fits in memory)"
+    cli_args.add(parser, "--max-tokens-per-rank", help=limit)
+    cli_args.add(parser, "--mask", "--rank-speed")
+    cli_args.add_model_options(parser)
     parser.add_argument("--topologies", action="store_true", help="lists all topologies of bags, with the reasons")
-    parser.add_argument("--json", metavar="FILE|-", help="writes the figures as JSON")
-    parser.add_argument("--report", metavar="FILE", help="writes an HTML file that opens offline, with pictures")
+    cli_args.add(parser, "--json", metavar="FILE|-")
+    cli_args.add(parser, "--report")
     parser.set_defaults(run=run)
 
 
@@ -103,48 +101,50 @@ def run(args: argparse.Namespace) -> int:
     gamma, cluster, model = cost_args.costs(args, model=preset.trained_model(), own_fixed=True).values()
     source = Source(args, preset, cluster.ranks_per_node)
     # Topologies, alternatives, and 12 simulations each for how sure it is and for the levers.
-    total = 1 + len(baselines(source.simulated_ranks)) + 3 + 24 + (4 * len(_REPORTED_COUNTS) if args.report else 0)
-    with Progress(total, enabled=sys.stderr.isatty()) as progress:
+    with Progress(1 + len(baselines(source.simulated_ranks)) + 3 + 24, enabled=sys.stderr.isatty()) as progress:
 
         def watch(name: str) -> None:
             progress.advance()
             progress.describe(f"simulating {name}")
 
         progress.describe(f"drawing samples, and comparing topologies, for {source.simulated_ranks:,} ranks")
-        batches = source.batches(args.micro_batches)
-        setting, memory = _setting(args, source, preset, _mean_batch_size(batches), gamma, cluster, model)
-        cost_args.warn_if_far(args, setting.d_model, max(source.pool))
-        draw = Draw.of_batches(setting, batches, source.pool, args.seed, watch)
-        ranking = ranked_for(draw)
-        results = [_within(simulate(of, draw), setting) for of in alternatives(setting, sharing(ranking))]
+        batches, speeds = source.batches(args.micro_batches), args.rank_speed
+        planning = Planning(
+            args.d_model or preset.d_model, gamma, cluster, model, args.mask,
+            speeds[: source.simulated_ranks] if len(speeds) == source.num_ranks else speeds, effort="low",
+        )  # fmt: skip
+        memory, fit = _memory(args, source, preset, planning)
+        given = args.max_tokens_per_rank
+        case = Case(
+            planning, batches, source.pool, args.seed, min(filter(None, (fit, given)), default=0),
+            limit_is_given=bool(given) and (not fit or given <= fit),
+            job_ranks=source.num_ranks if source.simulated_ranks != source.num_ranks else 0, watch=watch,
+        )  # fmt: skip
+        cost_args.warn_if_far(args, planning.d_model, max(source.pool))
+        ranking = ranked(case)
+        results = [_within(simulate(of, case), case) for of in alternatives(case, sharing(ranking))]
         now = next((result for result in results if result.alternative.key == args.now), None)
         if now is None:
             raise ArgumentError(f"--now: got {args.now}, expected an alternative that {source.num_ranks} ranks allow")
-        verdict = decide(results, now, draw)
-        moved = levers(verdict, results, draw, source.batches)
-        figures = [_figures(result, verdict.now, setting, memory, source) for result in results]
-        if args.report is not None:
-            _write_report(args, source, preset, draw, memory, results, figures, verdict)
-    write_json(args.json, _as_dict(args, source, preset, draw, results, figures, verdict, moved, ranking))
+        verdict = decide(results, now, case)
+        moved = levers(verdict, results, case, source.batches)
+    figures = [_figures(result, verdict.now, case, memory, source) for result in results]
+    rows = [text.cells(result, of) for result, of in zip(results, figures, strict=True)]
+    if args.report is not None:
+        from knapformer.tools.doctor.page import write_page
+
+        limit_gib = memory.gib(case.max_tokens) if case.max_tokens else None
+        write_page(args.report, source, preset, case, rows, results, figures, verdict, limit_gib)
+    write_json(args.json, _as_dict(source, preset, case, results, figures, verdict, moved, ranking))
     if args.json != "-":
-        rows = [text.cells(result, of) for result, of in zip(results, figures, strict=True)]
-        listed = ranking if args.topologies else ()
-        text.print_findings(source, preset, draw, rows, results, verdict, moved, listed)
+        text.print_findings(source, preset, case, rows, results, verdict, moved, ranking if args.topologies else ())
     return MANY_LEFT_OUT if source.samples.many_left_out else 0
 
 
-def _mean_batch_size(batches: Sequence[Sequence[Lengths]]) -> float:
-    """Samples of a rank in a micro-batch: an int where that is one."""
-    mean = statistics.fmean(len(lens) for step in batches for batch in step for lens in batch)
-    return int(mean) if mean.is_integer() else mean
-
-
-def _setting(
-    args: argparse.Namespace, source: Source, preset: Preset, batch_size: float, gamma: float, cluster: Cluster,
-    model: TrainedModel,
-) -> tuple[Setting, MemoryModel]:  # fmt: skip
-    d_model = args.d_model or preset.d_model
-    memory = MemoryModel.of(model, d_model, source.num_ranks)
+def _memory(args: argparse.Namespace, source: Source, preset: Preset, planning: Planning) -> tuple[MemoryModel, int]:
+    """What a rank's memory holds, and the tokens that fit; 0 where memory is not limited."""
+    model = planning.model
+    memory = MemoryModel.of(model, planning.d_model, source.num_ranks)
     if args.measured_memory is not None:
         tokens, gib = args.measured_memory
         if memory.gib(0) >= gib:
@@ -163,60 +163,48 @@ def _setting(
             f"{model.num_parameters:.3g} parameters, sharded over {shards} rank(s), take {memory.gib(0):.1f} GiB on "
             f"each, expected at most {limit_gib:g} (--memory-gib): name another --model, or --mode lora, or more ranks"
         )
-    given, speeds = args.max_tokens_per_rank, args.rank_speed
-    sampled = source.simulated_ranks != source.num_ranks
-    setting = Setting(
-        source.simulated_ranks, batch_size, args.micro_batches, d_model, gamma, cluster, model,
-        min(filter(None, (max_tokens, given)), default=0), args.mask,
-        speeds[: source.simulated_ranks] if len(speeds) == source.num_ranks else speeds,
-        limit_is_given=bool(given) and (not max_tokens or given <= max_tokens),
-        job_ranks=source.num_ranks if sampled else 0,
-    )  # fmt: skip
-    return setting, memory
+    return memory, max_tokens
 
 
-def _within(result: Result, setting: Setting) -> Result:
-    max_tokens = setting.max_tokens
+def _within(result: Result, case: Case) -> Result:
+    max_tokens = case.max_tokens
     if result.problem is None and max_tokens and result.max_tokens > max_tokens:
-        fit = "" if setting.limit_is_given else f", {max_tokens:,} fit"
+        fit = "" if case.limit_is_given else f", {max_tokens:,} fit"
         return Result(result.alternative, [], f"{result.max_tokens:,} tokens on a rank{fit}")
     return result
 
 
-def _figures(result: Result, now: Result, setting: Setting, memory: MemoryModel, source: Source) -> dict[str, Any]:
+def _figures(result: Result, now: Result, case: Case, memory: MemoryModel, source: Source) -> dict[str, Any]:
     """Per optimizer step, in the mean."""
     if result.problem is not None:
         return {"problem": result.problem}
-
-    def mean(of: Callable[[Step], float]) -> float:
-        return result.mean(of)
-
-    seconds, samples = mean(lambda step: step.seconds), mean(lambda step: step.samples)
-    of_work = mean(lambda step: step.work_s) / result.efficiency  # seconds that the samples' work takes this way
+    seconds, samples = result.mean("total_s"), result.mean("samples")
+    of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
     speedup, error = gain(result, now) if now.problem is None else (None, math.nan)
-    million = source.num_samples or 10**6
-    all_ranks = source.num_ranks / setting.num_ranks
+    between = result.mean("route_bytes_between_nodes") + result.mean("attention_bytes_between_nodes")
+    sent = result.mean("route_bytes") + result.mean("attention_bytes")
+    all_ranks = source.num_ranks / case.num_ranks
     return {
         "step_s": seconds,
         "speedup": speedup,
         "speedup_standard_error": error if math.isfinite(error) else None,
         "samples_per_s": all_ranks * samples / seconds,
-        "tokens_per_s": all_ranks * mean(lambda step: step.tokens) / seconds,
-        "device_hours": million / samples * of_work * setting.num_ranks / 3600,
+        "tokens_per_s": all_ranks * result.mean("tokens") / seconds,
+        "device_hours": (source.num_samples or 10**6) / samples * of_work * case.num_ranks / 3600,
         "efficiency": result.efficiency,
         "waiting": result.waiting,
-        "gb_in_node_per_rank": mean(lambda step: step.bytes_in_node) / setting.num_ranks / 1e9,
-        "gb_between_nodes_per_rank": mean(lambda step: step.bytes_between) / setting.num_ranks / 1e9,
+        "gb_in_node_per_rank": (sent - between) / case.num_ranks / 1e9,
+        "gb_between_nodes_per_rank": between / case.num_ranks / 1e9,
         "max_tokens": result.max_tokens,
         "max_gib": memory.gib(result.max_tokens),
     }
 
 
 def _as_dict(
-    args: argparse.Namespace, source: Source, preset: Preset, draw: Draw, results: Sequence[Result],
-    figures: Sequence[Mapping[str, Any]], verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
+    source: Source, preset: Preset, case: Case, results: Sequence[Result], figures: Sequence[Mapping[str, Any]],
+    verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> dict[str, Any]:  # fmt: skip
-    setting = draw.setting
+    planning = case.planning
     return {
         "format": _FORMAT,
         "version": 1,
@@ -231,66 +219,18 @@ def _as_dict(
         "bad_rows": source.samples.bad_rows,
         "model_name": preset.name,
         "ranks": source.num_ranks,
-        "simulated_ranks": setting.num_ranks,
-        "batch_size": setting.batch_size,
-        "micro_batches": setting.micro_batches,
-        "steps": len(draw.steps),
-        "seed": args.seed,
-        "d_model": setting.d_model,
-        "gamma": setting.gamma,
-        "max_tokens_that_fit": setting.max_tokens or None,
-        **cost_args.settings_dict(setting.cluster, setting.model),
+        "simulated_ranks": case.num_ranks,
+        "batch_size": case.batch_size,
+        "micro_batches": case.micro_batches,
+        "steps": len(case.batches),
+        "seed": case.seed,
+        "d_model": planning.d_model,
+        "gamma": planning.gamma,
+        "max_tokens_that_fit": case.max_tokens or None,
+        **cost_args.settings_dict(planning.cluster, planning.model),
         "alternatives": [
-            {
-                "key": result.alternative.key,
-                "change": result.alternative.change,
-                "effect": result.alternative.effect,
-                **of,
-            }
-            for result, of in zip(results, figures, strict=True)
+            {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
+            for of, row in zip(results, figures, strict=True)
         ],
-        "topologies": [topologies.as_dict(option, setting) for option in ranking],
+        "topologies": [topologies.as_dict(option, case) for option in ranking],
     }
-
-
-def _write_report(
-    args: argparse.Namespace, source: Source, preset: Preset, draw: Draw, memory: MemoryModel,
-    results: Sequence[Result], figures: Sequence[Mapping[str, Any]], verdict: Verdict,
-) -> None:  # fmt: skip
-    from knapformer.tools.doctor.page import write_page
-
-    setting = draw.setting
-    compared = [r for r in results if r.alternative.ours or r.alternative.key == "as_drawn"]
-    by_count: dict[str, dict[int, float]] = {result.alternative.name: {} for result in compared}
-    for count in _REPORTED_COUNTS:
-        try:
-            other = draw.with_micro_batches(source.batches(count))
-        except ArgumentError:  # fewer batches than that were given
-            continue
-        for result in compared:
-            found = simulate(result.alternative, other)
-            if found.problem is None:
-                by_count[result.alternative.name][count] = found.efficiency
-    lens = source.pool
-    top = [
-        (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
-        (f"{source.num_ranks:,}", "ranks"),
-        (f"{setting.micro_batches}", "micro-batches of a step"),
-    ]
-    if verdict.is_worth_it and verdict.now.problem is None:
-        top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
-    settings = {
-        "lengths": source.description, "model": preset.name, "ranks": source.num_ranks,
-        "ranks that are simulated": setting.num_ranks, "samples of a micro-batch": setting.batch_size,
-        "micro-batches": setting.micro_batches, "width": setting.d_model, "gamma": setting.gamma,
-        **{name: value for part in cost_args.settings_dict(setting.cluster, setting.model).values()
-           for name, value in part.items()},
-    }  # fmt: skip
-    write_page(
-        args.report, verdict=" ".join(filter(None, (text.verdict_text(verdict, source, preset), verdict.aside()))),
-        rows=[text.cells(result, of) for result, of in zip(results, figures, strict=True)], results=results,
-        figures=figures, lengths=source.pool, setting=setting,
-        limit_gib=memory.gib(setting.max_tokens) if setting.max_tokens else None, efficiency_by_count=by_count,
-        subtitle=f"{source.description}; {source.num_ranks} ranks, {setting.micro_batches} micro-batches",
-        top=top, settings=settings,
-    )  # fmt: skip

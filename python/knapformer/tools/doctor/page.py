@@ -1,8 +1,9 @@
-"""The doctor's findings as an HTML file: lengths, one step of each alternative, cost against micro-batches, memory."""
+"""The doctor's findings as an HTML file: lengths, one step of each alternative, memory."""
 
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,12 +11,16 @@ import numpy as np
 import plotly.graph_objects as go
 
 from knapformer import Plan, predict_step
-from knapformer.tools.doctor.alternatives import Result, Setting
+from knapformer.tools.doctor.alternatives import Case, Result
+from knapformer.tools.doctor.source import Source
+from knapformer.tools.doctor.text import verdict_text
+from knapformer.tools.doctor.verdict import Verdict
+from knapformer.tools.presets import Preset
 from knapformer.tools.report.html_page import HtmlPage, rows_of
+from knapformer.tools.ways import Planning
 
 # Okabe and Ito: legible on light and dark grounds, and without colour vision.
 _COLOURS = {"computing": "#2b8cd6", "exchanging": "#E69F00", "waiting": "#999999", "the rest": "#CC79A7"}
-_LINES = ("#2b8cd6", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _MAX_RANKS = 64  # only the first ranks are drawn in a step's picture
 _NUM_BINS = 40
 _T = TypeVar("_T")
@@ -23,16 +28,10 @@ _Had = Sequence[tuple[Result, Mapping[str, Any]]]  # alternatives that are possi
 
 
 def write_page(
-    path: str, *, verdict: str, rows: Sequence[Mapping[str, str]], results: Sequence[Result],
-    figures: Sequence[Mapping[str, Any]], lengths: Sequence[int], setting: Setting, limit_gib: float | None,
-    efficiency_by_count: Mapping[str, Mapping[int, float]], subtitle: str, top: Sequence[tuple[str, str]],
-    settings: Mapping[str, Any],
+    path: str, source: Source, preset: Preset, case: Case, rows: Sequence[Mapping[str, str]],
+    results: Sequence[Result], figures: Sequence[Mapping[str, Any]], verdict: Verdict, limit_gib: float | None,
 ) -> None:  # fmt: skip
-    """rows: the printed table. figures: one for each result. efficiency_by_count: by alternative, then by number of
-    micro-batches. top: (figure, label) pairs at the top of the page.
-
-    Raises OSError.
-    """
+    """rows: the printed table. figures: one for each result. Raises OSError."""
     page = HtmlPage()
     had = [(result, of) for result, of in zip(results, figures, strict=True) if result.problem is None]
     cells = _alike(((row["alternative"], row) for row in rows), lambda row: tuple(row.values())[1:])
@@ -42,16 +41,30 @@ def write_page(
         text = "On equal work; the bars' ends: twice the standard error over the drawn steps."
         page.add("How fast each is", text, _speeds(had))
     text = "Attention's work grows with the square of the length: few long samples can hold most of it."
-    page.add("Lengths and work", text, _distribution(lengths, setting), 300)
+    page.add("Lengths and work", text, _distribution(source.pool, case.planning), 300)
     if had:
         text = "What each rank does in the first step that was simulated, its micro-batches added up, in % of the step"
-        text += f"; the first {_MAX_RANKS} ranks." if setting.num_ranks > _MAX_RANKS else "; a bar for each rank."
+        text += f"; the first {_MAX_RANKS} ranks." if case.num_ranks > _MAX_RANKS else "; a bar for each rank."
         page.add("One step", text, _steps(had), 130)
-        text = "The samples' own work over what a step takes, with other numbers of micro-batches in a step."
-        page.add("Micro-batches", text, _by_count(efficiency_by_count), 320)
         text = "Of the fullest rank in any micro-batch; counted, not measured."
         page.add("Memory", text, _memory(had, limit_gib))
-    page.write(path, verdict, html.escape(subtitle), top, settings)
+    lens = source.pool
+    top = [
+        (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
+        (f"{source.num_ranks:,}", "ranks"),
+        (f"{case.micro_batches}", "micro-batches of a step"),
+    ]
+    if verdict.is_worth_it and verdict.now.problem is None:
+        top.insert(0, (f"{verdict.speedup:.2f} times", f"as fast as {verdict.now.alternative.name}"))
+    settings = {
+        "lengths": source.description, "model": preset.name, "ranks": source.num_ranks,
+        "ranks that are simulated": case.num_ranks, "samples of a micro-batch": case.batch_size,
+        "micro-batches": case.micro_batches, "width": case.planning.d_model, "gamma": case.planning.gamma,
+        **case.planning.cluster.to_dict(), **case.planning.model.to_dict(),
+    }  # fmt: skip
+    said = " ".join(filter(None, (verdict_text(verdict, source, preset), verdict.aside())))
+    subtitle = f"{source.description}; {source.num_ranks} ranks, {case.micro_batches} micro-batches"
+    page.write(path, said, html.escape(subtitle), top, settings)
 
 
 def _alike(items: Iterable[tuple[str, _T]], shown: Callable[[_T], Hashable]) -> dict[str, _T]:
@@ -84,14 +97,14 @@ def _speeds(had: _Had) -> go.Figure:
     return figure
 
 
-def _distribution(lengths: Sequence[int], setting: Setting) -> go.Figure:
+def _distribution(lengths: Sequence[int], planning: Planning) -> go.Figure:
     """Shares of samples, and of their work, by length in bins of equal ratio."""
     values = np.asarray(lengths, dtype=np.float64)
     low, high = values.min(), max(values.max(), 1.12 * values.min())
     edges = np.geomspace(low, high, _NUM_BINS + 1)
     edges[0], edges[-1] = low, high  # exactly, so that no sample is outside
     distinct, places = np.unique(np.asarray(lengths), return_inverse=True)
-    work = np.array([setting.work(int(length)) for length in distinct])[places]
+    work = np.array([planning.work(int(length)) for length in distinct])[places]
     figure = go.Figure()
     for name, weights, colour in (("samples", None, "#E69F00"), ("work", work, "#2b8cd6")):
         share, _ = np.histogram(values, edges, weights=weights)
@@ -138,20 +151,6 @@ def _steps(had: _Had) -> dict[str, go.Figure]:
         figure.update_layout(barmode="stack", bargap=0.1)
         figure.update_yaxes(tickvals=[0, 50, 100])
     return figures
-
-
-def _by_count(efficiency_by_count: Mapping[str, Mapping[int, float]]) -> go.Figure:
-    figure = go.Figure()
-    lines = _alike(efficiency_by_count.items(), lambda line: tuple((n, f"{value:.2f}") for n, value in line.items()))
-    for colour, (name, line) in zip(_LINES, lines.items(), strict=False):
-        figure.add_scatter(
-            x=list(line), y=[100 * value for value in line.values()], name=name, mode="lines+markers",
-            line={"color": colour}, hovertemplate="%{x} micro-batches: %{y:.1f} %",
-        )  # fmt: skip
-    counts = sorted({count for line in efficiency_by_count.values() for count in line})
-    figure.update_xaxes(title="micro-batches", type="log", tickvals=counts, ticktext=list(map(str, counts)))
-    figure.update_yaxes(title="% of the step", rangemode="tozero")
-    return figure
 
 
 def _memory(had: _Had, limit_gib: float | None) -> go.Figure:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from knapformer import ArgumentError, DataMix
 from knapformer.tools import cli_args
-from knapformer.tools.cli_args import Lengths
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import Preset
 from knapformer.tools.sample_files import Samples, read_samples
+from knapformer.tools.ways import Lengths, batches_of_step, micro_batches_of_step
 
 # The work is bounded. Each further step takes 0.9, 1.3 and 5.1 s of one core at 2,048, 4,096 and 8,192 ranks with one
 # sample each: `doctor lengths.csv --ranks N --steps 2` and `--steps 4`.
@@ -99,12 +99,12 @@ class Source:
 
             count = self._num_steps(sum(map(len, batch(0))) * micro_batches)
             count = min(count, len(drawn) // micro_batches) if drawn else count
-            return [[batch(i) for i in cli_args.batches_of_step(step, micro_batches)] for step in range(count)]
+            return [[batch(i) for i in batches_of_step(step, micro_batches)] for step in range(count)]
         rng = random.Random(args.seed)
         size = (args.batch_size or 1) * micro_batches
         count = self._num_steps(size * num_ranks)
         steps = ([rng.choices(self.pool, k=size) for _ in range(num_ranks)] for _ in range(count))
-        return [cli_args.micro_batches_of_step(step, micro_batches) for step in steps]
+        return [micro_batches_of_step(step, micro_batches) for step in steps]
 
     def _num_steps(self, num_samples: int) -> int:
         """How many steps of so many samples are simulated."""

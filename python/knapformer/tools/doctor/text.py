@@ -9,7 +9,7 @@ from typing import Any
 from knapformer import TopologyOption
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools.doctor import topologies
-from knapformer.tools.doctor.alternatives import Draw, Result, Setting
+from knapformer.tools.doctor.alternatives import Case, Result
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import Lever, Verdict
 from knapformer.tools.files import show, table_of
@@ -23,12 +23,12 @@ def verdict_text(verdict: Verdict, source: Source, preset: Preset) -> str:
     return caution + sentence if source.samples.many_left_out else sentence
 
 
-def what_to_change(taken: Result, setting: Setting, preset: Preset) -> str:
+def what_to_change(taken: Result, case: Case, preset: Preset) -> str:
     """In code where it is this project's."""
     model = f"diffusers' {preset.transformer}"
-    of, gamma = taken.alternative, "" if setting.gamma == DEFAULT_GAMMA else f", gamma={setting.gamma:.3g}"
+    of, gamma = taken.alternative, "" if case.planning.gamma == DEFAULT_GAMMA else f", gamma={case.planning.gamma:.3g}"
     if of.key == "sampler":
-        limit = f", max_tokens_per_rank={setting.max_tokens}" if setting.max_tokens else ""
+        limit = f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
         packs = (
             f"knapformer.balance(transformer), so that {model} takes samples of any sizes; "
             if preset.transformer
@@ -36,14 +36,14 @@ def what_to_change(taken: Result, setting: Setting, preset: Preset) -> str:
         )
         return (
             "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
-            f"batch_size={max(1, round(setting.batch_size))}, d_model={setting.d_model}, "
-            f"micro_batches={setting.micro_batches}{gamma}{limit}); {packs}losses weighed with "
+            f"batch_size={max(1, round(case.batch_size))}, d_model={case.planning.d_model}, "
+            f"micro_batches={case.micro_batches}{gamma}{limit}); {packs}losses weighed with "
             "knapformer.losses.token_mean."
         )
     if not of.topology:
         return f"{of.change}."
     balancer = f'knapformer.SequenceBalancer("{of.topology}"{gamma})'
-    whole = "" if setting.micro_batches == 1 else " Plan the micro-batches of a step together: balancer.plan_step."
+    whole = "" if case.micro_batches == 1 else " Plan the micro-batches of a step together: balancer.plan_step."
     if preset.transformer:
         return (
             f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
@@ -53,16 +53,15 @@ def what_to_change(taken: Result, setting: Setting, preset: Preset) -> str:
 
 
 def print_findings(
-    source: Source, preset: Preset, draw: Draw, rows: Sequence[Mapping[str, str]], results: Sequence[Result],
+    source: Source, preset: Preset, case: Case, rows: Sequence[Mapping[str, str]], results: Sequence[Result],
     verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
 ) -> None:  # fmt: skip
     """rows: of the table, one for each result. ranking: of topologies, if they are to be listed."""
-    setting = draw.setting
     hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
     lens = source.pool
     parts: list[Any] = [verdict_text(verdict, source, preset)]
     if verdict.is_worth_it:
-        parts.append(f"What to change: {what_to_change(verdict.taken, setting, preset)}")
+        parts.append(f"What to change: {what_to_change(verdict.taken, case, preset)}")
     if (aside := verdict.aside()) is not None:
         parts.append(aside)
     if source.samples.bad_rows and not source.samples.many_left_out:
@@ -78,47 +77,46 @@ def print_findings(
         "BalancedBatchSampler: samples whole, all micro-batches of a step planned at once; nothing is sent.\n"
         "balancer, 1-N ranks: in the model; long samples are shared by up to N ranks. N ranks: every sample is, by N.",
     ]
-    parts += [f"{r.alternative.name} {setting.too_much}: {r.problem}." for r in results if r.problem is not None]
-    of_drawn = statistics.fmean(sum(map(len, step)) for step in draw.steps) or 1
+    parts += [f"{r.alternative.name} {case.too_much}: {r.problem}." for r in results if r.problem is not None]
+    of_drawn = case.batch_size * case.num_ranks * case.micro_batches or 1
     for result in results:
         if result.alternative.effect and result.problem is None:
-            ratio = f"{result.mean(lambda step: step.samples) / of_drawn:.2g}"
+            ratio = f"{result.mean('samples') / of_drawn:.2g}"
             more = "" if ratio == "1" else f" (here {ratio} times as many samples)"
             parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
     if moved:
         parts += ["", f"What would change the gain of {moved[0].taken} most:"]
         parts += [f"  {lever.name}: {lever.low:.2f} or {lever.high:.2f} times as fast" for lever in moved]
     if ranking:
-        parts += ["", *topologies.table(ranking, setting)]
-    show(*parts, "", *_assumed(source, preset, draw))
+        parts += ["", *topologies.table(ranking, case)]
+    show(*parts, "", *_assumed(source, preset, case))
 
 
-def _assumed(source: Source, preset: Preset, draw: Draw) -> list[str]:
-    setting = draw.setting
-    cluster, model = setting.cluster, setting.model
+def _assumed(source: Source, preset: Preset, case: Case) -> list[str]:
+    planning, cluster, model = case.planning, case.planning.cluster, case.planning.model
     default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
     limit = "memory is not limited"
-    if setting.max_tokens:
-        limit = f"{setting.max_tokens:,} tokens of a rank fit in memory"
-    if setting.limit_is_given:
-        limit = f"at most {setting.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
+    if case.max_tokens:
+        limit = f"{case.max_tokens:,} tokens of a rank fit in memory"
+    if case.limit_is_given:
+        limit = f"at most {case.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
     lines = [
         "Assumed:",
-        f"  model: {preset.name}{default}: {model.num_blocks} blocks of width {setting.d_model}, "
+        f"  model: {preset.name}{default}: {model.num_blocks} blocks of width {planning.d_model}, "
         f"{model.num_parameters / 1e9:.3g}e9 parameters, {model.num_heads} heads; {model.mode}; {limit}",
-        f"  ranks: {source.num_ranks:,} in nodes of {cluster.ranks_per_node}, {digits(setting.batch_size)} samples x "
-        f"{setting.micro_batches} micro-batches each; FSDP2: ranks wait in every micro-batch",
-        f"  rates: {cluster.flops_per_s / 1e12:.3g} TFLOP/s, of attention {setting.gamma:g} times the seconds per FLOP "
-        f"(gamma); {cluster.node_bytes_per_s / 1e9:g} and {cluster.network_bytes_per_s / 1e9:g} GB/s in and between "
-        f"nodes, fixed {cluster.fixed_s:g} s a micro-batch",
+        f"  ranks: {source.num_ranks:,} in nodes of {cluster.ranks_per_node}, {digits(case.batch_size)} samples x "
+        f"{case.micro_batches} micro-batches each; FSDP2: ranks wait in every micro-batch",
+        f"  rates: {cluster.flops_per_s / 1e12:.3g} TFLOP/s, of attention {planning.gamma:g} times the seconds per "
+        f"FLOP (gamma); {cluster.node_bytes_per_s / 1e9:g} and {cluster.network_bytes_per_s / 1e9:g} GB/s in and "
+        f"between nodes, fixed {cluster.fixed_s:g} s a micro-batch",
     ]
-    if setting.job_ranks:
+    if case.job_ranks:
         lines.append(
-            f"  simulated: {setting.num_ranks:,} of the {setting.job_ranks:,} ranks, in {len(draw.steps)} steps. With "
+            f"  simulated: {case.num_ranks:,} of the {case.job_ranks:,} ranks, in {len(case.batches)} steps. With "
             "all ranks the slowest is slower, so steps take rather longer than shown"
         )
     elif source.fewer_steps:
-        lines.append(f"  simulated: {len(draw.steps)} steps, since a step has so many samples (--steps for more)")
+        lines.append(f"  simulated: {len(case.batches)} steps, since a step has so many samples (--steps for more)")
     return lines
 
 

@@ -10,26 +10,20 @@ from typing import Any
 from rich.console import Group
 
 from knapformer import TopologyOption, rank_topologies
-from knapformer.tools.cli_args import Lengths
-from knapformer.tools.doctor.alternatives import Draw, Setting
+from knapformer.tools.doctor.alternatives import Case
 from knapformer.tools.files import table_of
+from knapformer.tools.ways import Draw
 
 _MAX_STEPS, _MAX_BATCHES = 2, 4  # a larger sample changes the order by less than the predictions' error
 
 
-def ranked(setting: Setting, steps: Sequence[Lengths]) -> list[TopologyOption]:
-    """As ranked_for, with the steps, [step][rank], cut into micro-batches of nearly equal numbers."""
-    return ranked_for(Draw(setting, steps[:_MAX_STEPS], pool=()))
-
-
-def ranked_for(draw: Draw) -> list[TopologyOption]:
+def ranked(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
-    setting = draw.setting
-    drawn = itertools.chain.from_iterable(draw.micro_batches[:_MAX_STEPS])
+    of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
     return rank_topologies(
-        list(itertools.islice(drawn, _MAX_BATCHES)), setting.d_model, setting.gamma, mask=setting.mask,
-        max_tokens_per_rank=setting.max_tokens, rank_speed=setting.rank_speed, cluster=setting.cluster,
-        model=setting.model.replace(routed=True),
+        list(itertools.islice(drawn, _MAX_BATCHES)), of.d_model, of.gamma, mask=of.mask,
+        max_tokens_per_rank=draw.max_tokens, rank_speed=of.rank_speed, cluster=of.cluster,
+        model=of.model.replace(routed=True),
     )  # fmt: skip
 
 
@@ -38,7 +32,7 @@ def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
     return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
 
 
-def as_dict(option: TopologyOption, setting: Setting) -> dict[str, Any]:
+def as_dict(option: TopologyOption, case: Case) -> dict[str, Any]:
     figures = {
         "predicted_time_s": option.predicted_time,
         "over_ideal": option.efficiency_loss,
@@ -46,16 +40,16 @@ def as_dict(option: TopologyOption, setting: Setting) -> dict[str, Any]:
         "max_tokens_over_mean": option.max_tokens_over_mean,
     }
     kept = math.isfinite(option.predicted_time)  # JSON has no infinity
-    named = {"topology": setting.of_job(option.topology)}
+    named = {"topology": case.of_job(option.topology)}
     return {**named, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
 
 
-def table(ranking: Sequence[TopologyOption], setting: Setting) -> list[str | Group]:
+def table(ranking: Sequence[TopologyOption], case: Case) -> list[str | Group]:
     caption = (
         f"Seconds of a micro-batch planned by itself, mean over at most {_MAX_BATCHES}. Exchanged: of the tokens, in "
         "each all-to-all of attention."
     )
-    named = {setting.of_job(option.topology): option for option in ranking}
+    named = {case.of_job(option.topology): option for option in ranking}
     rows = table_of([{"topology": name, **_cells(of)} for name, of in named.items()], left="topology", caption=caption)
     return ["Topologies of bags, best first:", rows, *(f"{name}: {of.reason}." for name, of in named.items())]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from knapformer import ArgumentError
-from knapformer.tools.cli_args import Lengths
-from knapformer.tools.doctor.alternatives import Draw, Result, Setting, gain, simulate
+from knapformer.tools.doctor.alternatives import Case, Result, gain, simulate
+from knapformer.tools.ways import Lengths
 
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
@@ -82,9 +82,9 @@ class Verdict:
         return f"Faster, but a step then has other samples: {named}. Below is what each does to the training."
 
 
-def decide(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
+def decide(results: Sequence[Result], now: Result, case: Case) -> Verdict:
     """Takes the alternative with the least change among those that are as fast as the fastest, within WORTH."""
-    verdict = _of_same_samples(results, now, draw)
+    verdict = _of_same_samples(results, now, case)
     if verdict.problem is not None or now.problem is not None:
         return verdict
     others = [r for r in results if r.problem is None and _rank(r) is None]
@@ -92,14 +92,14 @@ def decide(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
     return replace(verdict, faster=tuple(sorted(faster, key=lambda r: -r.efficiency)))
 
 
-def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verdict:
+def _of_same_samples(results: Sequence[Result], now: Result, case: Case) -> Verdict:
     advised = [r for r in results if r.problem is None and _rank(r) is not None]
     if not advised:
         shortest = next((r.problem for r in reversed(results) if r.problem), "no alternative can be planned")
-        limit = draw.setting.max_tokens
+        limit = case.max_tokens
         what = (
             f"No alternative keeps --max-tokens-per-rank {limit}"
-            if draw.setting.limit_is_given
+            if case.limit_is_given
             else "No alternative fits in memory"
         )
         return Verdict(now, now, problem=f"{what}: {shortest}")
@@ -107,27 +107,27 @@ def _of_same_samples(results: Sequence[Result], now: Result, draw: Draw) -> Verd
     close = [r for r in advised if r.efficiency >= fastest.efficiency / (1 + WORTH)]
     taken = min(close, key=lambda r: _rank(r) or 0)
     if now.problem is not None:
-        of_memory = "" if draw.setting.limit_is_given else " in memory"
-        return Verdict(now, taken, too_much=draw.setting.too_much + of_memory)
+        of_memory = "" if case.limit_is_given else " in memory"
+        return Verdict(now, taken, too_much=case.too_much + of_memory)
     speedup, error = gain(taken, now)
-    one_step = len(draw.steps) == 1  # then error is NaN
+    one_step = len(case.batches) == 1  # then error is NaN
     if speedup >= 1 + WORTH and speedup - 2 * error <= 1:
         name = taken.alternative.advice or taken.alternative.name
         span = f"{speedup:.2f} times as fast as {now.alternative.name}, give or take {2 * error:.2f}"
-        return Verdict(now, now, unsure=f"{name} is {span}, over {len(draw.steps)} steps")
+        return Verdict(now, now, unsure=f"{name} is {span}, over {len(case.batches)} steps")
     if taken is now or speedup < 1 + WORTH:
         return Verdict(now, now, 1.0, None, None) if one_step else Verdict(now, now)
     if one_step:
         return Verdict(now, taken, speedup, None, None)
     seen = [speedup - 2 * error, speedup + 2 * error]
     for what, factors in _UNSURE.items():
-        seen += [_speedup(_scaled(draw, what, factor), taken, now) for factor in factors]
+        seen += [_speedup(_scaled(case, what, factor), taken, now) for factor in factors]
     sure = [value for value in seen if math.isfinite(value)]
     return Verdict(now, taken, speedup, min(sure), max(sure))
 
 
 def levers(
-    verdict: Verdict, results: Sequence[Result], draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]]
+    verdict: Verdict, results: Sequence[Result], case: Case, batches_of: Callable[[int], Sequence[Sequence[Lengths]]]
 ) -> list[Lever]:
     """The levers, first the one that changes the gain most. batches_of: draws steps with another number of
     micro-batches, [step][micro-batch][rank].
@@ -142,25 +142,25 @@ def levers(
         taken = max(others, key=lambda r: r.efficiency)
     found = []
     for what, (low, high) in _LEVERS.items():
-        values = [_speedup(_scaled(draw, what, factor), taken, now) for factor in (low, high)]
+        values = [_speedup(_scaled(case, what, factor), taken, now) for factor in (low, high)]
         found.append(Lever(f"{what} times {low:g} or {high:g}", taken.alternative.name, *values))
-    count = draw.setting.micro_batches
+    count = case.micro_batches
     fewer, more = max(1, count // 2), count * 2
-    values = [_speedup_with(micro_batches, draw, batches_of, taken, now) for micro_batches in (fewer, more)]
+    values = [_speedup_with(micro_batches, case, batches_of, taken, now) for micro_batches in (fewer, more)]
     found.append(Lever(f"{fewer} or {more} micro-batches", taken.alternative.name, *values))
     known = [lever for lever in found if math.isfinite(lever.low) and math.isfinite(lever.high)]
     return sorted(known, key=lambda lever: -abs(lever.high - lever.low))
 
 
 def _speedup_with(
-    micro_batches: int, draw: Draw, batches_of: Callable[[int], Sequence[Sequence[Lengths]]], taken: Result,
+    micro_batches: int, case: Case, batches_of: Callable[[int], Sequence[Sequence[Lengths]]], taken: Result,
     now: Result,
 ) -> float:  # fmt: skip
     try:
         batches = batches_of(micro_batches)
     except ArgumentError:  # fewer batches than that were given
         return math.nan
-    return _speedup(draw.with_micro_batches(batches), taken, now)
+    return _speedup(replace(case, batches=batches), taken, now)
 
 
 def _rank(result: Result) -> int | None:
@@ -168,23 +168,18 @@ def _rank(result: Result) -> int | None:
     return next((i for i, start in enumerate(_CHANGE) if key.startswith(start)), None)
 
 
-def _scaled(draw: Draw, what: str, factor: float) -> Draw:
-    setting: Setting = draw.setting
-    cluster = setting.cluster
+def _scaled(case: Case, what: str, factor: float) -> Case:
+    planning = case.planning
     if what == "gamma":
-        return replace(draw, setting=replace(setting, gamma=setting.gamma * factor))
-    if what == "rate":
-        cluster = cluster.replace(flops_per_s=cluster.flops_per_s * factor)
-    else:
-        cluster = cluster.replace(
-            node_bytes_per_s=cluster.node_bytes_per_s * factor, network_bytes_per_s=cluster.network_bytes_per_s * factor
-        )
-    return replace(draw, setting=replace(setting, cluster=cluster))
+        return replace(case, planning=replace(planning, gamma=planning.gamma * factor))
+    fields = ("flops_per_s",) if what == "rate" else ("node_bytes_per_s", "network_bytes_per_s")
+    cluster = planning.cluster.replace(**{name: getattr(planning.cluster, name) * factor for name in fields})
+    return replace(case, planning=replace(planning, cluster=cluster))
 
 
-def _speedup(draw: Draw, taken: Result, now: Result) -> float:
+def _speedup(case: Case, taken: Result, now: Result) -> float:
     """How many times as fast taken is as now on another draw; NaN where one of the two is not possible there."""
-    results = [simulate(result.alternative, draw) for result in (taken, now)]
+    results = [simulate(result.alternative, case) for result in (taken, now)]
     if any(result.problem is not None for result in results):
         return math.nan
     return gain(*results)[0]

@@ -108,11 +108,12 @@ class BlockTimes:
     lengths: list[int]
     seconds: list[list[list[float]]]
 
-    def per_block(self, of: Callable[[Sequence[float]], float] = statistics.median) -> list[float]:
-        """For each length the mean over the model's blocks. of: turns the rounds of a kind into one time."""
+    def per_block(self) -> list[float]:
+        """For each length the mean over the model's blocks, of medians over the rounds."""
         num_blocks = sum(count for _, count in self.kinds)
         return [
-            sum(count * of(times) for (_, count), times in zip(self.kinds, column, strict=True)) / num_blocks
+            sum(count * statistics.median(times) for (_, count), times in zip(self.kinds, column, strict=True))
+            / num_blocks
             for column in zip(*self.seconds, strict=True)
         ]
 

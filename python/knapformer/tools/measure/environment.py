@@ -27,6 +27,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def device_name(device: torch.device) -> str:
+    on = environment(device)
+    return str(on["accelerator"] or on["processor"])
+
+
 def host_environment() -> dict[str, Any]:
     """The part that is known without importing torch."""
     return {

@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, plan_home
+from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, Topology, plan_home
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, write_atomically, write_json
-from knapformer.tools.measure.figures import PEAK_TFLOPS
-from knapformer.tools.plan.predictions import as_dict, print_points
-from knapformer.tools.plan.scaling import (
-    NO_BALANCER,
-    PlannedStep,
-    Workload,
-    check_scaling,
-    parse_ranks,
-    plan_micro_batches,
-    predict_scaling,
-    summary,
-    topology_for,
-)
-from knapformer.tools.plan.tables import print_plan, print_step_plan
+from knapformer.tools.plan.tables import print_plan, print_points, print_step_plan
 from knapformer.tools.report import write_report
-from knapformer.tools.report.points import Point
+from knapformer.tools.ways import (
+    PEAK_TFLOPS,
+    PLANNED_STEP,
+    Draw,
+    Lengths,
+    Planning,
+    Step,
+    at_home,
+    batches_of_mix,
+    by_micro_batch,
+    lengths_of_step,
+    means,
+    micro_batches_of_step,
+    planned_whole,
+)
 
+_FORMAT = "knapformer.prediction"
+Point = dict[str, Any]  # of a file of predictions: a topology on a number of ranks
 # Options that a plan from a file has fixed already.
 _OF_PLANNING = (
     "topology", "ranks", "micro_batches", "sync", "step", "steps", "seed", "scale", "max_text_tokens", "solver",
@@ -44,47 +48,41 @@ def add_parser(subparsers: Any) -> None:
         epilog=cli_args.DATA_CODES,
     )  # fmt: skip
     source = parser.add_mutually_exclusive_group(required=True)
-    cli_args.add_plan(source)
-    cli_args.add_data(source)
-    cli_args.add_lengths_file(source)
+    cli_args.add(source, "--from", "--data", "--lengths")
     parser.add_argument(
         "--topology", action="append", metavar="T",
         help="bags of ranks, such as g8n4, g1n2+g2n1 or g8/4/2/1n4, which repeat over the ranks; g8n*: all ranks "
         "together; auto: the best for these lengths; may be given several times",
     )  # fmt: skip
-    parser.add_argument(
-        "--ranks", metavar="N,N,...",
+    cli_args.add(
+        parser, "--ranks", type=str, metavar="N,N,...",
         help="such as 32,128,...,16384; dots go on by the same factor (default: those of --data or --lengths)",
     )  # fmt: skip
-    cli_args.add_micro_batches(parser)
+    cli_args.add(parser, "--micro-batches")
     parser.add_argument(
         "--sync", choices=("micro_batch", "step"), default="micro_batch",
         help="with --micro-batches: ranks wait for each other in each (FSDP2; default), or once a step (DDP)",
     )  # fmt: skip
     parser.add_argument("--step", type=cli_args.integer(0, 2**62), default=0, help="the first (default 0)")
-    cli_args.add_count(parser, "--steps", 1, "whose predicted times are averaged")
-    cli_args.add_draw(parser)
-    cli_args.add_solver(parser)
+    cli_args.add(parser, "--steps", default=1, help="whose predicted times are averaged (default 1)")
+    cli_args.add(parser, *cli_args.DRAW, "--solver")
     parser.add_argument(
         "--effort", type=cli_args.effort, default="default", metavar="E",
         help="of the balanced solver: low, default, high, or a number of moves",
     )  # fmt: skip
-    cost_args.add_gamma(parser)
-    cli_args.add_d_model(parser)
-    cost_args.add_mask(parser)
-    cli_args.add_max_tokens(parser, cli_args.UNPLANNED_PEAK)
-    cost_args.add_rank_speed(parser)
-    cost_args.add_model_options(parser)
-    parser.add_argument(
-        "--peak-tflops", type=cli_args.number(0, inclusive=False), metavar="F",
-        help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)",
-    )  # fmt: skip
+    cli_args.add_gamma(parser)
+    cli_args.add(parser, "--d-model", default=3072, help="width, in features (default 3072)")
+    cli_args.add(parser, "--mask", "--max-tokens-per-rank", "--rank-speed")
+    cli_args.add_model_options(parser)
+    cli_args.add(
+        parser, "--peak-tflops", help="of a rank's device, for HFU (default: the data sheet's of a named --cluster)"
+    )
     files = parser.add_argument_group(
         "files", "Of several topologies or numbers of ranks, the plan is that of the last topology on the first number."
     )
     files.add_argument("--json", metavar="FILE|-", help="writes the plan as JSON")
     files.add_argument("--predictions", metavar="FILE|-", help="writes the predicted steps as JSON")
-    files.add_argument("--report", metavar="FILE", help="writes the plan as an HTML file that opens offline")
+    cli_args.add(files, "--report")
     files.add_argument(
         "--measured", metavar="FILE", help="step times that --report shows: what simulate or replay --json wrote"
     )
@@ -111,16 +109,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_file(args: argparse.Namespace) -> None:
-    for name in _OF_PLANNING:
-        if getattr(args, name) != args.defaults[name]:
-            option = "--" + name.replace("_", "-")
-            raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
+    refuse(args, _OF_PLANNING, "a plan", "which has its own")
     plan = cli_args.read_plan(args.plan)
     first = plan.plans[0] if isinstance(plan, StepPlan) else plan
-    cost = cost_args.costs(args, of=first)
+    cost = cost_args.costs(args, of=first) | {"gamma": first.workload.gamma}
+    planning = Planning(first.d_model, **cost, mask=args.mask, solver=first.solver)
     if isinstance(plan, Plan):
-        plan = plan.on(cost["cluster"], cost["model"])
-    elif (cost["cluster"], cost["model"]) != (first.cluster, first.model):
+        plan = plan.on(planning.cluster, planning.model)
+    elif (planning.cluster, planning.model) != (first.cluster, first.model):
         raise ArgumentError("--cluster: got one beside the plan of a step, which keeps its own, expected none")
     points = []
     if isinstance(plan, StepPlan):
@@ -128,23 +124,13 @@ def _show_file(args: argparse.Namespace) -> None:
     elif not plan.num_tokens:
         _check_predicts(args, "a plan without sequences")
     else:
-        mask, peak = args.mask, _peak_tflops(args)
         points = [
-            summary([PlannedStep([of], 0.0)], name, mask, peak)
-            for of, name in ((plan_home(plan), NO_BALANCER), (plan, str(plan.topology)))
+            _point([Step([of])], name, args) for of, name in ((plan_home(plan), "none"), (plan, str(plan.topology)))
         ]
-    workload = Workload(
-        first.d_model,
-        first.workload.gamma,
-        first.solver,
-        cost["cluster"],
-        cost["model"],
-        peak_tflops=_peak_tflops(args),
-    )
-    _write(args, workload, plan, points, 0.0)
+    _write(args, planning, plan, points, 0.0)
     if "-" not in (args.json, args.predictions):
         _print(plan, f"{first.solver}, from {args.plan}", points, 1)
-        show(cost_args.assumed(args, first.workload.gamma, cost["cluster"], cost["model"], of=args.plan))
+        show(cost_args.assumed(args, **cost, of=args.plan))
 
 
 def _plan_and_predict(args: argparse.Namespace) -> None:
@@ -154,7 +140,11 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
         raise ArgumentError("--sync: got 'step' without --micro-batches, expected both or neither")
     if args.lengths is not None:
         refuse(args, OF_DRAW, "--lengths")
-    workload, ranks = _workload(args, cost_args.costs(args))
+    cost = cost_args.costs(args)
+    planning = Planning(
+        args.d_model, **cost, mask=args.mask, rank_speed=args.rank_speed, solver=args.solver, effort=args.effort
+    )
+    ranks, batches_on = _source(args)
     is_one = len(ranks) == len(args.topology) == args.steps == 1
     # Predictions add up micro-batches. Where ranks wait once a step, its time is not that sum.
     predicts = args.sync == "micro_batch"
@@ -162,20 +152,29 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
         raise ArgumentError(
             "--sync: got 'step' with several topologies, ranks or steps, or with predictions, expected 'micro_batch'"
         )
-    check_scaling(workload, ranks, args.topology)
-    first = next(workload.steps(ranks[0]))
+    for num_ranks in ranks:
+        for topology in args.topology:
+            if topology != "auto":
+                Topology(topology_for(topology, num_ranks), num_ranks)
+
+    def draw_on(num_ranks: int) -> Draw:
+        return Draw(planning, batches_on(num_ranks), seed=args.seed, max_tokens=args.max_tokens_per_rank)
+
+    first = draw_on(ranks[0])
     if args.calibration is not None:
-        cost_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, first)))
-    has_tokens = any(lens for of_ranks in first for lens in of_ranks)
+        cost_args.warn_if_far(args, args.d_model, max(map(cli_args.longest_of, first.batches[0])))
+    has_tokens = any(lens for of_ranks in first.batches[0] for lens in of_ranks)
     if not has_tokens:
         _check_predicts(args, "lengths without sequences")
-    plan, elapsed_s = _first_plan(workload, first, args.topology[-1], ranks[0])
-    points = predict_scaling(workload, ranks, args.topology) if predicts and has_tokens else []
-    _write(args, workload, plan, points, elapsed_s)
+    plan, elapsed_s = _first_plan(args, replace(first, batches=first.batches[:1]))
+    points = []
+    for num_ranks in ranks if predicts and has_tokens else []:
+        points += _points(args, first if num_ranks == ranks[0] else draw_on(num_ranks))
+    _write(args, planning, plan, points, elapsed_s)
     if "-" not in (args.json, args.predictions):
         planner = "" if isinstance(plan, StepPlan) else f"{plan.solver} "
-        _print(plan if is_one else None, f"{planner}in {elapsed_s * 1e3:.3g} ms", points, workload.num_steps)
-        show(cost_args.assumed(args, workload.gamma, workload.cluster, workload.model))
+        _print(plan if is_one else None, f"{planner}in {elapsed_s * 1e3:.3g} ms", points, args.steps)
+        show(cost_args.assumed(args, **cost))
 
 
 def _check_predicts(args: argparse.Namespace, what: str) -> None:
@@ -183,21 +182,44 @@ def _check_predicts(args: argparse.Namespace, what: str) -> None:
         raise ArgumentError(f"--predictions: got one with {what}, of which nothing is predicted, expected none")
 
 
-def _workload(args: argparse.Namespace, cost: dict[str, Any]) -> tuple[Workload, list[int]]:
-    common = {
-        "d_model": args.d_model, "solver": args.solver, "effort": args.effort, "mask": args.mask,
-        "rank_speed": args.rank_speed, "micro_batches": args.micro_batches, "sync": args.sync,
-        "max_tokens_per_rank": args.max_tokens_per_rank, "first_step": args.step, "num_steps": args.steps,
-        "peak_tflops": _peak_tflops(args), **cost,
-    }  # fmt: skip
-    ranks = None if args.ranks is None else parse_ranks(args.ranks)
+def _source(args: argparse.Namespace) -> tuple[list[int], Callable[[int], list[list[Lengths]]]]:
+    """The numbers of ranks, and the batches of the steps on such a number, [step][micro-batch][rank]."""
+    ranks = None if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
+    numbers, count = range(args.step, args.step + args.steps), args.micro_batches or 1
     if args.lengths is not None:
         steps = cli_args.steps_from(args, None, args.step, args.steps)
         if ranks not in (None, [len(steps[0])]):
             raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
-        return Workload(given=steps, **common), [len(steps[0])]
+        cut = [micro_batches_of_step(steps[number], count) for number in numbers]
+        return [len(steps[0])], lambda _: cut
     mix = DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
-    return Workload(mix=mix, seed=args.seed, **common), ranks or [mix.num_ranks]
+    ranks = ranks or [mix.num_ranks]
+    for num_ranks in ranks:
+        mix.check_divides(num_ranks)
+    return ranks, lambda num_ranks: batches_of_mix(mix, args.seed, numbers, count, num_ranks)
+
+
+def topology_for(text: str, num_ranks: int) -> str:
+    """'g8n*' is as many bags of 8 as the ranks make; any other text stays. Raises ArgumentError."""
+    if not text.endswith("n*"):
+        return text
+    num_ranks_per_bag = Topology(text[:-1] + "1").num_ranks
+    if "+" in text or num_ranks % num_ranks_per_bag:
+        raise ArgumentError(
+            f"topology: got {text!r} for {num_ranks} ranks, expected one term, with bags whose size divides the ranks"
+        )
+    return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
+
+
+def _topology(args: argparse.Namespace, draw: Draw, asked: str) -> str:
+    """'auto' is the best of the first step."""
+    if asked != "auto":
+        return topology_for(asked, draw.num_ranks)
+    given: dict[str, Any] = {"max_tokens_per_rank": draw.max_tokens}
+    if args.micro_batches is None:
+        return str(draw.planning.plan(draw.batches[0][0], asked, **given).topology)
+    step = draw.planning.plan(lengths_of_step(draw.batches[0]), asked, micro_batches=args.micro_batches, **given)
+    return str(step.plans[0].topology)
 
 
 def _peak_tflops(args: argparse.Namespace) -> float | None:
@@ -206,37 +228,76 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
     return args.peak_tflops or named
 
 
-def _first_plan(
-    workload: Workload, first: list[cli_args.Lengths], asked: str, num_ranks: int
-) -> tuple[Plan | StepPlan, float]:
-    """The plan of the first step, and the seconds that planning took."""
-    topology = asked if asked == "auto" else topology_for(asked, num_ranks)
+def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan | StepPlan, float]:
+    """The plan of the draw's step, and the seconds that planning took."""
+    topology, limit = _topology(args, draw, args.topology[-1]), draw.max_tokens
+    if args.micro_batches is None:
+        (step,) = by_micro_batch(topology, limit)(draw)
+        return step.plans[0], step.plan_s
+    if not limit:
+        (step,) = by_micro_batch(topology)(draw)
+        limit = step.max_tokens
     start = time.perf_counter()
-    if workload.micro_batches is None:
-        return workload.plan(first[0], topology), time.perf_counter() - start
-    limit = 0
-    if not workload.max_tokens_per_rank:
-        topology = workload.topology(asked, num_ranks)
-        limit = plan_micro_batches(replace(workload, num_steps=1), topology, num_ranks)[0].max_tokens
-        start = time.perf_counter()
-    return workload.plan_step(first, topology, limit, routed=True), time.perf_counter() - start
+    plan: StepPlan = draw.planning.plan(
+        lengths_of_step(draw.batches[0]), topology, sync=args.sync, micro_batches=args.micro_batches,
+        max_tokens_per_rank=limit,
+    )  # fmt: skip
+    return plan, time.perf_counter() - start
+
+
+def _points(args: argparse.Namespace, draw: Draw) -> list[Point]:
+    """Without a balancer, then each topology, planned by micro-batch and, with --micro-batches, also by whole step."""
+    points, planned = [_point(list(at_home(draw)), "none", args)], dict[str, list[Point]]()
+    for asked in args.topology:
+        text = _topology(args, draw, asked)
+        if text not in planned:
+            steps = list(by_micro_batch(text, draw.max_tokens if args.micro_batches is None else 0)(draw))
+            planned[text] = [_point(steps, text, args)]
+            if args.micro_batches is not None:
+                whole = list(planned_whole(text, routed=False, beside=steps)(draw))
+                planned[text].append(_point(whole, f"{PLANNED_STEP}, {text}", args))
+        for point, prefix in zip(planned[text], ("", f"{PLANNED_STEP}, "), strict=False):
+            points.append(point | {"asked": prefix + asked})
+    return points
+
+
+def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
+    """plan_s: median wall time of the planner on this machine."""
+    plan_s = sorted(step.plan_s for step in steps)[len(steps) // 2]
+    named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": name, "asked": name, "plan_s": plan_s}
+    return named | means(steps, args.mask, _peak_tflops(args))
 
 
 def _write(
-    args: argparse.Namespace, workload: Workload, plan: Plan | StepPlan, points: list[Point], plan_s: float
+    args: argparse.Namespace, planning: Planning, plan: Plan | StepPlan, points: list[Point], plan_s: float
 ) -> None:
     from knapformer.tools.report.page import measured_of
     from knapformer.tools.report.timeline import predicted_timeline, write_timeline
 
     if args.report is not None:
         measured_s = None if args.measured is None else measured_of(args.measured)
-        scaling = points if len({point.num_ranks for point in points}) > 1 else []
+        scaling = points if len({point["num_ranks"] for point in points}) > 1 else []
         write_report(args.report, plan, measured_s=measured_s, points=scaling)
     if args.json == "-":
         print(plan.to_json())
     elif args.json is not None:
         write_atomically(args.json, plan.to_json() + "\n")
-    write_json(args.predictions, as_dict(workload, points))
+    if args.predictions is not None:
+        write_json(args.predictions, {
+            "format": _FORMAT,
+            "version": 3,
+            "mix": None if args.data is None else str(DataMix.parse(args.data)),
+            "d_model": planning.d_model,
+            "gamma": planning.gamma,
+            "solver": planning.solver,
+            "num_steps": args.steps,
+            "micro_batches": args.micro_batches,
+            "max_tokens_per_rank": args.max_tokens_per_rank,
+            "seed": args.seed,
+            "peak_tflops": _peak_tflops(args),
+            **cost_args.settings_dict(planning.cluster, planning.model),
+            "points": points,
+        })  # fmt: skip
     if args.timeline is not None:
         shown = plan if isinstance(plan, Plan) else max(plan.plans, key=lambda of: of.predicted_time)
         write_timeline(args.timeline, predicted_timeline(shown, plan_s))

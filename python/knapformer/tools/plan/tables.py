@@ -1,15 +1,17 @@
-"""What `knapformer plan` prints of a plan: every rank before and after, or every micro-batch of a step."""
+"""What `knapformer plan` prints: every rank of a plan, every micro-batch of a step, predictions."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group
 
 from knapformer import Plan, StepPlan
-from knapformer.tools.files import show, table_of
+from knapformer.tools.files import show, table_of, text_or
+from knapformer.tools.ways import PLANNED_STEP
 
 _MAX_TABLE_RANKS = 64  # more are summed up by bag size
 
@@ -131,3 +133,74 @@ def _plan_sentence(plan: Plan) -> str:
         f"{plan.attention_tokens_moved / plan.num_tokens:.1%} of the tokens are exchanged; the fullest rank "
         f"holds {plan.max_tokens:,}, {fullest:.2f} times the mean."
     )
+
+
+def print_points(points: Sequence[Mapping[str, Any]], num_steps: int) -> None:
+    unbalanced_s = {point["num_ranks"]: point["total_s"] for point in points if point["topology"] == "none"}
+    different = {(point["num_ranks"], point["topology"]): point for point in points}.values()
+    mean = f", means over {num_steps} steps" if num_steps > 1 else ""
+    groups = {
+        f"Predicted seconds of a step{mean}: forward and backward pass (docs/cluster_model.md).": _seconds_cells,
+        "Efficiency: the work alone over all of the step. HFU (hardware FLOPs utilization): FLOPs computed, recomputed "
+        "ones too, over the device's peak. WIR (workload imbalance ratio): highest over lowest work of a rank. Peak: "
+        "tokens of the fullest rank.": _use_cells,
+        "GB that a rank sends in a step; off node: of route and attention. Plan ms: on this machine.": _sent_cells,
+    }
+    tables = [
+        table_of(
+            ({**_keys(point), **cells(point, unbalanced_s[point["num_ranks"]])} for point in different),
+            left="topology",
+            keys=("ranks", "topology"),
+            caption=caption,
+        )
+        for caption, cells in groups.items()
+    ]
+    whole = any(point["topology"].startswith(PLANNED_STEP) for point in different)
+    title = PLANNED_STEP.capitalize()
+    text = f"{title}: all micro-batches at once, of the topology above, without route: ranks load what they compute."
+    show(*tables, *([text] if whole else []))
+
+
+def _keys(point: Mapping[str, Any]) -> dict[str, str]:
+    # The row of steps planned whole stands below that of their topology.
+    topology = f"  {PLANNED_STEP}" if point["topology"].startswith(PLANNED_STEP) else point["topology"]
+    return {"ranks": f"{point['num_ranks']:,}", "topology": topology}
+
+
+def _seconds_cells(point: Mapping[str, Any], unbalanced_s: float) -> dict[str, str]:
+    rest_s = point["route_s"] + point["fsdp_s"] + point["host_s"] + point["fixed_s"]
+    return {
+        "step s": f"{point['total_s']:.3f}",
+        "speed-up": f"{unbalanced_s / point['total_s']:.2f}",
+        "compute": f"{point['token_s'] + point['attention_s']:.3f}",
+        "exchange": f"{point['exchange_s']:.3f}",
+        "rest": f"{rest_s:.3f}",
+    }
+
+
+def _use_cells(point: Mapping[str, Any], unbalanced_s: float) -> dict[str, str]:
+    return {
+        "efficiency": f"{point['efficiency']:.1%}",
+        "HFU": text_or(point["hfu"], ".1%", "-"),
+        "WIR": f"{point['wir']:.2f}",
+        "M tok/s": f"{point['tokens_per_s'] / 1e6:.3f}",
+        "peak": f"{point['max_tokens_per_rank']:,.0f}",
+    }
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits, and none of an exponent."""
+    ms = seconds * 1e3
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}"
+
+
+def _sent_cells(point: Mapping[str, Any], unbalanced_s: float) -> dict[str, str]:
+    gb_of_all_ranks = point["num_ranks"] * 1e9
+    between_bytes = point["route_bytes_between_nodes"] + point["attention_bytes_between_nodes"]
+    return {
+        "route": f"{point['route_bytes'] / gb_of_all_ranks:.2f}",
+        "attention": f"{point['attention_bytes'] / gb_of_all_ranks:.2f}",
+        "off node": f"{between_bytes / gb_of_all_ranks:.2f}",
+        "FSDP": f"{point['fsdp_bytes'] / gb_of_all_ranks:.1f}",
+        "plan ms": milliseconds(point["plan_s"]),
+    }

@@ -7,16 +7,29 @@ of whole sequences through attention; forward, recompute, backward. Communicatio
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import knapformer
-from knapformer import ArgumentError, Cluster, Plan, StepPlan, Topology, TrainedModel, plan_home
+from knapformer import ArgumentError, Plan, StepPlan, Topology, plan_home
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
-from knapformer.tools.report import NO_BALANCER, write_report
+from knapformer.tools.report import write_report
+from knapformer.tools.ways import (
+    NO_BALANCER,
+    Draw,
+    Lengths,
+    Planning,
+    Step,
+    at_home,
+    batches_of_step,
+    by_micro_batch,
+    lengths_of_step,
+    micro_batches_of_step,
+    planned_whole,
+)
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
@@ -33,26 +46,20 @@ def add_parser(subparsers: Any) -> None:
         epilog=cli_args.DATA_CODES,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    cli_args.add_plan(source)
-    cli_args.add_data(source)
-    cli_args.add_lengths_file(source)
+    cli_args.add(source, "--from", "--data", "--lengths")
     parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
-    cli_args.add_ranks(parser, "with --data (default: those of the mix)")
-    cli_args.add_solver(parser)
-    cost_args.add_gamma(parser)
-    cli_args.add_draw(parser)
-    cli_args.add_count(parser, "--steps", 1, "of --data or --lengths")
-    cli_args.add_micro_batches(parser)
-    cli_args.add_max_tokens(parser, cli_args.UNPLANNED_PEAK)
-    cli_args.add_count(parser, "--repeats", 3, "of each measurement; medians")
-    cli_args.add_count(parser, "--warmup", 1, "before them")
-    parser.add_argument(
-        "--model", metavar="NAME|JSON",
+    cli_args.add(parser, "--ranks", help="with --data (default: those of the mix)")
+    cli_args.add(parser, "--steps", default=1, help="of --data or --lengths (default 1)")
+    cli_args.add(
+        parser, "--solver", *cli_args.DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup"
+    )
+    cli_args.add_gamma(parser)
+    cli_args.add(
+        parser, "--model", default=None,
         help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
     )  # fmt: skip
-    cli_args.add_device(parser)
-    cost_args.add_cluster_options(parser.add_argument_group("the cluster that communication is modelled for"))
-    cli_args.add_results(parser, device="the device")
+    cli_args.add(parser, *cli_args.RUN, "--peak-tflops", "--json", "--report")
+    cli_args.add(parser.add_argument_group("the cluster that communication is modelled for"), *cli_args.CLUSTER)
     parser.set_defaults(run=run)
     remember_defaults(parser, (*OF_DRAW, "ranks", "steps"))
 
@@ -67,26 +74,24 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
     from knapformer.tools.measure.device import default_dtype, use_device
-    from knapformer.tools.measure.environment import environment
-
-    device = use_device(args.device, args.threads)
-    model_name = args.model or _DEFAULT_MODELS[device.type]
-    config = load_config(model_name)
-    gamma, cluster, model = cost_args.costs(args).values()
-    # Costs that do not follow from a plan are either measured here or not known.
-    cluster = cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
-    dtype = args.dtype or default_dtype(device)
-    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=model)
-    ways = _ways(args, config, gamma, cluster, model)
-
-    on, lens = environment(device), [plan.seq_lens for way in ways for plans in way.plans for plan in plans]
-    name = str(on["accelerator"] or on["processor"])
-    cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), name)
-
+    from knapformer.tools.measure.environment import device_name, environment
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
     from knapformer.tools.replay.results import Variant
     from knapformer.tools.replay.shares import shares_of
+
+    device = use_device(args.device, args.threads)
+    args.model = args.model or _DEFAULT_MODELS[device.type]
+    config, dtype = load_config(args.model), args.dtype or default_dtype(device)
+    cost = cost_args.costs(args)
+    # Costs that do not follow from a plan are either measured here or not known.
+    cluster = cost["cluster"].replace(fixed_s=0.0, host_s_per_piece=0.0)
+    trained = cost_args.trained_model(config, args.recomputes, of=cost["model"])
+    model = trained.replace(element_size=DTYPES[dtype].itemsize)
+    planning = Planning(config.d_model, cost["gamma"], cluster, model, mask=config.mask, solver=args.solver)
+    ways = _ways(args, config, planning)
+    lens = [plan.seq_lens for way in ways for step in way.steps for plan in step.plans]
+    cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), device_name(device))
 
     mode = cli_args.mode_of(args, model.mode)
     replayer = Replayer(config, device, DTYPES[dtype], args.recomputes, mode)
@@ -94,168 +99,98 @@ def run(args: argparse.Namespace) -> None:
     shares = [
         share
         for way in ways
-        for plans, texts in zip(way.plans, way.text_tokens, strict=True)
-        for plan, of_plan in zip(plans, texts, strict=True)
+        for step, texts in zip(way.steps, way.text_tokens, strict=True)
+        for plan, of_plan in zip(step.plans, texts, strict=True)
         for share in shares_of(plan, config.num_heads, config.num_kv_heads, of_plan, config.text_beside)
     ]
     with Progress(replayer.num_measurements(shares) * (args.repeats + args.warmup)) as progress:
         progress.describe("replaying")
-        measured, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
-    of_share = iter(measured)
+        seconds, noise = replayer.run(shares, args.repeats, args.warmup, progress.advance)
+    of_share = iter(seconds)
     variants = [
         Variant(
-            way.topology,
-            way.plans,
-            [[list(islice(of_share, plan.num_ranks)) for plan in plans] for plans in way.plans],
-            way.planned_whole,
-        )
+            way.topology, way.steps,
+            [[list(islice(of_share, plan.num_ranks)) for plan in step.plans] for step in way.steps], way.planned_whole,
+        ).figures(cluster, model, config.mask, args.peak_tflops)
         for way in ways
-    ]
-    figures = [variant.figures(cluster, model, config.mask, args.peak_tflops) for variant in variants]
+    ]  # fmt: skip
+    first = ways[0].steps[0].plans
     result = {
         "format": _FORMAT,
         "version": 2,
         "model": config.to_dict(),
         "dtype": dtype,
-        "num_ranks": variants[0].plans[0][0].num_ranks,
-        "micro_batches": len(variants[0].plans[0]) if variants[-1].planned_whole else None,
-        "gamma": variants[0].plans[0][0].workload.gamma,
+        "num_ranks": first[0].num_ranks,
+        "micro_batches": len(first) if ways[-1].planned_whole else None,
+        "gamma": first[0].workload.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
         "cluster": cost_args.settings_dict(cluster, model),
-        "variants": figures,
+        "variants": variants,
         "environment": environment(device),
     }
     write_json(args.json, result)
     if args.report is not None:
-        measured_s = {of["name"] or NO_BALANCER: of["fbl_per_step_s"] for of in figures}
+        measured_s = {of["name"] or NO_BALANCER: of["fbl_per_step_s"] for of in variants}
         # Not predicted: the cluster's compute is not this device's.
-        plan = variants[-1].plans[0][0].on(cluster, model)
-        write_report(args.report, plan, measured_s=measured_s, predicts=False)
-    print_results(model_name, result)
+        write_report(args.report, ways[-1].steps[0].plans[0].on(cluster, model), measured_s=measured_s, predicts=False)
+    print_results(args.model, device_name(device), result)
     show(cost_args.assumed(args, result["gamma"], cluster, model))
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to place the sequences of each step: a plan for each of its micro-batches."""
+    """One way to place the sequences of each step. text_tokens: [step][micro-batch], of each sequence of the plan."""
 
     topology: str | None  # None: every sequence at home
-    plans: list[list[Plan]]
-    text_tokens: list[list[list[int]]]  # of each sequence of each plan
+    steps: Sequence[Step]
+    text_tokens: list[list[list[int]]]
     planned_whole: bool = False
 
 
-def _ways(
-    args: argparse.Namespace, config: BaseConfig, gamma: float, cluster: Cluster, model: TrainedModel
-) -> list[_Way]:
+def _ways(args: argparse.Namespace, config: BaseConfig, planning: Planning) -> list[_Way]:
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
+    texts: list[list[Lengths]] | None = None  # of the samples, in the places of their lengths
     if args.plan is not None:
-        plan = _read_plan(args, config)
-        if isinstance(plan, StepPlan):
-            return _ways_of_step(plan, config)
-        text_tokens = [[_some_text(config, plan.seq_lens)]]
-        ways = [_Way(str(plan.topology), [[plan]], text_tokens)]
+        topology, steps, home = _from_file(args, config)
+        found: list[tuple[str | None, list[Step]]] = [(None, home), (topology, steps)]
     else:
         if args.topology is None:
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
-        seq_lens, text_tokens = _drawn(args, config)
-        topologies = {str(Topology(text, len(seq_lens[0][0]))): text for text in args.topology}
+        batches, texts = _drawn(args, config)
+        draw = Draw(planning, batches, max_tokens=args.max_tokens_per_rank)
+        topologies = {str(Topology(text, draw.num_ranks)): text for text in args.topology}
         # With --micro-batches the limit is that of steps planned whole.
         limit = args.max_tokens_per_rank if args.micro_batches is None else 0
-        options: dict[str, Any] = {
-            "masks": config.mask, "cluster": cluster, "model": model, "max_tokens_per_rank": limit
-        }  # fmt: skip
-        ways = [
-            _Way(
-                name,
-                [
-                    [knapformer.plan(lens, text, config.d_model, gamma, args.solver, **options) for lens in of_step]
-                    for of_step in seq_lens
-                ],
-                text_tokens,
-            )
-            for name, text in topologies.items()
-        ]
+        found = [(None, list(at_home(draw)))]
+        found += [(name, list(by_micro_batch(text, limit)(draw))) for name, text in topologies.items()]
         if args.micro_batches is not None:
-            options["model"] = model.replace(routed=False)
-            ways += [_planned_whole(args, config, gamma, way, options) for way in ways]
-    if any(plan.num_tokens == 0 for plans in ways[0].plans for plan in plans):
-        raise ArgumentError(_NOTHING)
-    return [_Way(None, [[plan_home(plan) for plan in plans] for plans in ways[0].plans], text_tokens), *ways]
+            found += [
+                (name, list(planned_whole(str(name), routed=False, beside=steps)(draw))) for name, steps in found[1:]
+            ]
+    # A step planned whole may leave micro-batches empty, and so may one cut from its lists.
+    if not all(step.num_tokens if args.plan is not None else all(plan.num_tokens for plan in step.plans)
+               for step in found[0][1]):  # fmt: skip
+        raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
 
+    def texts_of(number: int, step: Step) -> list[list[int]]:
+        if texts is None:
+            return [_some_text(config, plan.seq_lens) for plan in step.plans]
+        if step.whole is None:
+            return [[text for of in batch for text in of] for batch in texts[number]]
+        # A step's sequences are numbered rank by rank and, within a rank, micro-batch by micro-batch.
+        flat = [text for of in lengths_of_step(texts[number]) for text in of]
+        return [[flat[s] for s in step.whole.sequences_of(k)] for k in range(step.whole.num_micro_batches)]
 
-_NOTHING = "plan: got a step without sequences, expected at least one sequence to replay"
-
-
-def _ways_of_step(step: StepPlan, config: BaseConfig) -> list[_Way]:
-    """The step as planned, and before it with every sequence at home, in micro-batches cut from each rank's list."""
-    if step.num_tokens == 0:
-        raise ArgumentError(_NOTHING)
-    if step.sync != "micro_batch":
-        raise ArgumentError(
-            f"plan: sync: got {step.sync!r}, expected 'micro_batch': ranks wait for each other in each one here"
-        )
-    first = step.plans[0]
-    alone = f"g1n{first.num_ranks}"
-    home = [
-        plan_home(
-            knapformer.plan(
-                lens, alone, first.d_model, first.workload.gamma, masks=config.mask, cluster=first.cluster,
-                model=first.model,
-            )
-        )
-        for lens in cli_args.micro_batches_of_step(_lengths_of(step), step.num_micro_batches)
-    ]  # fmt: skip
     return [
-        _Way(None, [home], [[_some_text(config, plan.seq_lens) for plan in home]]),
-        _Way(
-            str(first.topology),
-            [step.plans],
-            [[_some_text(config, plan.seq_lens) for plan in step.plans]],
-            planned_whole=True,
-        ),
+        _Way(name, steps, list(map(texts_of, range(len(steps)), steps)), steps[0].whole is not None)
+        for name, steps in found
     ]
 
 
-def _lengths_of(step: StepPlan) -> cli_args.Lengths:
-    """For each rank the lengths of its sequences, in the order in which it drew them."""
-    length_of = dict(
-        pair
-        for k, plan in enumerate(step.plans)
-        for pair in zip(step.sequences_of(k), (n for lens in plan.seq_lens for n in lens), strict=True)
-    )
-    counts = [sum(len(plan.seq_lens[rank]) for plan in step.plans) for rank in range(step.plans[0].num_ranks)]
-    ids = iter(range(len(length_of)))
-    return [[length_of[next(ids)] for _ in range(count)] for count in counts]
-
-
-def _planned_whole(
-    args: argparse.Namespace, config: BaseConfig, gamma: float, way: _Way, options: dict[str, Any]
-) -> _Way:
-    """The steps of `way`, each planned whole."""
-    assert way.topology is not None
-    plans, texts = [], []
-    for of_step, text_tokens in zip(way.plans, way.text_tokens, strict=True):
-        limit = args.max_tokens_per_rank or max(plan.max_tokens for plan in of_step)
-        step: StepPlan = knapformer.plan(
-            cli_args.lengths_of_step([plan.seq_lens for plan in of_step]), way.topology, config.d_model, gamma,
-            args.solver, micro_batches=len(of_step), **(options | {"max_tokens_per_rank": limit}),
-        )  # fmt: skip
-        # A step's sequences are numbered rank by rank and, within a rank, micro-batch by micro-batch.
-        by_micro_batch = [iter(of) for of in text_tokens]
-        text_of = [
-            next(by_micro_batch[k])
-            for rank in range(step.plans[0].num_ranks)
-            for k, plan in enumerate(of_step)
-            for _ in plan.seq_lens[rank]
-        ]
-        plans.append(step.plans)
-        texts.append([[text_of[s] for s in step.sequences_of(k)] for k in range(step.num_micro_batches)])
-    return _Way(way.topology, plans, texts, planned_whole=True)
-
-
-def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan | StepPlan:
+def _from_file(args: argparse.Namespace, config: BaseConfig) -> tuple[str, list[Step], list[Step]]:
+    """The topology of the plan, its step, and that step with every sequence at home; of a step plan in micro-batches
+    cut from each rank's list."""
     plan = cli_args.read_plan(args.plan)
     for option, given in (
         ("--topology", args.topology), ("--micro-batches", args.micro_batches),
@@ -265,7 +200,28 @@ def _read_plan(args: argparse.Namespace, config: BaseConfig) -> Plan | StepPlan:
             raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
     for of_micro_batch in plan.plans if isinstance(plan, StepPlan) else [plan]:
         _check_model(args.plan, of_micro_batch, config)
-    return plan
+    if isinstance(plan, Plan):
+        return str(plan.topology), [Step([plan])], [Step([plan_home(plan)])]
+    if plan.sync != "micro_batch":
+        raise ArgumentError(
+            f"plan: sync: got {plan.sync!r}, expected 'micro_batch': ranks wait for each other in each one here"
+        )
+    first = plan.plans[0]
+    planning = Planning(first.d_model, first.workload.gamma, first.cluster, first.model, mask=config.mask)
+    batches = micro_batches_of_step(_lengths_of(plan), plan.num_micro_batches)
+    return str(first.topology), [Step(plan.plans, whole=plan)], [Step([planning.home(batch) for batch in batches])]
+
+
+def _lengths_of(step: StepPlan) -> Lengths:
+    """For each rank the lengths of its sequences, in the order in which it drew them."""
+    length_of = dict(
+        pair
+        for k, plan in enumerate(step.plans)
+        for pair in zip(step.sequences_of(k), (n for lens in plan.seq_lens for n in lens), strict=True)
+    )
+    counts = [sum(len(plan.seq_lens[rank]) for plan in step.plans) for rank in range(step.plans[0].num_ranks)]
+    ids = iter(range(len(length_of)))
+    return [[length_of[next(ids)] for _ in range(count)] for count in counts]
 
 
 def _check_model(path: str, plan: Plan, config: BaseConfig) -> None:
@@ -278,40 +234,39 @@ def _check_model(path: str, plan: Plan, config: BaseConfig) -> None:
         raise ArgumentError(f"{path}: masks: got others, expected {config.mask!r} alone, as the model has")
 
 
-def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
-    """For each step and micro-batch, the lengths of each rank and the text tokens of each sequence."""
+def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[Lengths]], list[list[Lengths]] | None]:
+    """[step][micro-batch][rank]: lengths, and text tokens where the samples have them."""
     if args.lengths is not None:
         if args.micro_batches is not None:
             raise ArgumentError(
                 "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
             )
-        steps = cli_args.steps_from(args, args.ranks, 0, args.steps)[: args.steps]
-        return [[lengths] for lengths in steps], [[_some_text(config, lengths)] for lengths in steps]
+        return [[step] for step in cli_args.steps_from(args, args.ranks, 0, args.steps)[: args.steps]], None
     mix, num_ranks = cli_args.mix_and_ranks(args)
     samples = [
         [
             [mix.draw(args.seed, batch, rank) for rank in range(num_ranks)]
-            for batch in cli_args.batches_of_step(step, args.micro_batches or 1)
+            for batch in batches_of_step(step, args.micro_batches or 1)
         ]
         for step in range(args.steps)
     ]
-    seq_lens = [[[[config.planned_tokens(s) for s in of] for of in ranks] for ranks in step] for step in samples]
-    return seq_lens, [[[s.text_tokens for of in ranks for s in of] for ranks in step] for step in samples]
+    lens = [[[[config.planned_tokens(s) for s in of] for of in ranks] for ranks in step] for step in samples]
+    return lens, [[[[s.text_tokens for s in of] for of in ranks] for ranks in step] for step in samples]
 
 
-def _some_text(config: BaseConfig, seq_lens: list[list[int]]) -> list[int]:
+def _some_text(config: BaseConfig, seq_lens: Lengths) -> list[int]:
     from knapformer.tools.measure.blocks import typical_text_tokens
 
     return [typical_text_tokens(config, length) for lens in seq_lens for length in lens]
 
 
-def print_results(model_name: str, result: dict[str, Any]) -> None:
-    environment, baseline_s = result["environment"], result["variants"][0]["fbl_s"]
+def print_results(model_name: str, device: str, result: dict[str, Any]) -> None:
+    baseline_s = result["variants"][0]["fbl_s"]
     text = "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
     if result["noise"] is not None:
         text += f" Repeats of a measurement spread by {result['noise']:.1%}."
     show(
-        f"{model_name} in {result['dtype']} on {environment['accelerator'] or environment['processor']}, shares of "
+        f"{model_name} in {result['dtype']} on {device}, shares of "
         f"{result['num_ranks']:,} ranks, gamma {result['gamma']:.3g}",
         table_of(
             (_cells(row, baseline_s) for row in result["variants"]),

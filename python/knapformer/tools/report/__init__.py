@@ -6,7 +6,7 @@ json.dump(predicted_timeline(plan), file)
 
 from __future__ import annotations
 
-from knapformer.tools.report.page import NO_BALANCER, PLANNED_STEP, write_report
+from knapformer.tools.report.page import write_report
 from knapformer.tools.report.timeline import predicted_timeline
 
-__all__ = ["NO_BALANCER", "PLANNED_STEP", "predicted_timeline", "write_report"]
+__all__ = ["predicted_timeline", "write_report"]

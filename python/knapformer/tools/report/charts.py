@@ -12,15 +12,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from knapformer import Plan, StepPlan, StepTime, predict_step
-from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import rows_of
 from knapformer.tools.report.placement import MAX_RANKS, Bars
-from knapformer.tools.report.points import PANELS, Point, lines_of
 from knapformer.tools.report.traffic import Traffic
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
 _TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
+_LINE_COLOURS = (BEFORE, AFTER, "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 # Viridis without its darkest part, which is invisible on a dark ground.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 _BAR = {"orientation": "h", "thickness": 12}
@@ -178,20 +177,34 @@ def micro_batch_times(step: StepPlan) -> go.Figure:
     return figure
 
 
-def scaling(points: Sequence[Point]) -> dict[str, go.Figure]:
+def scaling(points: Sequence[Mapping[str, Any]]) -> dict[str, go.Figure]:
+    """points: of a file of predictions; of each topology, as asked for, a line."""
     figures = {}
-    colours = (BEFORE, AFTER, "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-    ticks = sorted({point.num_ranks for point in points})
-    for caption, value in PANELS:
+    ticks = sorted({point["num_ranks"] for point in points})
+    for caption, value in (
+        ("step, s", lambda p: p["total_s"]),
+        ("efficiency, %", lambda p: 100 * p["efficiency"]),
+        ("GB that a rank sends in a step", lambda p: (p["route_bytes"] + p["attention_bytes"]) / p["num_ranks"] / 1e9),
+    ):
         figure = figures[caption] = go.Figure()
-        for colour, (name, line) in zip(itertools.cycle(colours), lines_of(points).items(), strict=False):
+        names = dict.fromkeys(point["asked"] for point in points)
+        for colour, name in zip(itertools.cycle(_LINE_COLOURS), names, strict=False):
+            line = [point for point in points if point["asked"] == name]
             figure.add_scatter(
-                x=[point.num_ranks for point in line], y=list(map(value, line)), name=name, mode="lines+markers",
+                x=[point["num_ranks"] for point in line], y=list(map(value, line)), name=name, mode="lines+markers",
                 line={"color": colour}, hovertemplate="%{x:,} ranks: %{y:.4g}",
             )  # fmt: skip
         figure.update_xaxes(type="log", title="ranks", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks])
         figure.update_yaxes(rangemode="tozero")
     return figures
+
+
+def scale_of(value: float, unit: str) -> tuple[float, str]:
+    """The divisor and the unit with which to show a number: (1e9, "GB") for some billions of "B"."""
+    for exponent, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**exponent:
+            return 10.0**exponent, prefix + unit
+    return 1.0, unit
 
 
 def _bag_boundaries(plan: Plan) -> list[int]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from knapformer import ArgumentError, Plan, StepPlan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages
-from knapformer.tools.measure.figures import scale_of
 from knapformer.tools.report.html_page import HtmlPage
 from knapformer.tools.report.placement import MAX_RANKS, bars_of
-from knapformer.tools.report.points import Point
-
-# Names of step times, measured or predicted, that are not those of a topology alone.
-NO_BALANCER = "no balancer"
-PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
+from knapformer.tools.ways import NO_BALANCER
 
 
 def write_report(
@@ -25,7 +21,7 @@ def write_report(
     plan: Plan | StepPlan,
     *,
     measured_s: Mapping[str, Sequence[float]] | None = None,
-    points: Sequence[Point] = (),
+    points: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
     predicts: bool = True,
 ) -> None:
@@ -33,8 +29,8 @@ def write_report(
     one that takes longest in detail.
 
     measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
-    points: predictions over the number of ranks. predicts: whether to show predicted step times; False where what was
-    measured ran on other hardware. Raises ArgumentError, OSError.
+    points: predictions over the number of ranks, as plan --predictions writes them. predicts: whether to show predicted
+    step times; False where what was measured ran on other hardware. Raises ArgumentError, OSError.
     """
     check_packages("--report")
     from knapformer.tools.report import charts
@@ -137,6 +133,8 @@ def _placement_text(num_ranks: int, num_merged: int) -> str:
 
 
 def _bytes(num_bytes: float) -> str:
+    from knapformer.tools.report.charts import scale_of
+
     scale, unit = scale_of(num_bytes, "B")
     return f"{num_bytes / scale:.3g} {unit}"
 

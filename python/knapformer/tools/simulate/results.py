@@ -1,4 +1,4 @@
-"""From measured latencies and plans to the figures of a run. Imports no torch.
+"""From measured latencies and plans to the figures of a run, and what is printed and written of them.
 
 The words are the paper's: WIR, the highest work of a rank over the lowest; FBL, forward and backward latency of a step,
 that of the slowest rank; TPS, tokens per second; HFU, hardware FLOPs utilization.
@@ -6,16 +6,18 @@ that of the slowest rank; TPS, tokens per second; HFU, hardware FLOPs utilizatio
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from knapformer import Plan
-from knapformer.tools.measure.figures import hardware_flops_utilization, number_or_none
-from knapformer.tools.report import PLANNED_STEP
-from knapformer.tools.simulate.variants import EQUAL_LENGTHS
+from knapformer import TrainedModel, predict_step
+from knapformer.tools.files import show, table_of, text_or, write_json
+from knapformer.tools.report import write_report
+from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
 
 
 class Measured(NamedTuple):
@@ -33,52 +35,32 @@ class Variant:
     name: str
     topology: str | None  # None: no balancer
     measured: Measured
-    plans: Sequence[Sequence[Plan]]  # [timed step][micro-batch]; without a balancer, all at home
-    own_shares: list[float] | None = None  # share of each timed step's work that is not padding; None: all
+    steps: Sequence[Step]  # the timed ones; without a balancer, all at home
     same_samples: bool = True  # whether it computes the samples that were drawn
-
-    def wir(self) -> float:
-        """Mean over steps and micro-batches; infinite where any of them leaves a rank without work."""
-        values = [plan.wir_after for plans in self.plans for plan in plans]
-        return math.inf if math.inf in values else statistics.fmean(values)
 
     def highest_work(self) -> list[float]:
         """For each step, the sum over micro-batches of one block's FLOPs on the most loaded rank. The step's time
         follows this sum, since ranks wait for each other in every micro-batch."""
-        return [math.fsum(max(plan.workload_after) for plan in plans) for plans in self.plans]
+        return [math.fsum(max(plan.workload_after) for plan in step.plans) for step in self.steps]
 
     def own_work(self) -> list[float]:
         """For each step, FLOPs of one block on its samples, without padding."""
-        shares = self.own_shares or [1.0] * len(self.plans)
         return [
-            share * math.fsum(work for plan in plans for work in plan.workload_after)
-            for share, plans in zip(shares, self.plans, strict=True)
+            step.own_share * math.fsum(work for plan in step.plans for work in plan.workload_after)
+            for step in self.steps
         ]
-
-    def num_tokens(self) -> list[int]:
-        return [sum(plan.num_tokens for plan in plans) for plans in self.plans]
-
-    def max_tokens(self) -> int:
-        """Tokens of the fullest rank in any micro-batch."""
-        return max(plan.max_tokens for plans in self.plans for plan in plans)
 
     def tokens_moved(self) -> float:
         """Share of the tokens that a route moves to another rank."""
-        return sum(plan.tokens_moved for plans in self.plans for plan in plans) / sum(self.num_tokens())
+        moved = sum(plan.tokens_moved for step in self.steps for plan in step.plans)
+        return moved / sum(step.num_tokens for step in self.steps)
 
 
 def figures(
-    variant: Variant,
-    baseline: Variant,
-    forward_flops: Sequence[float],
-    depth: int,
-    peak_tflops: float | None,
-    checkpointing: bool,
+    variant: Variant, baseline: Variant, model: TrainedModel, mask: str, peak_tflops: float | None
 ) -> dict[str, Any]:
-    """A variant's figures, ready for JSON: an infinite WIR becomes None. forward_flops: of one block, for each step."""
+    """A variant's figures, ready for JSON."""
     latencies_s, losses, _ = variant.measured
-    num_ranks = variant.plans[0][0].num_ranks
-    fbl = statistics.fmean(latencies_s)
     # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
     works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
     work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
@@ -91,18 +73,10 @@ def figures(
     ratios = gains(baseline.measured.latencies_s, latencies_s)
     promises = gains(baseline.highest_work(), variant.highest_work())
     promised = work * math.fsum(baseline.highest_work()) / math.fsum(variant.highest_work())
-    speed_up = work * statistics.fmean(baseline.measured.latencies_s) / fbl
-    flops = statistics.fmean(forward_flops)
+    speed_up = work * math.fsum(baseline.measured.latencies_s) / math.fsum(latencies_s)
     return {
-        "name": variant.name,
-        "topology": variant.topology,
-        "wir": number_or_none(variant.wir()),
-        "fbl_s": fbl,
+        **measured(variant.name, variant.topology, variant.steps, latencies_s, model, mask, peak_tflops),
         "fbl_median_s": statistics.median(latencies_s),
-        "fbl_per_step_s": latencies_s,
-        "tokens_per_s": statistics.fmean(variant.num_tokens()) / fbl,
-        "max_tokens_per_rank": variant.max_tokens(),
-        "hfu": hardware_flops_utilization(flops, depth, fbl, num_ranks, peak_tflops, checkpointing),
         "speed_up": speed_up,
         "speed_up_median": statistics.median(ratios),
         "promised_speed_up": promised,
@@ -159,3 +133,100 @@ def _gain(of: dict[str, Any], baseline: dict[str, Any], how: str) -> str:
         return f"The balancer gained: {how} {step}, {of['speed_up']:.2f} times as fast, {promise}."
     factor = of["promised_speed_up"]
     return f"The balancer gained nothing: {how} {step}, though its plans promise a factor of {factor:.2f}."
+
+
+def report(
+    args: argparse.Namespace, simulation: Simulation, model: TrainedModel, variants: Sequence[Variant], limit: float,
+    on: dict[str, Any],
+) -> None:  # fmt: skip
+    """Prints results, and writes files where asked for. model: as it was run. limit: of a relative difference that
+    rounding makes. on: what the file says of the device. Raises RuntimeError where variants compute different things.
+    """
+    planning = simulation.planning
+    of_variants = []
+    for variant in variants:
+        of_variants.append(figures(variant, variants[0], model, planning.mask, args.peak_tflops))
+        if args.calibration is not None or args.cluster is not None:  # the cluster is this machine's
+            cluster = planning.cluster.replace(host_s_per_piece=0.0)  # no pieces are copied one by one here
+            of_variants[-1]["predicted_s"] = statistics.fmean(
+                math.fsum(predict_step(plan, cluster, model).total_s for plan in step.plans) for step in variant.steps
+            )
+    for of in of_variants:
+        for name in ("loss_difference", "gradient_difference"):
+            if of.get(name, 0.0) > limit:
+                raise RuntimeError(f"{of['name']}: {name}: got {of[name]:.2g}, expected at most {limit:.2g}")
+    summary = sentences(of_variants)
+    same = ("ways", "topologies", "micro_batches", "max_tokens_per_rank", "num_ranks", "seed", "equal_lengths")
+    settings = {name: getattr(simulation, name) for name in same} | {
+        "data": args.data or args.lengths, "lengths": len(simulation.lengths), "batch_size": args.batch_size,
+        "num_steps": args.steps, "num_warmup_steps": args.warmup, "num_repeats": args.repeats,
+        "model_name": args.model, "model": simulation.model.to_dict(), "mode": model.mode, "solver": planning.solver,
+        "checkpointing": args.recomputes, "keep_exchanges": args.keep_exchanges, "threads": args.threads,
+        "scale": args.scale, "max_text_tokens": args.max_text_tokens, "peak_tflops": args.peak_tflops,
+        "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
+    }  # fmt: skip
+    write_json(args.json, {
+        "format": "knapformer-simulation/2", "settings": settings,
+        "data_codes": None if simulation.mix is None else str(simulation.mix), **on, "gamma": planning.gamma,
+        "variants": of_variants, "summary": summary,
+    })  # fmt: skip
+    whole = "" if args.micro_batches is None else f" of {args.micro_batches} micro-batches"
+    show(
+        f"{args.model} on {simulation.num_ranks} ranks, data {args.data or args.lengths}, {args.steps} steps{whole}, "
+        f"gamma {planning.gamma:.3g}",
+        table_of(map(_cells, of_variants), left="balancer"),
+        _legend(simulation, {of["name"] for of in of_variants}),
+        summary,
+    )
+    if args.report is not None:
+        shown = next(variant for variant in reversed(variants) if variant.same_samples)
+        # The last variant makes the headline; one with other samples cannot be compared, so it comes earlier.
+        in_order = sorted(variants, key=lambda variant: (variant.name != NO_BALANCER, variant.same_samples))
+        measured_s = {variant.name: variant.measured.latencies_s for variant in in_order}
+        # Predictions are not shown: the cluster may not be this machine.
+        write_report(args.report, shown.steps[0].plans[0].on(model=model), measured_s=measured_s, predicts=False)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {
+        "balancer": "none" if row["name"] == NO_BALANCER else row["name"],
+        "WIR": text_or(row["wir"], ".2f", "inf"),
+        "FBL s": f"{row['fbl_s']:.3f}",
+        "TPS": f"{row['tokens_per_s']:,.0f}",
+        "speed-up": f"{row['speed_up']:.2f}",
+        "promised": f"{row['promised_speed_up']:.2f}",
+        "tokens moved": f"{row['tokens_moved']:.0%}",
+        "peak tokens": f"{row['max_tokens_per_rank']:,}",
+    }
+    if "predicted_s" in row:
+        cells["predicted s"] = f"{row['predicted_s']:.3f}"
+    return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}
+
+
+_WAYS = {
+    "buckets": "other samples; in a micro-batch all ranks compute one bucket of lengths, padded to its longest, "
+    "which TPS counts. The speed-up is in work for time.",
+    "time": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in work for "
+    "time.",
+    "static": "groups of so many ranks share all that they drew, by flat bags in the model.",
+}
+
+
+def _legend(simulation: Simulation, names: set[str]) -> str:
+    lines = [
+        "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in "
+        "bags of so many ranks."
+    ]
+    if PLANNED_STEP in names:
+        lines.append(
+            f"{PLANNED_STEP}: BalancedBatchSampler's way: whole samples, loaded where they are computed; no rank waits "
+            "for tokens."
+        )
+    lines += [f"{of.name}: {_WAYS[of.key.partition('_')[0]]}" for of in simulation.others]
+    if EQUAL_LENGTHS in names:
+        lines.append(f"{EQUAL_LENGTHS}: other samples, of equal length, with as much work.")
+    lines.append(
+        "WIR: highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
+        "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch."
+    )
+    return "\n".join(lines)

@@ -1,14 +1,16 @@
 """What one rank of a simulation does.
 
-The loop of the paper: forward, mean loss, backward, gradients dropped; no optimizer. Every step runs in all variants
-(see variant_names) on the same weights, and on the same samples where the variant allows it. Variants run one after
-another and take turns in going first, so that a temporary disturbance of the machine hits them all.
+The loop of the paper: forward, mean loss, backward, gradients dropped; no optimizer. Every step runs in all variants on
+the same weights, and on the same samples where the variant allows it. Variants run one after another and take turns in
+going first, so that a temporary disturbance of the machine hits them all.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -21,58 +23,59 @@ from torch.distributed.tensor import DTensor
 from knapformer import Plan, SequenceBalancer
 from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
+from knapformer.models.config import BaseConfig
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.measure.device import default_dtype, joined_group
+from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.measure.timing import synchronize
-from knapformer.tools.simulate.data import SeededSample
-from knapformer.tools.simulate.report import write_report
-from knapformer.tools.simulate.results import Measured
-from knapformer.tools.simulate.settings import SimulationSettings
-from knapformer.tools.simulate.variants import Variants, variant_names
+from knapformer.tools.simulate.results import Measured, Variant, report
+from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
+from knapformer.tools.ways import PLANNED_STEP
 
 
-def run_rank(settings: SimulationSettings) -> None:
+def run_rank(args: argparse.Namespace, simulation: Simulation) -> None:
     """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
-    with joined_group(settings.device, settings.threads, settings.num_ranks) as device:
-        _simulate(settings, device)
+    with joined_group(args.device, args.threads, simulation.num_ranks) as device:
+        _simulate(args, simulation, device)
 
 
-def _simulate(settings: SimulationSettings, device: torch.device) -> None:
-    rank = dist.get_rank()
-    dtype = DTYPES[settings.dtype or default_dtype(device)]
-    num_rounds = settings.num_warmup_steps + settings.num_steps * settings.num_repeats
-    names = variant_names(settings)
-    with Progress(num_rounds * len(names), enabled=rank == 0) as progress:
+def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.device) -> None:
+    rank, config, trained = dist.get_rank(), simulation.model, simulation.planning.model
+    dtype = DTYPES[args.dtype or default_dtype(device)]
+    of_steps = simulation.variants()
+    first = next(of_steps)
+    names = list(first)
+    kept: list[dict[str, VariantStep]] = []  # of timed steps
+    with Progress((args.warmup + args.steps * args.repeats) * len(names), enabled=rank == 0) as progress:
         progress.describe("building the model")
         model = sharded_model(
-            settings.model, device, dtype, settings.checkpointing, settings.mode,
-            keep_exchanges=settings.keep_exchanges, seed=settings.seed,
-        )  # fmt: skip
-        variants = Variants(settings)
-        balancers = {topology: balancer_of(settings, topology) for topology in settings.topologies}
+            config, device, dtype, args.recomputes, trained.mode, keep_exchanges=args.keep_exchanges, seed=args.seed
+        )
+        balancers = {topology: balancer_of(simulation, topology, simulation.limit) for topology in args.topology}
         balancers |= {
-            name: balancer_of(settings, str(way.followed[0].topology), max_tokens_per_rank=0)
-            for name, way in variants.ways(0).items()
-            if way.followed is not None
+            name: balancer_of(simulation, str(way.step.plans[0].topology))
+            for name, way in first.items()
+            if way.followed
         }
         times: list[list[float]] = [[] for _ in names]  # of this rank, one per timed step and repeat
         outcomes: list[list[_Outcome]] = [[] for _ in names]  # one per timed step
         progress.describe("warming up")
-        for step in range(settings.num_warmup_steps + settings.num_steps):
-            timed = step >= settings.num_warmup_steps
+        for step, ways in enumerate(itertools.chain([first], of_steps)):
+            timed = step >= args.warmup
             if timed:
                 progress.describe("measuring")
-            ways = variants.ways(step)
+                kept.append(ways)
             # Variants that compute the same samples in the same place share their tensors.
             data = {id(way.data): way.data for way in ways.values()}
-            batches = {key: _batches(settings, of.samples[rank], device, dtype) for key, of in data.items()}
-            for turn in range(len(names) * (settings.num_repeats if timed else 1)):
+            batches = {key: _batches(config, of.samples[rank], device, dtype) for key, of in data.items()}
+            for turn in range(len(names) * (args.repeats if timed else 1)):
                 variant = (turn + step) % len(names)
-                name = names[variant]
-                of = batches[id(ways[name].data)], balancers.get(name), ways[name].followed
+                way = ways[names[variant]]
+                followed = way.step.plans if way.followed else None
+                of = batches[id(way.data)], balancers.get(names[variant]), followed
                 seconds, outcome = _timed_step(model, *of, device)
                 if timed:
                     times[variant].append(seconds)
@@ -81,35 +84,46 @@ def _simulate(settings: SimulationSettings, device: torch.device) -> None:
                 progress.advance()
         latencies_s = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
-        latencies_s = latencies_s.unflatten(1, (settings.num_steps, settings.num_repeats)).amin(2)
+        latencies_s = latencies_s.unflatten(1, (args.steps, args.repeats)).amin(2)
         num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
     if rank == 0:
-        measured = [
-            Measured(seconds, [of.loss for of in of_steps], [of.gradient_norm for of in of_steps])
-            for seconds, of_steps in zip(latencies_s.tolist(), outcomes, strict=True)
-        ]
-        write_report(settings, device, dtype, measured, num_parameters)
+        topologies = {name: name for name in args.topology} | {PLANNED_STEP: f"g1n{simulation.num_ranks}"}
+        variants = [
+            Variant(
+                name, topologies.get(name),
+                Measured(seconds, [of.loss for of in results], [of.gradient_norm for of in results]),
+                [ways[name].step for ways in kept], first[name].same_samples,
+            )
+            for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
+        ]  # fmt: skip
+        on = {
+            "device": device.type, "dtype": str(dtype).removeprefix("torch."), "environment": environment(device)
+        }  # fmt: skip
+        measured = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
+        # Variants may differ by the rounding of sums in another order.
+        report(args, simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
 
 
-def balancer_of(settings: SimulationSettings, topology: str, **others: Any) -> SequenceBalancer:
-    """Plans as settings.plan does, with `others` too. Collective over the world."""
-    return SequenceBalancer(topology, mask=settings.model.mask, **(settings.planning() | others))
+def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
+    """Plans as the simulation does. Collective over the world."""
+    of = simulation.planning
+    return SequenceBalancer(
+        topology, gamma=of.gamma, solver=of.solver, mask=of.mask, cluster=of.cluster, model=of.model,
+        max_tokens_per_rank=max_tokens,
+    )  # fmt: skip
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
 
 
 def _batches(
-    settings: SimulationSettings,
-    micro_batches: Sequence[Sequence[SeededSample]],
-    device: torch.device,
-    dtype: torch.dtype,
+    config: BaseConfig, micro_batches: Sequence[Sequence[SeededSample]], device: torch.device, dtype: torch.dtype
 ) -> Batches:
     """The batches of one rank. Each sample is drawn by itself, from its seed."""
 
     def drawn(samples: Sequence[SeededSample]) -> tuple[Any, torch.Tensor]:
-        nothing = random_batch(settings.model, [], 0, device, dtype)
-        alone = [random_batch(settings.model, [sample.size], sample.seed, device, dtype) for sample in samples]
+        nothing = random_batch(config, [], 0, device, dtype)
+        alone = [random_batch(config, [sample.size], sample.seed, device, dtype) for sample in samples]
         batches, targets = zip(nothing, *alone, strict=True)
         return joined(batches), torch.cat(targets)
 

@@ -1,0 +1,234 @@
+"""What a simulation computes in each step, in each of its variants: samples and plans. Imports no torch.
+
+A sample's tensors follow from its own seed. So they are the same on every rank and in every micro-batch that may
+compute the sample, as with a data set. Buckets and the time budget choose their samples with the code that
+`knapformer doctor` predicts with; static sequence parallelism is planned as there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from knapformer import ArgumentError, DataMix, Sample, StepPlan, Topology, WorkloadModel
+from knapformer.models.config import BaseConfig
+from knapformer.tools.doctor.alternatives import Alternative, baselines
+from knapformer.tools.ways import (
+    NO_BALANCER,
+    PLANNED_STEP,
+    Draw,
+    Lengths,
+    Planning,
+    Step,
+    batches_of_step,
+    by_micro_batch,
+    lengths_of_step,
+)
+
+EQUAL_LENGTHS = "equal lengths"  # as much work, in sequences that leave nothing to balance
+#: Ways without this project: keys of knapformer.tools.doctor.alternatives.baselines.
+WAYS = ("buckets", "time_budget", "static_2", "static_4", "static_8")
+
+
+@dataclass(frozen=True)
+class SeededSample:
+    size: Sample
+    seed: int  # of its tensors
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The samples of an optimizer step, by rank and micro-batch: [rank][micro-batch][sample]."""
+
+    config: BaseConfig
+    samples: list[list[list[SeededSample]]]
+
+    @property
+    def batches(self) -> list[Lengths]:
+        """[micro-batch][rank]: lengths in tokens."""
+        lens = [[[self.config.planned_tokens(s.size) for s in of] for of in of_rank] for of_rank in self.samples]
+        return [list(batch) for batch in zip(*lens, strict=True)]
+
+    def as_planned(self, plan: StepPlan) -> StepData:
+        """The same samples, each in the place where `plan`, made from these lengths, computes it."""
+        step = [sample for of_rank in self.samples for samples in of_rank for sample in samples]
+        return StepData(
+            self.config,
+            [
+                [[step[i] for i in plan.sequences_on(rank, k)] for k in range(plan.num_micro_batches)]
+                for rank in range(len(self.samples))
+            ],
+        )
+
+    def of_equal_lengths(self, workload: WorkloadModel) -> StepData:
+        """Other samples with as much work: as many on average, the same share of text, and lengths that differ by at
+        most a token. Every rank has the same ones in every micro-batch."""
+        config = self.config
+        sizes = [sample.size for of_rank in self.samples for samples in of_rank for sample in samples]
+        num_lists = sum(map(len, self.samples))
+
+        def work(length: int) -> float:
+            return workload.work(length, config.d_model, config.mask)
+
+        lens = [config.planned_tokens(size) for size in sizes]
+        text_per_token = sum(size.text_tokens for size in sizes) / sum(lens)
+        count = max(1, round(len(sizes) / num_lists))
+        equal = equal_lengths(math.fsum(map(work, lens)) / num_lists, count, work)
+        alike = [_sample(config, length, int(text_per_token * length)) for length in equal]
+        first_seed = self.samples[0][0][0].seed if self.samples[0][0] else 0
+        seeded = [SeededSample(config.possible(size), first_seed + i) for i, size in enumerate(alike)]
+        return StepData(config, [[seeded for _ in of] for of in self.samples])
+
+
+def _sample(config: BaseConfig, length: int, text_tokens: int) -> Sample:
+    return Sample(text_tokens, length if config.text_beside else length - text_tokens)
+
+
+def equal_lengths(total_work: float, count: int, work: Callable[[int], float]) -> list[int]:
+    """`count` lengths, no two further apart than one token, whose work adds up to about `total_work`.
+
+    work: of a length; it grows with the length.
+    """
+    low = max(1, bisect_right(range(1 << 24), total_work / count, key=work) - 1)
+    missing = total_work - count * work(low)
+    longer = min(count, max(0, round(missing / (work(low + 1) - work(low)))))
+    return [low] * (count - longer) + [low + 1] * longer
+
+
+@dataclass(frozen=True)
+class VariantStep:
+    """What a variant gives the ranks to compute in a step, before a balancer in the model moves any of it.
+
+    step: the plan of each micro-batch, as the ranks make it: equal input gives equal plans. followed: the balancer
+    follows these plans, and makes none. same_samples: whether it computes the drawn samples.
+    """
+
+    data: StepData
+    step: Step
+    followed: bool = False
+    same_samples: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Construction checks that the fields fit together; its ArgumentError names the field that does not."""
+
+    model: BaseConfig
+    planning: Planning
+    num_ranks: int
+    mix: DataMix | None = None  # or
+    lengths: Sequence[int] = ()  # in tokens: samples are drawn from these at random, batch_size a rank and micro-batch
+    batch_size: int = 4
+    ways: Sequence[str] = ()  # of WAYS, measured as well
+    topologies: Sequence[str] = ()  # each is measured beside NO_BALANCER, with the balancer in the model
+    micro_batches: int | None = None  # of a step, which is then also planned whole; None: one, not planned whole
+    # Of every plan or, with micro_batches, of steps planned whole alone (0: none, and for those what the fullest rank
+    # draws for a micro-batch); of buckets and time budgets (0: none).
+    max_tokens_per_rank: int = 0
+    equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
+    num_steps: int = 10
+    num_warmup_steps: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mix is not None:
+            self.mix.check_divides(self.num_ranks)
+        if not self.topologies and self.micro_batches is None and not self.ways:
+            raise ArgumentError("topology: got none, expected at least one, micro_batches, or ways")
+        for way in self.ways:
+            known = [name for name in WAYS if not name.startswith("static_") or self.num_ranks % int(name[7:]) == 0]
+            if way not in known or list(self.ways).count(way) > 1:
+                expected = f"each once of {', '.join(known)} on {self.num_ranks} ranks"
+                raise ArgumentError(f"way: got {way!r}, expected {expected}")
+        for i, topology in enumerate(self.topologies):
+            canonical = str(Topology(topology, self.num_ranks))
+            if canonical in (str(Topology(other)) for other in self.topologies[:i]):
+                raise ArgumentError(f"topology: got {topology!r} twice, expected each once")
+        # Some errors show only in planning, such as a solver that does not support nested bags. A limit of tokens may
+        # be kept in one step and not in another.
+        for _ in itertools.islice(self.variants(), None if self.max_tokens_per_rank else 1):
+            pass
+
+    @property
+    def limit(self) -> int:
+        """Of a micro-batch planned by itself."""
+        return self.max_tokens_per_rank if self.micro_batches is None else 0
+
+    @property
+    def others(self) -> list[Alternative]:
+        return [alternative for alternative in baselines(self.num_ranks) if alternative.key in self.ways]
+
+    def draw(self, step: int) -> StepData:
+        """What the ranks draw in an optimizer step: in each micro-batch the next batch of the mix."""
+        batches, ranks = batches_of_step(step, self.micro_batches or 1), range(self.num_ranks)
+        if self.mix is not None:
+            mix = self.mix
+            return self._seeded(step, [[mix.draw(self.seed, batch, rank) for batch in batches] for rank in ranks])
+        lens = [
+            [random.Random(f"{self.seed} {k} {rank}").choices(self.lengths, k=self.batch_size) for k in batches]
+            for rank in ranks
+        ]
+        return self._of_lengths(step, lens)
+
+    def _of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
+        """Samples of these lengths, [rank][micro-batch][sample], with a tenth of the length as text tokens."""
+        limit = math.inf if self.model.text_limit is None else self.model.text_limit
+
+        def size(length: int) -> Sample:
+            return _sample(self.model, length, int(min(length // 10, limit)))
+
+        return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
+
+    def _seeded(self, step: int, sizes: list[list[list[Sample]]]) -> StepData:
+        """Gives each sample the seed of its tensors. sizes: [rank][micro-batch][sample]."""
+        first_seed = (self.seed * 1_000_003 + step) * 65_537
+        seeds = (seed % (1 << 63) for seed in itertools.count(first_seed))
+        return StepData(
+            self.model,
+            [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
+        )
+
+    def _plan_step(self, data: StepData) -> StepPlan:
+        """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
+        micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best."""
+        fullest = max(sum(lens) for batch in data.batches for lens in batch)
+        planned: StepPlan = self.planning.plan(
+            lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=self.micro_batches or 1,
+            cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=self.max_tokens_per_rank or fullest,
+        )  # fmt: skip
+        return planned.fill_ranks()
+
+    def variants(self) -> Iterator[dict[str, VariantStep]]:
+        """Of each step, warm-up ones first, what each variant computes. The others are compared with the first."""
+        drawn = [self.draw(step) for step in range(self.num_warmup_steps + self.num_steps)]
+        batches = [data.batches for data in drawn]
+        pool = self.lengths or [n for step in batches for batch in step for lens in batch for n in lens]
+        draw = Draw(self.planning, batches, pool, self.seed, self.max_tokens_per_rank)
+
+        def alone(data: StepData, own_share: float = 1.0, same_samples: bool = True) -> VariantStep:
+            """Without a balancer."""
+            plans = [self.planning.home(batch) for batch in data.batches]
+            return VariantStep(data, Step(plans, own_share), same_samples=same_samples)
+
+        def of_other(alternative: Alternative) -> Iterator[VariantStep]:
+            for number, step in zip(range(len(drawn)), alternative.steps(draw), strict=False):
+                if alternative.degree:
+                    yield VariantStep(drawn[number], step, followed=True)
+                else:
+                    of_ranks = [[plan.chunk_lens[rank] for plan in step.plans] for rank in range(self.num_ranks)]
+                    yield alone(self._of_lengths(number, of_ranks), step.own_share, same_samples=False)
+
+        found = {NO_BALANCER: map(alone, drawn)} | {of.name: of_other(of) for of in self.others}
+        for topology in self.topologies:
+            found[topology] = map(VariantStep, drawn, by_micro_batch(topology, self.limit)(draw))
+        if self.micro_batches is not None:
+            found[PLANNED_STEP] = (alone(data.as_planned(self._plan_step(data))) for data in drawn)
+        if self.equal_lengths:
+            workload = WorkloadModel(self.planning.gamma)
+            found[EQUAL_LENGTHS] = (alone(data.of_equal_lengths(workload), same_samples=False) for data in drawn)
+        for steps in zip(*found.values(), strict=False):
+            yield dict(zip(found, steps, strict=True))

@@ -1,0 +1,252 @@
+"""Optimizer steps as commands plan them: at home, by micro-batch, or whole; and what a step takes by the cluster model.
+
+A way is a function of a Draw that yields what its optimizer steps compute. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import knapformer
+from knapformer import Cluster, DataMix, Plan, StepPlan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+
+Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
+
+# Peak of a rank's accelerator by cluster name: dense bf16 without sparsity, TFLOP/s, from data sheets.
+PEAK_TFLOPS = {"h100": 989.0, "h200": 989.0, "published": 989.0, "h100-pcie": 756.0, "b200": 2250.0, "a100": 312.0}
+
+# Names of ways that are not those of a topology alone.
+NO_BALANCER = "no balancer"
+PLANNED_STEP = "step planned"  # all micro-batches at once, by ranks that load what they compute
+
+
+def batches_of_step(step: int, num_micro_batches: int) -> range:
+    """Which of a mix's batches a rank draws for the micro-batches of an optimizer step."""
+    return range(step * num_micro_batches, (step + 1) * num_micro_batches)
+
+
+def batches_of_mix(mix: DataMix, seed: int, steps: range, micro_batches: int, num_ranks: int) -> list[list[Lengths]]:
+    """[step][micro-batch][rank]."""
+    return [
+        [mix.draw_lengths(seed, batch, num_ranks) for batch in batches_of_step(step, micro_batches)] for step in steps
+    ]
+
+
+def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
+    """For each rank the lengths of all micro-batches, one batch after another."""
+    return [[length for lens in of_rank for length in lens] for of_rank in zip(*batches, strict=True)]
+
+
+def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
+    """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers, the
+    larger parts first: the given order with which plan_step compares."""
+
+    def cut(lens: Sequence[int], part: int) -> int:
+        size, num_larger = divmod(len(lens), count)
+        return part * size + min(part, num_larger)
+
+    return [[list(lens[cut(lens, k) : cut(lens, k + 1)]) for lens in lengths] for k in range(count)]
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What all plans of a command depend on: arguments of `plan`."""
+
+    d_model: int
+    gamma: float
+    cluster: Cluster
+    model: TrainedModel
+    mask: str = "full"
+    rank_speed: Sequence[float] = ()
+    solver: str = "balanced"
+    effort: int | str = "default"
+
+    def plan(self, lengths: Lengths, topology: str, *, routed: bool | None = None, **others: Any) -> Any:
+        """A Plan or, with micro_batches, a StepPlan. routed: tokens travel in the model; otherwise ranks load what they
+        compute; None: as the model says. others: in place of these arguments."""
+        given: dict[str, Any] = {
+            "solver": self.solver, "effort": self.effort, "masks": self.mask, "rank_speed": self.rank_speed,
+            "cluster": self.cluster, "model": self.model if routed is None else self.model.replace(routed=routed),
+        }  # fmt: skip
+        return knapformer.plan(lengths, topology, self.d_model, self.gamma, **(given | others))
+
+    def home(self, lengths: Lengths, **others: Any) -> Plan:
+        """Every sequence at home. It does not depend on the solver: the fastest is taken."""
+        return plan_home(self.plan(lengths, f"g1n{len(lengths)}", solver="greedy", effort="default", **others))
+
+    def work(self, length: int) -> float:
+        return WorkloadModel(self.gamma).work(length, self.d_model, self.mask)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The samples of some optimizer steps, [step][micro-batch][rank], in the order in which ranks draw them.
+
+    pool: the lengths that a way draws from where it takes other samples. max_tokens: that a rank may hold in a
+    micro-batch; 0: no limit.
+    """
+
+    planning: Planning
+    batches: Sequence[Sequence[Lengths]]
+    pool: Sequence[int] = ()
+    seed: int = 0
+    max_tokens: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.batches[0][0])
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.batches[0])
+
+    @cached_property
+    def batch_size(self) -> float:
+        """Samples of a rank in a micro-batch, in the mean: an int where that is one."""
+        mean = statistics.fmean(len(lens) for step in self.batches for batch in step for lens in batch)
+        return int(mean) if mean.is_integer() else mean
+
+
+@dataclass
+class Step:
+    """One optimizer step. own_share: of the plans' work, what is not padding. plan_s: that planning took. times: of the
+    plans; None: as predict_step says."""
+
+    plans: Sequence[Plan]
+    own_share: float = 1.0
+    plan_s: float = 0.0
+    whole: StepPlan | None = None  # which `plans` are of
+    times: Sequence[StepTime] | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the fullest rank in any micro-batch."""
+        return max(plan.max_tokens for plan in self.plans)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.plans)
+
+    @property
+    def wir(self) -> float:
+        """Mean over the micro-batches that have tokens; infinite where one of them leaves a rank without work."""
+        return statistics.fmean([plan.wir_after for plan in self.plans if plan.num_tokens] or [1.0])
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """Sums over the micro-batches, since ranks wait for each other in each."""
+        times = self.times or [predict_step(plan) for plan in self.plans]
+
+        def total(of: Callable[[StepTime], float]) -> float:
+            return math.fsum(map(of, times))
+
+        return {
+            "wir": self.wir,
+            "samples": sum(plan.num_sequences for plan in self.plans),
+            "tokens": self.num_tokens,
+            "max_tokens_per_rank": self.max_tokens,
+            **{term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()},
+            "total_s": total(lambda of: of.total_s),
+            "ideal_s": total(lambda of: of.ideal_s),
+            "route_bytes": total(lambda of: of.route_bytes.total),
+            "route_bytes_between_nodes": total(lambda of: of.route_bytes.between),
+            "attention_bytes": total(lambda of: of.attention_bytes.total),
+            "attention_bytes_between_nodes": total(lambda of: of.attention_bytes.between),
+            "fsdp_bytes": total(lambda of: of.fsdp_bytes),
+        }
+
+
+Way = Callable[[Draw], Iterator[Step]]
+
+
+def at_home(draw: Draw) -> Iterator[Step]:
+    """Each rank computes what it drew, packed without padding."""
+    for batches in draw.batches:
+        yield Step([draw.planning.home(batch) for batch in batches])
+
+
+def by_micro_batch(topology: str, max_tokens: int = 0) -> Way:
+    """Each micro-batch is planned by itself, as a balancer in the model does."""
+
+    def steps(draw: Draw) -> Iterator[Step]:
+        for batches in draw.batches:
+            start = time.perf_counter()
+            plans = [draw.planning.plan(batch, topology, max_tokens_per_rank=max_tokens) for batch in batches]
+            yield Step(plans, plan_s=time.perf_counter() - start)
+
+    return steps
+
+
+def planned_whole(topology: str, *, routed: bool, beside: Sequence[Step] = ()) -> Way:
+    """All micro-batches of a step are planned at once. beside: the same steps planned otherwise, whose fullest rank is
+    the limit where the draw has none."""
+
+    def steps(draw: Draw) -> Iterator[Step]:
+        for number, batches in enumerate(draw.batches):
+            start = time.perf_counter()
+            whole = draw.planning.plan(
+                lengths_of_step(batches), topology, routed=routed, micro_batches=len(batches),
+                max_tokens_per_rank=draw.max_tokens or (beside[number].max_tokens if beside else 0),
+            )  # fmt: skip
+            yield Step(whole.plans, plan_s=time.perf_counter() - start, whole=whole)
+
+    return steps
+
+
+def means(steps: Sequence[Step], mask: str, peak_tflops: float | None) -> dict[str, Any]:
+    """The mean figures of steps. hfu: None without a peak, that of a rank's device."""
+    mean: dict[str, Any] = {name: statistics.fmean(of.figures[name] for of in steps) for name in steps[0].figures}
+    plan = steps[0].plans[0]
+    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(of.plans, mask) for of in steps)
+    hfu = hardware_flops_utilization(flops, plan.model, mean["total_s"], plan.num_ranks, peak_tflops)
+    return mean | {
+        "efficiency": mean["ideal_s"] / mean["total_s"], "tokens_per_s": mean["tokens"] / mean["total_s"], "hfu": hfu
+    }  # fmt: skip
+
+
+def measured(
+    name: str | None, topology: str | None, steps: Sequence[Step], seconds: Sequence[float], model: TrainedModel,
+    mask: str, peak_tflops: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What files hold of the measured steps of a variant, by all commands that measure. seconds: of each step. An
+    infinite WIR becomes None."""
+    fbl_s, tokens = statistics.fmean(seconds), statistics.fmean(step.num_tokens for step in steps)
+    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans, mask) for step in steps)
+    num_ranks = steps[0].plans[0].num_ranks
+    return {
+        "name": name,
+        "topology": topology,
+        "fbl_s": fbl_s,
+        "fbl_per_step_s": list(seconds),
+        "wir": number_or_none(statistics.fmean(step.wir for step in steps)),
+        "tokens_per_s": tokens / fbl_s,
+        "max_tokens_per_rank": max(step.max_tokens for step in steps),
+        "hfu": hardware_flops_utilization(flops, model, fbl_s, num_ranks, peak_tflops),
+    }
+
+
+def forward_flops(plans: Iterable[Plan], mask: str) -> float:
+    """FLOPs of one block on all tokens of some plans. Attention's count in full, whatever gamma the plans have."""
+    in_full = WorkloadModel(gamma=1.0)
+    return sum(in_full.work(n, plan.d_model, mask) for plan in plans for lens in plan.seq_lens for n in lens)
+
+
+def hardware_flops_utilization(
+    forward_flops: float, model: TrainedModel, latency_s: float, num_ranks: int, peak_tflops: float | None
+) -> float | None:
+    """forward_flops: of one block on all ranks' tokens in a step. Between 0 and 1; None without a peak, or where not
+    all parameters train."""
+    if peak_tflops is None or model.mode != "training":
+        return None
+    return model.token_passes * forward_flops * model.num_blocks / (latency_s * num_ranks * peak_tflops * 1e12)
+
+
+def number_or_none(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return None if math.isinf(value) else value
