@@ -150,7 +150,7 @@ $(VENV)/.coverage: pyproject.toml | $(BIN)/python
 COVERAGE := $(abspath build/coverage)
 COVERAGE_TESTS ?= tests/python/accelerator tests/python/models tests/python/test_losses.py tests/python/test_checkpointing.py \
     $(addprefix tests/python/distributed/test_,balancer.py compile.py derivatives.py groups.py loader.py sample_loader.py) \
-    $(addprefix tests/python/tools/test_,calibrate.py calibrate_fit.py simulate.py simulate_variants.py replay.py report_timeline.py)
+    $(addprefix tests/python/tools/test_,calibrate.py calibrate_fit.py simulate.py simulate_variants.py replay.py)
 coverage: $(VENV)/.test $(VENV)/.coverage
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON

@@ -48,27 +48,23 @@ def counts(text: str, argument: str, high: int) -> list[int]:
     Raises ArgumentError, naming `argument`.
     """
     values: list[int] = []
-    dots = False
-    for item in (part.strip() for part in text.split(",")):
+    items = [part.strip() for part in text.split(",")]
+    for before, item in zip(["", *items], items, strict=False):
         if item == "...":
-            if len(values) < 2 or dots or values[-1] <= values[-2] or values[-1] % values[-2]:
-                raise ArgumentError(
-                    f"{argument}: got {text!r}, expected dots only after two counts, the second a multiple of the first"
-                )
-            dots = True
             continue
         if not (item.isascii() and item.isdigit() and 1 <= int(item) <= high):
             raise ArgumentError(f"{argument}: got {item!r}, expected counts from 1 to {high}, such as 32,128,...,2048")
-        last = int(item)
-        if dots:
-            ratio = values[-1] // values[-2]
-            while values[-1] * ratio < last:
+        if before == "...":
+            ratio, rest = divmod(values[-1], values[-2]) if len(values) > 1 else (0, 0)
+            if ratio < 2 or rest or int(item) <= values[-1]:
+                raise ArgumentError(
+                    f"{argument}: got {text!r}, expected dots between two counts, the second a multiple of the first, "
+                    "and a higher one"
+                )
+            while values[-1] * ratio < int(item):
                 values.append(values[-1] * ratio)
-            if last <= values[-1]:
-                raise ArgumentError(f"{argument}: got {text!r}, expected dots that go up to a higher count")
-            dots = False
-        values.append(last)
-    if dots:
+        values.append(int(item))
+    if items[-1] == "...":
         raise ArgumentError(f"{argument}: got {text!r}, expected a count after the dots")
     return values
 

@@ -287,7 +287,6 @@ def test_the_least_change_is_advised(capsys):
     same = [row for row in many["alternatives"] if not row["effect"]]
     for row in same:
         assert row["step_s"] * row["efficiency"] == pytest.approx(same[0]["step_s"] * same[0]["efficiency"])
-    assert sorted(many["levers"], key=lambda lever: -abs(lever["speedup"][1] - lever["speedup"][0])) == many["levers"]
 
     one = diagnosis(capsys, "--data", "mixed", "--steps", 4)
     assert one["take"].startswith("bags ")

@@ -114,8 +114,6 @@ def test_two_outputs_to_one_file_are_refused(capsys: pytest.CaptureFixture[str],
     for other in ("a", "./a", "link"):
         message = refusal(capsys, "--json", str(tmp_path / "a"), "--report", f"{tmp_path}/{other}")
         assert "--report: got" in message and "another file than --json writes" in message
-    report = ["plan", "--data", "joint", "--topology", "g8n4", "--report", str(tmp_path / "a")]
-    assert main([*report, "--timeline", str(tmp_path / "a")]) == 2
     assert os.listdir(tmp_path) == ["link"]
 
 

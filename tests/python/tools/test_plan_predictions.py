@@ -326,7 +326,6 @@ def test_a_cluster_file_sets_every_field(tmp_path):
         ("--cluster: got 'nowhere.json'", ["--mix", "joint", "--topology", "g8n4", "--cluster", "nowhere.json"]),
         ("--ranks-per-node: got '0'", ["--mix", "joint", "--topology", "g8n4", "--ranks-per-node", "0"]),
         ("--predictions: got", ["--mix", "joint", "--topology", "g8n4", "--predictions", "no/such/folder/x.json"]),
-        ("--timeline: got", ["--mix", "joint", "--topology", "g8n4", "--timeline", "no/such/folder/x.json"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(message, arguments, capsys, tmp_path, monkeypatch):

@@ -231,11 +231,10 @@ def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
         "variants": [{"topology": None, "fbl_per_step_s": [1.5]}, {"topology": "g4n2", "fbl_per_step_s": [1.25]}]
     }
     (tmp_path / "measured.json").write_text(json.dumps(results))
-    target, timeline = tmp_path / "a.html", tmp_path / "t.json"
-    arguments = ["--measured", str(tmp_path / "measured.json"), "--report", str(target), "--timeline", str(timeline)]
+    target = tmp_path / "a.html"
+    arguments = ["--measured", str(tmp_path / "measured.json"), "--report", str(target)]
     assert main(["plan", "--from", str(tmp_path / "plan.json"), *arguments]) == 0
     assert "g4n2, measured" in target.read_text()
-    assert json.loads(timeline.read_text())["otherData"]["topology"] == "g4/2/1n2"
     other = tmp_path / "b.html"
     assert main(["plan", "--data", "joint", "--topology", "g8n4", "--report", str(other)]) == 0
     assert "knapformer: 32 ranks, g8n4" in other.read_text()

@@ -16,7 +16,7 @@ from knapformer.tools.doctor.alternatives import Case, Result, alternatives, bas
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.topologies import ranked, sharing
-from knapformer.tools.doctor.verdict import Lever, Verdict, decide, levers
+from knapformer.tools.doctor.verdict import Verdict, decide
 from knapformer.tools.files import check_outputs, write_json
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.presets import DEFAULT_PRESET, PRESETS, Preset, preset_named
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
     preset = preset_named(args.model or DEFAULT_PRESET)
     gamma, cluster, model = cost_args.costs(args, model=preset.trained_model(), own_fixed=True).values()
     source = Source(args, preset, cluster.ranks_per_node)
-    # Topologies, alternatives, and 12 simulations each for how sure it is and for the levers.
-    with Progress(1 + len(baselines(source.simulated_ranks)) + 3 + 24, enabled=sys.stderr.isatty()) as progress:
+    # Topologies, alternatives, and 12 simulations for how sure it is.
+    with Progress(1 + len(baselines(source.simulated_ranks)) + 3 + 12, enabled=sys.stderr.isatty()) as progress:
 
         def watch(name: str) -> None:
             progress.advance()
@@ -126,18 +126,16 @@ def run(args: argparse.Namespace) -> int:
         now = next((result for result in results if result.alternative.key == args.now), None)
         if now is None:
             raise ArgumentError(f"--now: got {args.now}, expected an alternative that {source.num_ranks} ranks allow")
-        verdict = decide(results, now, case)
-        moved = levers(verdict, results, case, source.batches)
+        verdict = decide(results, now, case, f"{preset.name} on {source.num_ranks:,} ranks")
     figures = [_figures(result, verdict.now, case, memory, source) for result in results]
     rows = [text.cells(result, of) for result, of in zip(results, figures, strict=True)]
     if args.report is not None:
         from knapformer.tools.doctor.page import write_page
 
-        limit_gib = memory.gib(case.max_tokens) if case.max_tokens else None
-        write_page(args.report, source, preset, case, rows, results, figures, verdict, limit_gib)
-    write_json(args.json, _as_dict(source, preset, case, results, figures, verdict, moved, ranking))
+        write_page(args.report, source, preset, case, rows, results, figures, verdict)
+    write_json(args.json, _as_dict(source, preset, case, results, figures, verdict, ranking))
     if args.json != "-":
-        text.print_findings(source, preset, case, rows, results, verdict, moved, ranking if args.topologies else ())
+        text.print_findings(source, preset, case, rows, results, verdict, ranking if args.topologies else ())
     return MANY_LEFT_OUT if source.samples.many_left_out else 0
 
 
@@ -202,18 +200,17 @@ def _figures(result: Result, now: Result, case: Case, memory: MemoryModel, sourc
 
 def _as_dict(
     source: Source, preset: Preset, case: Case, results: Sequence[Result], figures: Sequence[Mapping[str, Any]],
-    verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
+    verdict: Verdict, ranking: Sequence[TopologyOption],
 ) -> dict[str, Any]:  # fmt: skip
     planning = case.planning
     return {
         "format": _FORMAT,
         "version": 1,
-        "verdict": text.verdict_text(verdict, source, preset),
+        "verdict": text.verdict_text(verdict, source),
         "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
         "now": verdict.now.alternative.key,
         "faster_with_other_samples": [of.alternative.key for of in verdict.faster],
         "speedup": [verdict.low, verdict.speedup, verdict.high],
-        "levers": [{"of": lever.name, "speedup": [lever.low, lever.high]} for lever in moved],
         "source": source.description,
         "rows": source.samples.num_rows,
         "bad_rows": source.samples.bad_rows,

@@ -1,4 +1,4 @@
-"""The doctor's findings as an HTML file: lengths, one step of each alternative, memory."""
+"""The doctor's findings as an HTML file: lengths, one step of each alternative."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Had = Sequence[tuple[Result, Mapping[str, Any]]]  # alternatives that are possi
 
 def write_page(
     path: str, source: Source, preset: Preset, case: Case, rows: Sequence[Mapping[str, str]],
-    results: Sequence[Result], figures: Sequence[Mapping[str, Any]], verdict: Verdict, limit_gib: float | None,
+    results: Sequence[Result], figures: Sequence[Mapping[str, Any]], verdict: Verdict,
 ) -> None:  # fmt: skip
     """rows: the printed table. figures: one for each result. Raises OSError."""
     page = HtmlPage()
@@ -46,8 +46,6 @@ def write_page(
         text = "What each rank does in the first step that was simulated, its micro-batches added up, in % of the step"
         text += f"; the first {_MAX_RANKS} ranks." if case.num_ranks > _MAX_RANKS else "; a bar for each rank."
         page.add("One step", text, _steps(had), 130)
-        text = "Of the fullest rank in any micro-batch; counted, not measured."
-        page.add("Memory", text, _memory(had, limit_gib))
     lens = source.pool
     top = [
         (f"{statistics.median(lens):,.0f} → {max(lens):,}", "tokens of the median and of the longest sample"),
@@ -62,7 +60,7 @@ def write_page(
         "micro-batches": case.micro_batches, "width": case.planning.d_model, "gamma": case.planning.gamma,
         **case.planning.cluster.to_dict(), **case.planning.model.to_dict(),
     }  # fmt: skip
-    said = " ".join(filter(None, (verdict_text(verdict, source, preset), verdict.aside())))
+    said = " ".join(filter(None, (verdict_text(verdict, source), verdict.aside())))
     subtitle = f"{source.description}; {source.num_ranks} ranks, {case.micro_batches} micro-batches"
     page.write(path, said, html.escape(subtitle), top, settings)
 
@@ -151,17 +149,3 @@ def _steps(had: _Had) -> dict[str, go.Figure]:
         figure.update_layout(barmode="stack", bargap=0.1)
         figure.update_yaxes(tickvals=[0, 50, 100])
     return figures
-
-
-def _memory(had: _Had, limit_gib: float | None) -> go.Figure:
-    bars = _alike(((result.alternative.name, of) for result, of in had), lambda of: of["max_tokens"])
-    figure = go.Figure()
-    figure.add_bar(
-        x=[of["max_gib"] for of in bars.values()], y=rows_of(figure, bars), orientation="h", width=20,
-        marker_color="#009E73", customdata=[(names, of["max_tokens"]) for names, of in bars.items()],
-        hovertemplate="%{customdata[0]}: %{x:.1f} GiB, %{customdata[1]:,} tokens<extra></extra>",
-    )  # fmt: skip
-    if limit_gib is not None:
-        figure.add_vline(x=limit_gib, line={"dash": "dot", "width": 1, "color": "#888888"})
-    figure.update_xaxes(title="GiB", rangemode="tozero")
-    return figure

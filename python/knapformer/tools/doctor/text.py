@@ -11,16 +11,15 @@ from knapformer._core import DEFAULT_GAMMA
 from knapformer.tools.doctor import topologies
 from knapformer.tools.doctor.alternatives import Case, Result
 from knapformer.tools.doctor.source import Source
-from knapformer.tools.doctor.verdict import Lever, Verdict
+from knapformer.tools.doctor.verdict import Verdict
 from knapformer.tools.files import show, table_of
 from knapformer.tools.presets import DEFAULT_PRESET, Preset
 
 
-def verdict_text(verdict: Verdict, source: Source, preset: Preset) -> str:
+def verdict_text(verdict: Verdict, source: Source) -> str:
     """One paragraph. What makes it doubtful comes first."""
     caution = f"Caution: {source.samples.left_out()} What follows is of the others alone. "
-    sentence = verdict.sentence(f"{preset.name} on {source.num_ranks:,} ranks")
-    return caution + sentence if source.samples.many_left_out else sentence
+    return caution + verdict.text if source.samples.many_left_out else verdict.text
 
 
 def what_to_change(taken: Result, case: Case, preset: Preset) -> str:
@@ -54,12 +53,12 @@ def what_to_change(taken: Result, case: Case, preset: Preset) -> str:
 
 def print_findings(
     source: Source, preset: Preset, case: Case, rows: Sequence[Mapping[str, str]], results: Sequence[Result],
-    verdict: Verdict, moved: Sequence[Lever], ranking: Sequence[TopologyOption],
+    verdict: Verdict, ranking: Sequence[TopologyOption],
 ) -> None:  # fmt: skip
     """rows: of the table, one for each result. ranking: of topologies, if they are to be listed."""
     hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
     lens = source.pool
-    parts: list[Any] = [verdict_text(verdict, source, preset)]
+    parts: list[Any] = [verdict_text(verdict, source)]
     if verdict.is_worth_it:
         parts.append(f"What to change: {what_to_change(verdict.taken, case, preset)}")
     if (aside := verdict.aside()) is not None:
@@ -84,9 +83,6 @@ def print_findings(
             ratio = f"{result.mean('samples') / of_drawn:.2g}"
             more = "" if ratio == "1" else f" (here {ratio} times as many samples)"
             parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
-    if moved:
-        parts += ["", f"What would change the gain of {moved[0].taken} most:"]
-        parts += [f"  {lever.name}: {lever.low:.2f} or {lever.high:.2f} times as fast" for lever in moved]
     if ranking:
         parts += ["", *topologies.table(ranking, case)]
     show(*parts, "", *_assumed(source, preset, case))

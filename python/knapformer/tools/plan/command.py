@@ -86,7 +86,6 @@ def add_parser(subparsers: Any) -> None:
     files.add_argument(
         "--measured", metavar="FILE", help="step times that --report shows: what simulate or replay --json wrote"
     )
-    files.add_argument("--timeline", metavar="FILE", help="the plan's predicted step as a trace for ui.perfetto.dev")
     parser.set_defaults(run=run)
     remember_defaults(parser, _OF_PLANNING)
 
@@ -94,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     written = {
         option: getattr(args, option[2:])
-        for option in ("--json", "--predictions", "--report", "--timeline")
+        for option in ("--json", "--predictions", "--report")
         if getattr(args, option[2:]) != "-"
     }
     check_outputs(written)
@@ -127,7 +126,7 @@ def _show_file(args: argparse.Namespace) -> None:
         points = [
             _point([Step([of])], name, args) for of, name in ((plan_home(plan), "none"), (plan, str(plan.topology)))
         ]
-    _write(args, planning, plan, points, 0.0)
+    _write(args, planning, plan, points)
     if "-" not in (args.json, args.predictions):
         _print(plan, f"{first.solver}, from {args.plan}", points, 1)
         show(cost_args.assumed(args, **cost, of=args.plan))
@@ -170,7 +169,7 @@ def _plan_and_predict(args: argparse.Namespace) -> None:
     points = []
     for num_ranks in ranks if predicts and has_tokens else []:
         points += _points(args, first if num_ranks == ranks[0] else draw_on(num_ranks))
-    _write(args, planning, plan, points, elapsed_s)
+    _write(args, planning, plan, points)
     if "-" not in (args.json, args.predictions):
         planner = "" if isinstance(plan, StepPlan) else f"{plan.solver} "
         _print(plan if is_one else None, f"{planner}in {elapsed_s * 1e3:.3g} ms", points, args.steps)
@@ -268,11 +267,8 @@ def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
     return named | means(steps, args.mask, _peak_tflops(args))
 
 
-def _write(
-    args: argparse.Namespace, planning: Planning, plan: Plan | StepPlan, points: list[Point], plan_s: float
-) -> None:
+def _write(args: argparse.Namespace, planning: Planning, plan: Plan | StepPlan, points: list[Point]) -> None:
     from knapformer.tools.report.page import measured_of
-    from knapformer.tools.report.timeline import predicted_timeline, write_timeline
 
     if args.report is not None:
         measured_s = None if args.measured is None else measured_of(args.measured)
@@ -298,9 +294,6 @@ def _write(
             **cost_args.settings_dict(planning.cluster, planning.model),
             "points": points,
         })  # fmt: skip
-    if args.timeline is not None:
-        shown = plan if isinstance(plan, Plan) else max(plan.plans, key=lambda of: of.predicted_time)
-        write_timeline(args.timeline, predicted_timeline(shown, plan_s))
 
 
 def _print(plan: Plan | StepPlan | None, took: str, points: list[Point], num_steps: int) -> None:

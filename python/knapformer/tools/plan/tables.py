@@ -19,12 +19,19 @@ _MAX_TABLE_RANKS = 64  # more are summed up by bag size
 def print_step_plan(step: StepPlan, took: str) -> None:
     first = step.plans[0]
     over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
+    parts = [
+        _cells_of_part(
+            str(k), plan, [plan], predicted_s, plan.num_sequences,
+            plan.attention_tokens_moved / max(plan.num_tokens, 1),
+        )
+        for k, (plan, predicted_s) in enumerate(zip(step.plans, step.predicted_times, strict=True))
+    ]  # fmt: skip
+    sequences, exchanged = len(step.micro_batches), step.exchanged_fraction
+    whole = _cells_of_part("step", step, step.plans, step.predicted_time, sequences, exchanged)
     show(
         f"{first.topology}, {first.num_ranks} ranks, {step.num_micro_batches} micro-batches, "
         f"{len(step.micro_batches):,} sequences, {step.num_tokens:,} tokens, {took}",
-        table_of(
-            [*(_micro_batch_cells(step, k) for k in range(step.num_micro_batches)), _step_cells(step)], keys=("part",)
-        ),
+        table_of([*parts, whole], keys=("part",)),
         "Part: a micro-batch, or the whole step. Longest, fullest: work and tokens of a rank over the mean rank of a "
         "micro-batch. Exchanged: of the tokens, in each all-to-all of attention. Moved: held by another rank than drew "
         "it.",
@@ -34,36 +41,23 @@ def print_step_plan(step: StepPlan, took: str) -> None:
     )
 
 
-def _micro_batch_cells(step: StepPlan, k: int) -> dict[str, str]:
-    plan = step.plans[k]
-    tokens = max(plan.num_tokens, 1)
+def _cells_of_part(
+    part: str, of: Plan | StepPlan, plans: Sequence[Plan], predicted_s: float, num_sequences: int, exchanged: float
+) -> dict[str, str]:
+    """plans: of the part, whose work and tokens are over those of the mean rank of a micro-batch."""
+    num_ranks, tokens = plans[0].num_ranks, max(of.num_tokens, 1)
+    highest = math.fsum(max(plan.workload_after) for plan in plans)
+    mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / num_ranks
     return {
-        "part": str(k),
-        "predicted s": f"{step.predicted_times[k]:.4g}",
-        "longest": f"{plan.max_over_mean_after:.4f}" if plan.num_tokens else "-",
-        "fullest": f"{plan.max_tokens * plan.num_ranks / tokens:.2f}",
-        "max tokens": f"{plan.max_tokens:,}",
-        "sequences": f"{plan.num_sequences:,}",
-        "tokens": f"{plan.num_tokens:,}",
-        "exchanged": f"{plan.attention_tokens_moved / tokens:.1%}",
-        "moved": f"{plan.tokens_moved / tokens:.1%}",
-    }
-
-
-def _step_cells(step: StepPlan) -> dict[str, str]:
-    num_ranks, tokens = step.plans[0].num_ranks, max(step.num_tokens, 1)
-    highest = math.fsum(max(plan.workload_after) for plan in step.plans)
-    mean = math.fsum(math.fsum(plan.workload_after) for plan in step.plans) / num_ranks
-    return {
-        "part": "step",
-        "predicted s": f"{step.predicted_time:.4g}",
+        "part": part,
+        "predicted s": f"{predicted_s:.4g}",
         "longest": f"{highest / mean:.4f}" if mean else "-",
-        "fullest": f"{step.max_tokens * num_ranks * step.num_micro_batches / tokens:.2f}",
-        "max tokens": f"{step.max_tokens:,}",
-        "sequences": f"{len(step.micro_batches):,}",
-        "tokens": f"{step.num_tokens:,}",
-        "exchanged": f"{step.exchanged_fraction:.1%}",
-        "moved": f"{step.tokens_moved / tokens:.1%}",
+        "fullest": f"{of.max_tokens * num_ranks * len(plans) / tokens:.2f}",
+        "max tokens": f"{of.max_tokens:,}",
+        "sequences": f"{num_sequences:,}",
+        "tokens": f"{of.num_tokens:,}",
+        "exchanged": f"{exchanged:.1%}",
+        "moved": f"{of.tokens_moved / tokens:.1%}",
     }
 
 

@@ -14,7 +14,6 @@ from plotly.subplots import make_subplots
 from knapformer import Plan, StepPlan, StepTime, predict_step
 from knapformer.tools.report.html_page import rows_of
 from knapformer.tools.report.placement import MAX_RANKS, Bars
-from knapformer.tools.report.traffic import Traffic
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
@@ -110,32 +109,6 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     figure.update_yaxes(title=f"work, {unit} a block")
     figure.update_xaxes(title="rank", row=2, col=1)
     return figure
-
-
-def heat_maps(traffic: Traffic) -> dict[str, go.Figure]:
-    unit, ranks_per_node = traffic.unit, traffic.ranks_per_node
-    figures = {}
-    captions = {"route and back": traffic.route, "attention's exchanges, all blocks": traffic.attention}
-    for caption, matrix in captions.items():
-        scale, prefix = scale_of(float(matrix.max()), "B")
-        cells = np.where(matrix > 0, matrix / scale, np.nan)
-        figure = figures[caption] = go.Figure()
-        figure.add_heatmap(
-            z=cells, colorscale=_LENGTH_COLOURS, zmin=0, zmax=float(matrix.max()) / scale or 1.0,
-            colorbar=_BAR | {"title": prefix}, hoverongaps=False,
-            hovertemplate=f"{unit} %{{y}} to {unit} %{{x}}: %{{z:.4g}} {prefix}<extra></extra>",
-        )  # fmt: skip
-        dtick = 1 if traffic.num_blocks <= _MAX_TICKS else None  # else ticks may stand between two blocks
-        figure.update_xaxes(title=f"to {unit}", constrain="domain", dtick=dtick)
-        figure.update_yaxes(
-            title=f"from {unit}", autorange="reversed", scaleanchor="x", constrain="domain", dtick=dtick
-        )
-        if traffic.ranks_per_block == 1 and ranks_per_node < traffic.num_blocks <= 128:
-            for boundary in range(ranks_per_node, traffic.num_blocks, ranks_per_node):
-                line = {"width": 0.5, "dash": "dot", "color": "#888888"}
-                figure.add_vline(x=boundary - 0.5, line=line)
-                figure.add_hline(y=boundary - 0.5, line=line)
-    return figures
 
 
 def _terms(times: Iterable[StepTime]) -> Iterator[tuple[list[float], dict[str, Any]]]:

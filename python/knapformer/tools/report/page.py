@@ -34,7 +34,6 @@ def write_report(
     """
     check_packages("--report")
     from knapformer.tools.report import charts
-    from knapformer.tools.report.traffic import traffic_of
 
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
@@ -48,15 +47,12 @@ def write_report(
     measured_s = measured_s or {}
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
     shown = predicted if predicts else {}
-    bars, traffic = bars_of(plan), traffic_of(plan)
+    bars = bars_of(plan)
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     page.add(
         "Where every sequence lies", _placement_text(plan.num_ranks, bars.num_merged), charts.placement(bars, plan), 600
     )
-    text = f"Bytes of a step, from each {traffic.unit} (row) to each (column). Blank: nothing."
-    text += "" if traffic.ranks_per_block > 1 else " Dotted lines: nodes."
-    page.add("Who sends how much to whom", text, charts.heat_maps(traffic), 440)
     if shown or measured_s:
         text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
         text += "Measured: one point a step." if measured_s else ""
