@@ -62,7 +62,6 @@ ROOM_OF_FILE = {
     "python/tools/cost_args": "python/tools/shared",
     "python/tools/files": "python/tools/shared",
     "python/tools/launch": "python/tools/shared",
-    "python/tools/plots": "python/tools/shared",
     "python/tools/presets": "python/tools/shared",
     "python/tools/sample_files": "python/tools/shared",
     "python/tools/ways": "python/tools/shared",

@@ -38,7 +38,7 @@ def on_one_rank(block: str) -> str:
 def test_these_are_all_blocks() -> None:
     pages = {path.name: len(blocks_of(f"docs/{path.name}")) for path in (ROOT / "docs").glob("*.md")}
     assert {page for page, count in pages.items() if count} - RUN_ELSEWHERE == {
-        "calibrate_and_replay.md", "predict_and_report.md", "solver.md",
+        "commands.md", "solver.md",
     }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_readme_sampler() -> None:
 def test_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("h100.json").write_text(json.dumps(Calibration(0.5, 2e-15, 3072, True, 0.0, 0.0, 0.0).to_dict()))
-    (block,) = blocks_of("docs/calibrate_and_replay.md")
+    _, block = blocks_of("docs/commands.md")
     made = run(on_one_rank(block), seq_lens_per_rank=LENGTHS)["made"]
     assert float(capsys.readouterr().out) == pytest.approx(knapformer.predict_step(made).total_s)
 
@@ -105,6 +105,6 @@ def test_given_work() -> None:
 
 
 def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
-    (predict,) = blocks_of("docs/predict_and_report.md")
+    predict, _ = blocks_of("docs/commands.md")
     made = run(predict, plan=knapformer.plan(LENGTHS, "g8n4", 3072))
     assert made["step"].total_s > 0 and len(capsys.readouterr().out.split()) == 4

@@ -14,6 +14,8 @@ from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
 
 if TYPE_CHECKING:
+    import torch
+
     from knapformer.models.config import BaseConfig
 
 
@@ -117,11 +119,14 @@ def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel,
         raise ArgumentError(f"--cluster: {name}: {error}") from None
 
 
-def trained_model(config: BaseConfig, recomputes: bool, of: TrainedModel | None = None) -> TrainedModel:
-    """`of` (default: TrainedModel()) with the fields of a model that is run here."""
-    return (of or TrainedModel()).replace(
-        num_blocks=config.depth, recomputes=recomputes, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+def trained_model(
+    config: BaseConfig, dtype: torch.dtype | None, checkpointing: bool, of: TrainedModel | None = None
+) -> TrainedModel:
+    """`of` (default: TrainedModel()) with the fields of a model that is run here. dtype: None where not yet known."""
+    of = (of or TrainedModel()).replace(
+        num_blocks=config.depth, recomputes=checkpointing, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
     )
+    return of if dtype is None else of.replace(element_size=dtype.itemsize)
 
 
 def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:

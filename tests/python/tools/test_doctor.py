@@ -180,12 +180,6 @@ def test_so_does_standard_input(monkeypatch, heading):
     assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
 
 
-@pytest.mark.parametrize("text", ["5\n70\n900\n12\n", "[[[5, 70], [900, 12]]]", "num_tokens\n5\n70\n900\n12\n"])
-def test_standard_input_is_told_apart(monkeypatch, text):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert list(read_samples("-", None).lengths) == [5, 70, 900, 12]
-
-
 def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
     path = tmp_path / "sizes.csv"
     path.write_text("w,h,n_frames\n512,512,1\n512,x,1\n0,512,1\n512\n1024,512,1\n8,8,1\n")

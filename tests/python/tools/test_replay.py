@@ -221,15 +221,8 @@ def test_seconds_add_up_over_pieces_and_ranks_without_work_take_none() -> None:
     assert sum(seconds[0]) > sum(seconds[1]) > 0
 
 
-REPLAY = [
-    "replay",
-    "--data",
-    "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0",
-    "--model",
-    "flux-tiny",
-    "--max-text-tokens",
-    "30",
-]
+DATA = "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0"
+REPLAY = ["replay", "--data", DATA, "--model", "flux-tiny", "--max-text-tokens", "30"]
 
 
 def run(*arguments: str) -> Any:
@@ -252,7 +245,7 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     result = json.loads(out.read_text())
     none, four, two = result["variants"]
     assert [v["topology"] for v in result["variants"]] == [None, "g4n1", "g2n2"]
-    mix = kf.DataMix.parse("g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0", max_text_tokens=30)
+    mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     lengths = [mix.draw_lengths(0, step, 4) for step in (0, 1)]
     plans = [kf.plan(lens, "g4n1", 64, 0.5, "greedy") for lens in lengths]
     assert four["work_per_rank"] == [plan.workload_after for plan in plans]
@@ -280,7 +273,7 @@ def test_a_step_of_several_micro_batches_is_replayed(tmp_path: Path) -> None:
     assert run(*REPLAY, *more, "--gamma", "0.5", "--json", str(out)) == 0
     none, alone, whole = json.loads(out.read_text())["variants"]
     assert [of["name"] for of in (none, alone, whole)] == [None, "g1n4", "step planned, g1n4"]
-    mix = kf.DataMix.parse(REPLAY[2], max_text_tokens=30)
+    mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     samples = [[mix.draw(0, k, rank) for rank in range(4)] for k in range(2)]
     step = [[s.num_tokens for of in samples for s in of[rank]] for rank in range(4)]
     model = TrainedModel(num_blocks=4, routed=False, num_heads=4, num_kv_heads=4, element_size=4)
@@ -299,7 +292,7 @@ def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> Non
     out = tmp_path / "out.json"
     more = ["--model", "wan-tiny", "--topology", "g2n2", "--repeats", "1", "--json", str(out)]
     assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5") == 0
-    mix = kf.DataMix.parse("g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0", max_text_tokens=30)
+    mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     patches = [[sample.visual_tokens for sample in mix.draw(0, 0, rank)] for rank in range(4)]
     plan = kf.plan(patches, "g2n2", load_config("wan-tiny").d_model, 0.5, "greedy")
     none, two = json.loads(out.read_text())["variants"]
@@ -362,29 +355,16 @@ def test_wrong_input_is_one_line_and_status_2(
     tiny = ["--model", "flux-tiny"]
     good = [*REPLAY, "--topology", "g4n1"]
     for arguments, message in (
-        (["replay", *tiny], "one of the arguments"),
         (REPLAY, "--topology: got none"),
         ([*REPLAY, "--topology", "g3n1"], "topology: got 'g3n1'"),
-        ([*REPLAY, "--topology", "g8"], "topology: got 'g8'"),
         ([*good, "--ranks", "5"], "ranks: got 5"),
         ([*good, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*good, "--micro-batches", "2", "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1"),
         (["replay", "--from", "../wide.json", "--seed", "9", *tiny], "--seed: got one beside --from"),
         (["replay", "--from", "../wide.json", "--max-tokens-per-rank", "9", *tiny], "--max-tokens-per-rank: got one"),
-        ([*good, "--repeats", "0"], "--repeats: got '0'"),
-        ([*good, "--warmup", "0"], "--warmup: got '0'"),
-        ([*good, "--gamma", "-1"], "--gamma: got '-1'"),
         ([*good, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
-        ([*good, "--calibration", "nowhere.json"], "nowhere.json: No such file"),
-        ([*good, "--model", "flux-huge"], "model: got 'flux-huge'"),
-        ([*good, "--peak-tflops", "0"], "--peak-tflops: got '0'"),
         ([*good, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
-        ([*good, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
-        ([*good, "--ranks-per-node", "0"], "--ranks-per-node: got '0'"),
-        ([*good, "--shard-ranks", "0"], "--shard-ranks: got '0'"),
-        ([*good, "--json", "nowhere/out.json"], "--json: got 'nowhere/out.json'"),
         ([*good, "--report", "nowhere/out.html"], "--report: got 'nowhere/out.html'"),
-        (["replay", "--from", "nowhere.json", *tiny], "nowhere.json: No such file"),
         (["replay", "--from", "../broken.json", *tiny], "JSON"),
         (["replay", "--from", "../wide.json", *tiny], "d_model: got 128, expected 64"),
         (["replay", "--from", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
@@ -396,7 +376,6 @@ def test_wrong_input_is_one_line_and_status_2(
         (["replay", "--from", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
         (["replay", "--from", "../wide.json", "--micro-batches", "2", *tiny], "--micro-batches: got one beside a plan"),
         (["replay", "--lengths", "../lengths.json", "--topology", "g2n1", *tiny], "without sequences"),
-        (["replay", "--lengths", "../broken.json", "--topology", "g2n1", *tiny], "not readable as JSON"),
         *([] if torch.cuda.is_available() else [([*good, "--device", "cuda"], "device: got 'cuda'")]),
     ):
         status = run(*arguments)

@@ -130,7 +130,7 @@ def _probed(tmp_path, path, width=1280, dark=False):
     seen = json.loads(html.unescape(found[1]))
     assert isinstance(seen, dict), seen
     assert seen["width"] == width
-    assert len(seen["charts"]) == path.read_text().count('<div id="chart') >= 5
+    assert len(seen["charts"]) == path.read_text().count('<div id="chart') >= 3
     assert all(chart["marks"] > 0 and not chart["unnamed"] for chart in seen["charts"]), seen["charts"]
     assert seen["overlaps"] == []
     assert seen["outside"] == []
@@ -254,14 +254,10 @@ def test_text_in_titles_is_escaped(tmp_path):
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("--topology: got none", ["--data", "joint"]),
-        ("data: got 'nonsense'", ["--data", "nonsense", "--topology", "g8n4"]),
-        ("--ranks: got '0'", ["--data", "joint", "--topology", "g8n4", "--ranks", "0"]),
         ("missing.json", ["--from", "missing.json"]),
         ("plan: ", ["--from", "broken.json"]),
         ("plan: got one without sequences", ["--from", "empty.json"]),
         ("--measured: broken.json", ["--data", "joint", "--topology", "g8n4", "--measured", "broken.json"]),
-        ("--report: got", ["--data", "joint", "--topology", "g8n4", "--report", "no/such/x.html"]),
         ("--topology: got one beside a plan", ["--from", "whole.json", "--topology", "g1n2"]),
         ("--gamma: got one beside a plan", ["--from", "whole.json", "--gamma", "0.5"]),
     ],
@@ -287,14 +283,6 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     with pytest.raises(kf.ArgumentError, match="needs no_such_package, which this environment lacks"):
         write_report(str(tmp_path / "plan.html"), _plan(8))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_plan_writes_a_report(tmp_path, capsys):
-    target = tmp_path / "plan.html"
-    assert main(["plan", "--data", "low", "--ranks", "32", "--topology", "g1n32", "--report", str(target)]) == 0
-    assert "knapformer: 32 ranks, g1n32" in target.read_text()
-    assert main(["plan", "--data", "low", "--ranks", "32", "--topology", "g1n32", "--report", "no/such/x.html"]) == 2
-    assert "--report: got 'no/such/x.html'" in capsys.readouterr().err
 
 
 def test_what_was_measured_elsewhere_is_not_predicted(tmp_path):

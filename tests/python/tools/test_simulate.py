@@ -54,19 +54,8 @@ def check_results(path: Path, gamma: float) -> None:
 
 
 def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
-    done = start(
-        [
-            sys.executable,
-            "-m",
-            "knapformer",
-            *SIMULATE,
-            "--model",
-            "flux-tiny",
-            "--keep-exchanges",
-            "--json",
-            str(tmp_path / "out.json"),
-        ]
-    )
+    options = ["--model", "flux-tiny", "--keep-exchanges", "--json", str(tmp_path / "out.json")]
+    done = start([sys.executable, "-m", "knapformer", *SIMULATE, *options])
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     check_results(tmp_path / "out.json", DEFAULT_GAMMA)
@@ -187,13 +176,7 @@ def test_a_batch_is_joined_of_its_samples() -> None:
 def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "localhost",
-        "--nproc-per-node",
-        "2",
+        *["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"],
     ]
     calibration = Calibration(0.8, 1e-12, 32, True, 0.01, 0.2, 0.03, node=ExchangeCost(2, 1e-5, 3e9))
     (tmp_path / "calibration.json").write_text(json.dumps(calibration.to_dict()))

@@ -132,7 +132,7 @@ def simulation(**changes: Any) -> Simulation:
     """Two ranks; in `changes` also fields of its planning, and data codes."""
     model = changes.pop("model", load_config("flux-tiny"))
     of = {name: changes.pop(name) for name in ("solver", "cluster") if name in changes}
-    trained = trained_model(model, True).replace(num_parameters=0.0)
+    trained = trained_model(model, None, True).replace(num_parameters=0.0)
     planning = Planning(model.d_model, 0.5, **{"cluster": Cluster(), "model": trained, "mask": model.mask, **of})
     fields: dict[str, Any] = {"topologies": ("g2n1",), "num_ranks": 2}
     if "lengths" not in changes:

@@ -93,7 +93,7 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
         all_train = fit(other.per_block(), other.spreads())
         calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
     if steps is not None:
-        trained = TrainedModel(recomputes=args.recomputes, mode=mode, element_size=DTYPES[dtype].itemsize)
+        trained = trained_model(config, DTYPES[dtype], args.recomputes, of=TrainedModel(mode=mode))
         calibration = _with_steps(calibration, config, steps, trained)
     write_json(args.json, {
         **calibration.to_dict(),
@@ -163,9 +163,7 @@ def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, _ExchangeT
 
 def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, trained: TrainedModel) -> Calibration:
     cluster = calibration.cluster(Cluster("cpu")).replace(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    model = trained_model(config, trained.recomputes, of=trained).replace(
-        num_parameters=float(steps.num_parameters), shard_ranks=dist.get_world_size()
-    )
+    model = trained.replace(num_parameters=float(steps.num_parameters), shard_ranks=dist.get_world_size())
 
     def plans(shared_by: int) -> list[Plan]:
         return [

@@ -86,8 +86,7 @@ def run(args: argparse.Namespace) -> None:
     cost = cost_args.costs(args)
     # Costs that do not follow from a plan are either measured here or not known.
     cluster = cost["cluster"].replace(fixed_s=0.0, host_s_per_piece=0.0)
-    trained = cost_args.trained_model(config, args.recomputes, of=cost["model"])
-    model = trained.replace(element_size=DTYPES[dtype].itemsize)
+    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=cost["model"])
     planning = Planning(config.d_model, cost["gamma"], cluster, model, mask=config.mask, solver=args.solver)
     ways = _ways(args, config, planning)
     lens = [plan.seq_lens for way in ways for step in way.steps for plan in step.plans]

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         refuse(args, ("scale", "max_text_tokens"), "--lengths")
     config = load_config(args.model)
     cost = cost_args.costs(args, own_fixed=True)
-    trained = cost_args.trained_model(config, args.recomputes, of=cost["model"])
+    trained = cost_args.trained_model(config, None, args.recomputes, of=cost["model"])
     model = trained.replace(num_parameters=0.0, mode=cli_args.mode_of(args, trained.mode))
     if config.text_limit is not None and args.max_text_tokens > config.text_limit:
         expected = f"at most {config.text_limit}, which the model takes"
