@@ -237,9 +237,8 @@ def run(*arguments: str) -> Any:
 def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    files = ["--json", str(out), "--report", str(page)]
     more = ["--topology", "g4n1", "--topology", "g2n2", "--steps", "2", "--repeats", "1", "--peak-tflops", "0.1"]
-    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", *files) == 0
+    assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5", "--json", str(out)) == 0
     shown = capsys.readouterr().out
     check_tables(shown)
     result = json.loads(out.read_text())
@@ -260,7 +259,6 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert step_s >= max(sum(rank) for rank in ranks) > 0
     assert result["cluster"]["model"]["num_blocks"] == 4 and result["cluster"]["cluster"]["fixed_s"] == 0
     assert "g4n1" in shown and "none" in shown and "HFU" in shown
-    assert "g2n2, measured" in page.read_text() and "predicted step" not in page.read_text()
     # `knapformer plan --measured` takes the file as well.
     report = ["plan", "--data", "g4b1i256f1s0", "--topology", "g4n1", "--report", str(page), "--measured", str(out)]
     assert run(*report) == 0 and "g4n1, measured" in page.read_text()
@@ -364,7 +362,6 @@ def test_wrong_input_is_one_line_and_status_2(
         (["replay", "--from", "../wide.json", "--max-tokens-per-rank", "9", *tiny], "--max-tokens-per-rank: got one"),
         ([*good, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
         ([*good, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
-        ([*good, "--report", "nowhere/out.html"], "--report: got 'nowhere/out.html'"),
         (["replay", "--from", "../broken.json", *tiny], "JSON"),
         (["replay", "--from", "../wide.json", *tiny], "d_model: got 128, expected 64"),
         (["replay", "--from", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),

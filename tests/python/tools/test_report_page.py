@@ -283,13 +283,3 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     with pytest.raises(kf.ArgumentError, match="needs no_such_package, which this environment lacks"):
         write_report(str(tmp_path / "plan.html"), _plan(8))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_measured_elsewhere_is_not_predicted(tmp_path):
-    target = tmp_path / "a.html"
-    measured = {"no balancer": [2.0, 4.0, 3.0], "g4/2/1n2": [1.0, 1.0, 2.0]}
-    write_report(str(target), _plan(8), measured_s=measured, predicts=False)
-    page = target.read_text()
-    assert "3 → 1 s" in page
-    assert "3.00 times" in page
-    assert "predicted step" not in page

@@ -85,35 +85,11 @@ def test_hfu_of_the_published_table() -> None:
     assert hardware_flops_utilization(forward, kept, 3.13, 32, 989.0) == pytest.approx(0.2472 * 3 / 4, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("speed_up", "promised", "words"),
-    [
-        (1.9, 2.0, "1.90 times as fast, 95% of what its plans promise"),
-        (0.9, 2.0, "gained nothing"),
-        (0.98, 1.0, "even already, there was nothing to gain"),
-    ],
-)
-def test_the_sentence_says_what_was_gained(speed_up: float, promised: float, words: str) -> None:
+def test_the_sentences_say_what_the_table_does_not() -> None:
     same = {"loss_per_step": [1.0], "loss_difference": 1e-7, "gradient_difference": 2e-7}
-    baseline = {"name": NO_BALANCER, "topology": None, "fbl_s": 2.0, "speed_up": 1.0, "promised_speed_up": 1.0,
-                "share_of_promise": 1.0, **same}  # fmt: skip
-    other = {"name": "g4n1", "topology": "g4n1", "fbl_s": 4.0, "speed_up": 0.5, "promised_speed_up": 1.5,
-             "share_of_promise": 0.3, **same}  # fmt: skip
-    balanced = {
-        "name": "g2n1",
-        "topology": "g2n1",
-        "fbl_s": 2.0 / speed_up,
-        "speed_up": speed_up,
-        "promised_speed_up": promised,
-        "share_of_promise": speed_up / promised,
-        **same,
-    }
-    gained, loss = sentences([baseline, other, balanced]).splitlines()
-    assert words in gained and "g2n1" in gained and "1.0e-07, of the gradient's norm 2.0e-07" in loss
-    planned = {**balanced, "name": PLANNED_STEP, "topology": "g1n4"}
-    equal = {**balanced, "name": EQUAL_LENGTHS, "fbl_s": 1.0 / speed_up}
-    text = sentences([baseline, other, planned, equal])
-    assert f"{words}" in text and "whole step planned" in text and "2.000 of it" in text
+    baseline, even, gained = ({"promised_speed_up": promised, **same} for promised in (1.0, 1.01, 2.0))
+    assert "1.0e-07, of the gradient's norm 2.0e-07" in sentences([baseline, gained])
+    assert "nothing to gain" in sentences([baseline, even]) and "nothing" not in sentences([baseline, even, gained])
 
 
 def test_equal_lengths_have_the_work() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from knapformer import Cluster, Plan, StateError, TrainedModel
+from knapformer import ArgumentError, Cluster, Plan, StateError, TrainedModel
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
@@ -34,7 +38,6 @@ from knapformer.tools.measure.blocks import KindOfWork, block_works, passes, tim
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import device_name, environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
-from knapformer.tools.measure.own_block import load_own_block
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, equal_plan, fits, time_steps
 
@@ -124,10 +127,34 @@ def _works(
 ) -> list[KindOfWork]:
     if args.block is None:
         return block_works(config, device, dtype, args.recomputes, mode)
-    block, inputs = load_own_block(args.block, device, dtype)
+    block, inputs = _load_own_block(args.block, device, dtype)
     if mode == "lora":
         train_adapters(block, [block])
     return [(args.block, 1, lambda seq_lens: passes(block, inputs(seq_lens), args.recomputes))]
+
+
+def _load_own_block(
+    spec: str, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, Callable[[list[int]], tuple[Any, ...]]]:
+    """spec: "module:function", found as Python finds modules, the working directory among them.
+
+    function(device, dtype) returns the block and a function from the lengths of packed sequences, in tokens, to the
+    arguments of its forward pass. The block returns a tensor, or a tuple of them. Raises ArgumentError where there is
+    no such function, or it returns something else.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise ArgumentError(f"--block: got {spec!r}, expected module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"--block: got {spec!r}: {error}") from None
+    made = make(device, dtype)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ArgumentError(f"--block: {spec}: got {type(made).__name__}, expected (block, function of lengths)")
+    return made
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Needs no ranks, and no torch.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -262,7 +263,7 @@ def _points(args: argparse.Namespace, draw: Draw) -> list[Point]:
 
 def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:
     """plan_s: median wall time of the planner on this machine."""
-    plan_s = sorted(step.plan_s for step in steps)[len(steps) // 2]
+    plan_s = statistics.median(step.plan_s for step in steps)
     named = {"num_ranks": steps[0].plans[0].num_ranks, "topology": name, "asked": name, "plan_s": plan_s}
     return named | means(steps, args.mask, _peak_tflops(args))
 

@@ -16,9 +16,7 @@ from knapformer import ArgumentError, Plan, StepPlan, Topology, plan_home
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
 from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
-from knapformer.tools.report import write_report
 from knapformer.tools.ways import (
-    NO_BALANCER,
     Draw,
     Lengths,
     Planning,
@@ -58,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
         parser, "--model", default=None,
         help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
     )  # fmt: skip
-    cli_args.add(parser, *cli_args.RUN, "--peak-tflops", "--json", "--report")
+    cli_args.add(parser, *cli_args.RUN, "--peak-tflops", "--json")
     cli_args.add(parser.add_argument_group("the cluster that communication is modelled for"), *cli_args.CLUSTER)
     parser.set_defaults(run=run)
     remember_defaults(parser, (*OF_DRAW, "ranks", "steps"))
@@ -66,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    check_outputs({"--json": args.json, "--report": args.report})
+    check_outputs({"--json": args.json})
     if args.plan is not None:
         refuse(args, (*OF_DRAW, "ranks", "steps"), "--from")
     elif args.lengths is not None:
@@ -129,10 +127,6 @@ def run(args: argparse.Namespace) -> None:
         "environment": environment(device),
     }
     write_json(args.json, result)
-    if args.report is not None:
-        measured_s = {of["name"] or NO_BALANCER: of["fbl_per_step_s"] for of in variants}
-        # Not predicted: the cluster's compute is not this device's.
-        write_report(args.report, ways[-1].steps[0].plans[0].on(cluster, model), measured_s=measured_s, predicts=False)
     print_results(args.model, device_name(device), result)
     show(cost_args.assumed(args, result["gamma"], cluster, model))
 

@@ -23,14 +23,13 @@ def write_report(
     measured_s: Mapping[str, Sequence[float]] | None = None,
     points: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
-    predicts: bool = True,
 ) -> None:
     """Writes the report of a plan to `path`, whole or not at all. For a step it shows all micro-batches, and the
     one that takes longest in detail.
 
     measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
-    points: predictions over the number of ranks, as plan --predictions writes them. predicts: whether to show predicted
-    step times; False where what was measured ran on other hardware. Raises ArgumentError, OSError.
+    points: predictions over the number of ranks, as plan --predictions writes them.
+    Raises ArgumentError, OSError.
     """
     check_packages("--report")
     from knapformer.tools.report import charts
@@ -46,17 +45,15 @@ def write_report(
         plan = plan.plans[longest]
     measured_s = measured_s or {}
     predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
-    shown = predicted if predicts else {}
     bars = bars_of(plan)
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     page.add(
         "Where every sequence lies", _placement_text(plan.num_ranks, bars.num_merged), charts.placement(bars, plan), 600
     )
-    if shown or measured_s:
-        text = "Predicted by the cluster model; terms of the slowest group of ranks. " if shown else ""
-        text += "Measured: one point a step." if measured_s else ""
-        page.add("Step time", text, charts.step_times(shown, measured_s))
+    text = "Predicted by the cluster model; terms of the slowest group of ranks. "
+    text += "Measured: one point a step." if measured_s else ""
+    page.add("Step time", text, charts.step_times(predicted, measured_s))
     if points:
         page.add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
     step = predicted[str(plan.topology)]
@@ -64,7 +61,7 @@ def write_report(
         *step_figures,
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
         (f"{plan.wir_before:.2f} → {plan.wir_after:.2f}".replace("inf", "∞"), "highest over lowest work (WIR)"),
-        *_step_figures(shown, measured_s),
+        *_step_figures(predicted, measured_s),
         (f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}", "tokens of the fullest rank"),
         (f"{plan.tokens_moved / plan.num_tokens:.1%}", "of the tokens change ranks"),
         (_bytes(step.route_bytes.total + step.attention_bytes.total), "sent between ranks in a step"),
@@ -104,8 +101,7 @@ def _step_figures(
     predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]
 ) -> Iterator[tuple[str, str]]:
     """Seconds of a step without and with the plan, and how many times faster."""
-    if predicted:
-        yield from _faster("predicted", *(step.total_s for step in predicted.values()))
+    yield from _faster("predicted", *(step.total_s for step in predicted.values()))
     others = [name for name in measured_s if name != NO_BALANCER and measured_s[name]]
     if others and measured_s.get(NO_BALANCER):
         yield from _faster("measured", *(statistics.median(measured_s[name]) for name in (NO_BALANCER, others[-1])))

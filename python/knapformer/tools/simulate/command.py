@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--keep-exchanges", action="store_true", help="keeps what attention's exchanges brought: none is repeated"
     )
-    cli_args.add(parser, "--peak-tflops", "--json", "--report")
+    cli_args.add(parser, "--peak-tflops", "--json")
     parser.set_defaults(run=run)
     remember_defaults(parser, ("batch_size", "scale", "max_text_tokens"))
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from knapformer.tools.simulate.steps import Simulation
 
     num_ranks = check_ranks(args.ranks)
-    check_outputs({"--json": args.json, "--report": args.report})
+    check_outputs({"--json": args.json})
     if args.lengths is None:
         refuse(args, ("batch_size",), "--data")
     else:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from knapformer import TrainedModel, predict_step
 from knapformer.tools.files import show, table_of, text_or, write_json
-from knapformer.tools.report import write_report
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
 
@@ -100,46 +99,24 @@ def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
 
 
 def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
-    """Sentences on what was gained, one a line. The first of all_figures are those without a balancer."""
+    """What the table does not say. The first of all_figures are those without a balancer."""
     baseline, *others = all_figures
-    topologies = [of for of in others if of["topology"] is not None and of["name"] != PLANNED_STEP]
-    by_name = {of["name"]: of for of in others}
-    lines = []
-    if topologies:
-        best = max(topologies, key=lambda of: float(of["speed_up"]))
-        lines.append(_gain(best, baseline, f"with {best['topology']}"))
-    if PLANNED_STEP in by_name:
-        lines.append(_gain(by_name[PLANNED_STEP], baseline, "with the whole step planned"))
-    if EQUAL_LENGTHS in by_name:
-        equal, best = by_name[EQUAL_LENGTHS], by_name.get(PLANNED_STEP, topologies[0] if topologies else baseline)
-        ratio = best["fbl_s"] / equal["fbl_s"]
-        lines.append(f"As much work in sequences of equal length takes {equal['fbl_s']:.3g} s: {ratio:.3f} of it.")
     compared = [of for of in all_figures if "loss_difference" in of]
     loss, gradient = (max(of[name] for of in compared) for name in ("loss_difference", "gradient_difference"))
-    lines.append(
+    lines = [
         f"The loss is the same, {baseline['loss_per_step'][0]:.6g} in the first step: relative differences of at most "
         f"{loss:.1e}, of the gradient's norm {gradient:.1e}."
-    )
+    ]
+    if others and all(of["promised_speed_up"] < 1.02 for of in others):
+        lines.append("The ranks' work is even already: there was nothing to gain.")
     return "\n".join(lines)
-
-
-def _gain(of: dict[str, Any], baseline: dict[str, Any], how: str) -> str:
-    step = f"a step takes {of['fbl_s']:.3g} s instead of {baseline['fbl_s']:.3g} s"
-    if of["promised_speed_up"] < 1.02:
-        change = f"{abs(1 - 1 / of['speed_up']):.1%} {'less' if of['speed_up'] >= 1 else 'more'}"
-        return f"The ranks' work is even already, there was nothing to gain: {how} {step}, {change}."
-    if of["speed_up"] >= 1.005:
-        promise = f"{of['share_of_promise']:.0%} of what its plans promise"
-        return f"The balancer gained: {how} {step}, {of['speed_up']:.2f} times as fast, {promise}."
-    factor = of["promised_speed_up"]
-    return f"The balancer gained nothing: {how} {step}, though its plans promise a factor of {factor:.2f}."
 
 
 def report(
     args: argparse.Namespace, simulation: Simulation, model: TrainedModel, variants: Sequence[Variant], limit: float,
     on: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Prints results, and writes files where asked for. model: as it was run. limit: of a relative difference that
+    """Prints results, and writes them as JSON where asked for. model: as run. limit: of a relative difference that
     rounding makes. on: what the file says of the device. Raises RuntimeError where variants compute different things.
     """
     planning = simulation.planning
@@ -178,13 +155,6 @@ def report(
         _legend(simulation, {of["name"] for of in of_variants}),
         summary,
     )
-    if args.report is not None:
-        shown = next(variant for variant in reversed(variants) if variant.same_samples)
-        # The last variant makes the headline; one with other samples cannot be compared, so it comes earlier.
-        in_order = sorted(variants, key=lambda variant: (variant.name != NO_BALANCER, variant.same_samples))
-        measured_s = {variant.name: variant.measured.latencies_s for variant in in_order}
-        # Predictions are not shown: the cluster may not be this machine.
-        write_report(args.report, shown.steps[0].plans[0].on(model=model), measured_s=measured_s, predicts=False)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
