@@ -13,7 +13,7 @@ from knapformer import Plan, StepPlan
 from knapformer.tools.files import show, table_of, text_or
 from knapformer.tools.ways import PLANNED_STEP
 
-_MAX_TABLE_RANKS = 64  # more are summed up by bag size
+_MAX_TABLE_RANKS = 64  # of more no table is printed
 
 
 def print_step_plan(step: StepPlan, took: str) -> None:
@@ -63,12 +63,9 @@ def _cells_of_part(
 
 def print_plan(plan: Plan, took: str) -> None:
     whole = f"{plan.topology}, {plan.num_ranks} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    show(
-        f"{whole}, {took}",
-        _rank_table(plan) if plan.num_ranks <= _MAX_TABLE_RANKS else _bag_size_table(plan),
-        "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence.",
-        _plan_sentence(plan),
-    )
+    work = "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence."
+    ranks: list[str | Group] = [_rank_table(plan), work] if plan.num_ranks <= _MAX_TABLE_RANKS else []
+    show(f"{whole}, {took}", *ranks, _plan_sentence(plan))
 
 
 def _rank_table(plan: Plan) -> Group:
@@ -81,15 +78,6 @@ def _rank_table(plan: Plan) -> Group:
         ),
         keys=("rank", "bag"),
     )
-
-
-def _bag_size_table(plan: Plan) -> Group:
-    columns, bags, rows = _columns(plan), plan.topology.bags, []
-    for size in sorted({len(ranks) for ranks in bags}):
-        members = [rank for ranks in bags if len(ranks) == size for rank in ranks]
-        ranges = {name: _range([values[rank] for rank in members]) for name, values in columns.items()}
-        rows.append({"ranks": f"{len(members):,}", "bags of": str(size), **ranges})
-    return table_of(rows, keys=("ranks", "bags of"), caption="minimum to maximum of a rank")
 
 
 def _columns(plan: Plan) -> dict[str, Sequence[float]]:
@@ -107,11 +95,6 @@ def _columns(plan: Plan) -> dict[str, Sequence[float]]:
 
 def _cell(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = _cell(min(values)), _cell(max(values))
-    return low if low == high else f"{low}..{high}"
 
 
 def _plan_sentence(plan: Plan) -> str:
