@@ -133,9 +133,9 @@ def steps_of(path: str) -> list[list[list[int]]]:
     samples = read_samples(path, None, may_be_empty=True)
     if samples.bad_rows:
         raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
-    if not samples.steps:
+    if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
-            f"--lengths: {path}: got no list of lengths for each rank, expected one, or a list of such steps"
+            f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"
         )
     return samples.steps
 
