@@ -88,8 +88,8 @@ std::string describe(const Plan& plan) {
 }  // namespace
 
 void bind_plan(py::module_& m) {
-  py::class_<Plan>(m, "Plan",
-                   "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
+  py::class_<Plan, std::shared_ptr<Plan>>(
+      m, "Plan", "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
       .def_property_readonly("topology", &Plan::topology, "The bags, over all ranks.")
       .def_property_readonly(
           "workload", [](const Plan& p) { return p.input().workload; }, "The FLOP formula that the plan was made with.")

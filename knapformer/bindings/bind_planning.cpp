@@ -6,26 +6,28 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-/// The arguments that plan_routing and start_planning share.
-auto step_from(const py::object& seq_lens, const py::object& d_model, const py::object& masks, const py::object& work) {
-  return std::tuple{lengths_from(seq_lens), integer_from(d_model, "d_model"), masks_from(masks), work_from(work)};
+/// None of micro-batches: not an optimizer step that is planned whole.
+std::optional<StepShape> shape_from(const py::object& micro_batches, const py::object& sync) {
+  const StepSync parsed = parse_step_sync(text_from(sync, "sync"));
+  if (micro_batches.is_none()) return std::nullopt;
+  constexpr int32_t kMax = StepInput::kMaxMicroBatches;
+  return StepShape{.num_micro_batches = integer_from<int32_t>(micro_batches, "micro_batches", 1, kMax), .sync = parsed};
 }
 
-StepShape shape_from(const py::object& micro_batches, const py::object& sync) {
-  constexpr int32_t kMax = StepInput::kMaxMicroBatches;
-  return {.num_micro_batches = integer_from<int32_t>(micro_batches, "micro_batches", 1, kMax),
-          .sync = parse_step_sync(text_from(sync, "sync"))};
+/// As Python's methods return it: a Plan or a StepPlan.
+template <class OfStep>
+py::object plan_object(const SequenceBalancer& self, const OfStep& of_step) {
+  return of_step ? py::cast(of_step) : py::cast(self.current().plan());
 }
 
 }  // namespace
 
 void bind_planning_ahead(py::module_& m) {
   // Its destructor waits for a thread, so it runs without the GIL, which other threads of this process need.
-  py::class_<SequenceBalancer::PlanningAhead, std::shared_ptr<SequenceBalancer::PlanningAhead>>(
-      m, "PlanningAhead", "What start_planning returns.", py::release_gil_before_calling_cpp_dtor())
-      .def_property_readonly("ready", &SequenceBalancer::PlanningAhead::ready,
-                             "Whether finish_planning would find the thread done.")
-      .def_property_readonly("num_ended", &SequenceBalancer::PlanningAhead::num_ended,
+  py::class_<PlanningAhead, std::shared_ptr<PlanningAhead>>(m, "PlanningAhead", "What start_planning returns.",
+                                                            py::release_gil_before_calling_cpp_dtor())
+      .def_property_readonly("ready", &PlanningAhead::ready, "Whether finish_planning would find the thread done.")
+      .def_property_readonly("num_ended", &PlanningAhead::num_ended,
                              "How many ranks' data had ended. StateError before start_moving or finish_planning.");
   py::class_<Samples, std::shared_ptr<Samples>>(m, "Samples", "What one rank loaded, to move with start_moving.")
       .def(py::init([](const std::vector<std::pair<std::string, bool>>& fields, std::vector<SampleTensors> samples,
@@ -45,127 +47,94 @@ void bind_planning(BalancerClass& balancer) {
   balancer
       .def("plan_routing",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, const py::object& masks,
-              const py::object& work) {
-             return convert_then_call(
-                 self, [&] { return step_from(seq_lens, d_model, masks, work); },
-                 [&](const auto&... step) { return self.plan_routing(step...); });
+              const py::object& micro_batches, const py::object& sync, const py::object& work) {
+             const std::shared_ptr<StepPlan> of_step = convert_then_call(
+                 self,
+                 [&] {
+                   return std::tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"),
+                                     shape_from(micro_batches, sync),
+                                     StepData{.masks = masks_from(masks), .work = work_from(work)});
+                 },
+                 [&](const std::vector<int64_t>& lens, int64_t width, const std::optional<StepShape>& shape,
+                     const StepData& data) -> std::shared_ptr<StepPlan> {
+                   if (shape) return self.plan_step(lens, width, *shape, data);
+                   self.plan_routing(lens, width, data);
+                   return nullptr;
+                 });
+             return plan_object(self, of_step);
            })
       .def("start_planning",
-           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, bool ended,
-              std::optional<std::string> failure, const py::object& masks, const py::object& work) {
-             return convert_then_call(
-                 self, [&] { return step_from(seq_lens, d_model, masks, work); },
-                 [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each,
-                     const std::vector<double>& given) {
-                   return self.start_planning(
-                       lens, width, {.masks = of_each, .work = given, .ended = ended, .failure = std::move(failure)});
-                 });
-           })
-      .def(
-          "plan_step",
-          [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
-             const py::object& micro_batches, const py::object& sync, const py::object& masks, const py::object& work) {
-            return convert_then_call(
-                self,
-                [&] {
-                  return std::tuple_cat(step_from(seq_lens, d_model, masks, work),
-                                        std::tuple(shape_from(micro_batches, sync)));
-                },
-                [&](const std::vector<int64_t>& lens, int64_t width, const std::vector<Mask>& of_each,
-                    const std::vector<double>& given,
-                    const StepShape& shape) { return self.plan_step(lens, width, shape, of_each, given); });
-          })
-      .def("follow_micro_batch",
-           [](SequenceBalancer& self, const py::object& micro_batch) {
-             return convert_then_call(
-                 self, [&] { return std::tuple(integer_from(micro_batch, "micro_batch")); },
-                 [&](int64_t number) { return self.follow_micro_batch(number); });
-           })
-      .def("follow",
-           [](SequenceBalancer& self, const py::object& plan) {
-             convert_then_call(
-                 self, [&] { return std::tuple<const Plan&>(instance_from<Plan>(plan, "plan", "a Plan")); },
-                 [&](const Plan& given) { self.follow(given); });
-           })
-      .def(
-          "start_planning_step",
-          [](SequenceBalancer& self, const std::shared_ptr<Samples>& samples, const py::object& d_model,
-             const py::object& micro_batches, const py::object& sync, const py::object& max_bytes_in_flight, bool ended,
-             std::optional<std::string> failure, const py::object& masks, const py::object& work) {
-            return convert_then_call(
-                self,
-                [&] {
-                  return std::tuple(integer_from(d_model, "d_model"), shape_from(micro_batches, sync),
-                                    integer_from(max_bytes_in_flight, "max_bytes_in_flight"), masks_from(masks),
-                                    work_from(work));
-                },
-                [&](int64_t width, const StepShape& shape, int64_t max_bytes, const std::vector<Mask>& of_each,
-                    const std::vector<double>& given) {
-                  return self.start_planning(samples->seq_lens(), width,
-                                             {.masks = of_each,
-                                              .work = given,
-                                              .ended = ended,
-                                              .failure = std::move(failure),
-                                              .step = shape,
-                                              .samples = samples,
-                                              .max_bytes_in_flight = max_bytes});
-                });
-          },
-          py::arg("samples"), py::arg("d_model"), py::kw_only(), py::arg("micro_batches"),
-          py::arg("sync") = "micro_batch", py::arg("max_bytes_in_flight") = 0, py::arg("ended") = false,
-          py::arg("failure") = py::none(), py::arg("masks") = py::none(), py::arg("work") = py::none(),
-          R"(As start_planning, for an optimizer step whose samples move to the ranks that compute them. Hand the
-returned object to start_moving, finish_planning_step and finish_moving, in this order, on all ranks or none. Calls of
-other steps may come between them.
-
-Collective over the balancer's group, one collective.)")
-      .def(
-          "start_moving",
-          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            const py::gil_scoped_release release;
-            self.start_moving(*ahead);
-          },
-          py::arg("ahead"),
-          R"(Waits for the rest of planning, and launches the all-to-all of samples. Collective. For failed data and
-refused lengths, finish_planning_step raises the error.)")
-      .def(
-          "finish_planning_step",
-          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            return convert_then_call(
-                self, [] { return std::tuple(); }, [&] { return self.finish_planning_step(*ahead); });
-          },
-          py::arg("ahead"), "As finish_planning, for a step: follow_micro_batch takes its micro-batches from now on.")
-      .def(
-          "is_in_force",
-          [](const SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            return self.is_in_force(*ahead);
-          },
-          py::arg("ahead"),
-          "Whether the step in force is this one: no other was planned, or finished, since it was. Not collective.")
-      .def(
-          "finish_moving",
-          [](SequenceBalancer& self, const std::shared_ptr<SequenceBalancer::PlanningAhead>& ahead) {
-            const py::gil_scoped_release release;
-            return self.finish_moving(*ahead);
-          },
-          py::arg("ahead"),
-          R"(Waits for the samples. Returns, by micro-batch, the tensors of each chunk on this rank, in the order of its
-rows. ArgumentError on all ranks where a single chunk has more than max_bytes_in_flight. Collective.)")
-      .def("finish_planning",
-           [](SequenceBalancer& self, const py::object& ahead) {
-             using Ahead = SequenceBalancer::PlanningAhead;
+           [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
+              const py::object& micro_batches, const py::object& sync, bool ended, std::optional<std::string> failure,
+              const py::object& masks, const py::object& work, std::shared_ptr<Samples> samples,
+              const py::object& max_bytes_in_flight) {
              return convert_then_call(
                  self,
                  [&] {
-                   return std::tuple<Ahead&>(instance_from<Ahead>(ahead, "ahead", "what start_planning returned"));
+                   return std::tuple(
+                       samples ? samples->seq_lens() : lengths_from(seq_lens), integer_from(d_model, "d_model"),
+                       StepData{.masks = masks_from(masks),
+                                .work = work_from(work),
+                                .shape = shape_from(micro_batches, sync),
+                                .ended = ended,
+                                .failure = std::move(failure),
+                                .samples = samples,
+                                .max_bytes_in_flight = integer_from(max_bytes_in_flight, "max_bytes_in_flight")});
                  },
-                 [&](Ahead& started) { return self.finish_planning(started); });
+                 [&](const auto&... arguments) { return self.start_planning(arguments...); });
            })
+      .def("finish_planning",
+           [](SequenceBalancer& self, const py::object& ahead) {
+             const std::shared_ptr<StepPlan> of_step = convert_then_call(
+                 self,
+                 [&] {
+                   return std::tuple<PlanningAhead&>(
+                       instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned"));
+                 },
+                 [&](PlanningAhead& started) { return self.finish_planning(started); });
+             return plan_object(self, of_step);
+           })
+      .def("start_moving",
+           [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
+             const py::gil_scoped_release release;
+             self.start_moving(*ahead);
+           })
+      .def("finish_moving",
+           [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
+             const py::gil_scoped_release release;
+             return self.finish_moving(*ahead);
+           })
+      .def("step",
+           [](SequenceBalancer& self, const py::object& plan, const py::object& micro_batch) {
+             const bool is_whole = py::isinstance<StepPlan>(plan);
+             return convert_then_call(
+                 self,
+                 [&] {
+                   const auto number = integer_from(micro_batch, "micro_batch");
+                   if (!is_whole && number != 0) throw_argument("micro_batch", number, "0, as plan is of one");
+                   return std::tuple<const Plan*, const StepPlan*, int64_t>(
+                       is_whole ? nullptr : &instance_from<Plan>(plan, "plan", "a Plan or a StepPlan"),
+                       is_whole ? &plan.cast<const StepPlan&>() : nullptr, number);
+                 },
+                 [&](const Plan* one, const StepPlan* whole, int64_t number) {
+                   return whole != nullptr ? self.step(*whole, number) : self.step(*one);
+                 });
+           })
+      .def("use", [](SequenceBalancer& self, const Step& step) { return self.follow(step), self.current().plan(); })
+      .def("current_for",
+           [](SequenceBalancer& self, const std::string& call) {
+             const py::gil_scoped_release release;  // what is in force may be told to the store
+             return self.current_for(call);
+           })
+      .def("watched", &SequenceBalancer::watched)
+      .def_property_readonly(
+          "current", [](const SequenceBalancer& self) { return self.current(); },
+          "The step in force: that of the last plan. StateError where there is none.")
       .def_property_readonly(
           "topology", [](const SequenceBalancer& self) { return self.topology().str(); },
           "The topology's text. StateError where it is 'auto' and no lengths have been planned.")
       .def_property_readonly(
-          "plan", [](const SequenceBalancer& self) { return self.plan(); },
+          "plan", [](const SequenceBalancer& self) { return self.current().plan(); },
           "The plan in force. StateError where there is none.")
       .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
                              "int32 on the CPU: tokens of this rank's sequences in the plan in force.")

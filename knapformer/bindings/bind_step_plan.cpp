@@ -45,9 +45,10 @@ std::vector<int32_t> values_of(const std::vector<SequenceId>& ids) {
 }  // namespace
 
 void bind_step_plan(py::module_& m) {
-  py::class_<StepPlan>(m, "StepPlan",
-                       "An optimizer step of several micro-batches: which of them computes each sequence, and a Plan "
-                       "of each. Constant;\nequal inputs give equal plans.")
+  py::class_<StepPlan, std::shared_ptr<StepPlan>>(
+      m, "StepPlan",
+      "An optimizer step of several micro-batches: which of them computes each sequence, and a Plan "
+      "of each. Constant;\nequal inputs give equal plans.")
       .def_property_readonly(
           "micro_batches",
           [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },

@@ -46,8 +46,9 @@ auto convert_or_report(Convert convert, Report report) {
 /// this process run while ranks wait for each other. What `convert` throws is reported; `call` reports its own errors.
 /// An error that Python raised inside of torch, in a hook of saved tensors say, is passed on as it is; TORCH_WARN
 /// becomes a warning of Python's.
-template <class Convert, class Call>
-auto convert_then_call(SequenceBalancer& self, Convert convert, Call call) {
+/// self: a balancer, or a step.
+template <class Self, class Convert, class Call>
+auto convert_then_call(const Self& self, Convert convert, Call call) {
   auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });
   try {
     torch::PyWarningHandler warnings;

@@ -79,6 +79,7 @@ PYBIND11_MODULE(_torch, m) {
   py::module_::import("knapformer._core");   // Plan, and how errors translate
   py::module_::import("torch.distributed");  // ProcessGroup
   bind_planning_ahead(m);
+  bind_step(m);
   m.def(
       "refuse_balancer",
       [](const py::object& group, const std::string& message) {
@@ -89,7 +90,6 @@ PYBIND11_MODULE(_torch, m) {
 ArgumentError with this message. Not collective.)");
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
-  bind_exchanges(balancer);
   CommGroup::set_drop_process_group(drop_without_gil);
   set_raise_in_backward(raise_as_python);
   interrupt_check = check_signals;

@@ -13,8 +13,8 @@
 //
 // Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. Its inputs are the same:
 // a step's AttentionTables, the packed tables, the bag's group and the kernel, which may return a log-sum-exp for
-// combining partial results. It offers the same, too: run() for SequenceBalancer::attention, and for compiled blocks
-// the ExchangeArguments of what it moves. SequenceBalancer::ulysses chooses the composer.
+// combining partial results. It offers the same, too: run() for Step::attention, and for compiled blocks
+// the ExchangeArguments of what it moves. Step::ulysses chooses the composer.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -65,18 +65,24 @@ void PlanAgreement::await(CommGroup& group) {
   }
 }
 
-std::shared_ptr<RankPlan> RankPlan::make(Plan plan, Rank rank) {
+std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank) {
   static std::atomic<int64_t> num_made = 0;
   const auto begin = std::chrono::steady_clock::now();
-  RouteTables route = make_route_tables(plan, rank);
-  AttentionTables attention = make_attention_tables(plan, rank);
+  RouteTables route = make_route_tables(*plan, rank);
+  AttentionTables attention = make_attention_tables(*plan, rank);
   auto step = std::make_shared<RankPlan>(RankPlan{
       .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
-  step->seq_lens = lengths_tensor(step->plan.seq_lens().lens(rank));
+  step->seq_lens = lengths_tensor(step->plan->seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
   for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
   step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return step;
+}
+
+const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int64_t number, Rank rank) {
+  std::shared_ptr<RankPlan>& known = micro_batches[static_cast<size_t>(number)];
+  if (!known) known = RankPlan::make(std::make_shared<Plan>(plan->plans()[number]), rank);
+  return known;
 }
 
 TablesDevice::TablesDevice(at::Device on, std::optional<ExchangeEngine> given)
@@ -172,12 +178,16 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .observed = std::move(gathered.observed)};
   try {
     if (shape) {
-      planned.step_plan = std::make_shared<StepPlan>(plan_step(
-          {.sequences = input(std::move(gathered)), .num_micro_batches = shape->num_micro_batches, .sync = shape->sync},
-          options.solver, options.effort));
+      planned.step = std::make_shared<PlannedStep>(PlannedStep{
+          .plan = std::make_shared<StepPlan>(plan_step({.sequences = input(std::move(gathered)),
+                                                        .num_micro_batches = shape->num_micro_batches,
+                                                        .sync = shape->sync},
+                                                       options.solver, options.effort)),
+          .micro_batches = std::vector<std::shared_ptr<RankPlan>>(static_cast<size_t>(shape->num_micro_batches))});
     } else {
-      planned.step = RankPlan::make(make_plan(input(std::move(gathered)), options.solver, options.effort), rank);
-      planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      planned.plan = RankPlan::make(
+          std::make_shared<Plan>(make_plan(input(std::move(gathered)), options.solver, options.effort)), rank);
+      planned.plan->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
   } catch (const ArgumentError& error) {
     planned.refused = error;
@@ -188,16 +198,13 @@ Planned Planning::plan(GatheredLengths gathered) const {
 Planned Planning::plan_with_tables(GatheredLengths gathered, std::span<const TablesDevice> devices) const {
   Planned planned = plan(std::move(gathered));
   RECORD_USER_SCOPE("knapformer::make_tables");
-  if (planned.step_plan) {
-    for (const Plan& of_micro_batch : planned.step_plan->plans()) {
-      planned.micro_batches.push_back(RankPlan::make(of_micro_batch, rank));
-    }
-  }
-  const auto pack = [&](RankPlan& step) {
-    for (const TablesDevice& device : devices) step.pack_ahead(device);
+  const auto pack = [&](RankPlan& plan) {
+    for (const TablesDevice& device : devices) plan.pack_ahead(device);
   };
-  if (planned.step) pack(*planned.step);
-  for (const std::shared_ptr<RankPlan>& step : planned.micro_batches) pack(*step);
+  if (planned.plan) pack(*planned.plan);
+  for (int64_t k = 0; planned.step && k < planned.step->plan->num_micro_batches(); ++k) {
+    pack(*planned.step->micro_batch(k, rank));
+  }
   return planned;
 }
 

@@ -57,7 +57,7 @@ using KernelMask = std::optional<Mask>;
 /// A plan's step on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<RankPlan> make(Plan plan, Rank rank);
+  static std::shared_ptr<RankPlan> make(std::shared_ptr<Plan> plan, Rank rank);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
@@ -71,7 +71,7 @@ struct RankPlan {
   void pack_ahead(const TablesDevice& on);
 
   int64_t number;  // no other step of this process has it
-  Plan plan;
+  std::shared_ptr<Plan> plan;
   RouteTables route;
   AttentionTables attention;
   at::Tensor seq_lens = {}, chunk_lens = {};  // int32 CPU: tokens of this rank's sequences and chunks
@@ -101,19 +101,26 @@ struct RankPlan {
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
                             std::span<const double> work, Rank rank);
 
+/// An optimizer step on one rank, planned whole.
+struct PlannedStep {
+  std::shared_ptr<StepPlan> plan;
+  std::vector<std::shared_ptr<RankPlan>> micro_batches;  // null where its tables are yet to be made
+
+  const std::shared_ptr<RankPlan>& micro_batch(int64_t number, Rank rank);
+};
+
 struct Planned {
-  // A step, a step plan or a refusal; none where lengths have to be gathered once more.
-  std::shared_ptr<RankPlan> step = {};
-  std::shared_ptr<const StepPlan> step_plan = {};
-  std::vector<std::shared_ptr<RankPlan>> micro_batches = {};  // of step_plan, where it has tables
-  std::optional<ArgumentError> refused = {};                  // no plan can be made, on any rank
-  std::optional<StateError> failed = {};                      // a rank has no data to plan for
+  // A plan, that of a whole step, or a refusal; none where lengths have to be gathered once more.
+  std::shared_ptr<RankPlan> plan = {};
+  std::shared_ptr<PlannedStep> step = {};
+  std::optional<ArgumentError> refused = {};  // no plan can be made, on any rank
+  std::optional<StateError> failed = {};      // a rank has no data to plan for
 
   std::vector<SampleBytes> sample_bytes = {};
   std::vector<DataStatus> statuses = {};  // of each rank
   std::vector<ObservedStep> observed = {};
 
-  bool is_known() const { return step || step_plan || refused; }
+  bool is_known() const { return plan || step || refused; }
 };
 
 /// All that planning follows beside the lengths: copies, so that it may outlive a balancer.

@@ -10,7 +10,7 @@ import atexit
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
+from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import knapformer._torch as _torch
 from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, Plan, StepPlan, TrainedModel
+from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.groups import bag_group, cpu_group
 from knapformer.nodes import node_topology
 
@@ -102,41 +103,63 @@ class SequenceBalancer(_torch.SequenceBalancer):
             group, lambda ranks: bag_group(group, [int(rank) for rank in ranks]), lambda: cpu_group(group),
         )  # fmt: skip
 
+    @overload
+    def plan_routing(
+        self, seq_lens: Lengths, d_model: SupportsIndex, masks: Iterable[str] | None = ..., *,
+        micro_batches: None = ..., work: Iterable[SupportsFloat] | None = ...,
+    ) -> Plan: ...  # fmt: skip
+
+    @overload
+    def plan_routing(
+        self, seq_lens: Lengths, d_model: SupportsIndex, masks: Iterable[str] | None = ..., *,
+        micro_batches: SupportsIndex, sync: str = ..., work: Iterable[SupportsFloat] | None = ...,
+    ) -> StepPlan: ...  # fmt: skip
+
     def plan_routing(
         self,
         seq_lens: Lengths,
         d_model: SupportsIndex,
         masks: Iterable[str] | None = None,
         *,
+        micro_batches: SupportsIndex | None = None,
+        sync: str = "micro_batch",
         work: Iterable[SupportsFloat] | None = None,
-    ) -> Plan:
-        """Learns the lengths of all ranks' sequences, and plans where their tokens go until the next plan_routing.
+    ) -> Plan | StepPlan:
+        """Learns the lengths of all ranks' sequences, and plans where their tokens go. Its step is then in force, until
+        the next plan.
 
         seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (a tensor on an
             accelerator costs a wait for the accelerator). May be empty.
         d_model: width of the blocks, in features; the same on all ranks.
         masks: one for each of these sequences, as in `knapformer.attention_pairs`. None: the balancer's own mask.
+        micro_batches, sync: as in `knapformer.plan`, the same on all ranks: the sequences are those of an optimizer
+            step, whose micro-batches are planned together. Micro-batch k computes plan.home_sequences(rank, k) of this
+            rank's sequences: pack these, call follow(plan, k), and go on.
         work: the work of each of these sequences, as in `knapformer.plan`, in place of what the formula gives for its
             length; from every rank that has sequences, or from none. With given work, observe learns only the speeds of
             ranks.
 
-        Returns the Plan, the same on all ranks. Lengths that cannot keep max_tokens_per_rank raise ArgumentError on all
-        ranks; then no plan is in force until the next one is made.
+        Returns the Plan, or the StepPlan, the same on all ranks. Lengths that cannot keep max_tokens_per_rank raise
+        ArgumentError on all ranks; then no plan is in force until the next one is made.
 
         Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.
         """
-        return super().plan_routing(seq_lens, d_model, masks, work)
+        return super().plan_routing(seq_lens, d_model, masks, micro_batches, sync, work)
 
     def start_planning(
         self,
         seq_lens: Lengths,
         d_model: SupportsIndex,
         *,
+        micro_batches: SupportsIndex | None = None,
+        sync: str = "micro_batch",
         ended: bool = False,
         failure: str | None = None,
         masks: Iterable[str] | None = None,
         work: Iterable[SupportsFloat] | None = None,
-    ) -> _torch.PlanningAhead:
+        samples: Samples | None = None,
+        max_bytes_in_flight: SupportsIndex = 0,
+    ) -> PlanningAhead:
         """The first half of plan_routing, for a step to come: launches the gather of lengths and returns.
 
         The rest of planning runs on a separate thread. Hand the returned object to finish_planning, on all ranks or
@@ -144,67 +167,54 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         ended: this rank's data has ended (PlanningAhead.num_ended).
         failure: why this rank's data has failed; then finish_planning raises StateError on all ranks.
+        samples, max_bytes_in_flight: of an optimizer step, what this rank loaded, in place of seq_lens: start_moving
+            sends it to the ranks that compute it.
 
         Collective over the balancer's group, one collective.
         """
-        return super().start_planning(seq_lens, d_model, ended, failure, masks, work)
+        return super().start_planning(
+            seq_lens, d_model, micro_batches, sync, ended, failure, masks, work, samples, max_bytes_in_flight
+        )
 
-    def finish_planning(self, ahead: _torch.PlanningAhead) -> Plan:
-        """The second half of plan_routing: waits for the rest of planning, and makes its plan the plan in force, for
-        the calls after this one. Returns it.
-
-        A plan may be taken up again, after others. ArgumentError for an object that another balancer or
-        start_planning_step returned.
+    def finish_planning(self, ahead: PlanningAhead) -> Plan | StepPlan:
+        """The second half of plan_routing: waits for the rest of planning. Returns what that returns, and puts in force
+        what that does. A plan may be finished again, after others. ArgumentError for an object of another balancer.
 
         All ranks call it, with what they started together. No collective, except where some rank has more sequences
         than any rank had before.
         """
         return super().finish_planning(ahead)
 
-    def plan_step(
-        self,
-        seq_lens: Lengths,
-        d_model: SupportsIndex,
-        *,
-        micro_batches: SupportsIndex,
-        sync: str = "micro_batch",
-        masks: Iterable[str] | None = None,
-        work: Iterable[SupportsFloat] | None = None,
-    ) -> StepPlan:
-        """Learns the lengths of all ranks' sequences of an optimizer step, and plans its micro-batches together.
+    def start_moving(self, ahead: PlanningAhead) -> None:
+        """Between the halves of planning, where samples were given: waits for the plan, and launches the all-to-all of
+        samples. For failed data and refused lengths, finish_planning raises the error. Collective."""
+        super().start_moving(ahead)
 
-        seq_lens: tokens of all this rank's sequences of the step. micro_batches, sync: as in `knapformer.plan`, the
-        same on all ranks. The other arguments are as in plan_routing.
+    def finish_moving(self, ahead: PlanningAhead) -> list[list[list[Tensor]]]:
+        """After finish_planning, once: waits for the samples. By micro-batch, the tensors of each chunk on this rank,
+        in the order of its rows. ArgumentError on all ranks where a chunk has more than max_bytes_in_flight.
+        Collective."""
+        return super().finish_moving(ahead)
 
-        Returns the StepPlan, the same on all ranks. Of this rank's sequences, micro-batch k computes
-        plan.home_sequences(rank, k): pack these, call follow_micro_batch(k), and go on as after plan_routing.
+    def step(self, plan: Plan | StepPlan, micro_batch: SupportsIndex = 0) -> Step:
+        """The step of a plan on this rank. Its methods are those below: they go by it, whatever is planned after it.
 
-        Collective over the balancer's group, one collective a step.
+        plan: one that this balancer made. Or one that every rank made by itself, by any settings, from lengths that are
+            known before the data is loaded (BalancedBatchSampler.plan): of the balancer's topology and number of ranks,
+            the same on all ranks. route takes tokens from the plan's home ranks to their chunks. Where ranks load their
+            own chunks, in the order of chunk_lens, nothing is routed, and attention works on these tokens at once.
+        micro_batch: of a StepPlan.
+
+        All ranks call it with the same. Micro-batches may come in any order, and several times. No collective for a
+        plan of this balancer's. For another one an all-gather of a number, for which the next exchange waits: ranks
+        whose plans differ raise ArgumentError there, before a token moves.
         """
-        return super().plan_step(seq_lens, d_model, micro_batches, sync, masks, work)
+        return super().step(plan, micro_batch)
 
-    def follow_micro_batch(self, micro_batch: SupportsIndex) -> Plan:
-        """Makes a micro-batch's plan of the last plan_step the plan in force, for the calls after this one. Returns it.
-
-        All ranks call it with the same number. Micro-batches may come in any order, and several times. StateError
-        before plan_step. No collective.
-        """
-        return super().follow_micro_batch(micro_batch)
-
-    def follow(self, plan: Plan) -> None:
-        """Makes a given plan the plan in force, for the calls after this one.
-
-        Every rank made it by itself, from lengths that are known before the data is loaded
-        (BalancedBatchSampler.plan). No lengths are gathered.
-
-        plan: of the balancer's topology and number of ranks, the same on all ranks; made with any settings. route takes
-        tokens from the plan's home ranks to their chunks. Where ranks load their own chunks, in the order of
-        chunk_lens, nothing is routed, and attention works on these tokens at once.
-
-        Collective over the balancer's group: one all-gather of a number, for which the next exchange waits. Ranks whose
-        plans differ raise ArgumentError there, before a token moves.
-        """
-        super().follow(plan)
+    def follow(self, plan: Plan | StepPlan | Step, micro_batch: SupportsIndex = 0) -> Plan:
+        """Puts a step in force, for the calls after this one: that of a plan, as `step` gives it, or a step that was
+        held. Returns its Plan."""
+        return super().use(plan if isinstance(plan, Step) else self.step(plan, micro_batch))
 
     def route(
         self, x: Tensor, features: Sequence[Tensor] | None = None, sequence_features: Sequence[Tensor] | None = None
@@ -226,7 +236,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         it, in every call anew, so what makes x may be frozen and trained in turn. With a group of one the tensors come
         back as views.
         """
-        return super().route(x, features, sequence_features)
+        return super().current_for("route").route(x, features, sequence_features)
 
     def reverse_route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sends tokens home: (seq_lens, x).
@@ -236,7 +246,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         Collective over the balancer's group, one all-to-all, as route is.
         """
-        return super().reverse_route(x)
+        seq_lens, x = super().current_for("reverse_route").reverse_route(x)
+        return seq_lens, super().watched(x)
 
     def pre_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: str = "full") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """From all heads of chunks to some heads of whole sequences: (seq_lens, q, k, v).
@@ -249,7 +260,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one, where views come back.
         """
-        return super().pre_attn(q, k, v, mask)
+        return super().current_for("pre_attn").pre_attn(q, k, v, mask)
 
     def post_attn(self, o: Tensor) -> tuple[Tensor, Tensor]:
         """Undoes pre_attn for attention's output: (chunk_lens, o).
@@ -259,7 +270,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         Collective over the ranks of this rank's bag, one all-to-all; none in a bag of one.
         """
-        return super().post_attn(o)
+        chunk_lens, o = super().current_for("post_attn").post_attn(o)
+        return chunk_lens, super().watched(o)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, mask: str | None = None) -> Tensor:
         """Every token of a chunk attends to its whole sequence, over flat and nested bags: o.
@@ -282,13 +294,13 @@ class SequenceBalancer(_torch.SequenceBalancer):
         Collective over the ranks of this rank's bag: one all-to-all before attention and one after it, none where no
         sequence of the bag is shared.
         """
-        return super().attention(q, k, v, attend, mask)
+        return super().watched(super().current_for("attention").attention(q, k, v, attend, mask))
 
     def observe(self, seconds: SupportsFloat) -> None:
         """Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes,
         without waiting for other ranks.
 
-        Of a step of micro-batches (plan_step, BalancedLoader): with those that were followed since the last call, so
+        Of a step of micro-batches (BalancedLoader, say): with those that were in force since the last call, so
         call it after each, or once after all of them. The seconds reach all ranks with the lengths of the next plan,
         and all learn the same gamma and speeds from them, which later plans follow. Warns once where the given workload
         model misses the observed times by more than 10 %, and once where seconds are 100 times off those of the other

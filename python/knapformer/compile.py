@@ -4,7 +4,7 @@ SequenceBalancer is C++, which a tracer cannot look into; but a graph can hold t
 `knapformer::exchange`. So AttentionTables takes from the balancer, before the compiled part, what a step's attention
 needs. Only tensors change from step to step; numbers and names stay, so one graph serves all steps:
 
-    tables = AttentionTables.of(balancer, x.device)       # once a step, by every rank
+    tables = AttentionTables.of(balancer, x.device)       # once a step, by every rank; or of a Step
 
     @torch.compile(fullgraph=True, dynamic=True)
     def block(x, tables):
@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from knapformer._torch import Step
 from knapformer.balancer import SequenceBalancer
 
 # (q, k, v, layout) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
@@ -34,7 +35,7 @@ OpArguments: TypeAlias = tuple[list[Tensor], list[int], str, str]
 
 @dataclass
 class AttentionTables:
-    """What attention needs on this rank in one step. Made anew after each plan_routing (finish_planning).
+    """What attention needs on this rank in one step. Made anew for each step.
 
     Lists have an entry for each level. A level is the sequences of one degree; a flat bag has one level.
     """
@@ -47,18 +48,20 @@ class AttentionTables:
 
     @staticmethod
     def of(
-        balancer: SequenceBalancer,
+        balancer: SequenceBalancer | Step,
         device: torch.device,
         layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens,
         mask: str = "full",
     ) -> AttentionTables:
-        """The tables of the plan in force, for tensors on `device`. To be called outside of the compiled part.
+        """The tables of a step, or of the one in force, for tensors on `device`. To be called outside of the compiled
+        part.
 
         layout: called here for each level, with the lengths (int32 CPU) of the sequences that `attend` will see. Its
         result is passed to `attend`: what no graph can make, such as offsets on the device. Default: the lengths.
         mask: the one that `attend` applies, as in SequenceBalancer.attention; ArgumentError where another is planned.
         """
-        rows, seq_lens, travels, to_sequences, to_rows = balancer.op_attention(device, mask)
+        step = balancer if isinstance(balancer, Step) else balancer.current
+        rows, seq_lens, travels, to_sequences, to_rows = step.op_attention(device, mask)
         return AttentionTables(rows, [layout(lens) for lens in seq_lens], travels, to_sequences, to_rows)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:

@@ -178,6 +178,7 @@ class BalancedLoader(Generic[Batch]):
         ahead = self._start(source)
         while True:
             plan = self._balancer.finish_planning(ahead)
+            assert isinstance(plan, Plan)
             if self._has_ended(ahead):
                 break
             batch = source.batch
@@ -193,22 +194,21 @@ class BalancedLoader(Generic[Batch]):
         balancer.start_moving(moving)
         drawn, after = None if self._has_ended(moving) else self._start_step(source), source.position
         while drawn is not None:
-            planned = balancer.finish_planning_step(moving)
+            planned = balancer.finish_planning(moving)
+            assert isinstance(planned, StepPlan)
             self._check_shared(planned.plans[0].topology)
             micro_batches = balancer.finish_moving(moving)
             balancer.start_moving(drawn)
-            taken, moving, drawn = moving, drawn, None if self._has_ended(drawn) else self._start_step(source)
+            moving, drawn = drawn, None if self._has_ended(drawn) else self._start_step(source)
             self._position, position, after = position, after, source.position
             self._step_plan = planned
             for number, tensors in enumerate(micro_batches):
                 if number == len(micro_batches) - 1:
                     self._position = position
                 self._micro_batch = number
-                if not balancer.is_in_force(taken):  # an evaluation has planned steps of its own
-                    balancer.finish_planning_step(taken)
-                plan = balancer.follow_micro_batch(number)
+                plan = balancer.follow(planned, number)
                 yield [dict(zip(self._names, chunk, strict=True)) for chunk in tensors], plan
-        balancer.finish_planning_step(moving)
+        balancer.finish_planning(moving)
         balancer.finish_moving(moving)  # nobody computes these, but nothing may stay in flight
         self._position = _Position(is_left=not source.position.ended)
 
@@ -287,9 +287,10 @@ class BalancedLoader(Generic[Batch]):
     def _start_step(self, source: _Source[Any]) -> PlanningAhead:
         samples, of_each = source.fetch_step()
         failure = None if source.error is None else f"data: {type(source.error).__name__}: {source.error}"
-        return self._balancer.start_planning_step(
-            samples,
+        return self._balancer.start_planning(
+            (),
             self._d_model,
+            samples=samples,
             micro_batches=self._micro_batches or 1,
             sync=self._sync,
             max_bytes_in_flight=self._max_bytes_in_flight,
@@ -324,7 +325,7 @@ class BalancedLoader(Generic[Batch]):
             self._record(lens)
         return lens
 
-    def _of_each(self, batches: Sequence[Any]) -> dict[str, list[Any]]:
+    def _of_each(self, batches: Sequence[Any]) -> dict[str, Any]:
         """The masks and the work of each sequence in these batches, where they are given."""
         said = {"masks": self._masks, "work": self._work}
         return {name: [item for batch in batches for item in of(batch)] for name, of in said.items() if of is not None}
@@ -369,7 +370,7 @@ class _Source(Generic[Batch]):
             self.position = _Position(self._num_batches, ended=True, state=of._snapshot())
         return batches
 
-    def fetch(self) -> tuple[Sequence[int] | Tensor, dict[str, list[Any]]]:
+    def fetch(self) -> tuple[Sequence[int] | Tensor, dict[str, Any]]:
         """The next batch's lengths, and the masks and work of its sequences. An error is kept, and raised when the
         other ranks know of it."""
         of = self._loader
@@ -383,7 +384,7 @@ class _Source(Generic[Batch]):
             self.error = error
         return [], {}
 
-    def fetch_step(self) -> tuple[Samples, dict[str, list[Any]]]:
+    def fetch_step(self) -> tuple[Samples, dict[str, Any]]:
         """The next step's samples, and their masks and work. An error is kept, as in fetch; after it nothing more is
         drawn."""
         of = self._loader

@@ -232,9 +232,9 @@ def by_loader(case: Case, step: Step, balancer: SequenceBalancer) -> int:
 
 def in_model(case: Case, step: Step, balancer: SequenceBalancer) -> int:
     own = own_numbers(len(case.lengths))
-    planned = balancer.plan_step([case.lengths[i] for i in own], WIDTH, micro_batches=case.micro_batches)
+    planned = balancer.plan_routing([case.lengths[i] for i in own], WIDTH, micro_batches=case.micro_batches)
     for micro_batch in range(case.micro_batches):
-        assert balancer.follow_micro_batch(micro_batch) == planned.plans[micro_batch] == balancer.plan
+        assert balancer.follow(planned, micro_batch) == planned.plans[micro_batch] == balancer.plan
         numbers = [own[i] for i in planned.home_sequences(dist.get_rank(), micro_batch)]
         pieces = [(number, 0, case.lengths[number]) for number in numbers]
         step.micro_batch(pieces, *packed(pieces, case.lengths), routed=True)

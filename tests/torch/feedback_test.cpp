@@ -122,9 +122,9 @@ TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
   for (int64_t step = 0; step < 20; ++step) {
     std::vector<int64_t> lens;
     for (int64_t i = 0; i < 100; ++i) lens.push_back(64 + (37 * i + 911 * step) % 4096);
-    balancer.plan_step(lens, 64, {.num_micro_batches = 100});
+    const auto planned = balancer.plan_step(lens, 64, {.num_micro_batches = 100});
     for (int64_t micro_batch = 0; micro_batch < 100; ++micro_batch) {
-      const Plan& plan = balancer.follow_micro_batch(micro_batch);
+      const Plan& plan = balancer.follow(balancer.step(*planned, micro_batch));
       if (micro_batch == 0) balancer.observe(busy_seconds(plan, 0.4, {1.0})[0]);
     }
   }
@@ -137,10 +137,10 @@ TEST(Observe, IsOfAllMicroBatchesSinceTheLastTime) {
     for (int64_t step = 0; step < 40; ++step) {
       std::vector<int64_t> lens;
       for (int64_t i = 0; i < 8; ++i) lens.push_back(64 + (3701 * i + 911 * step) % 16384);
-      balancer.plan_step(lens, 64, {.num_micro_batches = 4});
+      const auto planned = balancer.plan_step(lens, 64, {.num_micro_batches = 4});
       double busy_s = 0;
       for (int64_t micro_batch = 0; micro_batch < 4; ++micro_batch) {
-        busy_s += busy_seconds(balancer.follow_micro_batch(micro_batch), 0.4, {1.0})[0];
+        busy_s += busy_seconds(balancer.follow(balancer.step(*planned, micro_batch)), 0.4, {1.0})[0];
         if ((micro_batch + 1) % every == 0) balancer.observe(std::exchange(busy_s, 0));
       }
       balancer.plan_routing(std::vector<int64_t>{100'000}, 64);  // as for an evaluation, which nobody measures

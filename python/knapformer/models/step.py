@@ -18,6 +18,7 @@ from knapformer.models.attention import PackedAttention, as_autocast
 from knapformer.models.packing import Lengths, Segments, lengths_list
 
 if TYPE_CHECKING:
+    from knapformer._torch import Step
     from knapformer.balancer import SequenceBalancer
 
 Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]  # q, k, v and the lengths of their sequences -> o, as q
@@ -40,7 +41,7 @@ class PackedStep:
         mask: str = "full",
         planned: bool = False,
     ) -> None:
-        self._balancer = balancer
+        self._step: Step | None = None  # held: what is computed again goes by it, whatever was planned meanwhile
         self._attend = PackedAttention(mask)
         self._seq_lens = list(seq_lens)
         self.chunk_lens = self._seq_lens
@@ -48,7 +49,8 @@ class PackedStep:
             return
         if not planned:
             balancer.plan_routing(self._seq_lens, d_model)
-        elif (of_plan := balancer.seq_lens.tolist()) != self._seq_lens:
+        self._step = balancer.current
+        if (of_plan := self._step.seq_lens.tolist()) != self._seq_lens:
             error = (
                 f"seq_lens: got {self._seq_lens}, expected {of_plan}, as the balancer has planned for this rank's own "
                 "samples; samples that have moved already, by a sampler's or a loader's plan, are computed without a "
@@ -68,7 +70,7 @@ class PackedStep:
         Features that the host reads, such as lengths, may be on the CPU where x is not. They travel between hosts in
         an exchange of their own and stay on the CPU, so that reading them waits for no accelerator.
         """
-        if self._balancer is None:
+        if self._step is None:
             return x, list(features), list(sequence_features)
         given = [*features, *sequence_features]
         for_host = [tensor.is_cpu and not x.is_cpu for tensor in given]
@@ -82,9 +84,9 @@ class PackedStep:
 
     def _route(self, x: Tensor, tensors: dict[int, Tensor], num_features: int, moved: dict[int, Tensor]) -> Tensor:
         """Tensors with keys below num_features have a row for each token, the others a row for each sequence."""
-        assert self._balancer is not None
+        assert self._step is not None
         of_tokens, of_sequences = ([i for i in tensors if (i < num_features) == kind] for kind in (True, False))
-        chunk_lens, x, token_rows, sequence_rows = self._balancer.route(
+        chunk_lens, x, token_rows, sequence_rows = self._step.route(
             x, [tensors[i] for i in of_tokens], sequence_features=[tensors[i] for i in of_sequences]
         )
         self.chunk_lens = lengths_list(chunk_lens)
@@ -100,13 +102,13 @@ class PackedStep:
         a divisor -> (chunk tokens, heads, head_dim). attend: taken in place of PackedAttention, with the same mask."""
         q, k, v = as_autocast(q, k, v)
         attend = attend or self._attend
-        if self._balancer is None:
+        if self._step is None:
             return attend(q, k, v, self._seq_lens)
-        return self._balancer.attention(q, k, v, attend, self._attend.mask)
+        return self._step.attention(q, k, v, attend, self._attend.mask)
 
     def leave(self, x: Tensor) -> Tensor:
         """(chunk tokens, d_model) -> (tokens, d_model), in the order that `enter` was given."""
-        if self._balancer is None:
+        if self._step is None:
             return x
-        _, x = self._balancer.reverse_route(x)
+        _, x = self._step.reverse_route(x)
         return x

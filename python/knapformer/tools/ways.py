@@ -45,7 +45,7 @@ def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:
 
 def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
     """[micro-batch][rank]: each rank's sequences of a step, cut into consecutive parts of nearly equal numbers, the
-    larger parts first: the given order with which plan_step compares."""
+    larger parts first: the given order with which a whole-step plan compares."""
 
     def cut(lens: Sequence[int], part: int) -> int:
         size, num_larger = divmod(len(lens), count)

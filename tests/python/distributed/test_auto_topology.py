@@ -50,7 +50,7 @@ def check_first_lengths_choose(rank: int, world_size: int) -> None:
 def check_steps_choose(rank: int, world_size: int) -> None:
     lens = LONG[world_size]
     balancer = SequenceBalancer("auto", cluster=SLOW)
-    steps = balancer.plan_step(own(lens, rank), WIDTH, micro_batches=2)
+    steps = balancer.plan_routing(own(lens, rank), WIDTH, micro_batches=2)
     assert steps == knapformer.plan(lens, balancer.topology, WIDTH, cluster=SLOW, micro_batches=2)
     assert balancer.topology == best_of(lens)
 

@@ -245,15 +245,15 @@ def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
             plan_it([10], 4)
             x = torch.randn(10, 4)
             assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
-    balancer.plan_step([10] * 2, 4, micro_batches=2)
-    with pytest.raises(StateError, match="follow_micro_batch: has not been called, expected after plan_step"):
+    balancer.plan_routing([10] * 2, 4, micro_batches=2)
+    with pytest.raises(StateError, match="follow: has not been called, expected after an optimizer step is planned"):
         balancer.plan  # noqa: B018
     balancer.plan_routing(torch.tensor([10] if rank == 0 else []), 4)  # floats, where a rank has none
     assert balancer.plan.seq_lens == [[10]] + [[]] * (world_size - 1)
     with pytest.raises(ArgumentError, match="max_tokens_per_rank: got 20"):
-        balancer.plan_step([60] * 2, 4, micro_batches=2)
-    with pytest.raises(StateError, match="plan_step: has planned no step"):
-        balancer.follow_micro_batch(0)
+        balancer.plan_routing([60] * 2, 4, micro_batches=2)
+    with pytest.raises(StateError, match="plan_routing: has made no plan"):
+        balancer.plan  # noqa: B018
 
 
 def check_frozen_blocks_on_ranks_without_shared_rows(rank: int, world_size: int) -> None:
@@ -421,7 +421,7 @@ def check_given_work(rank: int, world_size: int) -> None:
     assert torch.equal(x.grad, torch.full_like(x, 2))
     ahead = balancer.start_planning(own(lens, rank), 8, work=own(work, rank))
     assert balancer.finish_planning(ahead) == given
-    steps = balancer.plan_step(own(lens, rank), 8, micro_batches=2, work=own(work, rank))
+    steps = balancer.plan_routing(own(lens, rank), 8, micro_batches=2, work=own(work, rank))
     assert steps == plan(lens, topology, 8, micro_batches=2, work=work)
     balancer.follow(given)
     assert balancer.plan == given

@@ -65,10 +65,10 @@ def check(rank: int, world_size: int) -> dict[str, str]:
         # Beside plans that are gathered, and steps.
         balancer.plan_routing(LENGTHS[rank], D_MODEL)
         moves_as(balancer, plans[0])
-        step = balancer.plan_step(LENGTHS[rank], D_MODEL, micro_batches=3, sync="step")
+        step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=3, sync="step")
         assert step == knapformer.plan(LENGTHS, topology, D_MODEL, micro_batches=3, sync="step")
         for micro_batch in (0, 1, 2, 1):
-            balancer.follow_micro_batch(micro_batch)
+            balancer.follow(step, micro_batch)
             moves_as(balancer, step.plans[micro_batch])
         assert balancer.metrics()["balancer/num_collectives"] == 2  # there and back: following takes none
 
@@ -89,16 +89,18 @@ def check(rank: int, world_size: int) -> dict[str, str]:
     balancer = fresh()
     told["ranks"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS * 2, "g4n1", D_MODEL)))
     balancer = fresh()
-    told["no step"] = message_of(lambda: balancer.follow_micro_batch(0))
+    told["not a step"] = message_of(lambda: balancer.follow(plan, 1))
     balancer = fresh()
-    balancer.plan_step(LENGTHS[rank], D_MODEL, micro_batches=2)
-    told["micro-batch"] = message_of(lambda: balancer.follow_micro_batch(2))
+    step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2)
+    told["micro-batch"] = message_of(lambda: balancer.follow(step, 2))
     balancer = fresh()
-    told["steps differ"] = message_of(lambda: balancer.plan_step(LENGTHS[rank], D_MODEL, micro_batches=2 + rank // 3))
+    told["steps differ"] = message_of(
+        lambda: balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2 + rank // 3)
+    )
     balancer = fresh()
-    balancer.plan_step(LENGTHS[rank], D_MODEL, micro_batches=2)
+    step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=2)
     begin = time.monotonic()
-    told["another micro-batch"] = message_of(lambda: balancer.follow_micro_batch(rank // 3))
+    told["another micro-batch"] = message_of(lambda: balancer.follow(step, rank // 3))
     assert time.monotonic() - begin < GROUP_TIMEOUT_S / 2
     balancer = fresh()
     told["other call"] = message_of(
@@ -112,10 +114,10 @@ def test_follow_on_real_ranks() -> None:
         "other plan": "plan: got one on rank 2 that differs from that on rank 0, expected the same plan on all ranks",
         "topology": "plan: got one of g2n2 on 4 ranks, expected one of g4n1 on 4 ranks",
         "ranks": "plan: got one of g4n1 on 8 ranks, expected one of g4n1 on 4 ranks",
-        "no step": "plan_step: has planned no step, expected one before follow_micro_batch",
+        "not a step": "micro_batch: got 1, expected 0, as plan is of one",
         "micro-batch": "micro_batch: got 2, expected 0 to 1",
         "steps differ": "micro_batches: got ",
-        "another micro-batch": "follow_micro_batch(",
+        "another micro-batch": "follow(",
         "other call": "follow",
     }
     for of_rank in run_ranks(check, 4):
@@ -129,9 +131,9 @@ def test_one_rank_alone() -> None:
     plan = knapformer.plan([[4, 2]], "g1n1", D_MODEL)
     balancer.follow(plan)
     moves_as(balancer, plan)
-    step = balancer.plan_step([4, 2, 1], D_MODEL, micro_batches=2)
+    step = balancer.plan_routing([4, 2, 1], D_MODEL, micro_batches=2)
     for micro_batch in range(2):
-        balancer.follow_micro_batch(micro_batch)
+        balancer.follow(step, micro_batch)
         moves_as(balancer, step.plans[micro_batch])
     with pytest.raises(ArgumentError, match="micro_batches: got 0, expected an integer from 1 to"):
-        balancer.plan_step([4], D_MODEL, micro_batches=0)
+        balancer.plan_routing([4], D_MODEL, micro_batches=0)

@@ -437,22 +437,22 @@ def test_what_was_started_in_vain_ends_soon() -> None:
     assert run_ranks(leave, 2, timeout_s=120)[0] < GROUP_TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("of_step", [False, True])
-def test_a_plan_ahead_goes_to_the_call_that_it_is_for(of_step: bool) -> None:
+def test_a_plan_ahead_goes_to_the_balancer_that_it_is_of() -> None:
     balancer, other = SequenceBalancer("g1n1"), SequenceBalancer("g1n1")
     sample = Samples([("x", True)], [[torch.ones(3, 1)]], [3])
-    steps = balancer.start_planning_step(sample, D_MODEL, micro_batches=1), balancer.start_planning([3], D_MODEL)
-    wrong, right = steps if not of_step else steps[::-1]
-    calls = [balancer.finish_planning]
-    if of_step:
-        calls = [balancer.start_moving, balancer.finish_planning_step, balancer.finish_moving]  # type: ignore[list-item]
-    for call in calls:
-        with pytest.raises(ArgumentError, match=r"ahead: got what start_planning.* returned, expected that of start_"):
-            call(wrong)
-    with pytest.raises(ArgumentError, match="ahead: got another balancer's, expected what this one started"):
-        getattr(other, calls[0].__name__)(right)
-    for call in calls:
-        call(right)
+    step, alone = (
+        balancer.start_planning((), D_MODEL, micro_batches=1, samples=sample),
+        balancer.start_planning([3], D_MODEL),
+    )
+    with pytest.raises(ArgumentError, match="ahead: got a step that was started without samples"):
+        balancer.start_moving(alone)
+    for call in (other.start_moving, other.finish_planning, other.finish_moving):
+        with pytest.raises(ArgumentError, match="ahead: got another balancer's, expected what this one started"):
+            call(step)
+    balancer.start_moving(step)
+    assert balancer.finish_planning(step) == knapformer.plan([[3]], "g1n1", D_MODEL, micro_batches=1)
+    assert torch.equal(balancer.finish_moving(step)[0][0][0], torch.ones(3, 1))
+    assert balancer.finish_planning(alone) == knapformer.plan([[3]], "g1n1", D_MODEL)
 
 
 def test_one_rank_alone() -> None:

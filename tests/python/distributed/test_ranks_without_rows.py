@@ -183,11 +183,11 @@ def check_micro_batches(rank: int, world_size: int) -> None:
 
         for step, lens, trains in _steps(world_size):
             model.embed.requires_grad_(trains)
-            step_plan = balancer.plan_step(lens[rank], WIDTH, micro_batches=2)
+            step_plan = balancer.plan_routing(lens[rank], WIDTH, micro_batches=2)
             tokens, sides, own = _data(lens, rank, step)
             of_sequence = list(tokens.split(own.tolist()))
             for micro_batch in range(2):
-                plan = balancer.follow_micro_batch(micro_batch)
+                plan = balancer.follow(step_plan, micro_batch)
                 mine = step_plan.home_sequences(rank, micro_batch)
                 x, side = model.embedded(torch.cat([of_sequence[i] for i in mine]) if mine else tokens[:0], sides[mine])
                 assert len(x) == plan.tokens_before[rank]

@@ -1,0 +1,142 @@
+#include <ATen/ops/empty.h>
+
+#include "knapformer/bindings/from_python.h"
+#include "knapformer/bindings/torch_bindings.h"
+
+namespace py = pybind11;
+using namespace knapformer;  // NOLINT: this file is nothing but names of the library
+
+namespace {
+
+/// Calls `attend` under the GIL, whether or not the caller holds it.
+Attend attend_from(const Step& self, const py::object& attend) {
+  if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
+  return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const at::Tensor& seq_lens) -> Attended {
+    const py::gil_scoped_acquire acquire;
+    try {
+      const py::object result = attend(q, k, v, seq_lens);
+      if (!py::isinstance<py::tuple>(result)) return tensor_from(result, "attend's result");
+      const auto pair = result.cast<py::tuple>();
+      if (pair.size() != 2) throw_argument("attend's result", text(pair.size(), " values"), "o, or (o, log_sum_exp)");
+      return {tensor_from(pair[0], "attend's result"), tensor_from(pair[1], "attend's log_sum_exp")};
+    } catch (const py::error_already_set& error) {
+      self.report(StateError(text("attention: ", std::string(py::str(error.type().attr("__name__"))), ": ",
+                                  std::string(py::str(error.value())))));
+      throw;
+    }
+  };
+}
+
+KernelMask mask_from(const py::object& mask) {
+  const std::string name = text_from(mask, "mask");
+  return name == "planned" ? std::nullopt : std::optional(Mask::parse(name));
+}
+
+/// None: the kernel's own attribute `mask`, as PackedAttention has it, or "full".
+KernelMask mask_from(const py::object& mask, const py::object& attend) {
+  std::optional<std::string> own;
+  if (PyFunction_Check(attend.ptr()) == 0) own = as_text(py::getattr(attend, "mask", py::none()));  // a miss is slow
+  if (mask.is_none()) return Mask::parse(own.value_or("full"));
+  if (own && own != as_text(mask)) throw_argument("mask", shown(mask), text("'", *own, "', as attend.mask says"));
+  return mask_from(mask);
+}
+
+}  // namespace
+
+void bind_step(py::module_& m) {
+  py::class_<Step>(m, "Step", R"(A plan on this rank, with the tables and groups by which its tensors move.
+
+What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
+force; a step that is held goes by itself, whatever is planned after it.)")
+      .def_property_readonly("plan", &Step::plan, "The Plan.")
+      .def_property_readonly("seq_lens", &Step::seq_lens, "int32 on the CPU: tokens of this rank's sequences.")
+      .def_property_readonly("chunk_lens", &Step::chunk_lens,
+                             "int32 on the CPU: tokens of the chunks that this rank holds, in row order.")
+      .def(
+          "route",
+          [](const Step& self, const py::object& x, const py::object& features,
+             const py::object& sequence_features) -> py::tuple {
+            Step::Routed routed = convert_then_call(
+                self,
+                [&] {
+                  return std::tuple(tensor_from(x, "x"), tensors_from(features, "features"),
+                                    tensors_from(sequence_features, "sequence_features"));
+                },
+                [&](const auto&... tensors) { return self.route(tensors...); });
+            if (sequence_features.is_none()) return py::make_tuple(routed.chunk_lens, routed.x, routed.features);
+            return py::make_tuple(routed.chunk_lens, routed.x, routed.features, routed.sequence_features);
+          },
+          py::arg("x"), py::arg("features") = py::none(), py::arg("sequence_features") = py::none())
+      .def(
+          "reverse_route",
+          [](const Step& self, const py::object& x) {
+            Step::Returned returned = convert_then_call(
+                self, [&] { return std::tuple(tensor_from(x, "x")); },
+                [&](const at::Tensor& tensor) { return self.reverse_route(tensor); });
+            return std::make_tuple(returned.seq_lens, returned.x);
+          },
+          py::arg("x"))
+      .def(
+          "pre_attn",
+          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, const py::object& mask) {
+            Step::AttentionInputs inputs = convert_then_call(
+                self,
+                [&] {
+                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"), mask_from(mask));
+                },
+                [&](const auto&... arguments) { return self.pre_attn(arguments...); });
+            return std::make_tuple(inputs.seq_lens, inputs.q, inputs.k, inputs.v);
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full")
+      .def(
+          "post_attn",
+          [](const Step& self, const py::object& o) {
+            Step::AttentionOutput output = convert_then_call(
+                self, [&] { return std::tuple(tensor_from(o, "o")); },
+                [&](const at::Tensor& tensor) { return self.post_attn(tensor); });
+            return std::make_tuple(output.chunk_lens, output.o);
+          },
+          py::arg("o"))
+      .def(
+          "attention",
+          [](const Step& self, const py::object& q, const py::object& k, const py::object& v, const py::object& attend,
+             const py::object& mask) {
+            return convert_then_call(
+                self,
+                [&] {
+                  return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
+                                    attend_from(self, attend), mask_from(mask, attend));
+                },
+                [&](const auto&... arguments) { return self.attention(arguments...); });
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"), py::arg("mask") = py::none())
+      .def(
+          "op_attention",
+          [](const Step& self, const at::Device& device, const py::object& mask) {
+            const KernelMask applied = convert_or_report([&] { return mask_from(mask); },
+                                                         [&](const std::exception& error) { self.report(error); });
+            const Ulysses ulysses = self.ulysses_on(device, applied);
+            const auto of_op = [](const ExchangeArguments& arguments) {
+              OpSegments segments(arguments.segments);
+              return std::make_tuple(std::move(segments.tables), std::move(segments.layout), arguments.group,
+                                     arguments.label);
+            };
+            std::vector<at::Tensor> rows;
+            std::vector<bool> travels;
+            for (size_t level = 0; level < ulysses.tables.levels.size(); ++level) {
+              rows.push_back(at::empty({ulysses.tables.levels[level].num_rows, 0}));
+              travels.push_back(ulysses.travels(level));
+            }
+            const std::vector<at::Tensor> seq_lens(ulysses.seq_lens.begin(), ulysses.seq_lens.end());
+            return std::make_tuple(rows, seq_lens, travels, of_op(ulysses.to_sequences({})),
+                                   of_op(ulysses.to_rows({})));
+          },
+          py::arg("device"), py::arg("mask") = "full",
+          R"(For knapformer.compile: what attention takes in this step, for tensors on `device`. mask: as in attention.
+
+Returns (rows, seq_lens, travels, to_sequences, to_rows). The first three have an entry for each level of attention:
+(rows of this rank, 0); the lengths of the sequences that attention sees, int32 on the CPU; whether the level's rows
+travel. The others are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, group,
+label). Not collective.)");
+}

@@ -1,0 +1,140 @@
+#include "knapformer/torch/ranks.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Keys of this library in a group's store.
+constexpr const char* kStorePrefix = "knapformer/";
+/// The watchdog of one balancer, and the prefix of the keys that its ranks share in the group's store.
+std::pair<std::shared_ptr<Watchdog>, std::string> join_store(c10d::ProcessGroup& group) {
+  const c10::intrusive_ptr<c10d::Store> store = group.getStore();
+  if (!store) throw_argument("group", "a group without a store", "one with a store, by which its ranks agree");
+  // All ranks give this balancer the same number: each counts those that it made on this group, and making one is
+  // collective.
+  const int32_t rank = group.getRank();
+  const std::string prefix = text(kStorePrefix, "number ", store->add(text(kStorePrefix, rank), 1));
+  return {std::make_shared<Watchdog>(c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, group.getSize()),
+          prefix};
+}
+
+/// The same on all ranks where the group has a name, as groups made by torch.distributed have.
+std::string comm_group_name(const c10d::ProcessGroup& group) {
+  try {
+    return text(kStorePrefix, group.getGroupName());
+  } catch (const std::exception&) {
+    return text(kStorePrefix, "group");
+  }
+}
+
+}  // namespace
+
+Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
+             const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
+    : options_(std::move(options)) {
+  const bool is_auto = topology == kAutoTopology;
+  const auto parse = [&](int32_t num_ranks) {
+    topology_ = Topology::parse(is_auto ? text("g1n", num_ranks) : std::string(topology), num_ranks);
+    return fingerprint_of(options_, topology_, topology);
+  };
+  if (!group || group->getSize() == 1) {
+    static_cast<void>(parse(1));
+    return;
+  }
+  rank_ = Rank(group->getRank());
+  std::string prefix;
+  std::tie(watchdog_, prefix) = join_store(*group);
+  all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
+  watchdog_->guard([&] {
+    agree(parse(group->getSize()));
+    if (make_cpu_group && !all_->has_cpu_backend()) all_->use_cpu_group(make_cpu_group());
+    BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
+    if (is_auto) {
+      undecided_ = std::move(making);
+    } else {
+      join_bags(making);
+    }
+  });
+}
+
+void Ranks::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
+  if (!group || group->getSize() == 1) return;
+  try {
+    join_store(*group).first->post(error);
+  } catch (...) {  // NOLINT: a store that is gone must not hide the error itself
+  }
+}
+
+void Ranks::join_bags(const BagMaking& making) {
+  bag_ = join_bag(making);
+  agree(Fingerprint("SequenceBalancer, with the groups of all bags"));
+}
+
+std::shared_ptr<CommGroup> Ranks::join_bag(const BagMaking& making) const {
+  const BagId id = topology_.bag_of(rank_);
+  const Bag& bag = topology_.bag(id);
+  if (bag.num_ranks == 1) return nullptr;
+  std::vector<int64_t> ranks;
+  for (int32_t i = 0; i < bag.num_ranks; ++i) ranks.push_back(bag.first_rank.value + i);
+  const ProcessGroupPtr bag_group = making.make_bag_group ? making.make_bag_group(ranks) : nullptr;
+  if (!bag_group) {
+    throw StateError(text("make_bag_group: got no group for bag ", id.value, ", expected one of its ranks ",
+                          ranks.front(), " to ", ranks.back()));
+  }
+  if (bag_group == making.group) return all_;
+  const int32_t rank_in_bag = rank_.value - bag.first_rank.value;
+  if (bag_group->getSize() != bag.num_ranks || bag_group->getRank() != rank_in_bag || !bag_group->getStore()) {
+    throw_argument("make_bag_group",
+                   text("a group in which this is rank ", bag_group->getRank(), " of ", bag_group->getSize()),
+                   text("one with a store, in which it is rank ", rank_in_bag, " of ", bag.num_ranks));
+  }
+  return CommGroup::make(comm_group_name(*bag_group), bag_group, making.store_prefix, watchdog_, bag.first_rank.value);
+}
+
+void Ranks::decide(Topology topology) {
+  topology_ = std::move(topology);
+  join_bags(*std::exchange(undecided_, std::nullopt));
+  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+}
+
+void Ranks::report(const std::exception& error) noexcept {
+  if (watchdog_) watchdog_->post(error);
+}
+
+void Ranks::agree(const Fingerprint& call) {
+  if (all_) all_->fingerprints().agree(call);
+}
+
+void Ranks::begin_step(const Fingerprint& call) {
+  agree(call);
+  if (all_) all_->fingerprints().begin_step();
+  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+}
+
+const TablesDevice& Ranks::known_device(at::Device device) {
+  // As tensors name it: "cuda" is the current one.
+  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  const auto known = std::ranges::find(devices_, device, &TablesDevice::device);
+  return known == devices_.end() ? devices_.emplace_back(device, options_.engine) : *known;
+}
+
+Ranks::Traffic Ranks::traffic() const {
+  Traffic sum;
+  for (const CommGroup* group : {all_.get(), bag_ == all_ ? nullptr : bag_.get()}) {
+    if (group == nullptr) continue;
+    const CommCounters& counters = group->counters();
+    sum.bytes_sent += counters.bytes_sent;
+    sum.num_collectives += counters.num_collectives;
+    sum.waited_s += static_cast<double>(counters.waited_ns) * 1e-9;
+  }
+  return sum;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,101 @@
+// The ranks of a balancer: their groups, and the guard by which an error on one rank becomes an error on all.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "knapformer/core/model/topology.h"
+#include "knapformer/core/util/ids.h"
+#include "knapformer/torch/balancer_options.h"
+#include "knapformer/torch/comm/comm_group.h"
+#include "knapformer/torch/planning.h"
+
+namespace knapformer {
+
+/// Makes the group of a bag from its ranks, counted inside the balancer's group, in order. Called once, by the bag's
+/// ranks alone, and not for bags of one.
+using MakeBagGroup = std::function<ProcessGroupPtr(const std::vector<int64_t>& ranks)>;
+/// Makes a group of all ranks for tensors on the CPU. Called once, by all ranks, where the balancer's group has no
+/// backend for them.
+using MakeCpuGroup = std::function<ProcessGroupPtr()>;
+
+class Ranks {
+ public:
+  /// As SequenceBalancer's.
+  Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group, const MakeBagGroup& make_bag_group,
+        const MakeCpuGroup& make_cpu_group);
+  static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  /// Runs the body of a collective method. Throws after an earlier error; tells other ranks of an error in the body.
+  template <class Body>
+  decltype(auto) collective(Body body) {
+    if (!watchdog_) return body();
+    watchdog_->check_usable();
+    return watchdog_->guard(body);
+  }
+  /// Tells the other ranks of an error outside of `collective`.
+  void report(const std::exception& error) noexcept;
+
+  /// Compares a call over the ranks, at their next exchange.
+  void agree(const Fingerprint& call);
+  /// The same of the first call of a step: calls repeat from step to step.
+  void begin_step(const Fingerprint& call);
+
+  const BalancerOptions& options() const { return options_; }
+  Rank rank() const { return rank_; }
+  int32_t num_ranks() const { return topology_.num_ranks(); }
+  /// Bags of one where it is yet to be decided.
+  const Topology& topology() const { return topology_; }
+  bool is_decided() const { return !undecided_; }
+  /// For the topology "auto", once. Collective: makes the groups of bags.
+  void decide(Topology topology);
+
+  /// Null for one rank alone, as the next.
+  const std::shared_ptr<CommGroup>& all() const { return all_; }
+  const std::shared_ptr<Watchdog>& watchdog() const { return watchdog_; }
+  /// Null in a bag of one.
+  const std::shared_ptr<CommGroup>& bag() const { return bag_; }
+
+  /// Devices for which tables were asked so far, or will be.
+  std::span<const TablesDevice> devices() const { return devices_; }
+  /// That of devices(), where it is from now on.
+  const TablesDevice& known_device(at::Device device);
+
+  /// Since the ranks met.
+  struct Traffic {
+    int64_t bytes_sent = 0, num_collectives = 0;
+    double waited_s = 0;
+  };
+  Traffic traffic() const;
+
+ private:
+  /// How the bag of this rank gets its group, where it has several ranks.
+  struct BagMaking {
+    ProcessGroupPtr group;
+    std::string store_prefix;
+    MakeBagGroup make_bag_group;
+  };
+  /// The groups of all bags. Collective over the group.
+  void join_bags(const BagMaking& making);
+  std::shared_ptr<CommGroup> join_bag(const BagMaking& making) const;
+
+  BalancerOptions options_;
+  Topology topology_;
+  std::optional<BagMaking> undecided_;
+  Rank rank_;
+  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<CommGroup> all_, bag_;
+  std::vector<TablesDevice> devices_;
+};
+
+}  // namespace knapformer

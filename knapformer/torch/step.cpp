@@ -1,0 +1,238 @@
+#include "knapformer/torch/step.h"
+
+#include <utility>
+
+#include "knapformer/core/util/error.h"
+
+namespace knapformer {
+namespace {
+
+/// Whether ranks exchange with nobody: all rows stay where they are.
+bool is_identity(const ExchangeTable& table) { return table.num_peers == 1; }
+
+/// What a call returns where nothing moves: another tensor on the same memory.
+at::Tensor as_view(const at::Tensor& tensor) { return tensor.view(tensor.sizes()); }
+
+std::vector<at::Tensor> as_views(at::TensorList tensors) {
+  std::vector<at::Tensor> views;
+  for (const at::Tensor& tensor : tensors) views.push_back(as_view(tensor));
+  return views;
+}
+
+// What methods check of tensors that they are given.
+
+/// A dense tensor of `num_rows` rows and at least `min_dims` dimensions. `rows` says in messages what it has rows for.
+void check_rows(const at::Tensor& tensor, std::string_view argument, int64_t num_rows, std::string_view rows,
+                int64_t min_dims) {
+  if (!tensor.defined()) throw_argument(argument, "no tensor", "a tensor");
+  if (tensor.is_quantized()) throw_argument(argument, "a quantized tensor", "one that is not");
+  if (tensor.layout() != at::kStrided) {
+    throw_argument(argument, text("a tensor of layout ", tensor.layout()), "a dense tensor");
+  }
+  if (tensor.dim() < min_dims) {
+    throw_argument(argument, text("a tensor of shape ", tensor.sizes()), text("at least ", min_dims, " dimensions"));
+  }
+  if (tensor.size(0) != num_rows) {
+    throw_argument(argument, text(tensor.size(0), " rows (shape ", tensor.sizes(), ")"),
+                   text(num_rows, " rows, one for each ", rows));
+  }
+}
+
+/// On the device of `as`.
+void check_device(const at::Tensor& tensor, std::string_view argument, const at::Tensor& as, std::string_view as_name) {
+  if (tensor.device() != as.device())
+    throw_argument(argument, tensor.device(), text(as.device(), ", the device of ", as_name));
+}
+
+/// Not on the meta device.
+void check_has_memory(const at::Tensor& tensor, std::string_view argument) {
+  if (tensor.is_meta()) throw_argument(argument, "a tensor on meta", "one on a device that has its values");
+}
+
+/// What a tensor has rows for, in messages.
+constexpr const char* kOwnToken = "token of this rank's sequences";
+constexpr const char* kOwnSequence = "sequence of this rank";
+constexpr const char* kChunkToken = "token of the chunks that this rank holds";
+
+}  // namespace
+
+void Step::await_agreement() const {
+  if (rank_plan_->agreement) std::exchange(rank_plan_->agreement, std::nullopt)->await(*ranks_->all());
+}
+
+const RankPlan::PackedTables& Step::tables_on(at::Device device) const {
+  await_agreement();
+  return rank_plan_->tables_on(ranks_->known_device(device));
+}
+
+void Step::check_mask(const KernelMask& mask) const {
+  RankPlan& s = *rank_plan_;
+  if (!mask || mask == s.kernel_mask) return;
+  const PlanInput& input = s.plan->input();
+  const auto described = [](const std::optional<Mask>& of, double pairs) {
+    return text(of ? text("'", of->str(), "'") : "another mask", ", which leaves ", pairs, " (query, key) pairs");
+  };
+  // Given work stands for any mask, unless a mask was given, too.
+  const bool is_planned = input.given_work.empty() || !input.attention_pairs.empty();
+  for (SequenceId id(0); is_planned && id.value < s.plan->num_sequences(); ++id.value) {
+    const int64_t length = input.seq_lens[id];
+    const auto pairs_of = [&](const Mask& of) { return static_cast<double>(of.pairs(length)); };
+    const double pairs = pairs_of(*mask), planned = input.mask_pairs_of(id);
+    if (pairs == planned) continue;
+    std::optional<Mask> own;
+    for (const Mask& known : {ranks_->options().mask, Mask(), Mask{.kind = Mask::Kind::kCausal}}) {
+      if (!own && pairs_of(known) == planned) own = known;
+    }
+    throw_argument("mask", text(described(mask, pairs), " of sequence ", id.value, " (", length, " tokens)"),
+                   text(described(own, planned), ", as the plan counts: the mask that the kernel applies"));
+  }
+  s.kernel_mask = mask;
+}
+
+Ulysses Step::ulysses_on(at::Device device, const KernelMask& mask) const {
+  return ranks_->collective([&] {
+    check_mask(mask);
+    return ulysses(device);
+  });
+}
+
+Ulysses Step::ulysses(at::Device device) const {
+  Ulysses made{.tables = rank_plan_->attention, .seq_lens = rank_plan_->attn_lens, .shared_tables = {}, .group = {}};
+  if (ranks_->bag()) {
+    made.shared_tables = tables_on(device).shared_levels;
+    made.group = ranks_->bag()->name();
+  }
+  return made;
+}
+
+Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::TensorList sequence_features) const {
+  return ranks_->collective([&]() -> Routed {
+    RankPlan& s = *rank_plan_;
+    check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
+    check_has_memory(x, "x");
+    std::string label = "route(x";
+    const auto check_list = [&](const char* list, at::TensorList tensors, int64_t num_rows, const char* rows) {
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        const std::string name = text(list, "[", i, "]");
+        check_rows(tensors[i], name, num_rows, rows, 1);
+        check_device(tensors[i], name, x, "x");
+        label.append(",").append(name);
+      }
+    };
+    check_list("features", features, s.route.tokens.send.num_rows, kOwnToken);
+    check_list("sequence_features", sequence_features, s.route.sequences.send.num_rows, kOwnSequence);
+    if (is_identity(s.route.tokens)) {
+      return {.chunk_lens = s.chunk_lens,
+              .x = as_view(x),
+              .features = as_views(features),
+              .sequence_features = as_views(sequence_features)};
+    }
+    const RankPlan::PackedTables& tables = tables_on(x.device());
+    std::vector<at::Tensor> of_tokens = {x};
+    of_tokens.insert(of_tokens.end(), features.begin(), features.end());
+    ExchangeArguments arguments{.group = ranks_->all()->name(), .label = label + ")"};
+    arguments.add(tables.tokens, of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
+    arguments.add(tables.sequences, sequence_features.vec(), std::vector(sequence_features.size(), HeadRole::kNone));
+    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
+    const auto first_sequence_feature = moved.begin() + 1 + static_cast<std::ptrdiff_t>(features.size());
+    return {.chunk_lens = s.chunk_lens,
+            .x = moved[0],
+            .features = {moved.begin() + 1, first_sequence_feature},
+            .sequence_features = {first_sequence_feature, moved.end()}};
+  });
+}
+
+Step::Returned Step::reverse_route(const at::Tensor& x) const {
+  return ranks_->collective([&]() -> Returned {
+    RankPlan& s = *rank_plan_;
+    check_rows(x, "x", s.route.tokens.recv.num_rows, kChunkToken, 1);
+    check_has_memory(x, "x");
+    Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
+    if (!is_identity(s.route.tokens)) {
+      ExchangeArguments arguments{.group = ranks_->all()->name(), .label = "reverse_route(x)"};
+      arguments.add(tables_on(x.device()).tokens.inverse(), {x}, {HeadRole::kNone});
+      returned.x = exchange(std::move(arguments))[0];
+    }
+    return returned;
+  });
+}
+
+void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+  const int64_t num_rows = rank_plan_->route.tokens.recv.num_rows;
+  check_rows(q, "q", num_rows, kChunkToken, 3);
+  check_rows(k, "k", num_rows, kChunkToken, 3);
+  check_rows(v, "v", num_rows, kChunkToken, 3);
+  check_has_memory(q, "q");
+  check_device(k, "k", q, "q");
+  check_device(v, "v", q, "q");
+  if (v.size(1) != k.size(1)) throw_argument("v", text(v.size(1), " heads"), text(k.size(1), " heads, as k has"));
+  const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
+  if (heads.num_heads == 0) throw_argument("q", "0 heads", "at least 1 head");
+  for (const AttentionLevel& level : rank_plan_->attention.levels) {
+    static_cast<void>(head_partition(heads, level.degree));  // checks the counts
+  }
+}
+
+void Step::check_flat(std::string_view call) const {
+  if (ranks_->topology().is_flat()) return;
+  throw StateError(text(call, ": got the topology ", ranks_->topology().str(),
+                        ", expected flat bags, such as g4n2: nested ones attend by attention(q, k, v, attend)"));
+}
+
+at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
+                           const KernelMask& mask) const {
+  const at::Tensor o = ranks_->collective([&] {
+    check_attention_inputs(q, k, v);
+    check_mask(mask);
+    return ulysses(q.device()).run(q, k, v, attend);
+  });
+  return recomputed_to_the_end(o, rank_plan_->number);  // out here: what ends a recomputation is no error to tell
+}
+
+Step::AttentionInputs Step::pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const KernelMask& mask) const {
+  return ranks_->collective([&]() -> AttentionInputs {
+    RankPlan& s = *rank_plan_;
+    check_flat("pre_attn");
+    check_attention_inputs(q, k, v);
+    check_mask(mask);
+    s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
+    if (s.attention.levels[0].degree == 1) {
+      return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
+    }
+    ExchangeArguments arguments = ulysses(q.device()).to_sequences(s.heads);
+    arguments.label = "pre_attn(q,k,v)";
+    arguments.tensors = {q, k, v};
+    const std::vector<at::Tensor> moved = exchange(std::move(arguments));
+    return {.seq_lens = s.attn_lens[0], .q = moved[0], .k = moved[1], .v = moved[2]};
+  });
+}
+
+Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
+  AttentionOutput output = ranks_->collective([&]() -> AttentionOutput {
+    RankPlan& s = *rank_plan_;
+    check_flat("post_attn");
+    if (s.heads.num_heads == 0)
+      throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");
+    const AttentionLevel& level = s.attention.levels[0];
+    const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
+    check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
+    check_has_memory(o, "o");
+    const Ulysses composer = ulysses(o.device());
+    const int64_t num_heads = composer.num_query_heads(0, s.heads);
+    if (o.size(1) != num_heads)
+      throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));
+    AttentionOutput back{.chunk_lens = s.chunk_lens, .o = as_view(o)};
+    if (level.degree > 1) {
+      ExchangeArguments arguments = composer.to_rows(s.heads);
+      arguments.label = "post_attn(o)";
+      arguments.tensors = {o};
+      back.o = exchange(std::move(arguments))[0];
+    }
+    return back;
+  });
+  output.o = recomputed_to_the_end(output.o, rank_plan_->number);
+  return output;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,104 @@
+// Step: a plan on this rank, with the tables and the groups by which its tensors move. A value: copies are the same
+// step, and it goes on holding all that it needs, whatever is planned after it. So code that is run again in a backward
+// pass (activation checkpointing), an evaluation amid a step, and several models each go by the step that they hold.
+//
+//   auto [chunk_lens, x, features, conditioning] = step.route(x, {ids}, {conditioning});
+//     h = step.attention(q, k, v, attend);              // (chunk tokens, heads, head_dim), there and back
+//   x = step.reverse_route(x).x;                        // back home, in the order of seq_lens
+//
+// Collective: all ranks of the group call route and reverse_route in the same order, also ranks without sequences; all
+// ranks of a bag call attention, pre_attn and post_attn. Gradients flow through all of them, so the backward pass is
+// collective too. An error on one rank becomes an error on all, which then need a new balancer.
+//
+// Tensors that methods return may share memory with those that they were given: where nothing moves (route on one rank
+// alone, attention in a bag of one) they are views. Code that writes into them in place is wrong on any number of
+// ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "knapformer/torch/attention.h"
+#include "knapformer/torch/planning.h"
+#include "knapformer/torch/ranks.h"
+
+namespace knapformer {
+
+class Step {
+ public:
+  Step(std::shared_ptr<Ranks> ranks, std::shared_ptr<RankPlan> plan)
+      : ranks_(std::move(ranks)), rank_plan_(std::move(plan)) {}
+
+  struct Routed {
+    at::Tensor chunk_lens;  // int32 CPU: tokens of the chunks that this rank now holds
+    at::Tensor x;           // (tokens of the chunks, ...)
+    std::vector<at::Tensor> features;
+    std::vector<at::Tensor> sequence_features;  // (chunks, ...)
+  };
+  /// x and features: (tokens of this rank, ...), any dtype each. sequence_features: (sequences of this rank, ...): a
+  /// row goes to every rank that holds a chunk of its sequence; its gradient is the sum from all of them.
+  Routed route(const at::Tensor& x, at::TensorList features = {}, at::TensorList sequence_features = {}) const;
+
+  struct Returned {
+    at::Tensor seq_lens;  // int32 CPU: tokens of this rank's sequences
+    at::Tensor x;         // (tokens of this rank, ...)
+  };
+  /// x: (tokens of the chunks, ...), in the order in which route gave them.
+  Returned reverse_route(const at::Tensor& x) const;
+
+  struct AttentionInputs {
+    at::Tensor seq_lens;  // int32 CPU: tokens of the sequences that attention sees, whole
+    at::Tensor q, k, v;   // (tokens of these, this rank's share of the heads, head_dim)
+  };
+  /// q: (chunk tokens, heads, head_dim); k and v: (chunk tokens, kv heads, head_dim), kv heads a divisor of heads.
+  /// Where the bag's size does not divide them, shares are uneven (knapformer/core/plan/heads.h). For flat
+  /// topologies, as post_attn: in a nested bag a rank has another share of the heads at each level. mask: the one that
+  /// the kernel applies. Throws ArgumentError where another one was planned for any sequence of any rank.
+  AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const KernelMask& mask = Mask()) const;
+
+  struct AttentionOutput {
+    at::Tensor chunk_lens;  // int32 CPU
+    at::Tensor o;           // (chunk tokens, heads, ...)
+  };
+  /// o: (tokens of the sequences that attention saw, this rank's share of the query heads, ...).
+  AttentionOutput post_attn(const at::Tensor& o) const;
+
+  /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
+  /// pre_attn, and mask; returns (chunk tokens, heads, ...).
+  at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
+                       const KernelMask& mask = Mask()) const;
+
+  /// What composes attention in this step, for tensors on this device. For compiled blocks, which call the op
+  /// themselves. mask: as in pre_attn. Valid as long as the step. Not collective.
+  Ulysses ulysses_on(at::Device device, const KernelMask& mask = Mask()) const;
+
+  const std::shared_ptr<Plan>& plan() const { return rank_plan_->plan; }
+  /// int32 CPU: tokens of this rank's sequences, and of the chunks that this rank holds.
+  const at::Tensor& seq_lens() const { return rank_plan_->seq_lens; }
+  const at::Tensor& chunk_lens() const { return rank_plan_->chunk_lens; }
+  /// What it took to make the plan and its tables.
+  double planning_s() const { return rank_plan_->planning_s; }
+  /// No other step of this process has it.
+  int64_t number() const { return rank_plan_->number; }
+  /// Waits until it is known that all ranks have the same plan, where each made it by itself.
+  void await_agreement() const;
+  /// Tells the other ranks that this one failed outside of these methods, as SequenceBalancer::report does.
+  void report(const std::exception& error) const noexcept { ranks_->report(error); }
+
+ private:
+  const RankPlan::PackedTables& tables_on(at::Device device) const;
+  void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+  /// Looks at every sequence once a plan.
+  void check_mask(const KernelMask& mask) const;
+  Ulysses ulysses(at::Device device) const;
+  void check_flat(std::string_view call) const;
+
+  std::shared_ptr<Ranks> ranks_;
+  std::shared_ptr<RankPlan> rank_plan_;
+};
+
+}  // namespace knapformer
