@@ -42,7 +42,11 @@ def what_to_change(taken: Result, case: Case, preset: Preset) -> str:
     if not of.topology:
         return f"{of.change}."
     balancer = f'knapformer.SequenceBalancer("{of.topology}"{gamma})'
-    whole = "" if case.micro_batches == 1 else " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
+    whole = (
+        ""
+        if case.micro_batches == 1
+        else " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
+    )
     if preset.transformer:
         return (
             f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
