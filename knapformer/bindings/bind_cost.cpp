@@ -188,13 +188,4 @@ void bind_cost(py::module_& m) {
   });
   m.def("plan_home", [](py::handle plan) { return plan_home(plan_from(plan).input()); });
   m.def("plan_home_bags", [](py::handle plan) { return plan_home_bags(plan_from(plan).input()); });
-  m.def(
-      "step_traffic",
-      [](const Plan& plan, int32_t ranks_per_block) {
-        TrafficMatrix matrix = step_traffic(plan, ranks_per_block);
-        return std::make_tuple(matrix.num_blocks, std::move(matrix.route), std::move(matrix.attention));
-      },
-      R"(Returns (number of blocks, route, attention): the bytes that blocks of ranks_per_block consecutive ranks send
-each other in a step, as flat lists [sender * number of blocks + receiver]. What ranks of one block send each other is
-on the diagonal; what stays on its rank is not counted. Raises ArgumentError.)");
 }

@@ -348,35 +348,4 @@ Plan plan_home_bags(const PlanInput& input) {
   return Plan(input, "home", std::move(placements));
 }
 
-TrafficMatrix step_traffic(const Plan& plan, int32_t ranks_per_block) {
-  if (ranks_per_block < 1) throw_argument("ranks_per_block", ranks_per_block, "at least 1");
-  const PlanInput& input = plan.input();
-  const TrainedModel& model = input.model;
-  const Passes passes = model.passes();
-  const AttentionShares shares = input.attention_shares();
-  const int32_t num_blocks = (plan.num_ranks() + ranks_per_block - 1) / ranks_per_block;
-  const auto num_cells = static_cast<size_t>(num_blocks) * static_cast<size_t>(num_blocks);
-  TrafficMatrix matrix{
-      .num_blocks = num_blocks, .route = std::vector<double>(num_cells), .attention = std::vector<double>(num_cells)};
-  const auto cell = [&](int32_t from, int32_t to) {
-    return static_cast<size_t>(from / ranks_per_block) * static_cast<size_t>(num_blocks) +
-           static_cast<size_t>(to / ranks_per_block);
-  };
-  const double bytes = row_bytes(input.d_model, model);
-  const double exchanged = (kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks * bytes;
-  for (const Chunk& chunk : plan.chunks()) {
-    const auto tokens = static_cast<double>(chunk.num_tokens);
-    const Rank home = plan.seq_lens().home_of(chunk.sequence);
-    if (chunk.rank != home)
-      matrix.route[cell(home.value, chunk.rank.value)] += tokens * (bytes + model.side_bytes_per_token) * passes.routes;
-    const Placement& place = plan.placement(chunk.sequence);
-    for (int32_t i = 0; i < place.degree; ++i) {
-      const int32_t peer = place.first_rank.value + i;
-      if (peer != chunk.rank.value)
-        matrix.attention[cell(chunk.rank.value, peer)] += tokens * exchanged * shares.part(1, place.degree, i);
-    }
-  }
-  return matrix;
-}
-
 }  // namespace knapformer

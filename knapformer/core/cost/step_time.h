@@ -178,12 +178,4 @@ Plan plan_home(const PlanInput& input);
 /// where bags are nested.
 Plan plan_home_bags(const PlanInput& input);
 
-/// Bytes that ranks send each other in a step, summed over blocks of consecutive ranks: [sender * num_blocks +
-/// receiver]. Bytes that stay on their rank are not counted.
-struct TrafficMatrix {
-  int32_t num_blocks = 0;
-  std::vector<double> route, attention;
-};
-TrafficMatrix step_traffic(const Plan& plan, int32_t ranks_per_block);
-
 }  // namespace knapformer

@@ -413,24 +413,35 @@ TEST(StepTime, ABlockBudgetIsTheInverseOfAStep) {
   }
 }
 
-TEST(StepTime, TrafficBetweenBlocksAddsUpToTheStepsBytes) {
+TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(true, 500);
-    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
+    const auto node = in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
     in.model.num_heads = seed % 3 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
     const Plan plan = cases.any_plan(in);
-    const StepTime step = predict_step(plan);
-    const TrafficMatrix by_node = step_traffic(plan, in.cluster.ranks_per_node);
+    const Passes passes = in.model.passes();
+    const double row = static_cast<double>(in.d_model) * in.model.element_size;
     double route = 0, route_between = 0, attention = 0, attention_between = 0;
-    for (int32_t i = 0; i < by_node.num_blocks; ++i) {
-      for (int32_t j = 0; j < by_node.num_blocks; ++j) {
-        const size_t cell = static_cast<size_t>(i * by_node.num_blocks + j);
-        route += by_node.route[cell];
-        attention += by_node.attention[cell];
-        if (i != j) route_between += by_node.route[cell], attention_between += by_node.attention[cell];
+    for (const Chunk& chunk : plan.chunks()) {
+      const auto tokens = static_cast<double>(chunk.num_tokens);
+      const int32_t rank = chunk.rank.value, home = plan.seq_lens().home_of(chunk.sequence).value;
+      if (rank != home) {
+        const double bytes = tokens * (row + in.model.side_bytes_per_token) * passes.routes;
+        route += bytes;
+        if (rank / node != home / node) route_between += bytes;
+      }
+      const Placement& place = plan.placement(chunk.sequence);
+      for (int32_t i = 0; i < place.degree; ++i) {
+        const int32_t peer = place.first_rank.value + i;
+        if (peer == rank) continue;
+        const double part = in.attention_shares().part(1, place.degree, i);
+        const double bytes = tokens * 4 * row * passes.exchanges() * in.model.num_blocks * part;  // q, k, v and o
+        attention += bytes;
+        if (peer / node != rank / node) attention_between += bytes;
       }
     }
+    const StepTime step = predict_step(plan);
     EXPECT_NEAR(route, step.route_bytes.total(), 1e-9 * route);
     EXPECT_NEAR(route_between, step.route_bytes.between, 1e-9 * route);
     EXPECT_NEAR(attention, step.attention_bytes.total(), 1e-9 * attention);
