@@ -7,7 +7,8 @@
 #   make coverage   lines of the torch layer and of Python that no test runs, and which of them need a GPU
 #   make headers    every header, compiled by itself
 #   make fuzz       fuzzers of the core and of the commands, FUZZ_SECONDS (600) each
-#   make nightly    what takes longer than a change should wait: fuzzers, plans of other compilers, the kernels for GPUs
+#   make nightly    what takes longer than a change should wait: tests on more than 2 ranks, every fault, fuzzers, plans of
+#                   other compilers, the kernels for GPUs
 #   make faults     what other ranks see when one fails: every fault in every call
 #   make exactness  gradients of whole steps against one process: every way, number of ranks and of micro-batches
 #   make same-plans g++ and clang make the same plans, bit for bit; OPTIONS=all: -O2, -O3 and -march=native as well
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
-.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers nightly fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels installs versions same-plans dev clean
+.PHONY: help nvrtc nvrtc-library demo test test-cpp test-python sanitize sanitize-threads headers nightly test-nightly fuzz faults exactness soak coverage lint tidy format bench gpu docs wheels installs versions same-plans dev clean
 .NOTPARALLEL:
 
 help:
@@ -106,7 +107,7 @@ test-python: $(VENV)/.installed $(VENV)/.test
 	$(NEED) gtest
 	$(CONFIGURE) -B $(BUILD) -DKNAPFORMER_TESTS=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS) --target _simulated_device
-	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS)
+	$(BIN)/python -m pytest --durations=10 $(PYTEST_JOBS) $(PYTEST_OPTIONS)
 
 # Torch itself is not instrumented: tests/sanitizers lists the false reports that this causes.
 SANITIZE_TORCH ?= ON
@@ -202,7 +203,9 @@ ifeq ($(OPTIONS),all)
 endif
 	sh tests/same_plans/run.sh $(BUILD) build/fuzz $(if $(filter all,$(OPTIONS)),build/same/*)
 
-nightly: fuzz same-plans nvrtc
+nightly: test-nightly exactness faults fuzz same-plans nvrtc
+test-nightly: PYTEST_OPTIONS := -m nightly
+test-nightly: test-python
 
 faults: $(VENV)/.installed $(VENV)/.test
 	PYTHONPATH=tests/python:tests/python/distributed $(BIN)/python tests/python/distributed/faults.py

@@ -20,5 +20,9 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("world", 0) > 2:
+            item.add_marker("nightly")
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))

@@ -108,6 +108,7 @@ def test_nor_does_the_balancer_in_the_model(logs: dict[str, list[dict[str, Any]]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks to kill in /proc")
+@pytest.mark.nightly
 def test_resumed_after_a_kill_the_curve_goes_on(compared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
     for _ in range(5):  # on a busy machine the kill may come when all is done
         shutil.rmtree(tmp_path)
@@ -156,6 +157,7 @@ def train_in(rank: int, world_size: int, folder: str, precision: str) -> list[fl
     return losses
 
 
+@pytest.mark.nightly
 def test_bfloat16_computes_nearly_the_same(folder: Path) -> None:
     (in_fp32,), (in_bf16,) = (run_ranks(train_in, 1, str(folder), precision) for precision in ("fp32", "bf16"))
     assert in_bf16 == pytest.approx(in_fp32, rel=0.02) and in_bf16 != pytest.approx(in_fp32, rel=1e-6)

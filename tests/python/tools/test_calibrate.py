@@ -218,6 +218,7 @@ def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
     return block, inputs
 
 
+@pytest.mark.nightly
 def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [
@@ -279,6 +280,7 @@ def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:
     return found, alone
 
 
+@pytest.mark.nightly
 def test_nodes_and_the_network_are_measured_apart() -> None:
     from distributed.ranks import run_ranks
 

@@ -65,6 +65,7 @@ def test_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.json"]
 
 
+@pytest.mark.nightly
 def test_wan_is_simulated_and_its_videos_alone_are_planned(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     simulate(
@@ -99,6 +100,7 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert "step planned: BalancedBatchSampler" in printed and "The loss is the same" in printed
 
 
+@pytest.mark.nightly
 def test_adapters_on_a_frozen_base_are_simulated(tmp_path: Path) -> None:
     """As a calibration of them says: base and embedders are frozen, gradients are of the adapters alone."""
     pytest.importorskip("peft")
@@ -152,6 +154,7 @@ def test_a_batch_is_joined_of_its_samples() -> None:
         assert torch.allclose(model(joined(drawn)), alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     torchrun = [
         sys.executable,
