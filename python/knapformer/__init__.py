@@ -41,7 +41,7 @@ from knapformer.planning import (
 
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance
-    from knapformer.balancer import SequenceBalancer
+    from knapformer.balancer import SequenceBalancer, Step
     from knapformer.loader import BalancedLoader
     from knapformer.sampler import BalancedBatchSampler
 
@@ -59,6 +59,7 @@ __all__ = [
     "Sample",
     "SequenceBalancer",
     "StateError",
+    "Step",
     "StepPlan",
     "StepTime",
     "Topology",
@@ -85,6 +86,7 @@ _LAZY = {
     "BalancedBatchSampler": "knapformer.sampler",
     "BalancedLoader": "knapformer.loader",
     "SequenceBalancer": "knapformer.balancer",
+    "Step": "knapformer.balancer",
     "balance": "knapformer.adapters",
     "unbalance": "knapformer.adapters",
 }

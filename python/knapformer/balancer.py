@@ -22,6 +22,8 @@ from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.groups import bag_group, cpu_group
 from knapformer.nodes import node_topology
 
+__all__ = ["SequenceBalancer", "Step"]
+
 Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
