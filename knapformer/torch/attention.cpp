@@ -46,9 +46,8 @@ at::Tensor depending_on(at::Tensor o, at::TensorList inputs) {
 void throw_recomputed(std::string_view call) {
   throw StateError(
       text(call,
-           ": computed again in the backward pass of an earlier plan, expected that of the last one: run "
-           "it before the next plan, or without activation checkpointing, or give blocks of your own their "
-           "AttentionTables (knapformer.compile)"));
+           ": computed again in the backward pass of an earlier plan, expected that of the last one: in blocks of your "
+           "own call the same method of the step that was in force at their forward pass (step = balancer.current)"));
 }
 
 at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan) {
