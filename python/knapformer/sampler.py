@@ -57,6 +57,8 @@ class _Pass:
     num_lists: int = 0  # yielded
     num_seen: int = 1  # steps that the caller has come to, as its calls show
     is_running: bool = False  # an iterator is at it
+    is_left: bool = False  # its iterator was dropped before its end
+    is_told: bool = False  # set_epoch or load_state_dict said where it begins
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -229,10 +231,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         keep_lists(BalancedBatchSampler)
         if self._is_compared and dist.is_initialized():
             check_equal_on_ranks("passes of samplers", self._description)
-        own = self._next_pass
+        own, last = self._next_pass, self._pass
+        if last.first > 0 and last.is_left and not own.is_told:  # to begin anew would be silent
+            raise StateError(
+                "load_state_dict: its position was taken by a pass that was left before its end (next(iter(loader)), "
+                "say), expected load_state_dict again, or set_epoch with another epoch"
+            )
         self._check_last_step(own.first)
         self._next_pass = _Pass(own.epoch, 0)
         own.is_running = True
+        is_done = False
         try:
             for step in range(self._num_steps(own)):
                 for micro_batch in range(self._micro_batches):
@@ -240,8 +248,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
                     yield indices
+            is_done = True
         finally:
-            own.is_running = False
+            own.is_running, own.is_left = False, not is_done
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
@@ -364,7 +373,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next pass goes on from the position in `state`, with any number of ranks and micro-batches for which the
-        last step has samples enough (drop_last, allow_empty). A pass that an iterator is at is not changed."""
+        last step has samples enough (drop_last, allow_empty). A pass that an iterator is at is not changed.
+
+        One pass takes the position. If its iterator is dropped before its end (`next(iter(loader))`), the next pass is
+        a StateError: load the state again, or set another epoch."""
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state: got {type(state).__name__}, expected a dict, which state_dict returned")
         for name, own in self._order_follows().items():
@@ -380,7 +392,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._begin_next_at(epoch, next_sample)
 
     def _begin_next_at(self, epoch: int, first: int) -> None:
-        self._next_pass = _Pass(epoch, first)
+        self._next_pass = _Pass(epoch, first, is_told=True)
         if not self._pass.is_running:
             self._pass = self._next_pass
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import knapformer
-from knapformer import BalancedBatchSampler
+from knapformer import BalancedBatchSampler, StateError
 
 
 @pytest.mark.parametrize("num_ranks, batch_size", [(4, 2), (2, 3), (8, 2)])
@@ -64,6 +64,24 @@ def test_a_pass_goes_on_after_a_look_at_the_data():
         if number == 1:
             next(iter(sampler))
     assert lists == undisturbed
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_at_the_data_after_a_resume_is_no_silent_loss(workers):
+    sampler = BalancedBatchSampler(lengths_of(96), batch_size=2, d_model=WIDTH, num_replicas=2, rank=0)
+    state = {**sampler.state_dict(), "next_sample": 8}
+    loader = DataLoader(list(range(96)), batch_sampler=sampler, num_workers=workers)
+    sampler.load_state_dict(state)
+    first = next(iter(loader))
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"load_state_dict: its position was taken by a pass that was left before"):
+            next(iter(loader))
+        sampler.set_epoch(0)
+    sampler.load_state_dict(state)
+    assert torch.equal(next(iter(loader)), first)
+    sampler.set_epoch(1)
+    assert len(list(loader)) == len(sampler)
+    assert len(list(loader)) == len(sampler)
 
 
 @pytest.mark.parametrize(
