@@ -21,23 +21,24 @@ def run(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def test_items_write_their_figures(tmp_path: Path) -> None:
-    status, output, found = run(tmp_path, "packing", "waits", "calibrate", "memory")
+    status, output, found = run(tmp_path, "packing", "waits", "step", "memory")
     assert status == 0, output
-    assert list(found["items"]) == ["packing", "waits", "calibrate", "memory"]
+    assert list(found["items"]) == ["packing", "waits", "step", "memory"]
     figures = {(row["item"], row["what"]): row for row in found["figures"]}
     bits = figures["packing", "20 plans, forward and backward: other bits than the CPU"]
     assert (bits["value"], bits["met"], bits["must"]) == (0, True, True)
     assert all((tmp_path / "gpu.txt").read_text().count(row["what"]) == 1 for row in found["figures"])
-    gamma = json.loads((tmp_path / "calibrate.json").read_text())["gamma"]
-    assert [row["value"] for (item, what), row in figures.items() if item == "calibrate" and "gamma" in what] == [gamma]
+    variants = json.loads((tmp_path / "simulate.json").read_text())["variants"]
+    seconds = [row["value"] for row in found["figures"] if row["item"] == "step" and row["unit"] == "s"]
+    assert seconds == [variant["fbl_s"] for variant in variants]
     assert "2 of 2 results are right" in output
 
 
 def test_a_failed_item_does_not_keep_the_next_from_running(tmp_path: Path) -> None:
-    (tmp_path / "calibrate.json").mkdir()  # where the command writes
-    status, output, found = run(tmp_path, "calibrate", "packing")
+    (tmp_path / "simulate.json").mkdir()  # where the command writes
+    status, output, found = run(tmp_path, "step", "packing")
     assert status == 1, output
-    assert found["items"]["calibrate"].startswith("failed, status 1")
+    assert found["items"]["step"].startswith("failed, status 1")
     assert found["items"]["packing"].startswith("done")
 
 
