@@ -57,7 +57,7 @@ class _Pass:
     num_lists: int = 0  # yielded
     num_seen: int = 1  # steps that the caller has come to, as its calls show
     is_running: bool = False  # an iterator is at it
-    is_left: bool = False  # its iterator was dropped before its end
+    is_done: bool = False  # an iterator came to its end
     is_told: bool = False  # set_epoch or load_state_dict said where it begins
 
 
@@ -232,7 +232,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self._is_compared and dist.is_initialized():
             check_equal_on_ranks("passes of samplers", self._description)
         own, last = self._next_pass, self._pass
-        if last.first > 0 and last.is_left and not own.is_told:  # to begin anew would be silent
+        was_left = not (last.is_running or last.is_done)
+        if last.first > 0 and was_left and not own.is_told:  # to begin anew would be silent
             raise StateError(
                 "load_state_dict: its position was taken by a pass that was left before its end (next(iter(loader)), "
                 "say), expected load_state_dict again, or set_epoch with another epoch"
@@ -240,7 +241,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._check_last_step(own.first)
         self._next_pass = _Pass(own.epoch, 0)
         own.is_running = True
-        is_done = False
         try:
             for step in range(self._num_steps(own)):
                 for micro_batch in range(self._micro_batches):
@@ -248,9 +248,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     self._pass = own  # another iterator may have begun since: "this pass" is that of the last list
                     own.num_lists += 1
                     yield indices
-            is_done = True
+            own.is_done = True
         finally:
-            own.is_running, own.is_left = False, not is_done
+            own.is_running = False
 
     def __len__(self) -> int:
         """The number of lists in a pass: the micro-batches of its steps."""
