@@ -75,10 +75,10 @@ void SequenceBalancer::take(const Planned& planned) {
   std::erase_if(made_plans_, is_gone);
   std::erase_if(made_steps_, is_gone);
   if (planned.plan && entry_of(made_plans_, *planned.plan->plan) == nullptr) {
-    made_plans_.push_back({planned.plan->plan, planned.plan});
+    made_plans_.push_back({planned.plan->plan, planned.plan, planned.plan->number});
   }
   if (planned.step && entry_of(made_steps_, *planned.step->plan) == nullptr) {
-    made_steps_.push_back({planned.step->plan, planned.step});
+    made_steps_.push_back({planned.step->plan, planned.step, planned.step->first_number});
   }
   last_step_ = planned.step;
   if (planned.plan) follow({ranks_, planned.plan});
@@ -121,8 +121,9 @@ Step SequenceBalancer::agreed(std::shared_ptr<Plan> plan) {
   if (current_) current_->await_agreement();
   before_step_ = traffic();
   planner_.feedback().begin_step();
-  ranks_->begin_step(Fingerprint("follow"));
-  std::shared_ptr<RankPlan> on_rank = RankPlan::make(std::move(plan), ranks_->rank());
+  const int64_t number = ranks_->take_numbers(1);
+  ranks_->enter_step(Fingerprint("follow", number));
+  std::shared_ptr<RankPlan> on_rank = RankPlan::make(std::move(plan), ranks_->rank(), number);
   if (ranks_->all()) on_rank->agreement.emplace(*ranks_->all(), *on_rank->plan);
   return {ranks_, std::move(on_rank)};
 }
@@ -131,9 +132,9 @@ Step SequenceBalancer::step(const Plan& plan) {
   return ranks_->collective([&]() -> Step {
     auto* made = entry_of(made_plans_, plan);
     if (made == nullptr) return agreed(std::make_shared<Plan>(plan));
-    ranks_->agree(Fingerprint("follow, of a plan again"));
+    ranks_->enter_step(Fingerprint("follow, of a plan again", made->number));
     std::shared_ptr<RankPlan> on_rank = made->on_rank.lock();
-    if (!on_rank) made->on_rank = on_rank = RankPlan::make(made->plan.lock(), ranks_->rank());
+    if (!on_rank) made->on_rank = on_rank = RankPlan::make(made->plan.lock(), ranks_->rank(), made->number);
     return {ranks_, on_rank};
   });
 }
@@ -145,14 +146,15 @@ Step SequenceBalancer::step(const StepPlan& plan, int64_t micro_batch) {
     }
     auto* made = entry_of(made_steps_, plan);
     if (made == nullptr) return agreed(std::make_shared<Plan>(plan.plans()[micro_batch]));
-    // Calls repeat from step to step, not from micro-batch to micro-batch.
-    ranks_->agree(Fingerprint(text("follow(", micro_batch, ")")));
+    ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), made->number + micro_batch));
     before_step_ = traffic();
     std::shared_ptr<PlannedStep> on_rank = made->on_rank.lock();
     if (!on_rank) {
       const auto count = static_cast<size_t>(plan.num_micro_batches());
-      on_rank = std::make_shared<PlannedStep>(
-          PlannedStep{.plan = made->plan.lock(), .micro_batches = std::vector<std::shared_ptr<RankPlan>>(count)});
+      on_rank =
+          std::make_shared<PlannedStep>(PlannedStep{.plan = made->plan.lock(),
+                                                    .first_number = made->number,
+                                                    .micro_batches = std::vector<std::shared_ptr<RankPlan>>(count)});
       made->on_rank = on_rank;
     }
     return {ranks_, on_rank->micro_batch(micro_batch, ranks_->rank())};

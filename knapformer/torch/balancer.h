@@ -163,6 +163,7 @@ class SequenceBalancer {
   struct Made {
     std::weak_ptr<OfPlan> plan;
     std::weak_ptr<OnRank> on_rank;
+    int64_t number;  // of its step, or of its first micro-batch's
   };
   /// Nothing is in force: a plan is to come.
   void clear();

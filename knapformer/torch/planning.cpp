@@ -8,7 +8,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -65,13 +64,12 @@ void PlanAgreement::await(CommGroup& group) {
   }
 }
 
-std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank) {
-  static std::atomic<int64_t> num_made = 0;
+std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank, int64_t number) {
   const auto begin = std::chrono::steady_clock::now();
   RouteTables route = make_route_tables(*plan, rank);
   AttentionTables attention = make_attention_tables(*plan, rank);
   auto step = std::make_shared<RankPlan>(RankPlan{
-      .number = ++num_made, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+      .number = number, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
   step->seq_lens = lengths_tensor(step->plan->seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
   for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
@@ -81,7 +79,7 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank) 
 
 const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int64_t number, Rank rank) {
   std::shared_ptr<RankPlan>& known = micro_batches[static_cast<size_t>(number)];
-  if (!known) known = RankPlan::make(std::make_shared<Plan>(plan->plans()[number]), rank);
+  if (!known) known = RankPlan::make(std::make_shared<Plan>(plan->plans()[number]), rank, first_number + number);
   return known;
 }
 
@@ -123,7 +121,7 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
   for (const AttentionLevel& level : attention.levels) {
     if (level.degree > 1) tables.push_back(&level.pre_attn);
   }
-  std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device);
+  std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device, number);
   const auto first_level = all.begin() + 2;
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),
@@ -183,10 +181,12 @@ Planned Planning::plan(GatheredLengths gathered) const {
                                                         .num_micro_batches = shape->num_micro_batches,
                                                         .sync = shape->sync},
                                                        options.solver, options.effort)),
+          .first_number = first_number,
           .micro_batches = std::vector<std::shared_ptr<RankPlan>>(static_cast<size_t>(shape->num_micro_batches))});
     } else {
-      planned.plan = RankPlan::make(
-          std::make_shared<Plan>(make_plan(input(std::move(gathered)), options.solver, options.effort)), rank);
+      planned.plan =
+          RankPlan::make(std::make_shared<Plan>(make_plan(input(std::move(gathered)), options.solver, options.effort)),
+                         rank, first_number);
       planned.plan->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
   } catch (const ArgumentError& error) {

@@ -57,7 +57,7 @@ using KernelMask = std::optional<Mask>;
 /// A plan's step on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<RankPlan> make(std::shared_ptr<Plan> plan, Rank rank);
+  static std::shared_ptr<RankPlan> make(std::shared_ptr<Plan> plan, Rank rank, int64_t number);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
@@ -70,7 +70,7 @@ struct RankPlan {
   /// members are in use meanwhile.
   void pack_ahead(const TablesDevice& on);
 
-  int64_t number;  // no other step of this process has it
+  int64_t number;  // of the step: the same on all ranks, and no other step of this balancer has it
   std::shared_ptr<Plan> plan;
   RouteTables route;
   AttentionTables attention;
@@ -104,6 +104,7 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
 /// An optimizer step on one rank, planned whole.
 struct PlannedStep {
   std::shared_ptr<StepPlan> plan;
+  int64_t first_number;                                  // of its micro-batches' steps
   std::vector<std::shared_ptr<RankPlan>> micro_batches;  // null where its tables are yet to be made
 
   const std::shared_ptr<RankPlan>& micro_batch(int64_t number, Rank rank);
@@ -129,6 +130,7 @@ struct Planning {
   Topology topology;
   BalancerOptions options;  // with what was learned from steps in them
   Rank rank;
+  int64_t first_number = 0;             // of the steps that will be planned
   std::optional<StepShape> shape = {};  // of an optimizer step that is planned whole
 
   /// What a plan of these lengths is made from.

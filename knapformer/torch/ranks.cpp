@@ -101,7 +101,7 @@ std::shared_ptr<CommGroup> Ranks::join_bag(const BagMaking& making) const {
 void Ranks::decide(Topology topology) {
   topology_ = std::move(topology);
   join_bags(*std::exchange(undecided_, std::nullopt));
-  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+  if (bag_) bag_->fingerprints().enter_step(step_);
 }
 
 void Ranks::report(const std::exception& error) noexcept {
@@ -112,10 +112,12 @@ void Ranks::agree(const Fingerprint& call) {
   if (all_) all_->fingerprints().agree(call);
 }
 
-void Ranks::begin_step(const Fingerprint& call) {
+void Ranks::enter_step(const Fingerprint& call) {
   agree(call);
-  if (all_) all_->fingerprints().begin_step();
-  if (bag_ && bag_ != all_) bag_->fingerprints().begin_step();
+  step_ = call.step;
+  for (const auto& group : {all_, bag_}) {
+    if (group) group->fingerprints().enter_step(step_);
+  }
 }
 
 const TablesDevice& Ranks::known_device(at::Device device) {

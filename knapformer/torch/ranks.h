@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "knapformer/core/model/topology.h"
@@ -46,10 +47,12 @@ class Ranks {
   /// Tells the other ranks of an error outside of `collective`.
   void report(const std::exception& error) noexcept;
 
+  /// Numbers for steps that are planned now: the first of `count`. All ranks plan in the same order.
+  int64_t take_numbers(int64_t count) { return std::exchange(next_number_, next_number_ + count); }
   /// Compares a call over the ranks, at their next exchange.
   void agree(const Fingerprint& call);
-  /// The same of the first call of a step: calls repeat from step to step.
-  void begin_step(const Fingerprint& call);
+  /// The same of a call after which exchanges go by another step, which is the call's.
+  void enter_step(const Fingerprint& call);
 
   const BalancerOptions& options() const { return options_; }
   Rank rank() const { return rank_; }
@@ -96,6 +99,7 @@ class Ranks {
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CommGroup> all_, bag_;
   std::vector<TablesDevice> devices_;
+  int64_t next_number_ = 1, step_ = 0;  // the step that was entered last
 };
 
 }  // namespace knapformer

@@ -8,7 +8,8 @@
 //
 // Collective: all ranks of the group call route and reverse_route in the same order, also ranks without sequences; all
 // ranks of a bag call attention, pre_attn and post_attn. Gradients flow through all of them, so the backward pass is
-// collective too. An error on one rank becomes an error on all, which then need a new balancer.
+// collective too. An error on one rank becomes an error on all, which then need a new balancer. So do steps that
+// differ: ranks compare their numbers.
 //
 // Tensors that methods return may share memory with those that they were given: where nothing moves (route on one rank
 // alone, attention in a bag of one) they are views. Code that writes into them in place is wrong on any number of
@@ -82,7 +83,7 @@ class Step {
   const at::Tensor& chunk_lens() const { return rank_plan_->chunk_lens; }
   /// What it took to make the plan and its tables.
   double planning_s() const { return rank_plan_->planning_s; }
-  /// No other step of this process has it.
+  /// Counted alike on all ranks as they plan, so that messages name steps by it. No other step of this balancer has it.
   int64_t number() const { return rank_plan_->number; }
   /// Waits until it is known that all ranks have the same plan, where each made it by itself.
   void await_agreement() const;

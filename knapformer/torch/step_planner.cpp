@@ -30,16 +30,17 @@ Planning StepPlanner::planning_of(int64_t d_model, const std::optional<StepShape
                     .topology = ranks_->topology(),
                     .options = ranks_->options(),
                     .rank = ranks_->rank(),
+                    .first_number = ranks_->take_numbers(shape ? std::max<int64_t>(shape->num_micro_batches, 1) : 1),
                     .shape = shape};
   planning.options.plan.workload.gamma = feedback_.observer().gamma();
   planning.options.plan.rank_speed = feedback_.observer().rank_speed();
   return planning;
 }
 
-void StepPlanner::begin_step(std::string_view call, const std::optional<StepShape>& shape) {
-  Fingerprint fingerprint(call);
-  if (shape) add_shape(fingerprint, *shape);
-  ranks_->begin_step(fingerprint);
+void StepPlanner::begin_step(std::string_view call, const Planning& planning) {
+  Fingerprint fingerprint(call, planning.first_number);
+  if (planning.shape) add_shape(fingerprint, *planning.shape);
+  ranks_->enter_step(fingerprint);
   feedback_.begin_step();
 }
 
@@ -74,7 +75,7 @@ Planned StepPlanner::plan(std::string_view call, std::span<const int64_t> seq_le
     GatheredLengths lengths = own_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
     lengths.observed = {feedback_.take()};
     Planning planning = planning_of(d_model, data.shape);
-    begin_step(call, data.shape);
+    begin_step(call, planning);
     if (gatherer_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
     choose_topology(lengths, planning);
     return planning.plan(std::move(lengths));
@@ -159,7 +160,7 @@ Planned StepPlanner::finish(PlanningAhead& ahead) {
   return accepted(ranks_->collective([&] {
     RECORD_USER_SCOPE("knapformer::finish_planning");
     check_started(ahead);
-    begin_step("finish_planning");
+    begin_step("finish_planning", ahead.planning_);
     Planned planned = await(ahead);
     if (const auto failed = std::ranges::find(planned.statuses, DataStatus::kFailed);
         failed != planned.statuses.end()) {
@@ -179,7 +180,7 @@ void StepPlanner::start_moving(PlanningAhead& ahead) {
     RECORD_USER_SCOPE("knapformer::start_moving");
     check_started(ahead);
     if (!ahead.samples_) throw_argument("ahead", "a step that was started without samples", "one with samples");
-    ranks_->agree(Fingerprint("start_moving"));
+    ranks_->agree(Fingerprint("start_moving", ahead.planning_.first_number));
     const Planned planned = await(ahead);
     if (planned.refused || std::ranges::count(planned.statuses, DataStatus::kFailed) > 0) return;
     const bool pinned =
@@ -202,7 +203,7 @@ std::vector<std::vector<SampleTensors>> StepPlanner::finish_moving(PlanningAhead
     RECORD_USER_SCOPE("knapformer::finish_moving");
     check_started(ahead);
     if (!ahead.moving_) throw StateError("start_moving: has not been called, expected once before finish_moving");
-    ranks_->agree(Fingerprint("finish_moving"));
+    ranks_->agree(Fingerprint("finish_moving", ahead.planning_.first_number));
     return std::exchange(ahead.moving_, nullptr)->finish();
   });
 }

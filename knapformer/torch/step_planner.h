@@ -85,7 +85,7 @@ class StepPlanner {
  private:
   /// By the options, with what was learned from steps in them.
   Planning planning_of(int64_t d_model, const std::optional<StepShape>& shape) const;
-  void begin_step(std::string_view call, const std::optional<StepShape>& shape = {});
+  void begin_step(std::string_view call, const Planning& planning);
   /// Where the topology is "auto", and these lengths are the first. Collective then.
   void choose_topology(const GatheredLengths& lengths, Planning& planning);
   static std::shared_future<Planned> known(Planned planned);

@@ -22,6 +22,9 @@ constexpr const char* kNumGone = "num_gone";              // how many ranks' obj
 constexpr const char* kSpoken = "spoken";
 constexpr const char* kNumHeard = "num_heard";
 
+constexpr std::ptrdiff_t kKeptCalls = 16384;  // at least: more than a step has
+constexpr size_t kMaxMatch = 256;             // calls that are compared to find where ranks are in a step
+
 std::string key(int64_t call, std::string_view name) { return text(call, '/', name); }
 
 struct Said {
@@ -40,8 +43,6 @@ Said say_first(c10d::Store& store, const std::string& key, int32_t rank, const s
   const std::string first = store.compareSet(key, "", own);
   return parse_said(first.empty() ? own : first);
 }
-
-std::string id_of(const Fingerprint& f) { return f.fields + f.gradients; }
 
 std::vector<std::string> names_of(const std::string& fields) {
   std::vector<std::string> names;
@@ -69,9 +70,16 @@ std::string gradient_lines(const std::string& fields, const std::string& gradien
 
 }  // namespace
 
+std::string Fingerprint::announced() const {
+  if (step == 0) return fields;
+  return std::string(fields).insert(fields.find('\n') + 1, text("step\tnumber ", step, "\n"));
+}
+
 CallFingerprints::CallFingerprints(c10::intrusive_ptr<c10d::Store> store, RankInGroup place,
                                    std::chrono::milliseconds timeout, std::shared_ptr<Watchdog> watchdog)
-    : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), watchdog_(std::move(watchdog)) {}
+    : WatchedGroup(place), store_(std::move(store)), timeout_(timeout), watchdog_(std::move(watchdog)) {
+  if (place.num_ranks > 1) calls_.reserve(2 * kKeptCalls);
+}
 
 CallFingerprints::~CallFingerprints() {
   if (place_.num_ranks == 1 || process_ != ::getpid()) return;
@@ -90,25 +98,42 @@ void CallFingerprints::erase_call(int64_t call) {
   for (const char* name : {kFields, kGradients, kNumCome}) store_->deleteKey(key(call, name));
 }
 
-const Fingerprint* CallFingerprints::predicted() const {
-  const size_t place = calls_.size() - num_last_step_;
-  if (place < num_last_step_) return &calls_[place];
-  const Fingerprint* before = made_ago(1);
-  const auto next = before == nullptr ? followed_by_.end() : followed_by_.find(id_of(*before));
-  return next == followed_by_.end() ? nullptr : &next->second;
+bool CallFingerprints::predicts_fields(const Fingerprint& own) const {
+  const Kind* next = predicted();
+  return next != nullptr && next->steps_away == steps_away(own) && next->fields == own.fields;
 }
 
-const Fingerprint* CallFingerprints::made_ago(int64_t num_calls) const {
-  const auto ago = static_cast<size_t>(num_calls);
-  return ago <= calls_.size() ? &calls_[calls_.size() - ago] : nullptr;
+size_t CallFingerprints::after_longest_match() const {
+  const size_t end = calls_.size();
+  size_t found = end, longest = 0;
+  for (size_t begin = end - 1; begin > 0 && longest < kMaxMatch; --begin) {  // calls before `begin` against the last
+    size_t length = 0;
+    while (length < std::min(begin, kMaxMatch) && calls_[begin - 1 - length].kind == calls_[end - 1 - length].kind)
+      ++length;
+    if (length > longest) found = begin, longest = length;
+  }
+  return found;
+}
+
+void CallFingerprints::remember(const Fingerprint& own, bool as_predicted) {
+  const Kind* kind = predicted();
+  if (!as_predicted) {
+    const int64_t away = steps_away(own);
+    kind = &kinds_.try_emplace(text(away, own.fields, own.gradients), own.fields, own.gradients, away).first->second;
+  }
+  calls_.push_back({kind, own.step});
+  next_ = as_predicted ? next_ + 1 : after_longest_match();
+  if (calls_.size() < 2 * kKeptCalls) return;
+  calls_.erase(calls_.begin(), calls_.begin() + kKeptCalls);
+  next_ -= std::min<size_t>(next_, kKeptCalls);
 }
 
 const std::string* CallFingerprints::made_in_this_step(const Fingerprint& own) const {
   const auto has_all = [](char digit, char of_own) { return ((of_own - '0') & ~(digit - '0')) == 0; };
   const std::string *last = nullptr, *with_all = nullptr;
-  for (size_t i = calls_.size(); i-- > num_last_step_;) {
-    const Fingerprint& made = calls_[i];
-    if (made.fields != own.fields) continue;
+  for (size_t i = calls_.size(); i-- > 0;) {
+    const Kind& made = *calls_[i].kind;
+    if (calls_[i].step != own.step || made.fields != own.fields) continue;
     if (made.gradients == own.gradients) return &made.gradients;
     if (last == nullptr) last = &made.gradients;
     if (with_all == nullptr && std::ranges::equal(made.gradients, own.gradients, has_all)) with_all = &made.gradients;
@@ -118,10 +143,9 @@ const std::string* CallFingerprints::made_in_this_step(const Fingerprint& own) c
 
 void CallFingerprints::agree(const Fingerprint& own) {
   const std::lock_guard lock(mutex_);
-  const Fingerprint* expected = predicted();
-  if ((expected == nullptr || *expected != own) && place_.num_ranks > 1) announce(own);
-  if (const Fingerprint* before = made_ago(1)) followed_by_[id_of(*before)] = own;
-  calls_.push_back(own);
+  const bool as_predicted = predicts_fields(own) && predicted()->gradients == own.gradients;
+  if (!as_predicted && place_.num_ranks > 1) announce(own);
+  remember(own, as_predicted);
   *num_calls_begun_ = ++num_calls_;
 }
 
@@ -133,7 +157,7 @@ std::string CallFingerprints::gradients_of_speaker(const Fingerprint& own, Liste
   if (listens) return listen(own);
   if (listening.part == Listening::kSpeaks) {
     store_->set(key(num_calls_, kSpoken),
-                text(place_.number(), ' ', listening.num_listeners, ' ', own.gradients, '\n', own.fields));
+                text(place_.number(), ' ', listening.num_listeners, ' ', own.gradients, '\n', own.announced()));
   }
   return own.gradients;
 }
@@ -141,8 +165,7 @@ std::string CallFingerprints::gradients_of_speaker(const Fingerprint& own, Liste
 std::string CallFingerprints::listen(const Fingerprint& own) {
   *num_calls_begun_ = num_calls_ + 1;
   // Where this call is not as predicted, ranks that go ahead in the predicted one must find out.
-  const Fingerprint* expected = predicted();
-  const bool is_known = expected != nullptr && expected->fields == own.fields;
+  const bool is_known = predicts_fields(own);
   if (!is_known) say_fields(own);
   const std::string spoken = key(num_calls_, kSpoken), said = key(num_calls_, kFields);
   await(own, [&] {
@@ -152,7 +175,7 @@ std::string CallFingerprints::listen(const Fingerprint& own) {
   });
   const Said from = parse_said(store_->get_to_str(spoken));
   const size_t begin = from.text.find(' ') + 1, end = from.text.find('\n');
-  if (const std::string fields = from.text.substr(end + 1); fields != own.fields) {
+  if (const std::string fields = from.text.substr(end + 1); fields != own.announced()) {
     throw_mismatch(own, from.rank, fields);
   }
   const int32_t num_listeners = std::stoi(from.text);
@@ -162,16 +185,14 @@ std::string CallFingerprints::listen(const Fingerprint& own) {
   return from.text.substr(begin, end - begin);
 }
 
-void CallFingerprints::begin_step() {
+void CallFingerprints::enter_step(int64_t step) {
   const std::lock_guard lock(mutex_);
-  if (calls_.size() == num_last_step_) return;
-  calls_.erase(calls_.begin(), calls_.begin() + static_cast<std::ptrdiff_t>(num_last_step_));
-  num_last_step_ = calls_.size();
+  step_ = step;
 }
 
 void CallFingerprints::say_fields(const Fingerprint& own) {
-  const Said first = say_first(*store_, key(num_calls_, kFields), place_.number(), own.fields);
-  if (first.text != own.fields) throw_mismatch(own, first.rank, first.text);
+  const Said first = say_first(*store_, key(num_calls_, kFields), place_.number(), own.announced());
+  if (first.text != own.announced()) throw_mismatch(own, first.rank, first.text);
   store_->set(kLastAnnounced, std::to_string(num_calls_));
 }
 
@@ -180,7 +201,7 @@ void CallFingerprints::announce(const Fingerprint& own) {
   *num_calls_begun_ = call + 1;
   say_fields(own);
   const Said gradients = say_first(*store_, key(call, kGradients), place_.number(), own.gradients);
-  if (gradients.text != own.gradients) throw_mismatch(own, gradients.rank, own.fields, gradients.text);
+  if (gradients.text != own.gradients) throw_mismatch(own, gradients.rank, own.announced(), gradients.text);
   if (store_->add(key(call, kNumCome), 1) == place_.num_ranks) {
     // All ranks are here, so all have read what was announced before.
     erase_call(last_announced_);
@@ -215,8 +236,8 @@ void CallFingerprints::await(const Fingerprint& own, const std::function<bool()>
 void CallFingerprints::throw_mismatch(const Fingerprint& own, int32_t other_rank, const std::string& fields,
                                       const std::string& gradients) const {
   const std::string call = value_of("call", own.fields);
-  const bool same_fields = own.fields == fields;
-  const std::string own_lines = same_fields ? gradient_lines(fields, own.gradients) : own.fields;
+  const bool same_fields = own.announced() == fields;
+  const std::string own_lines = same_fields ? gradient_lines(fields, own.gradients) : own.announced();
   const std::string other_lines = same_fields ? gradient_lines(fields, gradients) : fields;
   for (const std::string& name : names_of(own_lines + other_lines)) {
     std::string got = value_of(name, own_lines), expected = value_of(name, other_lines);
@@ -242,14 +263,19 @@ void CallFingerprints::check_announcements() {
   const int64_t call = std::stoll(store_->get_to_str(kLastAnnounced));
   if (call <= last_announced_ || call >= num_calls_) return;
   // Another rank announced a call that was as predicted here. Its keys stay: not all ranks came.
-  const Fingerprint* made = made_ago(num_calls_ - call);
-  const Fingerprint own = made != nullptr ? *made : Fingerprint("a call of an earlier step");
+  Fingerprint own("an earlier call");
+  if (const auto ago = static_cast<size_t>(num_calls_ - call); ago <= calls_.size()) {
+    const auto& [kind, step] = calls_[calls_.size() - ago];
+    own.fields = kind->fields;
+    own.gradients = kind->gradients;
+    own.step = step;
+  }
   const Said said = parse_said(store_->get_to_str(key(call, kFields)));
-  if (said.text != own.fields || !store_->check({key(call, kGradients)})) {
+  if (said.text != own.announced() || !store_->check({key(call, kGradients)})) {
     throw_mismatch(own, said.rank, said.text, own.gradients);
   }
   const Said gradients = parse_said(store_->get_to_str(key(call, kGradients)));
-  throw_mismatch(own, gradients.rank, own.fields, gradients.text);
+  throw_mismatch(own, gradients.rank, own.announced(), gradients.text);
 }
 
 }  // namespace knapformer

@@ -1,15 +1,18 @@
 // Call fingerprints: ranks make sure that they are in the same call, with tensors of the same kind, before data moves.
 //
-// The plan fixes how many rows travel. Dtypes, trailing shapes, the number of features and the order of calls are up to
-// each rank. If ranks differed in one of these, the all-to-all's splits would not match, and Gloo would end the
-// process.
+// The plan fixes how many rows travel. By which plan's step, dtypes, trailing shapes, the number of features and the
+// order of calls are up to each rank. If ranks differed in one of these, the all-to-all's splits would not match, and
+// Gloo would end the process.
 //
 // So every call has a fingerprint, which says what the rank is about to do. Steps repeat, so each rank predicts the
-// next fingerprint: the one at this place of the step before, or else the one that last followed the previous call's.
-// All ranks predict the same, since they predict from what they agreed on. A rank whose call is as predicted goes
-// ahead: nothing is exchanged in the steady state. A rank whose call is not as predicted announces it in the group's
-// store, and waits until all ranks have announced the same call. A rank that went ahead while another announced a call
-// finds out when it has waited for a moment (watchdog.h).
+// next fingerprint: the one that came next when the calls before it were like the last ones, as many of them as there
+// have been. All ranks predict the same, since they predict from what they agreed on. A rank whose call is as predicted
+// goes ahead: nothing is exchanged in the steady state. A rank whose call is not as predicted announces it in the
+// group's store, and waits until all ranks have announced the same call. A rank that went ahead while another announced
+// a call finds out when it has waited for a moment (watchdog.h).
+//
+// Steps have numbers, in the order in which ranks plan. A prediction holds how far a call's step is from the one that
+// ranks planned or followed last: 0, where nobody holds steps. So it is the same in every step.
 //
 // A rank without rows computed nothing, so its tensors do not say which gradients travel. Where the plan shows such a
 // rank, one rank with rows posts in the store which, and goes on; the rank without rows waits for that post.
@@ -24,6 +27,7 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "knapformer/torch/comm/watchdog.h"
@@ -33,17 +37,20 @@ namespace knapformer {
 /// What a rank is about to do.
 struct Fingerprint {
   Fingerprint() = default;
-  explicit Fingerprint(std::string_view call) { add("call", call); }
+  explicit Fingerprint(std::string_view call, int64_t of_step = 0) : step(of_step) { add("call", call); }
 
   void add(std::string_view name, std::string_view value) {
     fields.append(name).append("\t").append(value).append("\n");
   }
-  bool operator==(const Fingerprint&) const = default;
+  /// What ranks announce: the fields, with a line for the step behind the call's.
+  std::string announced() const;
 
   /// Lines "name\tvalue\n" that all ranks must share: the call, its options, and last a line for each tensor.
   std::string fields;
   /// A digit for each tensor: 1 where its gradient travels, or 0.
   std::string gradients;
+  /// The number of the plan's step that the call belongs to (RankPlan::number); 0: to none.
+  int64_t step = 0;
 };
 
 /// How the ranks of a group decide which gradients travel in a call: a rank without rows computed nothing, so it
@@ -72,15 +79,32 @@ class CallFingerprints final : public WatchedGroup {
   /// may_repeat: activation checkpointing may run a call of this step again, also without its exchange; then nothing is
   /// posted, and a rank that listens gets what was agreed on: its own gradients, where they were.
   std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat);
-  /// Begins a new step: places are counted from here.
-  void begin_step();
+  /// The step that ranks planned or followed last, from which those of calls are counted.
+  void enter_step(int64_t step);
   void check_announcements() override;
 
  private:
-  const Fingerprint* predicted() const;
-  const Fingerprint* made_ago(int64_t num_calls) const;
-  /// The gradients of a call of this step with these fields: `own`'s if there was one, or else the last that had all of
-  /// them, or else the last. Null where there was no such call.
+  /// What repeats of a call.
+  struct Kind {
+    std::string fields, gradients;
+    int64_t steps_away = 0;  // from the step that was entered last
+
+    Kind(std::string f, std::string g, int64_t away)
+        : fields(std::move(f)), gradients(std::move(g)), steps_away(away) {}
+  };
+  struct Call {
+    const Kind* kind = nullptr;
+    int64_t step = 0;
+  };
+  int64_t steps_away(const Fingerprint& own) const { return own.step == 0 ? 0 : own.step - step_; }
+  const Kind* predicted() const { return next_ < calls_.size() ? calls_[next_].kind : nullptr; }
+  /// Whether a call with these fields, for whatever gradients, is predicted.
+  bool predicts_fields(const Fingerprint& own) const;
+  void remember(const Fingerprint& own, bool as_predicted);
+  /// The call after those that are most like the last ones.
+  size_t after_longest_match() const;
+  /// The gradients of a call of own's step with these fields: `own`'s if there was one, or else the last that had all
+  /// of them, or else the last. Null where there was no such call.
   const std::string* made_in_this_step(const Fingerprint& own) const;
   void erase_call(int64_t call);
   /// Says which call this rank has come to. Throws where another rank said another one.
@@ -98,10 +122,11 @@ class CallFingerprints final : public WatchedGroup {
   pid_t process_ = ::getpid();
   std::shared_ptr<Watchdog> watchdog_;
 
-  std::recursive_mutex mutex_;      // recursive: a wait for announcements checks for others, too
-  std::vector<Fingerprint> calls_;  // of the step before, and of this one
-  size_t num_last_step_ = 0;        // how many of these are of the step before
-  std::unordered_map<std::string, Fingerprint> followed_by_;  // by fingerprint, what came after it last
+  std::recursive_mutex mutex_;  // recursive: a wait for announcements checks for others, too
+  std::unordered_map<std::string, Kind> kinds_;
+  std::vector<Call> calls_;  // the last ones
+  size_t next_ = 0;          // of these, the one that the next call is predicted to be like
+  int64_t step_ = 0;         // entered last
   int64_t num_calls_ = 0;
   int64_t last_announced_ = -1;  // the last call that this rank announced
 };

@@ -183,6 +183,7 @@ std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
 Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
   // This runs for every call, so lines are written in place, in the form that Fingerprint::add gives them.
   Fingerprint fingerprint;
+  fingerprint.step = PackedEndView(segments.front().table.send).step();
   std::string& fields = fingerprint.fields;
   fields.reserve(256);
   // All ranks are in the same gradient mode, also those without rows.

@@ -11,7 +11,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583035;  // "KNAPEX05"
+constexpr int64_t kTableMagic = 0x4b4e415045583036;  // "KNAPEX06"
 
 // A run is read in place from the packed table.
 static_assert(sizeof(RowRun) == 2 * sizeof(int64_t));
@@ -27,7 +27,8 @@ int64_t max_duplicates_of(const ExchangeEnd& end) {
 
 }  // namespace
 
-at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine) {
+at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine,
+                               int64_t step) {
   const auto peers = static_cast<size_t>(table.num_peers);
   const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.values.size();
   at::Tensor packed = at::empty({static_cast<int64_t>(size)}, at::kLong);
@@ -40,6 +41,7 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kEngine] = static_cast<int64_t>(engine);
   out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
+  out[kStep] = step;
   out[kSpeaker] = end.speaker;
   out[kNumWithoutRows] = end.without_rows.num;
   out[kIsWithoutRows] = end.without_rows.this_peer;
@@ -103,7 +105,7 @@ at::Tensor PackedEndView::scatter_index() const {
 }
 
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
-                                     at::Device device) {
+                                     at::Device device, int64_t step) {
   KNAPFORMER_ASSERT(engine != ExchangeEngine::kCpu || device.is_cpu());
   std::vector<PackedTable> packed(tables.size());
   std::vector<int64_t> index;
@@ -112,7 +114,7 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
     for (const bool is_send : {true, false}) {
       const ExchangeEnd& end = is_send ? tables[i]->send : tables[i]->recv;
       PackedEnd& tensors = is_send ? packed[i].send : packed[i].recv;
-      tensors.table = PackedEndView::pack(end, *tables[i], engine);
+      tensors.table = PackedEndView::pack(end, *tables[i], engine, step);
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
       // A shared end needs no index: all its rows, in order, meet every peer.

@@ -37,9 +37,9 @@ struct PackedTable {
 };
 
 /// Packs all tables of a step at once: their index tensors reach the device in one copy from pinned memory, which does
-/// not block the host.
+/// not block the host. step: its number, by which ranks see that they follow the same (Fingerprint::step).
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,
-                                     at::Device device);
+                                     at::Device device, int64_t step = 0);
 
 /// Reads PackedEnd::table in place, and must not outlive it.
 class PackedEndView {
@@ -55,6 +55,7 @@ class PackedEndView {
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
   int64_t num_wire_rows() const { return field(kNumWireRows); }
+  int64_t step() const { return field(kStep); }
   int32_t speaker() const { return static_cast<int32_t>(field(kSpeaker)); }
   PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
   PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
@@ -70,8 +71,9 @@ class PackedEndView {
   at::Tensor scatter_index() const;
 
  private:
-  friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device);
-  static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine);
+  friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device,
+                                              int64_t);
+  static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine, int64_t step);
   /// Appends the gather index and the scatter index.
   void append_index(std::vector<int64_t>& index) const;
 
@@ -84,6 +86,7 @@ class PackedEndView {
     kEngine,
     kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has
+    kStep,
     kSpeaker,
     kNumWithoutRows,  // then whether this peer is one of them
     kIsWithoutRows,

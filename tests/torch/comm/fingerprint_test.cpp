@@ -77,7 +77,6 @@ TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
     const auto calls = world.join(rank);
     const auto step = [&](int32_t num_layers) {
       calls->agree(Fingerprint("plan_routing"));
-      calls->begin_step();
       calls->agree(fingerprint("route"));
       for (int32_t i = 0; i < num_layers; ++i) {
         calls->agree(fingerprint("pre_attn"));
@@ -103,6 +102,38 @@ TEST(CallFingerprints, AskTheStoreOnlyUntilCallsRepeat) {
   // Of the 86 calls of the first two steps, each rank announces plan_routing, route, pre_attn, post_attn, pre_attn
   // after post_attn, reverse_route after post_attn, and plan_routing after reverse_route.
   EXPECT_EQ(compared_by_first_steps, 2 * 3 * 7);
+}
+
+TEST(CallFingerprints, PredictStepsOfTwoKindsByWhatCameBefore) {
+  Callers world(2);
+  std::atomic<int64_t> compared_by_first_steps = 0;
+  std::barrier all_here(2);
+  world.ranks.run_all([&](int32_t rank) {
+    const auto calls = world.join(rank);
+    int64_t number = 0;
+    const auto step = [&](int32_t i) {  // every third step has one like it inside, then goes on
+      const int64_t own = ++number;
+      const auto call = [&](std::string_view name, int64_t of_step) {
+        Fingerprint called = fingerprint(name);
+        called.step = of_step;
+        calls->agree(called);
+      };
+      calls->enter_step(own);
+      for (int32_t layer = 0; layer < 20; ++layer) call("attention", own);
+      if (i % 3 == 0) {
+        calls->enter_step(++number);
+        for (int32_t layer = 0; layer < 20; ++layer) call("attention", number);
+        call("reverse_route", number);
+      }
+      for (int32_t layer = 0; layer < 20; ++layer) call("attention backward", own);
+    };
+    for (int32_t i = 0; i < 6; ++i) step(i);
+    all_here.arrive_and_wait();
+    if (rank == 0) compared_by_first_steps = world.store->num_compared.load();
+    all_here.arrive_and_wait();
+    for (int32_t i = 0; i < 6; ++i) step(i);
+  });
+  EXPECT_EQ(world.store->num_compared, compared_by_first_steps);
 }
 
 TEST(CallFingerprints, LetAllRanksChangeTogether) {
@@ -166,7 +197,6 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
     for (int32_t step = 0; step < 3; ++step) {
       calls->agree(fingerprint("route", rank == 0 && step == 2 ? "half" : "float"));
       calls->agree(fingerprint("plan_routing"));
-      calls->begin_step();
     }
     for (;;) {  // rank 1 alone comes to here
       std::this_thread::sleep_for(1ms);
@@ -220,7 +250,6 @@ TEST(CallFingerprints, TellRanksWithoutRowsWhichGradientsTravel) {
         EXPECT_EQ(own.gradients, gradients);
         calls->agree(own);
       }
-      calls->begin_step();
     }
   });
 }
@@ -243,15 +272,19 @@ TEST(CallFingerprints, RememberTheGradientsOfCallsThatAreRepeated) {
   Callers world(2);
   world.ranks.run_all([&](int32_t rank) {
     const auto calls = world.join(rank);
-    const auto repeat = [&](const char* own) {
-      return calls->gradients_of_speaker(fingerprint("attention", "float", own), listening(rank, 0, 1), true);
-    };
     for (int32_t step = 0; step < 2; ++step) {
-      calls->begin_step();
+      const auto attention = [&](const char* gradients) {
+        Fingerprint own = fingerprint("attention", "float", gradients);
+        own.step = step + 1;
+        return own;
+      };
+      const auto repeat = [&](const char* own) {
+        return calls->gradients_of_speaker(attention(own), listening(rank, 0, 1), true);
+      };
       for (const char* gradients : {"10", "11"}) {
-        if (step == 0) calls->agree(fingerprint("attention", "float", gradients));
+        if (step == 0) calls->agree(attention(gradients));
       }
-      if (step == 1) calls->agree(fingerprint("attention", "float", "00"));
+      if (step == 1) calls->agree(attention("00"));
       for (const char* own : {"10", "01", "00"}) {
         const std::string made = repeat(own);
         if (rank == 0) {
