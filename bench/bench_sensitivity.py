@@ -18,8 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from driver import parser_of, write_results
-from knapformer.tools.doctor.alternatives import Case, alternatives, gain, simulate
-from knapformer.tools.doctor.topologies import ranked, sharing
+from knapformer.tools.doctor.alternatives import Case, alternatives, gain, ranked, sharing, simulate
 from knapformer.tools.ways import Lengths, Planning, micro_batches_of_step
 
 import knapformer

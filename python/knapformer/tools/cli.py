@@ -18,7 +18,7 @@ from knapformer import ArgumentError, StateError
 from knapformer.installed_torch import build_description
 from knapformer.tools.calibrate import command as calibrate
 from knapformer.tools.doctor import command as doctor
-from knapformer.tools.files import OutputError
+from knapformer.tools.files import OutputError, check_outputs
 from knapformer.tools.launch import speaks, started_here
 from knapformer.tools.plan import command as plan_command
 from knapformer.tools.replay import command as replay
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not be valid text
     try:
-        _check_texts(args)
         args.argv = given  # for ranks, which run the command again
+        check_outputs(args)
         status = args.run(args)
         sys.stdout.flush()
     except OutputError as error:
@@ -77,24 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
             return 1
         return _complain(args.command, error.strerror or error, 1)
-    except ArgumentError as error:
-        return _complain(args.command, error, 2)
-    except StateError as error:
-        return _complain(args.command, error, 1)
+    except (ArgumentError, StateError) as error:
+        return _complain(args.command, error, 2 if isinstance(error, ArgumentError) else 1)
     except KeyboardInterrupt:
         return _complain(args.command, "interrupted", 130)
     return int(status or 0)
-
-
-def _check_texts(args: argparse.Namespace) -> None:
-    """No text may be empty; a topology, data, mix or mask must be printable UTF-8. Raises ArgumentError."""
-    for name, given in vars(args).items():
-        option = "--from" if name == "plan" else "--" + name.replace("_", "-")
-        for text in given if isinstance(given, list) else [given]:
-            if text == "":
-                raise ArgumentError(f"{option}: got '', expected a text that is not empty")
-            if name in ("topology", "data", "mix", "mask") and text is not None and not text.isprintable():
-                raise ArgumentError(f"{option}: got {text!r}, expected printable UTF-8")
 
 
 def _complain(command: str, error: object, status: int) -> int:

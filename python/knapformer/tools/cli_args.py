@@ -1,5 +1,7 @@
-"""Options that commands share: numbers with bounds, the lengths or the plan to work on, how blocks are run, and where
-results go. The options that a prediction depends on are in cost_args."""
+"""All options of the commands, each defined once: its type, default and help. A command takes those that it reads.
+
+What a prediction depends on is made of them in cost_args.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return _bounded(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
 
 
-def number(low: float, inclusive: bool = True) -> Callable[[str], float]:
+def number(low: float = 0, inclusive: bool = False) -> Callable[[str], float]:
     def fits(value: float) -> bool:
         return math.isfinite(value) and (value > low or (inclusive and value == low))
 
@@ -69,14 +71,14 @@ def counts(text: str, argument: str, high: int) -> list[int]:
     return values
 
 
-def effort(text: str) -> int | str:
+def _effort(text: str) -> int | str:
     if text in ("low", "default", "high"):
         return text
     return _bounded(int, lambda moves: 0 <= moves <= 2**62, "low, default, high, or a number of moves")(text)
 
 
-def speeds(text: str) -> list[float]:
-    return [number(0, inclusive=False)(speed) for speed in text.split(",")]
+def _speeds(text: str) -> list[float]:
+    return [number()(speed) for speed in text.split(",")]
 
 
 def _count(of: str, default: int, low: int = 1, high: int = 10**6) -> dict[str, Any]:
@@ -84,12 +86,13 @@ def _count(of: str, default: int, low: int = 1, high: int = 10**6) -> dict[str, 
     return {"type": integer(low, high), "default": default, "metavar": "N", "help": f"{of} (default {default})"}
 
 
-_CLUSTERS = ", ".join(Cluster.names())
+_text = _bounded(str, bool, "a text that is not empty")  # a file's name may be any bytes
+_word = _bounded(_text, str.isprintable, "printable UTF-8")
 _RANKS = integer(1, MAX_RANKS)
-#: Options that commands share. Where an option is not given, its value is None unless a default is stated.
+#: Where an option is not given, its value is None unless a default is stated.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--data": {
-        "metavar": "CODES|MIX",
+        "type": _word, "metavar": "CODES|MIX",
         "help": f"data codes such as g2b4i256f1s0,g2b1i1024f1s0 (see below), or a mix: {', '.join(DataMix.names())}",
     },
     "--lengths": {
@@ -97,6 +100,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "lengths in tokens, a list for each rank, or a list of such steps: JSON, or a log of knapformer.record",
     },
     "--from": {"dest": "plan", "metavar": "PLAN.json", "help": "a plan that knapformer plan --json wrote"},
+    "--topology": {"type": _word, "action": "append", "metavar": "T", "help": "may be given several times"},
     "--ranks": {"type": _RANKS, "metavar": "N"},
     "--micro-batches": {
         "type": integer(1, 1 << 12), "metavar": "K",
@@ -109,24 +113,38 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--model": {"default": "flux-demo", "metavar": "NAME|JSON", "help": "named configuration or file"},
     "--seed": {"type": integer(0, 2**64 - 1), "default": 0, "help": "of the data (default 0)"},
-    "--scale": {
-        "type": number(0, inclusive=False), "default": 1.0, "metavar": "F",
-        "help": "divides the resolutions (default 1)",
-    },
+    "--scale": {"type": number(), "default": 1.0, "metavar": "F", "help": "divides the resolutions (default 1)"},
     "--max-text-tokens": _count("per sample", 392, low=0, high=1 << 20),
     "--d-model": {"type": integer(1, 1 << 20), "metavar": "D", "help": "width, in features"},
     "--solver": {"default": solver_names()[0], "choices": solver_names(), "help": f"default {solver_names()[0]}"},
-    "--mask": {"default": "full", "metavar": "M", "help": f"of all sequences: {MASK_FORMS} (default full)"},
-    "--rank-speed": {"type": speeds, "default": [], "metavar": "F,F,...", "help": "per rank, relative"},
+    "--effort": {
+        "type": _effort, "default": "default", "metavar": "E",
+        "help": "of the balanced solver: low, default, high, or a number of moves",
+    },
+    "--sync": {
+        "choices": ("micro_batch", "step"), "default": "micro_batch",
+        "help": "with --micro-batches: ranks wait for each other in each (FSDP2; default), or once a step (DDP)",
+    },
+    "--gamma": {
+        "type": number(inclusive=True), "default": DEFAULT_GAMMA,
+        "help": f"attention's cost per FLOP (default {DEFAULT_GAMMA:g})",
+    },
+    "--calibration": {"metavar": "FILE", "help": "in place of --gamma: what knapformer calibrate --json measured"},
+    "--mask": {
+        "type": _word, "default": "full", "metavar": "M", "help": f"of all sequences: {MASK_FORMS} (default full)"
+    },
+    "--rank-speed": {"type": _speeds, "default": [], "metavar": "F,F,...", "help": "per rank, relative"},
     "--cluster": {
         "metavar": "NAME|FILE",
-        "help": f"{_CLUSTERS} (default {Cluster.names()[0]}), published (the paper's cluster and code), or a JSON file "
-        "with 'cluster' and 'model'",
+        "help": f"{', '.join(Cluster.names())} (default {Cluster.names()[0]}), published (the paper's cluster and "
+        "code), or a JSON file with 'cluster' and 'model'",
     },
     "--ranks-per-node": {"type": _RANKS, "metavar": "N", "help": "default 8"},
     "--shard-ranks": {"type": _RANKS, "metavar": "N", "help": "that FSDP shards over (default 32)"},
     "--blocks": {"dest": "num_blocks", "type": _RANKS, "metavar": "N", "help": "transformer blocks (default 57)"},
-    "--parameters": {"dest": "num_parameters", "type": number(0), "metavar": "F", "help": "default 12e9"},
+    "--parameters": {
+        "dest": "num_parameters", "type": number(inclusive=True), "metavar": "F", "help": "default 12e9"
+    },
     "--heads": {"dest": "num_heads", "type": _RANKS, "metavar": "N", "help": "of attention (default: as if even)"},
     "--dtype": {"choices": ("bf16", "fp32", "fp64"), "help": "default: bf16 on CUDA, fp32 on the CPU"},
     "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default auto"},
@@ -142,32 +160,42 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--repeats": _count("of each measurement; medians", 3),
     "--warmup": _count("before them", 1),
     "--batch-size": _count("with --lengths: of a rank and micro-batch", 4),
-    "--peak-tflops": {"type": number(0, inclusive=False), "metavar": "F", "help": "of a rank's device; reports HFU"},
-    "--json": {"metavar": "FILE", "help": "writes the results as JSON"},
+    "--peak-tflops": {"type": number(), "metavar": "F", "help": "of a rank's device; reports HFU"},
+    "--json": {"metavar": "FILE|-", "help": "writes the results as JSON"},
     "--report": {"metavar": "FILE", "help": "writes an HTML file that opens offline, with pictures"},
 }  # fmt: skip
-#: How blocks are run, and how batches are drawn from data codes.
+#: How blocks are run, how batches are drawn from data codes, and the cluster.
 RUN = ("--dtype", "--device", "--no-checkpoint", "--mode", "--threads")
 DRAW = ("--seed", "--scale", "--max-text-tokens")
 CLUSTER = ("--cluster", "--ranks-per-node", "--shard-ranks")
+#: Below the help of commands that take --data.
+DATA_CODES = (
+    "Data codes, gGbBiRfFsS: G ranks that each draw B samples of R x R pixels and F frames; S = 1 for a video that is "
+    "compressed in time, else 0. A token is 16 x 16 pixels, times 0.96 to 1.04 of a batch, and up to 392 tokens of "
+    "text a sample. Codes joined by commas take consecutive ranks, and repeat over them all."
+)
+
+
+def command(subparsers: Any, name: str, run: Callable[..., object], **given: Any) -> argparse.ArgumentParser:
+    """The parser of a command. given: its help and texts."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **given)
+    parser.set_defaults(run=run, default_of=parser.get_default)
+    return parser
 
 
 def add(parser: argparse._ActionsContainer, *options: str, **given: Any) -> None:
-    """given: in place of what the table says of these options."""
+    """given: in place of what the table says of these options, or what it would say."""
     for option in options:
         names = (option, "--mix") if option == "--data" else (option,)  # which is the same
-        parser.add_argument(*names, **(_OPTIONS[option] | given))
+        settings = _OPTIONS.get(option, {}) | given
+        if not settings.keys() & {"type", "choices", "action"}:
+            settings["type"] = _text
+        parser.add_argument(*names, **settings)
 
 
 def add_gamma(parser: argparse.ArgumentParser) -> None:
     """--gamma, or --calibration in its place."""
-    options = parser.add_mutually_exclusive_group()
-    options.add_argument(
-        "--gamma", type=number(0), default=DEFAULT_GAMMA, help=f"attention's cost per FLOP (default {DEFAULT_GAMMA:g})"
-    )
-    options.add_argument(
-        "--calibration", metavar="FILE", help="in place of --gamma: what knapformer calibrate --json measured"
-    )
+    add(parser.add_mutually_exclusive_group(), "--gamma", "--calibration")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -176,14 +204,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     modes = ("training", "lora", "inference")
     add(group, "--mode", choices=modes, help="what a step computes (default training)")
     add(group, "--no-checkpoint", default=None)
-
-
-#: Below the help of commands that take --data.
-DATA_CODES = (
-    "Data codes, gGbBiRfFsS: G ranks that each draw B samples of R x R pixels and F frames; S = 1 for a video that is "
-    "compressed in time, else 0. A token is 16 x 16 pixels, times 0.96 to 1.04 of a batch, and up to 392 tokens of "
-    "text a sample. Codes joined by commas take consecutive ranks, and repeat over them all."
-)
 
 
 def longest_of(lengths: Lengths) -> int:
@@ -197,10 +217,14 @@ def mode_of(args: argparse.Namespace, mode: str) -> str:
     return "lora" if mode == "lora" else "training"
 
 
+def mix_of(args: argparse.Namespace) -> DataMix:
+    """--data. Raises ArgumentError."""
+    return DataMix.parse(args.data, resolution_scale=args.scale, max_text_tokens=args.max_text_tokens)
+
+
 def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     """--data, and the ranks that draw it: --ranks, by default those of the mix. Raises ArgumentError."""
-    draw = {"resolution_scale": args.scale, "max_text_tokens": args.max_text_tokens} if "scale" in args else {}
-    mix = DataMix.parse(args.data, **draw)
+    mix = mix_of(args)
     num_ranks = mix.num_ranks if args.ranks is None else args.ranks
     mix.check_divides(num_ranks)
     return mix, num_ranks
@@ -217,8 +241,8 @@ def read_plan(path: str) -> Plan | StepPlan:
 
 
 def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:
-    """All steps of --lengths, [step][rank], of which `count` are used, beginning with `first`. num_ranks: as --ranks
-    gives it. Raises ArgumentError, OSError."""
+    """`count` steps of --lengths, from `first` on: [step][rank]. num_ranks: as --ranks gives it. Raises ArgumentError,
+    OSError."""
     steps = steps_of(args.lengths)
     if num_ranks not in (None, len(steps[0])):
         raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(steps[0])}, as --lengths has, or none")
@@ -227,7 +251,7 @@ def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, coun
             ("--step", first, len(steps) - 1) if first >= len(steps) else ("--steps", count, len(steps) - first)
         )
         raise ArgumentError(f"{option}: got {got}, expected at most {maximum}: --lengths has {len(steps)}")
-    return steps
+    return steps[first : first + count]
 
 
 def check_torch() -> None:
@@ -237,22 +261,16 @@ def check_torch() -> None:
         raise ArgumentError(problem)
 
 
-# Options that were given beside others with which nothing reads them: they are refused, and not ignored.
-
 #: How batches are drawn from data codes.
 OF_DRAW = ("seed", "scale", "max_text_tokens")
-
-
-def remember_defaults(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """For `refuse`: what each option of these is where it is not given. names: as in the parsed arguments."""
-    parser.set_defaults(defaults={name: parser.get_default(name) for name in names})
 
 
 def refuse(
     args: argparse.Namespace, names: Iterable[str], beside: str, why: str = "with which nothing uses it"
 ) -> None:
-    """An option that is given its default cannot be told from one that is not given. Raises ArgumentError."""
+    """Refuses options that were given beside others with which nothing reads them. An option that is given its default
+    cannot be told from one that is not given. Raises ArgumentError."""
     for name in names:
-        if getattr(args, name) != args.defaults[name]:
+        if getattr(args, name) != args.default_of(name):
             option = "--" + name.replace("_", "-")
             raise ArgumentError(f"{option}: got one beside {beside}, {why}, expected none")

@@ -1,5 +1,4 @@
-"""The options that plans and predictions depend on: gamma or a calibration, the cluster, the trained model, and what a
-plan must respect."""
+"""From options to what plans and predictions depend on: width, gamma, mask, speeds, the cluster, the trained model."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from knapformer import ArgumentError, Calibration, Cluster, Plan, TrainedModel
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.json_file import read_json
 from knapformer.tools.launch import speaks
+from knapformer.tools.ways import Planning
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,11 @@ def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: st
             print(f"{args.calibration}: {why}", file=sys.stderr)
 
 
-def costs(
-    args: argparse.Namespace, of: Plan | None = None, *, model: TrainedModel | None = None, own_fixed: bool = False
-) -> dict[str, Any]:
-    """The arguments `gamma`, `cluster` and `model` of `plan`.
+def planning(
+    args: argparse.Namespace, of: Plan | None = None, *, model: TrainedModel | None = None, own_fixed: bool = False,
+    **given: Any,
+) -> Planning:  # fmt: skip
+    """What the options say, and `given` in place of it.
 
     The named cluster, or that of the plan `of`, and `model` (default: TrainedModel()) with the fields that a file of
     --cluster states. Measured values of a calibration replace their fields, and single options replace all.
@@ -39,61 +40,62 @@ def costs(
     else's steps, and it is not known which part of it every micro-batch takes. So a fixed time counts only where a
     calibration, or the user's own cluster, states it. Raises ArgumentError, OSError.
     """
-    gamma, calibration = args.gamma, None
-    if args.calibration is not None:
-        calibration = Calibration.load(args.calibration)
-        gamma = calibration.gamma
-        for warning in calibration.warnings if speaks() else ():
-            print(f"{args.calibration}: {warning}", file=sys.stderr)
+    options = vars(args)
+    names = ("d_model", "gamma", "mask", "rank_speed", "solver", "effort")
+    fields = {name: options[name] for name in names if name in options}
     states_fixed, model = False, model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
     else:
         cluster, model = (Cluster(), model) if of is None else (of.cluster, of.model)
-    if calibration is not None:
+    if args.calibration is not None:
+        calibration = Calibration.load(args.calibration)
+        fields["gamma"] = calibration.gamma
+        for warning in calibration.warnings if speaks() else ():
+            print(f"{args.calibration}: {warning}", file=sys.stderr)
         states_fixed = states_fixed or calibration.fixed is not None
         cluster = calibration.cluster(of=cluster)
         if calibration.mode == "lora":
             model = model.replace(mode="lora")
-    options = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
-    given = {name: vars(args)[name] for name in options if vars(args).get(name) is not None}
     if args.ranks_per_node is not None:
         cluster = cluster.replace(ranks_per_node=args.ranks_per_node)
     if own_fixed and not states_fixed:
         cluster = cluster.replace(fixed_s=0.0)
-    return {"gamma": gamma, "cluster": cluster, "model": model.replace(**given)}
+    trained = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
+    model = model.replace(**{name: options[name] for name in trained if options.get(name) is not None})
+    return Planning(**(fields | {"cluster": cluster, "model": model} | given))
 
 
-def assumed(
-    args: argparse.Namespace, gamma: float, cluster: Cluster, model: TrainedModel, of: str | None = None
-) -> str:
-    """One line that says what a prediction depends on. args: as for `costs`, which gave the other values.
-
-    of: the file that the plan is from, if any.
-    """
-    if of is not None:
+def assumed(args: argparse.Namespace, of: Planning, memory: str, plan: str | None = None) -> str:
+    """One sentence that says what a prediction depends on. memory: what limits the tokens of a rank. plan: the file
+    that the plan is from, if any."""
+    cluster, model = of.cluster, of.model
+    if plan is not None:
         origin, name = "the plan's", "calibrated" if args.calibration is not None else args.cluster or "of the plan"
     elif args.calibration is not None:
         origin, name = f"measured: {args.calibration}", "calibrated"
     else:
-        origin = "the default" if gamma == DEFAULT_GAMMA else "as given"
+        origin = "the default" if of.gamma == DEFAULT_GAMMA else "as given"
         name = args.cluster or f"{Cluster.names()[0]}, the default"
-    limit = args.max_tokens_per_rank
-    memory = f"at most {limit:,} tokens of a rank" if limit else "no limit of memory"
-    if of is not None and not limit:
-        memory = "the plan's limit of memory, if it has one"
-    elif args.micro_batches is not None and not limit:
-        memory = "steps planned whole within the fullest rank of others"
     heads = f"{model.num_heads} heads" if model.num_heads else "heads as if even"
     fixed = f"{cluster.fixed_s:.3g} s in each step whatever its load" if cluster.fixed_s else "nothing fixed in a step"
     if cluster.fixed_s == Cluster.published().fixed_s:
         fixed += " (fitted to the published cluster)"
     return (
-        f"Assumed: gamma {gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
+        f"Assumed: gamma {of.gamma:.4g} ({origin}); cluster {name}: {cluster.flops_per_s / 1e12:.3g} TFLOP/s a rank, "
         f"{cluster.node_bytes_per_s / 1e9:.3g} and {cluster.network_bytes_per_s / 1e9:.3g} GB/s in a node of "
         f"{cluster.ranks_per_node} and between; {model.num_blocks} blocks, {model.num_parameters:.3g} parameters, "
-        f"{heads}; {memory}; {fixed}."
+        f"{heads}; {model.mode}; {memory}; {fixed}."
     )
+
+
+def limit_of(args: argparse.Namespace) -> str:
+    """For `assumed`, of --max-tokens-per-rank."""
+    if args.max_tokens_per_rank:
+        return f"at most {args.max_tokens_per_rank:,} tokens of a rank"
+    if args.plan is not None:
+        return "the plan's limit of memory, if it has one"
+    return "no limit of memory" + ("" if args.micro_batches is None else ", but of steps planned whole")
 
 
 def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel, bool]:
@@ -109,12 +111,11 @@ def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel,
     content = read_json(name, "--cluster")
     if not isinstance(content, dict) or not set(content) <= {"cluster", "model"}:
         raise ArgumentError(f"--cluster: {name}: expected an object with 'cluster' and 'model'")
-    parts = {part: content.get(part, {}) for part in ("cluster", "model")}
-    for part, fields in parts.items():
-        if not isinstance(fields, dict):
-            raise ArgumentError(f"--cluster: {name}: {part}: expected an object")
+    parts = [content.get(part, {}) for part in ("cluster", "model")]
+    if not all(isinstance(fields, dict) for fields in parts):
+        raise ArgumentError(f"--cluster: {name}: expected 'cluster' and 'model' to be objects")
     try:
-        return Cluster(**parts["cluster"]), model.replace(**parts["model"]), "fixed_s" in parts["cluster"]
+        return Cluster(**parts[0]), model.replace(**parts[1]), "fixed_s" in parts[0]
     except ArgumentError as error:
         raise ArgumentError(f"--cluster: {name}: {error}") from None
 
@@ -129,6 +130,6 @@ def trained_model(
     return of if dtype is None else of.replace(element_size=dtype.itemsize)
 
 
-def settings_dict(cluster: Cluster, model: TrainedModel) -> dict[str, dict[str, Any]]:
+def settings_dict(of: Planning | Plan) -> dict[str, dict[str, Any]]:
     """The content of a file that --cluster reads."""
-    return {"cluster": cluster.to_dict(), "model": model.to_dict()}
+    return {"cluster": of.cluster.to_dict(), "model": of.model.to_dict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -27,21 +28,17 @@ class OutputError(OSError):
     """A file could not be written: strerror says why, filename which one."""
 
 
-def check_outputs(paths: Mapping[str, str | None]) -> None:
-    """paths: of each file that a command is to write, by option; None where the option is not given.
-
-    Raises ArgumentError, naming the option, where a file could not be written, or another one goes to the same
-    place.
-    """
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raises ArgumentError, naming the option, where a file that a command is to write could not be written, or another
+    one goes to the same place. '-' is standard output."""
     options: dict[str, str] = {}  # by the file that is written
-    for option, path in paths.items():
+    for option in ("--json", "--predictions", "--report"):
+        path = getattr(args, option[2:], None)
         if path is None:
             continue
-        expected = _what_is_missing(path)
-        if expected is not None:
+        if path != "-" and (expected := _what_is_missing(path)) is not None:
             raise ArgumentError(f"{option}: got {path!r}, expected {expected}")
-        other = options.setdefault(os.path.realpath(path), option)
-        if other != option:
+        if (other := options.setdefault(os.path.realpath(path) if path != "-" else path, option)) != option:
             raise ArgumentError(f"{option}: got {path!r}, expected another file than {other} writes")
         check_packages(option)
 
@@ -63,7 +60,7 @@ def _what_is_missing(path: str) -> str | None:
         mode = None
     except OSError as error:
         return f"the path of a file ({error.strerror})"
-    if not path or path.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
+    if path.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
         return "the path of a file"
     # Root may write to every file. One without any write permission is refused all the same: somebody took it away.
     if mode is not None and not (os.access(path, os.W_OK) and mode & 0o222):
@@ -77,24 +74,20 @@ def _what_is_missing(path: str) -> str | None:
 
 
 def write_json(path: str | None, value: Any) -> None:
-    """To a file, to standard output for '-', nowhere for None. Raises OutputError."""
+    """As `write`."""
+    write(path, json.dumps(value, indent=1, allow_nan=False))
+
+
+def write(path: str | None, text: str) -> None:
+    """To standard output for '-', nowhere for None. A reader of the file sees the old content or the new, never a part.
+    A link stays, and its target is replaced. A path that is no regular file (a device, a pipe), or that is this
+    process's standard output or error, is written into. Raises OutputError."""
     if path is None:
         return
-    text = json.dumps(value, indent=1, allow_nan=False)
     if path == "-":
         print(text)
-    else:
-        write_atomically(path, text + "\n")
-
-
-def write_atomically(path: str, content: str | bytes) -> None:
-    """A reader of the file sees the old content or the new, never a part. A link stays, and its target is replaced.
-
-    A path that is no regular file (a device, a pipe), or that is this process's standard output or error, is written
-    into.
-    Raises OutputError.
-    """
-    data = content.encode() if isinstance(content, str) else content
+        return
+    data = f"{text}\n".encode()
     try:
         through = _descriptor_of(path)
         if through is None:
@@ -126,28 +119,34 @@ def _descriptor_of(path: str) -> int | None:
 
 @unwound()  # or the temporary file could stay
 def _replace(target: str, data: bytes) -> None:
-    """target: not a link."""
+    """target: not a link. The file has the permissions that it had, or those that open() would give it."""
+    if os.path.exists(target):
+        mode = stat.S_IMODE(os.stat(target).st_mode)
+    else:
+        umask = os.umask(0)
+        os.umask(umask)
+        mode = 0o666 & ~umask
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".knapformer.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode_of(target))  # mkstemp makes a private file
+        os.chmod(temporary, mode)  # mkstemp makes a private file
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def _mode_of(target: str) -> int:
-    """The permissions that the file would have if open() had written it."""
-    try:
-        return stat.S_IMODE(os.stat(target).st_mode)
-    except FileNotFoundError:
-        umask = os.umask(0)
-        os.umask(umask)
-        return 0o666 & ~umask
+def cells_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
+    """A row's texts by heading. columns: by heading, "KEY:FORMAT" or "KEY:FORMAT:TEXT", with the text of a value that
+    is missing (default '-')."""
+    cells = {}
+    for heading, of in columns.items():
+        key, style, missing = (*of.split(":"), "-")[:3]
+        cells[heading] = missing if row[key] is None else format(row[key], style)
+    return cells
 
 
 def table_of(
@@ -175,11 +174,6 @@ def table_of(
             table.add_row(*(row[heading] for heading in part))
         tables.append(table)
     return Group(*tables)
-
-
-def text_or(value: float | None, style: str, otherwise: str) -> str:
-    """The text of a cell whose figure may be missing."""
-    return otherwise if value is None else format(value, style)
 
 
 def show(*parts: str | Group) -> None:

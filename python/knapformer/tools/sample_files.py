@@ -9,12 +9,10 @@ import csv
 import io
 import itertools
 import json
-import re
-import sqlite3
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -59,44 +57,26 @@ class Samples:
 
 
 def read_samples(
-    path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, on_rows: Callable[[int], object] = int,
-    may_be_empty: bool = False,
-) -> Samples:  # fmt: skip
-    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder: a log
-    of knapformer.record, or a trainer's cache.
+    path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, may_be_empty: bool = False
+) -> Samples:
+    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or the folder of a
+    log of knapformer.record.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
-    what they hold (columns.MEANINGS); none: those that are recognised. on_rows: called now and then with the number of
-    rows read.
+    what they hold (columns.MEANINGS); none: those that are recognised. may_be_empty: of batches without samples.
 
     Raises ArgumentError where nothing usable is found, or columns or the preset are ambiguous; OSError where the file
     cannot be read.
     """
-    samples = Samples()
+    samples, known = Samples(), dict[tuple[str, ...], Columns]()
+
+    def columns_of(names: tuple[str, ...]) -> Columns:
+        if names not in known:
+            known[names] = Columns(names, preset, columns or {})
+        return known[names]
+
     with ExitStack() as stack:
-        if path != "-" and Path(path).is_dir():
-            rows, names = _folder_values(Path(path)), None
-        else:
-            rows, names = _rows_of(path, columns or {}, stack)
-        known: dict[tuple[str, ...], Columns] = {}
-
-        def columns_of(names: tuple[str, ...]) -> Columns:
-            if names not in known:
-                known[names] = Columns(names, preset, columns or {})
-            return known[names]
-
-        def take(value: Any) -> None:
-            if isinstance(value, ValueError):
-                raise value
-            if names is not None:
-                samples.lengths.append(columns_of(names).tokens(value))
-            elif isinstance(value, dict):
-                samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
-            elif isinstance(value, list):
-                _take_step(value, samples)
-            else:
-                samples.lengths.append(checked_tokens(integer(value, "length")))
-
+        rows, names = _rows_of(path, columns or {}, stack)
         if names is not None:
             try:
                 columns_of(names)
@@ -105,14 +85,19 @@ def read_samples(
         for number, value in enumerate(rows, 1):
             samples.num_rows = number
             try:
-                take(value)
+                if names is not None:
+                    samples.lengths.append(columns_of(names).tokens(value))
+                elif isinstance(value, dict):
+                    samples.lengths.append(columns_of(tuple(value)).tokens(list(value.values())))
+                elif isinstance(value, list):
+                    _take_step(value, samples)
+                else:
+                    samples.lengths.append(checked_tokens(integer(value, "length")))
             except ArgumentError:
                 raise
             except ValueError as error:
                 samples.bad_rows += 1
                 samples.first_bad = samples.first_bad or f"row {number}: {error}"
-            if number % _BATCH_ROWS == 0:
-                on_rows(number)
     if not samples.lengths and not (may_be_empty and samples.steps):
         raise ArgumentError(f"{path}: got no sample, expected at least one. {samples.left_out()}")
     if known:
@@ -120,19 +105,22 @@ def read_samples(
     return samples
 
 
-def lengths_of(path: str) -> array[int]:
-    """The lengths of all samples, for commands that say nothing of rows left out. Raises ArgumentError, OSError."""
-    samples = read_samples(path, None)
+def _all_of(path: str, may_be_empty: bool = False) -> Samples:
+    """For commands that say nothing of rows left out."""
+    samples = read_samples(path, None, may_be_empty=may_be_empty)
     if samples.bad_rows:
         raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
-    return samples.lengths
+    return samples
+
+
+def lengths_of(path: str) -> array[int]:
+    """The lengths of all samples. Raises ArgumentError, OSError."""
+    return _all_of(path).lengths
 
 
 def steps_of(path: str) -> list[list[list[int]]]:
     """The batches of a file that has them as they were drawn, [step][rank]. Raises ArgumentError, OSError."""
-    samples = read_samples(path, None, may_be_empty=True)
-    if samples.bad_rows:
-        raise ArgumentError(f"--lengths: {path}: {samples.left_out()}")
+    samples = _all_of(path, may_be_empty=True)
     if not samples.steps or sum(len(lens) for step in samples.steps for lens in step) != len(samples.lengths):
         raise ArgumentError(
             f"--lengths: {path}: got lengths without ranks, expected a list for each rank, or a list of such steps"
@@ -164,14 +152,14 @@ _Rows = tuple[Iterator[Any], tuple[str, ...] | None]
 
 def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
     """The rows, and the names of their values where each row has the same ones."""
-    if path == "-":
-        if sys.stdin is None:
-            raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")
-        text = sys.stdin.read().removeprefix("\ufeff")
-        return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
+    if path != "-" and Path(path).is_dir():
+        return read_log(path), None
     kind = Path(path).suffix.lower().lstrip(".")
-    if not kind and Path(path).exists():
-        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")
+    if path == "-" or (not kind and Path(path).exists()):
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
+        text = text.removeprefix("\ufeff")
         return _text_rows(io.StringIO(text, newline=""), path, _kind_of(text))
     if kind not in FORMATS:
         raise ArgumentError(f"LENGTHS: got {path!r}, expected '-' or a file that ends in .{', .'.join(FORMATS)}")
@@ -184,17 +172,20 @@ def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
 
 def _kind_of(text: str) -> str:
     """The format of a text without a name, by its beginning."""
-    first = text.lstrip().split("\n", 1)[0]
-    if first.startswith("[") and _is_json(text):
+    first = text.lstrip().split("\n", 1)[0].rstrip()
+    is_line = _line_value(first) != first  # a line of JSON; a quoted text is a heading of CSV
+    if first.startswith("[") and (not is_line or len(text.strip()) == len(first)):
         return "json"
-    if _is_json(first) and not first.startswith('"'):  # a quoted text is a heading of CSV
+    if is_line and not first.startswith('"'):
         return "jsonl"
     return "json" if first.startswith(("[", "{")) else "csv"  # a list or object that goes on, or is not closed
 
 
 def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
     if kind == "json":
-        content = _samples_by_name(parse_json(file.read().encode(), f"LENGTHS: {path}"), path)
+        content = parse_json(file.read().encode(), f"LENGTHS: {path}")
+        if isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values()):
+            content = list(content.values())  # by the name of a file, as in the metadata of sd-scripts and SimpleTuner
         if not isinstance(content, list):
             raise ArgumentError(
                 f"LENGTHS: {path}: got {type(content).__name__}, expected a list of lengths or of samples"
@@ -217,73 +208,6 @@ def _text_rows(file: TextIO, path: str, kind: str) -> _Rows:
     return rows, names
 
 
-def _samples_by_name(content: Any, path: str) -> Any:
-    """The samples of an object that holds one under each file's name: the metadata of sd-scripts
-    (finetune/prepare_buckets_latents.py), and of SimpleTuner (helpers/metadata/backends/discovery.py)."""
-    if isinstance(content, dict) and "aspect_ratio_bucket_indices" in content:
-        raise ArgumentError(
-            f"LENGTHS: {path}: got SimpleTuner's aspect_ratio_bucket_indices, which hold no sizes, expected its "
-            "aspect_ratio_bucket_metadata, a file in the same folder"
-        )
-    by_name = isinstance(content, dict) and content and all(isinstance(of, dict) for of in content.values())
-    return list(content.values()) if by_name else content
-
-
-def _folder_values(folder: Path) -> Iterator[Any]:
-    """What read_log says of a log of knapformer.record, and an object for each sample of a trainer's cache."""
-    if any(folder.glob("rank-*-of-*.jsonl")):
-        yield from read_log(folder)
-    elif files := sorted(folder.glob("aspect_ratio_bucket_metadata*.json")):
-        for file in files:
-            yield from _samples_by_name(parse_json(file.read_bytes(), f"LENGTHS: {file}"), str(file))
-    elif files := sorted(path for path in folder.glob("*.safetensors") if not path.stem.endswith("_te")):
-        yield from map(_musubi_sample, files)
-    elif files := sorted(folder.rglob("cache_*/latents/metadata.db")):
-        for file in files:
-            yield from _diffusion_pipe_samples(file)
-    else:
-        raise ArgumentError(
-            f"LENGTHS: {folder}: got a folder without rank-*-of-*.jsonl (knapformer.record), "
-            "aspect_ratio_bucket_metadata*.json (SimpleTuner), *.safetensors (musubi-tuner) and "
-            "cache_*/latents/metadata.db (diffusion-pipe), expected one of these"
-        )
-
-
-# Pixels of a latent's side, by the beginning of a model's name in musubi-tuner (dataset/architectures.py); else 8.
-_MUSUBI_STRIDES = {"flux_2": 16, "hunyuan_video_1_5": 16, "hidream_o1": 32}
-
-
-def _musubi_sample(file: Path) -> dict[str, Any] | ValueError:
-    """From the name of the latents in the header, latents_FRAMESxHEIGHTxWIDTH_DTYPE (dataset/cache_io.py): the file's
-    own name has the size before it was cropped to a bucket."""
-    try:
-        with file.open("rb") as content:
-            header = json.loads(content.read(min(int.from_bytes(content.read(8), "little"), 1 << 20)))
-        found = next(filter(None, (re.fullmatch(r"latents_(?:(\d+)x)?(\d+)x(\d+)_[a-z0-9]+", name) for name in header)))
-        model = header["__metadata__"]["architecture"]
-    except (ValueError, KeyError, TypeError, StopIteration):
-        return ValueError(f"{file.name}: got no header of musubi-tuner's latents")
-    stride = next((of for name, of in _MUSUBI_STRIDES.items() if model.startswith(name)), 8)
-    frames, height, width = (int(size or 1) for size in found.groups())
-    return {"target_size": [width * stride, height * stride], "frames": 4 * (frames - 1) + 1}
-
-
-def _diffusion_pipe_samples(file: Path) -> Iterator[dict[str, Any]]:
-    """Folders have the name of their bucket, cache_[RATIOx]WIDTHxHEIGHTxFRAMES (utils/dataset.py); the database in it
-    has a row of `items` for each sample (utils/cache.py)."""
-    name = file.parent.parent.name
-    bucket = re.fullmatch(r"cache_(?:\d+\.\d+x)?(\d+)x(\d+)x(\d+)", name)
-    try:
-        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            (count,) = database.execute("SELECT COUNT(*) FROM items").fetchone()
-    except sqlite3.Error as error:
-        raise ArgumentError(f"LENGTHS: {file}: {error}, expected diffusion-pipe's database") from None
-    if bucket is None:
-        raise ArgumentError(f"LENGTHS: {file}: got a folder {name}, expected cache_WIDTHxHEIGHTxFRAMES")
-    width, height, frames = map(int, bucket.groups())
-    yield from itertools.repeat({"target_size": [width, height], "frames": frames}, count)
-
-
 def _csv_rows(file: TextIO, path: str, delimiter: str) -> Iterator[Sequence[Any]]:
     reader = csv.reader(file, delimiter=delimiter)
     try:
@@ -299,14 +223,6 @@ def _line_value(line: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return line.strip()  # is refused as a length, and named
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _parquet_rows(path: str, columns: Mapping[str, str]) -> _Rows:

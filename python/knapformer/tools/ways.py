@@ -200,13 +200,14 @@ def planned_whole(topology: str, *, routed: bool, beside: Sequence[Step] = ()) -
 
 
 def means(steps: Sequence[Step], mask: str, peak_tflops: float | None) -> dict[str, Any]:
-    """The mean figures of steps. hfu: None without a peak, that of a rank's device."""
+    """The mean figures of steps. hfu: None without a peak, that of a rank's device. wir: None where it is infinite."""
     mean: dict[str, Any] = {name: statistics.fmean(of.figures[name] for of in steps) for name in steps[0].figures}
     plan = steps[0].plans[0]
     flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(of.plans, mask) for of in steps)
     hfu = hardware_flops_utilization(flops, plan.model, mean["total_s"], plan.num_ranks, peak_tflops)
     return mean | {
-        "efficiency": mean["ideal_s"] / mean["total_s"], "tokens_per_s": mean["tokens"] / mean["total_s"], "hfu": hfu
+        "wir": number_or_none(mean["wir"]), "efficiency": mean["ideal_s"] / mean["total_s"],
+        "tokens_per_s": mean["tokens"] / mean["total_s"], "hfu": hfu,
     }  # fmt: skip
 
 

@@ -14,11 +14,10 @@ from knapformer.calibration import Calibration, ExchangeCost, FixedCost
 from knapformer.tools.calibrate.fit import (
     MeasuredSteps,
     calibration_of,
-    exchange_warnings,
+    error_warnings,
     fit_exchange,
     fit_fixed,
     fit_warnings,
-    step_warnings,
     with_steps,
 )
 from knapformer.tools.cli import main
@@ -67,8 +66,8 @@ def test_a_poor_fit_is_said() -> None:
     # At width 64 and 32 tokens attention is 0.37 * 32 / (6 * 64 + 0.37 * 32) = 3 % of the time: gamma is noise.
     short = [2, 4, 8, 16, 32]
     assert ["attention is 3.0% of the time at 32 tokens" in why for why in fitted(lengths=short).warnings] == [True]
-    assert exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.2)) == []
-    assert "expected at most 25%" in exchange_warnings("node", ExchangeCost(2, 1e-5, 1e9, 0.5))[0]
+    assert error_warnings("a step is", 0.1) == [] == error_warnings("an exchange is", 0.25, 0.25)
+    assert error_warnings("a step is", 0.5, 0.25) == ["poor fit: a step is off by 50% (RMS), expected at most 25%"]
     with pytest.raises(kf.StateError, match="poor fit: the best gamma is -"):
         calibration_of(LENGTHS, [n - n**2 / 3000 for n in LENGTHS], [0.0] * 6, WIDTH, recomputes=True)
     with pytest.raises(kf.StateError, match="the best k is -"):
@@ -110,8 +109,6 @@ def test_what_whole_steps_take_beside_their_blocks_is_recovered() -> None:
     # Where steps take less than their blocks, nothing is fixed, and the error says so.
     less = fit_fixed([1.0, 2.0], [0.8, 1.6], 2)
     assert less.seconds == 0 and less.relative_rms_error == pytest.approx(0.25)
-    assert step_warnings("whole steps", exact.relative_rms_error) == []
-    assert "whole steps are off by 25%" in step_warnings("whole steps", less.relative_rms_error)[0]
 
 
 def test_what_exchanges_wait_for_in_steps_is_recovered() -> None:

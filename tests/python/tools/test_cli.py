@@ -69,13 +69,13 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
         ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
-        ([*PLAN_G8, "--lengths", "."], "LENGTHS: .: got a folder without rank-"),
+        ([*PLAN_G8, "--lengths", "."], ".: got no log, expected what knapformer.record wrote"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
         (["plan", "--from", ""], "--from: got ''"),
         (["plan", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
         ([*PLAN_G8, *MIXED, "--mask", "\udcff"], "--mask: got"),
-        (["plan", "--mix", "\udcff", "--topology", "g8n4"], "--data: got"),
+        (["plan", "--mix", "\udcff", "--topology", "g8n4"], "--data/--mix: got"),
         (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
         ([*PLAN_G8, *MIXED, "--gamma", "1" * 100_000 + "x"], "expected a finite number >= 0"),
         ([*SIMULATE, *TWO, "--steps", "0"], "--steps: got '0'"),
@@ -144,16 +144,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     from knapformer.tools import files
 
     path = tmp_path / "out.json"
-    files.write_atomically(str(path), "old")
-    assert path.read_text() == "old" and path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    files.write(str(path), "old")
+    assert path.read_text() == "old\n" and path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
     def no_space(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
-        files.write_atomically(str(path), "new")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
+        files.write(str(path), "new")
+    assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["out.json"]
 
 
 def _umask() -> int:
@@ -232,7 +232,7 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
         ("> /dev/full", 1, "knapformer plan: No space left on device"),
         ("--json - > /dev/full", 1, "knapformer plan: No space left on device"),
         ("--lengths - <&-", 2, "knapformer plan: LENGTHS: got '-', expected a standard input that is open"),
-        ("--topology $'g2\\xff'", 2, "knapformer plan: --topology: got"),
+        ("--topology $'g2\\xff'", 2, "knapformer plan: argument --topology: got"),
         ("--json nowhere/x 2>&-", 2, ""),
         ("--json nowhere/x.json >&- 2>&-", 2, ""),
     ],
@@ -256,13 +256,14 @@ def test_result_files_hold_nothing_that_json_lacks(capsys: pytest.CaptureFixture
     """An infinite ratio, of a rank without work, is no JSON number."""
     path = tmp_path / "lengths.json"
     path.write_text("[[8], []]")
-    status, out, _ = run(capsys, "plan", "--topology", "g1n2", "--lengths", str(path), "--json", "-")
 
     def refuse(name: str) -> float:
         raise AssertionError(name)
 
-    assert status == 0
-    json.loads(out, parse_constant=refuse)
+    for option in ("--json", "--predictions"):
+        status, out, _ = run(capsys, "plan", "--topology", "g1n2", "--lengths", str(path), option, "-")
+        assert status == 0
+        json.loads(out, parse_constant=refuse)
 
 
 def test_the_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.doctor.alternatives import Case, alternatives, gain, simulate, static_sharing
+from knapformer.tools.doctor.alternatives import Case, alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import GIB, MemoryModel
-from knapformer.tools.doctor.topologies import ranked, sharing
 from knapformer.tools.presets import PRESETS
 from knapformer.tools.sample_files import read_samples
 from knapformer.tools.ways import Planning, Step, micro_batches_of_step
@@ -61,7 +60,7 @@ def test_alternatives_cost_what_the_formula_says():
     (shared,) = found["static_2"].steps
     assert compute_s(shared) == pytest.approx(drawn.figures["ideal_s"])
     assert shared.figures["attention_bytes"] > shared.figures["attention_bytes_between_nodes"] == 0
-    assert shared.max_tokens == 200
+    assert shared.figures["max_tokens_per_rank"] == 200
 
 
 def test_static_sharing_does_not_balance_groups():
@@ -335,7 +334,7 @@ def test_the_table_fits_a_terminal_of_80_columns_and_runs_are_repeatable(capsys)
     assert len(table) > 8
     assert max(map(len, table)) <= 80
     assert (
-        "\nSamples: mix low, median " in texts[0] and "\n  model: flux, the default of --model: 57 blocks" in texts[0]
+        "\nSamples: mix low, median " in texts[0] and "\nModel: flux, the default of --model, of width 3072" in texts[0]
     )
 
 

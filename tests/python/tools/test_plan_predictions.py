@@ -12,7 +12,6 @@ import pytest
 from knapformer.tools.cli import main
 from knapformer.tools.cli_args import counts
 from knapformer.tools.plan.command import topology_for
-from knapformer.tools.plan.tables import milliseconds
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel, plan_home, predict_step
@@ -109,13 +108,6 @@ def test_utilization_needs_a_peak(tmp_path, capsys):
         assert point["hfu"] == pytest.approx(4 * 57 * forward / (point["total_s"] * 32 * 0.1e12))
     assert _predict(*shared, "--cluster", "a100", "--mode", "lora") == 0
     assert json.loads(target.read_text())["points"][0]["hfu"] is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0"), (1.5e-6, "0.0015"), (0.9994, "999"), (0.9996, "1,000"), (342.2, "342,200")]
-)
-def test_planning_times_have_no_exponent(seconds, text):
-    assert milliseconds(seconds) == text
 
 
 def _docs_script(monkeypatch):

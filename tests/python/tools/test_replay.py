@@ -310,27 +310,6 @@ def test_a_plan_from_a_file_is_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     assert result["variants"][1]["hfu"] is None and "HFU" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("flop_clock")
-def test_a_step_plan_from_a_file_is_replayed(tmp_path: Path) -> None:
-    lengths = [[300, 20, 40], [90, 80], [10, 200, 30, 5], []]
-    step = kf.plan(lengths, "g2/1n2", 32, 0.3, micro_batches=2, max_tokens_per_rank=400)
-    path, out = tmp_path / "step.json", tmp_path / "out.json"
-    path.write_text(step.to_json())
-    assert run("replay", "--from", str(path), "--model", "transformer-tiny", "--repeats", "1", "--json", str(out)) == 0
-    result = json.loads(out.read_text())
-    none, whole = result["variants"]
-    assert (result["micro_batches"], whole["name"]) == (2, f"step planned, {step.plans[0].topology}")
-    assert whole["work_per_rank"] == [plan.workload_after for plan in step.plans]
-    assert whole["route_s"] == pytest.approx(
-        sum(kf.predict_step(plan, Cluster(**result["cluster"]["cluster"]), TrainedModel(**result["cluster"]["model"]))
-            .route_s for plan in step.plans)
-    )  # fmt: skip
-    # At home, a rank computes the first half of its list, the larger of unequal ones, and then the second.
-    halves = [[[300, 20], [90], [10, 200], []], [[40], [80], [30, 5], []]]
-    for got, half in zip(none["work_per_rank"], halves, strict=True):
-        assert got == pytest.approx([sum(24 * n * 32**2 + 0.3 * 4 * n**2 * 32 for n in lens) for lens in half])
-
-
 def test_wrong_input_is_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,9 +322,7 @@ def test_wrong_input_is_one_line_and_status_2(
         "none": kf.plan([[], []], "g2n1", 64).to_json(),
         "broken": "{",
         "lengths": "[[], []]",
-        "once": kf.plan([[8], [9]], "g2n1", 64, micro_batches=2, sync="step").to_json(),
-        "empty": kf.plan([[], []], "g2n1", 64, micro_batches=2).to_json(),
-        "wide_step": kf.plan([[8], [9]], "g2n1", 128, micro_batches=2).to_json(),
+        "step": kf.plan([[8], [9]], "g2n1", 64, micro_batches=2).to_json(),
         "broken_step": '{"format": "knapformer.step_plan/1"}',
     }
     for name, content in files.items():
@@ -358,7 +335,7 @@ def test_wrong_input_is_one_line_and_status_2(
         ([*good, "--ranks", "5"], "ranks: got 5"),
         ([*good, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
         ([*good, "--micro-batches", "2", "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1"),
-        (["replay", "--from", "../wide.json", "--seed", "9", *tiny], "--seed: got one beside --from"),
+        (["replay", "--from", "../wide.json", "--seed", "9", *tiny], "--seed: got one beside a plan"),
         (["replay", "--from", "../wide.json", "--max-tokens-per-rank", "9", *tiny], "--max-tokens-per-rank: got one"),
         ([*good, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
         ([*good, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
@@ -366,9 +343,7 @@ def test_wrong_input_is_one_line_and_status_2(
         (["replay", "--from", "../wide.json", *tiny], "d_model: got 128, expected 64"),
         (["replay", "--from", "../masked.json", *tiny], "masks: got others, expected 'full' alone"),
         (["replay", "--from", "../none.json", *tiny], "without sequences"),
-        (["replay", "--from", "../once.json", *tiny], "sync: got 'step', expected 'micro_batch'"),
-        (["replay", "--from", "../empty.json", *tiny], "without sequences"),
-        (["replay", "--from", "../wide_step.json", *tiny], "d_model: got 128, expected 64"),
+        (["replay", "--from", "../step.json", *tiny], "got the plan of a step of micro-batches"),
         (["replay", "--from", "../broken_step.json", *tiny], "plan: "),
         (["replay", "--from", "../wide.json", "--topology", "g2n1", *tiny], "--topology: got one beside a plan"),
         (["replay", "--from", "../wide.json", "--micro-batches", "2", *tiny], "--micro-batches: got one beside a plan"),

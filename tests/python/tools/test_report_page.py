@@ -40,10 +40,9 @@ const waiting = setInterval(async () => {
   const page = document.documentElement.getBoundingClientRect();
   for (const chart of document.querySelectorAll(".js-plotly-plot")) {
     const marks = chart.querySelectorAll(".point, .js-line, .hm, path.box").length;
-    const bars = [...chart.querySelectorAll(".bars .point path")].map(bar => bar.getBoundingClientRect().width);
     const ticks = [...chart.querySelectorAll(".xtick text")].map(tick => tick.textContent);
     const legend = chart.closest("section").querySelector("ul").textContent;
-    report.charts.push({ id: chart.id, marks, bars, ticks, x: Array.from(chart.data[0].x || []),
+    report.charts.push({ id: chart.id, marks, ticks, x: Array.from(chart.data[0].x || []),
                          unnamed: chart.data.filter(t => t.name && !legend.includes(t.name)).length });
     const frame = chart.getBoundingClientRect();
     leaves(chart.id, frame, page);
@@ -73,7 +72,6 @@ const waiting = setInterval(async () => {
   const colours = (query, of) => [...document.querySelectorAll(query)].map(mark => getComputedStyle(mark)[of]);
   report.panel = colours("section", "backgroundColor")[0];
   report.inks = [...colours(".js-plotly-plot text:not(.bartext)", "fill"), ...colours("h1, h2, p, li, td", "color")];
-  report.errorBars = colours(".errorbar path", "stroke");
   tell(report);
 }, 100);
 </script>
@@ -130,7 +128,7 @@ def _probed(tmp_path, path, width=1280, dark=False):
     seen = json.loads(html.unescape(found[1]))
     assert isinstance(seen, dict), seen
     assert seen["width"] == width
-    assert len(seen["charts"]) == path.read_text().count('<div id="chart') >= 3
+    assert len(seen["charts"]) == path.read_text().count('<div id="chart') >= 2
     assert all(chart["marks"] > 0 and not chart["unnamed"] for chart in seen["charts"]), seen["charts"]
     assert seen["overlaps"] == []
     assert seen["outside"] == []
@@ -163,12 +161,10 @@ def test_every_chart_is_drawn_and_legible(report, dark, width, tmp_path):
 
 @in_browser
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_step_of_many_micro_batches_and_a_growing_cluster(width, tmp_path):
-    point = {"asked": "g8n*", "total_s": 2.0, "efficiency": 0.9, "route_bytes": 1e9, "attention_bytes": 1e9}
-    points = [point | {"num_ranks": 32 << k} for k in range(6)]
+def test_a_step_of_many_micro_batches(width, tmp_path):
     lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
     step = kf.plan([lens * 40 for lens in lengths], "g8n4", 3072, gamma=0.41, micro_batches=40)
-    write_report(str(tmp_path / "step.html"), step, points=points)
+    write_report(str(tmp_path / "step.html"), step)
     _probed(tmp_path, tmp_path / "step.html", width=width)
 
 
@@ -179,32 +175,21 @@ def test_the_doctors_page_is_drawn_and_legible(dark, width, tmp_path):
     command = ["doctor", "--data", "joint", "--micro-batches", "2", "--steps", "3"]
     assert main([*command, "--report", str(path), "--json", str(figures)]) == 0
     assert "Take the balancer" in path.read_text()
-    seen = _probed(tmp_path, path, dark=dark, width=width)
-    speeds, lengths = seen["charts"][:2]
-    of = {alternative["key"]: alternative["speedup"] for alternative in json.loads(figures.read_text())["alternatives"]}
-    assert of["as_drawn"] == of["longest_first"] == 1  # shown as one
-    assert {f"{x:.2f}" for x in speeds["x"]} == {f"{speed:.2f}" for speed in of.values()}
-    assert len(speeds["x"]) < len(of)
-    assert max(speeds["bars"]) > 0.75 * width
-    np.testing.assert_allclose(
-        np.divide(speeds["bars"], speeds["x"]), max(speeds["bars"]) / max(speeds["x"]), rtol=0.03
-    )
+    shares, lengths = _probed(tmp_path, path, dark=dark, width=width)["charts"]
+    of = [round(100 * alternative["efficiency"]) for alternative in json.loads(figures.read_text())["alternatives"]]
+    assert set(map(round, shares["x"])) == set(of) and len(shares["x"]) < len(of)  # those alike are one
     assert {"2k", "20k"} <= set(lengths["ticks"])
-    assert seen["errorBars"] and min(_contrast(stroke, seen["panel"]) for stroke in seen["errorBars"]) > 3
 
 
 def test_alternatives_alike_are_one(tmp_path):
     (tmp_path / "same.json").write_text(json.dumps([[4096] * 2] * 8))
     assert main(["doctor", str(tmp_path / "same.json"), "--steps", "2", "--report", str(tmp_path / "same.html")]) == 0
-    table, *charts = re.findall(r"<section>.*?</section>", (tmp_path / "same.html").read_text(), flags=re.DOTALL)
-    names = re.findall(r"<tr><td>(.*?)</td>", table.replace("<wbr>", ""))
+    page = (tmp_path / "same.html").read_text()
+    names = re.findall(r"<tr><td>(.*?)</td>", page.replace("<wbr>", ""))
     assert names[0].startswith(
         "no balancing; lockstep buckets; longest first; BalancedBatchSampler; balancer, 1-2 ranks;"
     )
     assert len(names) == 6
-    step = next(chart for chart in charts if "One step" in chart)
-    assert f"<figcaption>{names[0]}<" in step
-    assert step.count("<figcaption>") == 5
 
 
 @in_browser
@@ -238,9 +223,6 @@ def test_the_command_reports_plans_and_mixes(tmp_path, capsys):
     other = tmp_path / "b.html"
     assert main(["plan", "--data", "joint", "--topology", "g8n4", "--report", str(other)]) == 0
     assert "knapformer: 32 ranks, g8n4" in other.read_text()
-    third = tmp_path / "c.html"
-    assert main(["plan", "--mix", "low", "--ranks", "32,64", "--topology", "g1n*", "--report", str(third)]) == 0
-    assert "As the cluster grows" in third.read_text()
 
 
 def test_text_in_titles_is_escaped(tmp_path):

@@ -1,8 +1,6 @@
-"""Lengths from standard input, whose format its beginning tells; what columns mean; the caches of trainers."""
+"""Lengths from standard input, whose format its beginning tells; what columns mean."""
 
 import io
-import json
-import sqlite3
 
 import pytest
 from knapformer.tools.presets import PRESETS
@@ -123,7 +121,6 @@ def test_ambiguous_columns_are_an_error_that_says_what_to_write(tmp_path, headin
         ("a.csv", "832x480,81\n", "the first line is '832x480,81'"),
         ("a.csv", "a;b\n1;2\n", "values are separated by ','"),
         ("a.csv", "width,caption\n1,2\n", "expected a column of lengths in tokens, or of widths and heights"),
-        ("a.json", '{"aspect_ratio_bucket_indices": {"1.0": ["a"]}}', "expected its aspect_ratio_bucket_metadata"),
         ("a.csv", "width,height,frames\n832,480,81\n", "--model: got flux, the default, a model of pictures, for a "),
         ("a.jsonl", '{"size": 1}\n{"width": 832, "height": 480, "frames": 2}\n', "expected a model of videos: hunyuan"),
         ("a.csv", 'resolution\n"832,480"\n720p\n', "3 of 3 rows"),
@@ -147,41 +144,6 @@ def test_rows_that_do_not_say_one_thing_are_left_out(tmp_path):
     with pytest.raises(kf.ArgumentError, match=r"1 of 2 rows \(50.0%\) cannot be read, the first of them row 2"):
         path.write_text("num_tokens\n7\nx\n")
         lengths_of(str(path))
-
-
-def latents(path, keys, architecture):
-    header = json.dumps({"__metadata__": {"architecture": architecture}, **{key: {} for key in keys}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"data")
-
-
-def test_caches_of_trainers_are_read(tmp_path):
-    musubi = tmp_path / "musubi"
-    musubi.mkdir()
-    # The names of files hold the size before it was cropped to a bucket: 1920 x 1080.
-    keys = ["latents_control_1x9x9_bf16", "latents_21x60x104_bfloat16"]
-    latents(musubi / "a_00000-081_1920x1080_wan.safetensors", keys, "wan")
-    latents(musubi / "b_1920x1080_f2d.safetensors", ["latents_30x52_bfloat16"], "flux_2_dev")
-    latents(musubi / "a_wan_te.safetensors", ["varlen_t5_bfloat16"], "wan")
-    (musubi / "c.safetensors").write_bytes(b"no header")
-    samples = read_samples(str(musubi), PRESETS["wan-14b"])
-    assert (list(samples.lengths), samples.first_bad) == (
-        [CLIP, 52 * 30], "row 3: c.safetensors: got no header of musubi-tuner's latents"
-    )  # fmt: skip
-
-    for bucket, count in (("cache_1.733x832x480x81", 2), ("cache_832x480x1", 3)):
-        folder = tmp_path / "clips/cache/wan" / bucket / "latents"
-        folder.mkdir(parents=True)
-        with sqlite3.connect(folder / "metadata.db") as database:
-            database.execute("CREATE TABLE items(shard, shard_index)")
-            database.executemany("INSERT INTO items VALUES(?, ?)", [(0, i) for i in range(count)])
-    lengths = list(read_samples(str(tmp_path / "clips"), PRESETS["wan-14b"]).lengths)
-    assert lengths == [CLIP] * 2 + [52 * 30] * 3
-
-    (tmp_path / "aspect_ratio_bucket_metadata_a.json").write_text('{"a": {"target_size": [832, 480]}}')
-    assert list(read_samples(str(tmp_path), PRESETS["flux"]).lengths) == [52 * 30]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(kf.ArgumentError, match=r"got a folder without rank-.*diffusion-pipe.*expected one of these"):
-        read_samples(str(tmp_path / "empty"), None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from knapformer import ArgumentError
 from knapformer.tools import cli_args
-from knapformer.tools.files import check_outputs
+from knapformer.tools.cli_args import add
 from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
 from knapformer.tools.sample_files import lengths_of
 
@@ -18,58 +18,50 @@ _ATTENTION_SHARES = (1 / 72, 8 / 9)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "calibrate", help="measures blocks and exchanges here, and fits k and gamma", description=__doc__
-    )
-    cli_args.add(parser, "--model")
-    parser.add_argument(
-        "--block", metavar="MODULE:FUNCTION",
+    parser = cli_args.command(
+        subparsers, "calibrate", run, help="measures blocks and exchanges here, and fits k and gamma",
+        description=__doc__,
+    )  # fmt: skip
+    add(parser, "--model")
+    add(
+        parser, "--block", metavar="MODULE:FUNCTION",
         help="measures your own block: function(device, dtype) returns it, and a function from packed lengths to the "
         "arguments of its forward pass",
     )  # fmt: skip
-    cli_args.add(parser, "--d-model", help="with --block: its width, in features")
-    cli_args.add(
+    add(parser, "--d-model", help="with --block: its width, in features")
+    add(
         parser, "--lengths", metavar="N,N,...|FILE",
         help="tokens, such as 256,512,...,16384, or samples as other commands take them, over whose range 7 lengths "
         "are measured (default: 7, by the model's width)",
     )  # fmt: skip
     ranks = "local ranks to start: with 2 or more the all-to-all between them is measured too (default 1)"
-    cli_args.add(parser, "--ranks", help=ranks)
-    parser.add_argument(
-        "--blocks-only", action="store_true",
+    add(parser, "--ranks", help=ranks)
+    add(
+        parser, "--blocks-only", action="store_true",
         help="measures no whole steps, as it does with 2 or more ranks where the model fits: what a step takes beside "
         "its blocks is then the cluster's",
     )  # fmt: skip
-    cli_args.add(parser, "--repeats", default=10, help="of each length (default 10)")
-    cli_args.add(parser, "--warmup", default=2, help="before them (default 2)")
-    cli_args.add(parser, *cli_args.RUN)
-    cli_args.add(parser, "--json", help="writes what --calibration of other commands takes")
-    parser.set_defaults(run=run)
+    add(parser, "--repeats", default=10, help="of each length (default 10)")
+    add(parser, "--warmup", default=2, help="before them (default 2)")
+    add(parser, *cli_args.RUN)
+    add(parser, "--json", help="writes what --calibration of other commands takes")
 
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
+    from knapformer.tools.calibrate.worker import calibrate, run_rank
+    from knapformer.tools.measure.device import use_device
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
-    check_outputs({"--json": args.json})
     config = load_config(args.model)
     if (args.block is None) != (args.d_model is None):
         raise ArgumentError("--d-model: expected it with --block, whose width it is, and only there")
     lengths = _lengths(args.lengths, args.d_model or config.d_model)
-
-    def work() -> None:
-        from knapformer.tools.calibrate.worker import run_rank
-
-        run_rank(args, config, lengths, num_ranks)
-
     if num_ranks > 1:
-        run_on_ranks(args, num_ranks, work)
-        return
-    from knapformer.tools.calibrate.worker import calibrate
-    from knapformer.tools.measure.device import use_device
-
-    calibrate(args, config, lengths, use_device(args.device, args.threads))
+        run_on_ranks(args, num_ranks, lambda: run_rank(args, config, lengths, num_ranks))
+    else:
+        calibrate(args, config, lengths, use_device(args.device, args.threads))
 
 
 def _lengths(given: str | None, d_model: int) -> list[int]:

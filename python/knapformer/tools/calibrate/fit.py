@@ -21,37 +21,33 @@ MAX_EXCHANGE_ERROR = 0.25  # the same for an all-to-all: one line is fitted over
 
 def fit_warnings(lengths: Sequence[int], fit: WorkloadFit, noise: float, d_model: int, mask: str = "full") -> list[str]:
     """The reasons why a fit is poor, one sentence each; none where it is good."""
-    found = []
     distinct = sorted(set(lengths))
-    if len(distinct) < MIN_LENGTHS:
-        found.append(f"{len(distinct)} lengths for two numbers, expected at least {MIN_LENGTHS}")
-    if distinct[-1] < MIN_SPAN * distinct[0]:
-        found.append(
-            f"lengths from {distinct[0]} to {distinct[-1]}, expected the longest {MIN_SPAN:g} times the shortest"
-        )
-    whole, tokens = (WorkloadModel(gamma).work(distinct[-1], d_model, mask) for gamma in (max(fit.gamma, 0.0), 0.0))
-    if (attention := 1 - tokens / whole) < MIN_ATTENTION:
-        found.append(
-            f"attention is {attention:.1%} of the time at {distinct[-1]} tokens, expected at least "
-            f"{MIN_ATTENTION:.0%}: measure longer lengths to tell gamma"
-        )
-    if noise > MAX_NOISE:
-        found.append(f"repeats spread by {noise:.1%} of their median, expected at most {MAX_NOISE:.0%}")
-    if fit.relative_rms_error > MAX_ERROR:
-        found.append(f"the fit is off by {fit.relative_rms_error:.1%} (RMS), expected at most {MAX_ERROR:.0%}")
-    if not GAMMA_RANGE[0] <= fit.gamma <= GAMMA_RANGE[1]:
-        found.append(f"gamma is {fit.gamma:.3g}, expected {GAMMA_RANGE[0]:g} to {GAMMA_RANGE[1]:g}")
-    return [f"poor fit: {why}" for why in found]
+    low, high = distinct[0], distinct[-1]
+    whole, tokens = (WorkloadModel(gamma).work(high, d_model, mask) for gamma in (max(fit.gamma, 0.0), 0.0))
+    attention, error = 1 - tokens / whole, fit.relative_rms_error
+    poor = (
+        (len(distinct) < MIN_LENGTHS, f"{len(distinct)} lengths for two numbers, expected at least {MIN_LENGTHS}"),
+        (high < MIN_SPAN * low, f"lengths from {low} to {high}, expected the longest {MIN_SPAN:g} times the shortest"),
+        (
+            attention < MIN_ATTENTION,
+            f"attention is {attention:.1%} of the time at {high} tokens, expected at least {MIN_ATTENTION:.0%}: "
+            "measure longer lengths to tell gamma",
+        ),
+        (noise > MAX_NOISE, f"repeats spread by {noise:.1%} of their median, expected at most {MAX_NOISE:.0%}"),
+        (error > MAX_ERROR, f"the fit is off by {error:.1%} (RMS), expected at most {MAX_ERROR:.0%}"),
+        (
+            not GAMMA_RANGE[0] <= fit.gamma <= GAMMA_RANGE[1],
+            f"gamma is {fit.gamma:.3g}, expected {GAMMA_RANGE[0]:g} to {GAMMA_RANGE[1]:g}",
+        ),
+    )
+    return [f"poor fit: {why}" for is_poor, why in poor if is_poor]
 
 
-def exchange_warnings(name: str, cost: ExchangeCost) -> list[str]:
-    """As `fit_warnings`, for the all-to-all of a kind of group: name is "node" or "network"."""
-    if cost.relative_rms_error <= MAX_EXCHANGE_ERROR:
+def error_warnings(what: str, relative_rms_error: float, at_most: float = MAX_ERROR) -> list[str]:
+    """As `fit_warnings`, for what else is fitted."""
+    if relative_rms_error <= at_most:
         return []
-    return [
-        f"poor fit: the {name}'s all-to-all is off by {cost.relative_rms_error:.0%} (RMS) from latency and rate, "
-        f"expected at most {MAX_EXCHANGE_ERROR:.0%}"
-    ]
+    return [f"poor fit: {what} off by {relative_rms_error:.0%} (RMS), expected at most {at_most:.0%}"]
 
 
 def token_backward(calibration: Calibration, all_train: Calibration) -> float:
@@ -61,13 +57,6 @@ def token_backward(calibration: Calibration, all_train: Calibration) -> float:
     """
     passes = TrainedModel(recomputes=all_train.recomputes).token_passes  # of which two are the backward pass
     return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
-
-
-def step_warnings(name: str, relative_rms_error: float) -> list[str]:
-    """As `fit_warnings`, for whole steps. name: which steps they are."""
-    if relative_rms_error <= MAX_ERROR:
-        return []
-    return [f"poor fit: {name} are off by {relative_rms_error:.0%} (RMS), expected at most {MAX_ERROR:.0%}"]
 
 
 @dataclass(frozen=True)
@@ -109,11 +98,11 @@ def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster)
         node = replace(node, wait_s=beyond_s / num_exchanges if num_exchanges > 0 else 0.0)
         cluster = cluster.replace(node_latency_s=latency_s + node.wait_s)
     fixed = fit_fixed(predicted_s(steps.apart), steps.apart_s, num_ranks)
-    warnings = step_warnings("whole steps", fixed.relative_rms_error)
+    warnings = error_warnings("whole steps are", fixed.relative_rms_error)
     if steps.shared:
         pairs = zip(predicted_s(steps.shared), steps.shared_s, strict=True)
         squares = [((of_step + fixed.seconds) / s - 1) ** 2 for of_step, s in pairs]
-        warnings += step_warnings("steps with shared sequences", math.sqrt(statistics.fmean(squares)))
+        warnings += error_warnings("steps with shared sequences are", math.sqrt(statistics.fmean(squares)))
     return replace(calibration, fixed=fixed, node=node, warnings=(*calibration.warnings, *warnings))
 
 
@@ -138,25 +127,16 @@ def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks
 def fit_fixed(predicted_s: Sequence[float], measured_s: Sequence[float], num_ranks: int) -> FixedCost:
     """What whole steps took beyond their predictions, by least squares of relative errors; at least 0."""
     # (p + f) / m is to be 1: minimises sum (f / m - (1 - p / m))^2.
-    inverse = [1 / m for m in measured_s]
-    missing = [1 - p / m for p, m in zip(predicted_s, measured_s, strict=True)]
-    fixed_s = math.fsum(u * v for u, v in zip(inverse, missing, strict=True)) / math.fsum(u * u for u in inverse)
-    fixed_s = max(0.0, fixed_s)
-    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in zip(inverse, missing, strict=True))
-    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(inverse)))
+    pairs = [(1 / m, 1 - p / m) for p, m in zip(predicted_s, measured_s, strict=True)]
+    fixed_s = max(0.0, math.fsum(u * v for u, v in pairs) / math.fsum(u * u for u, _ in pairs))
+    squares = math.fsum((fixed_s * u - v) ** 2 for u, v in pairs)
+    return FixedCost(num_ranks, fixed_s, math.sqrt(squares / len(pairs)))
 
 
 def calibration_of(
-    lengths: Sequence[int],
-    latencies_s: Sequence[float],
-    spreads: Sequence[float],
-    d_model: int,
-    *,
-    recomputes: bool,
-    mode: str = "training",
-    mask: str = "full",
-    device: str | None = None,
-) -> Calibration:
+    lengths: Sequence[int], latencies_s: Sequence[float], spreads: Sequence[float], d_model: int, *, recomputes: bool,
+    mode: str = "training", mask: str = "full", device: str | None = None,
+) -> Calibration:  # fmt: skip
     """latencies_s: of one block over one sequence of each length; spreads: relative, between their repeats.
 
     Raises ArgumentError for fewer than two distinct lengths, StateError where the best k or gamma is negative.
@@ -167,19 +147,9 @@ def calibration_of(
             f"poor fit: the best gamma is {fit.gamma:.3g}, expected one >= 0: attention does not show in the times; "
             "measure longer lengths, or on an idle machine"
         )
-    noise = statistics.median(spreads)
-    passes = TrainedModel(recomputes=recomputes, mode=mode)
+    noise, passes = statistics.median(spreads), TrainedModel(recomputes=recomputes, mode=mode)
     return Calibration(
-        gamma=fit.gamma * passes.token_passes / passes.attention_passes,
-        seconds_per_flop=fit.seconds_per_flop,
-        d_model=d_model,
-        recomputes=recomputes,
-        relative_rms_error=fit.relative_rms_error,
-        relative_rms_error_without_gamma=fit.relative_rms_error_without_gamma,
-        noise=noise,
-        mask=mask,
-        warnings=tuple(fit_warnings(lengths, fit, noise, d_model, mask)),
-        device=device,
-        longest=max(lengths),
-        mode=mode,
-    )
+        fit.gamma * passes.token_passes / passes.attention_passes, fit.seconds_per_flop, d_model, recomputes,
+        fit.relative_rms_error, fit.relative_rms_error_without_gamma, noise, mask=mask, device=device,
+        warnings=tuple(fit_warnings(lengths, fit, noise, d_model, mask)), longest=max(lengths), mode=mode,
+    )  # fmt: skip

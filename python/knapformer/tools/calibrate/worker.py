@@ -16,25 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Group
 from torch import nn
 
 from knapformer import ArgumentError, Cluster, Plan, StateError, TrainedModel
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.config import BaseConfig
-from knapformer.models.lora import train_adapters
+from knapformer.models.lora import RANK, train_adapters
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.calibrate.fit import (
+    MAX_EXCHANGE_ERROR,
     MeasuredSteps,
     calibration_of,
-    exchange_warnings,
+    error_warnings,
     fit_exchange,
     token_backward,
     with_steps,
 )
-from knapformer.tools.calibrate.report import sentences, table
 from knapformer.tools.cost_args import trained_model
-from knapformer.tools.files import show, write_json
-from knapformer.tools.measure.blocks import KindOfWork, block_works, passes, time_works
+from knapformer.tools.files import show, table_of, write_json
+from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import device_name, environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
@@ -113,7 +114,7 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
     })  # fmt: skip
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
     head = f"{args.block or args.model} in {dtype} on {device_name(device)}, {ranks}"
-    show(head, table(calibration, own), *sentences(calibration))
+    show(head, _table(calibration, own), *_sentences(calibration))
 
 
 def _sharing(config: BaseConfig) -> int:
@@ -182,7 +183,8 @@ def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, _ExchangeT
         except StateError as error:
             warnings.append(f"poor fit: {error}")
         else:
-            warnings += exchange_warnings(name, costs[name])
+            what = f"the {name}'s all-to-all, from latency and rate, is"
+            warnings += error_warnings(what, costs[name].relative_rms_error, MAX_EXCHANGE_ERROR)
     return dataclasses.replace(
         calibration, node=costs.get("node"), network=costs.get("network"), warnings=tuple(warnings)
     )
@@ -206,3 +208,49 @@ def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, 
         shared_s = list(map(statistics.median, steps.shared_seconds))
         measured = dataclasses.replace(measured, shared=plans(steps.shared_by), shared_s=shared_s)
     return with_steps(calibration, measured, cluster)
+
+
+def _table(calibration: Calibration, times: BlockTimes) -> Group:
+    passes = "forward, recompute and backward" if calibration.recomputes else "forward and backward"
+    rows = zip(times.lengths, zip(*times.seconds, strict=True), times.per_block(), times.spreads(), strict=True)
+    cells = []
+    for length, kinds, block_s, spread in rows:
+        expected_s = calibration.block_s(length)
+        of_kinds = {
+            f"{count} x {name}": f"{statistics.median(seconds) * 1e3:.3f}"
+            for (name, count), seconds in zip(times.kinds, kinds, strict=True)
+        }
+        cells.append({
+            "tokens": f"{length:,}", **of_kinds, "mean block": f"{block_s * 1e3:.3f}", "spread": f"{spread:.1%}",
+            "predicted": f"{expected_s * 1e3:.3f}", "error": f"{expected_s / block_s - 1:+.1%}",
+        })  # fmt: skip
+    num_rounds = len(times.seconds[0][0])
+    caption = f"ms for one sequence: {passes} of one block, medians of {num_rounds} rounds"
+    return table_of(cells, keys=("tokens",), caption=caption)
+
+
+def _sentences(calibration: Calibration) -> list[str]:
+    found = [
+        f"gamma {calibration.gamma:.3f}, k {calibration.seconds_per_flop:.3e} s per FLOP (forward), which is "
+        f"{calibration.flops_per_s / 1e12:.3g} TFLOP/s. The fit is off by {calibration.relative_rms_error:.1%} (RMS), "
+        f"without gamma by {calibration.relative_rms_error_without_gamma:.1%}."
+    ]
+    if calibration.token_backward is not None:
+        found.append(
+            f"With a frozen base and adapters of rank {RANK} a backward pass over the per-token layers costs "
+            f"{calibration.token_backward:.2f} forward passes (the cost model: 1), where all parameters train 2."
+        )
+    for name, cost in (("inside the node", calibration.node), ("between nodes", calibration.network)):
+        if cost is not None:
+            found.append(
+                f"All-to-all {name}, {cost.num_ranks} ranks: {cost.latency_s * 1e6:.3g} us and "
+                f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
+                f"{cost.relative_rms_error:.1%} (RMS)."
+                + (f" In a step each takes {cost.wait_s * 1e6:.3g} us more." if cost.wait_s > 0 else "")
+            )
+    if (fixed := calibration.fixed) is not None:
+        found.append(
+            f"A micro-batch takes {fixed.seconds * 1e3:.3g} ms beside its blocks, on {fixed.num_ranks} ranks that "
+            f"shard the model; with it whole steps are predicted to {fixed.relative_rms_error:.1%} (RMS)."
+        )
+    return found + [warning[0].upper() + warning[1:] + "." for warning in calibration.warnings]

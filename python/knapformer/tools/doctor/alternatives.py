@@ -6,12 +6,13 @@ One cost model prices them all (docs/cluster_model.md); ranks wait for each othe
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from knapformer import ArgumentError, plan_home_bags
+from knapformer import ArgumentError, TopologyOption, plan_home_bags, rank_topologies
 from knapformer.tools.ways import (
     Draw,
     Lengths,
@@ -22,6 +23,10 @@ from knapformer.tools.ways import (
     micro_batches_of_step,
     planned_whole,
 )
+
+_MAX_BUCKETS = 32
+# Of topologies: a larger sample changes their order by less than the predictions' error.
+_MAX_STEPS, MAX_BATCHES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,6 @@ class Alternative:
     steps: Way = field(repr=False)
     change: str = "nothing"
     effect: str = ""
-    ours: bool = False
     degree: int = 0
     topology: str = ""
     advice: str = ""
@@ -68,9 +72,6 @@ def one_by_one(draw: Draw) -> Iterator[Step]:
         lengths = lengths_of_step(batches)
         single = micro_batches_of_step(lengths, max(1, *map(len, lengths)))
         yield Step([draw.planning.home(batch) for batch in single])
-
-
-_MAX_BUCKETS = 32
 
 
 def _bucket_tops(pool: Sequence[int]) -> list[int]:
@@ -160,7 +161,7 @@ def longest_first(draw: Draw) -> Iterator[Step]:
 
 def baselines(num_ranks: int) -> list[Alternative]:
     """The alternatives without this project that this number of ranks allows, the least change first."""
-    found = [
+    return [
         Alternative("as_drawn", "no balancing", at_home),
         Alternative("one_by_one", "one sample at a time", one_by_one, "batch size 1, and more accumulation"),
         Alternative(
@@ -173,20 +174,21 @@ def baselines(num_ranks: int) -> list[Alternative]:
             "the number of samples in a step varies",
         ),
         Alternative("longest_first", "longest first", longest_first, "a sampler that knows the lengths"),
+        *(
+            Alternative(
+                f"static_{degree}", f"sequence parallel {degree}", static_sharing(degree),
+                "the model's attention, and the loader", degree=degree,
+            )
+            for degree in (2, 4, 8) if num_ranks % degree == 0
+        ),
     ]  # fmt: skip
-    for degree in (2, 4, 8):
-        if num_ranks % degree == 0:
-            name, change = f"sequence parallel {degree}", "the model's attention, and the loader"
-            found.append(Alternative(f"static_{degree}", name, static_sharing(degree), change, degree=degree))
-    return found
 
 
 def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
     """The baselines that these ranks allow, then this project's. topologies: of the balancer in the model."""
-    found = baselines(case.num_ranks)
     sampler = planned_whole(f"g1n{case.num_ranks}", routed=False)
     change = "the loader's sampler, and how the loss is weighed"
-    found.append(Alternative("sampler", "BalancedBatchSampler", sampler, change, ours=True))
+    found = [*baselines(case.num_ranks), Alternative("sampler", "BalancedBatchSampler", sampler, change)]
     for topology in topologies:
         of_job = case.of_job(topology)
         largest = topology[1:].partition("n")[0].partition("/")[0]
@@ -196,10 +198,25 @@ def alternatives(case: Case, topologies: Sequence[str]) -> list[Alternative]:
         found.append(
             Alternative(
                 f"bags {of_job}", f"balancer, {ranks} ranks", planned_whole(topology, routed=True),
-                "calls in the model", ours=True, topology=of_job, advice=f"the balancer in the model, with {shared}",
+                "calls in the model", topology=of_job, advice=f"the balancer in the model, with {shared}",
             )
         )  # fmt: skip
     return found
+
+
+def ranked(draw: Draw) -> list[TopologyOption]:
+    """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
+    of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
+    return rank_topologies(
+        list(itertools.islice(drawn, MAX_BATCHES)), of.d_model, of.gamma, mask=of.mask,
+        max_tokens_per_rank=draw.max_tokens, rank_speed=of.rank_speed, cluster=of.cluster,
+        model=of.model.replace(routed=True),
+    )  # fmt: skip
+
+
+def sharing(ranking: Sequence[TopologyOption], count: int = 2) -> list[str]:
+    """The best `count` topologies in which ranks share sequences."""
+    return [option.topology for option in ranking if not option.topology.startswith("g1n")][:count]
 
 
 @dataclass(frozen=True)
@@ -210,9 +227,9 @@ class Result:
     steps: list[Step]
     problem: str | None = None
 
-    def mean(self, name: str) -> float:
-        """Of a figure of the steps."""
-        return sum(step.figures[name] for step in self.steps) / len(self.steps)
+    def mean(self, *names: str) -> float:
+        """Of figures of the steps, added up."""
+        return sum(step.figures[name] for step in self.steps for name in names) / len(self.steps)
 
     @property
     def work_s(self) -> float:
@@ -227,7 +244,7 @@ class Result:
     @property
     def waiting(self) -> float:
         """Of the ranks' computing time, the share in which they wait for the slowest, or compute padding."""
-        return max(0.0, 1 - self.work_s / (self.mean("token_s") + self.mean("attention_s")))
+        return max(0.0, 1 - self.work_s / self.mean("token_s", "attention_s"))
 
     @property
     def max_tokens(self) -> int:
@@ -239,14 +256,13 @@ def work_s(step: Step) -> float:
 
 
 def simulate(alternative: Alternative, case: Case) -> Result:
-    """Simulates all steps; only the first one keeps its plans."""
+    """Simulates all steps, of which the figures are kept, and not the plans."""
     steps: list[Step] = []
     case.watch(alternative.name)
     try:
         for step in alternative.steps(case):
             step.figures  # noqa: B018  computed while there are plans
-            if steps:
-                step.plans, step.whole = (), None
+            step.plans, step.whole = (), None
             steps.append(step)
         return Result(alternative, steps)
     except ArgumentError as error:  # a limit that cannot be kept

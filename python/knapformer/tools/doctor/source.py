@@ -30,12 +30,16 @@ class Source:
         self._args = args
         self.samples = Samples()
         self._mix: DataMix | None = None
-        self.num_samples = 0
         if args.data is not None:
-            self._refuse_batch_size("--data")
             self._mix, self.num_ranks = cli_args.mix_and_ranks(args)
         else:
             self._read(preset)
+        steps, source = self.samples.steps, args.lengths if args.data is None else "--data"
+        if (steps or self._mix) and args.batch_size is not None:
+            raise ArgumentError(
+                f"--batch-size: got {args.batch_size}, expected none: {source} states what each rank draws"
+            )
+        self.num_samples = len(self.samples.lengths)
         self.simulated_ranks = self._simulated(ranks_per_node)
         self.fewer_steps = False
         self.pool: Sequence[int] = self.samples.lengths or [
@@ -46,18 +50,13 @@ class Source:
         args = self._args
         with Progress(1, enabled=sys.stderr.isatty()) as progress:
             progress.describe(f"reading {args.lengths}")
-            self.samples = read_samples(
-                args.lengths, preset, args.columns, lambda rows: progress.describe(f"reading {args.lengths}: {rows:,}")
-            )
+            self.samples = read_samples(args.lengths, preset, args.columns)
         steps = self.samples.steps
-        if steps:
-            self._refuse_batch_size(args.lengths)
         if steps and args.ranks not in (None, len(steps[0])):
             raise ArgumentError(f"--ranks: got {args.ranks}, expected {len(steps[0])}, as {args.lengths} has, or none")
         if not steps and args.ranks is None:
             raise ArgumentError("--ranks: got none, expected the number of data-parallel ranks")
         self.num_ranks = len(steps[0]) if steps else args.ranks
-        self.num_samples = len(self.samples.lengths)
 
     @property
     def description(self) -> str:
@@ -65,46 +64,40 @@ class Source:
             return f"mix {self._args.data}"
         return f"{self._args.lengths}, {self.num_samples:,} samples ({self.samples.read_as})"
 
-    def _refuse_batch_size(self, source: str) -> None:
-        if self._args.batch_size is not None:
-            raise ArgumentError(
-                f"--batch-size: got {self._args.batch_size}, expected none: {source} states what each rank draws"
-            )
+    def _batch(self, number: int, num_ranks: int) -> Lengths:
+        """As it was drawn, by the first ranks."""
+        if self._mix is not None:
+            return self._mix.draw_lengths(self._args.seed, number, num_ranks)
+        return self.samples.steps[number][:num_ranks]
 
     def _simulated(self, ranks_per_node: int) -> int:
         """All ranks; or, of many, so many that bags, groups and the mix divide them as they divide all."""
-        period = math.lcm(2 * ranks_per_node, 8, self._mix.num_ranks if self._mix is not None else 1)
+        of_mix = 1 if self._mix is None else self._mix.num_ranks
+        period = math.lcm(2 * ranks_per_node, 8, of_mix)
         common = math.gcd(self.num_ranks, period)
-        batch = self.samples.steps[0] if self.samples.steps else [[0] * (self._args.batch_size or 1)]
-        if self._mix is not None:
-            batch = self._mix.draw_lengths(self._args.seed, 0, self._mix.num_ranks)
-        per_rank = max(1, sum(map(len, batch)) * self._args.micro_batches // len(batch))
-        most = max(min(_MAX_RANKS, _MAX_SAMPLES // 2 // per_rank), period)
+        per_rank = self._args.batch_size or 1
+        if self._mix is not None or self.samples.steps:
+            batch = self._batch(0, self.num_ranks if self._mix is None else of_mix)
+            per_rank = sum(map(len, batch)) / len(batch)
+        most = max(min(_MAX_RANKS, _MAX_SAMPLES // 2 // max(1, int(per_rank * self._args.micro_batches))), period)
         fewer = (count for count in range(most, 0, -1) if math.gcd(count, period) == common)
         return self.num_ranks if self.num_ranks <= most else next(fewer, self.num_ranks)
 
     def batches(self, micro_batches: int) -> list[list[Lengths]]:
         """Of optimizer steps, [step][micro-batch][rank]: the same ones for the same number of micro-batches."""
         args, drawn, num_ranks = self._args, self.samples.steps, self.simulated_ranks
-        if self._mix is not None or drawn:
-            if drawn and len(drawn) < micro_batches:
-                raise ArgumentError(
-                    f"--micro-batches: got {micro_batches}, expected at most the {len(drawn)} batches of {args.lengths}"
-                )
-
-            def batch(i: int) -> Lengths:
-                if self._mix is None:
-                    return drawn[i][:num_ranks]
-                return self._mix.draw_lengths(args.seed, i, num_ranks)
-
-            count = self._num_steps(sum(map(len, batch(0))) * micro_batches)
-            count = min(count, len(drawn) // micro_batches) if drawn else count
-            return [[batch(i) for i in batches_of_step(step, micro_batches)] for step in range(count)]
-        rng = random.Random(args.seed)
-        size = (args.batch_size or 1) * micro_batches
-        count = self._num_steps(size * num_ranks)
-        steps = ([rng.choices(self.pool, k=size) for _ in range(num_ranks)] for _ in range(count))
-        return [micro_batches_of_step(step, micro_batches) for step in steps]
+        if self._mix is None and not drawn:
+            rng, size = random.Random(args.seed), (args.batch_size or 1) * micro_batches
+            count = self._num_steps(size * num_ranks)
+            steps = ([rng.choices(self.pool, k=size) for _ in range(num_ranks)] for _ in range(count))
+            return [micro_batches_of_step(step, micro_batches) for step in steps]
+        if drawn and len(drawn) < micro_batches:
+            raise ArgumentError(
+                f"--micro-batches: got {micro_batches}, expected at most the {len(drawn)} batches of {args.lengths}"
+            )
+        count = self._num_steps(sum(map(len, self._batch(0, num_ranks))) * micro_batches)
+        count = min(count, len(drawn) // micro_batches) if drawn else count
+        return [[self._batch(i, num_ranks) for i in batches_of_step(step, micro_batches)] for step in range(count)]
 
     def _num_steps(self, num_samples: int) -> int:
         """How many steps of so many samples are simulated."""

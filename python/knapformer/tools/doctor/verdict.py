@@ -11,6 +11,7 @@ from knapformer.tools.doctor.alternatives import Case, Result, gain, simulate
 WORTH = 0.03  # a gain below this is none
 # Factors by which published figures may be off: gamma, the compute rate, and the links' bandwidth.
 _UNSURE = {"gamma": (0.75, 1.25), "rate": (0.75, 1.25), "bandwidth": (0.5, 2.0)}
+NUM_UNSURE = sum(2 * len(factors) for factors in _UNSURE.values())  # simulations
 # The least change comes first; alternatives that change which samples a step has are not advised.
 _CHANGE = ("as_drawn", "one_by_one", "longest_first", "sampler", "static", "bags")
 
@@ -36,10 +37,10 @@ class Verdict:
     def is_worth_it(self) -> bool:
         return self.taken is not self.now
 
-    def aside(self) -> str | None:
-        """A sentence on what is faster but not advised; None where nothing is."""
+    def aside(self) -> str:
+        """A sentence on what is faster but not advised; '' where nothing is."""
         if not self.faster:
-            return None
+            return ""
         named = ", ".join(f"{r.alternative.name} {gain(r, self.now)[0]:.2f} times" for r in self.faster)
         return f"Faster, but a step then has other samples: {named}. Below is what each does to the training."
 
@@ -70,25 +71,25 @@ def _of_same_samples(results: Sequence[Result], now: Result, case: Case, job: st
         of_memory = "" if case.limit_is_given else " in memory"
         return Verdict(now, taken, f"Take {name} for {job}: {what} {case.too_much}{of_memory} ({now.problem}).")
     speedup, error = gain(taken, now)
-    num_steps = len(case.batches)  # of one step error is NaN
-    few = " One step is too few to say how sure that is." if num_steps == 1 else ""
+    num_steps = len(case.batches)
+    is_known = num_steps > 1  # of one step error is NaN
+    few = "" if is_known else " One step is too few to say how sure that is."
     if speedup >= 1 + WORTH and speedup - 2 * error <= 1:
         span = f"{speedup:.2f} times as fast as {what}, give or take {2 * error:.2f}"
         text = f"Not known for {job}: {name} is {span}, over {num_steps} steps; more steps would tell (--steps)."
         return Verdict(now, now, text)
     if taken is now or speedup < 1 + WORTH:
-        text = (
-            f"Not worth it for {job}: no alternative that trains on the same samples is {WORTH:.0%} faster than {what}."
-        )
-        return Verdict(now, now, text + few, 1.0, *((None, None) if few else (1.0, 1.0)))
+        worth = f"no alternative that trains on the same samples is {WORTH:.0%} faster than {what}"
+        one = 1.0 if is_known else None
+        return Verdict(now, now, f"Not worth it for {job}: {worth}.{few}", 1.0, one, one)
     low = high = None
-    if not few:
+    if is_known:
         seen = [speedup - 2 * error, speedup + 2 * error]
         for setting, factors in _UNSURE.items():
             seen += [_speedup(_scaled(case, setting, factor), taken, now) for factor in factors]
         sure = [value for value in seen if math.isfinite(value)]
         low, high = min(sure), max(sure)
-    span = "" if few else f" ({low:.2f} to {high:.2f})"
+    span = f" ({low:.2f} to {high:.2f})" if is_known else ""
     text = (
         f"Take {name}: training {job} is then {speedup:.2f} times as fast as with {what}{span}, {1 - 1 / speedup:.0%} "
         f"fewer GPU-hours.{few}"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from knapformer import ArgumentError, Plan, StepPlan, Topology, plan_home
+from knapformer import ArgumentError, StepPlan, Topology, plan_home
 from knapformer.tools import cli_args, cost_args
-from knapformer.tools.cli_args import OF_DRAW, refuse, remember_defaults
-from knapformer.tools.files import check_outputs, show, table_of, text_or, write_json
+from knapformer.tools.cli_args import OF_DRAW, add, refuse
+from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.ways import (
     Draw,
     Lengths,
@@ -25,48 +25,46 @@ from knapformer.tools.ways import (
     batches_of_step,
     by_micro_batch,
     lengths_of_step,
-    micro_batches_of_step,
     planned_whole,
 )
 
 if TYPE_CHECKING:
     from knapformer.models.config import BaseConfig
 
-_FORMAT = "knapformer.replay"
 _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
+# Options that a plan from a file has fixed already.
+_OF_PLAN = (*OF_DRAW, "ranks", "steps", "topology", "micro_batches", "max_tokens_per_rank")
+_COLUMNS = {
+    "balancer": "name::none", "WIR": "wir:.2f:inf", "measured": "measured_wir:.2f:inf", "FBL": "fbl_s:.3f",
+    "compute": "compute_s:.3f", "exchange": "exchange_s:.3f", "route": "route_s:.3f", "FSDP": "fsdp_s:.3f",
+    "peak": "max_tokens_per_rank:,", "GB": "exchanged_gb:.2f", "FSDP GB": "fsdp_gb:.1f", "TPS": "tokens_per_s:,.0f",
+    "speed-up": "speed_up:.2f", "corr.": "correlation:.3f", "spread": "spread:.1%",
+}  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        help="every rank's share of a plan, measured on one device",
-        description=__doc__,
+    parser = cli_args.command(
+        subparsers, "replay", run, help="every rank's share of a plan, measured on one device", description=__doc__,
         epilog=cli_args.DATA_CODES,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    cli_args.add(source, "--from", "--data", "--lengths")
-    parser.add_argument("--topology", action="append", metavar="T", help="may be given several times")
-    cli_args.add(parser, "--ranks", help="with --data (default: those of the mix)")
-    cli_args.add(parser, "--steps", default=1, help="of --data or --lengths (default 1)")
-    cli_args.add(
-        parser, "--solver", *cli_args.DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup"
-    )
+    )  # fmt: skip
+    add(parser.add_mutually_exclusive_group(required=True), "--from", "--data", "--lengths")
+    add(parser, "--topology")
+    add(parser, "--ranks", help="with --data (default: those of the mix)")
+    add(parser, "--steps", default=1, help="of --data or --lengths (default 1)")
+    add(parser, "--solver", *cli_args.DRAW, "--micro-batches", "--max-tokens-per-rank", "--repeats", "--warmup")
     cli_args.add_gamma(parser)
-    cli_args.add(
+    add(
         parser, "--model", default=None,
         help="one block of each kind is run; default flux on CUDA, flux-narrow, an eighth as wide, on the CPU",
     )  # fmt: skip
-    cli_args.add(parser, *cli_args.RUN, "--peak-tflops", "--json")
-    cli_args.add(parser.add_argument_group("the cluster that communication is modelled for"), *cli_args.CLUSTER)
-    parser.set_defaults(run=run)
-    remember_defaults(parser, (*OF_DRAW, "ranks", "steps"))
+    add(parser, *cli_args.RUN, "--peak-tflops", "--json")
+    add(parser.add_argument_group("the cluster that communication is modelled for"), *cli_args.CLUSTER)
 
 
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
-    check_outputs({"--json": args.json})
     if args.plan is not None:
-        refuse(args, (*OF_DRAW, "ranks", "steps"), "--from")
+        refuse(args, _OF_PLAN, "a plan", "which has its own")
     elif args.lengths is not None:
         refuse(args, OF_DRAW, "--lengths")
     from knapformer.adapters.named import load_config
@@ -81,11 +79,11 @@ def run(args: argparse.Namespace) -> None:
     device = use_device(args.device, args.threads)
     args.model = args.model or _DEFAULT_MODELS[device.type]
     config, dtype = load_config(args.model), args.dtype or default_dtype(device)
-    cost = cost_args.costs(args)
+    planning = cost_args.planning(args, d_model=config.d_model, mask=config.mask)
     # Costs that do not follow from a plan are either measured here or not known.
-    cluster = cost["cluster"].replace(fixed_s=0.0, host_s_per_piece=0.0)
-    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=cost["model"])
-    planning = Planning(config.d_model, cost["gamma"], cluster, model, mask=config.mask, solver=args.solver)
+    cluster = planning.cluster.replace(fixed_s=0.0, host_s_per_piece=0.0)
+    model = cost_args.trained_model(config, DTYPES[dtype], args.recomputes, of=planning.model)
+    planning = replace(planning, cluster=cluster, model=model)
     ways = _ways(args, config, planning)
     lens = [plan.seq_lens for way in ways for step in way.steps for plan in step.plans]
     cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, lens)), device_name(device))
@@ -107,28 +105,53 @@ def run(args: argparse.Namespace) -> None:
     variants = [
         Variant(
             way.topology, way.steps,
-            [[list(islice(of_share, plan.num_ranks)) for plan in step.plans] for step in way.steps], way.planned_whole,
+            [[list(islice(of_share, plan.num_ranks)) for plan in step.plans] for step in way.steps],
         ).figures(cluster, model, config.mask, args.peak_tflops)
         for way in ways
     ]  # fmt: skip
-    first = ways[0].steps[0].plans
-    result = {
-        "format": _FORMAT,
+    first, planning = ways[0].steps[0].plans[0], replace(planning, model=model)
+    planning = replace(planning, gamma=first.workload.gamma)
+    write_json(args.json, {
+        "format": "knapformer.replay",
         "version": 2,
         "model": config.to_dict(),
         "dtype": dtype,
-        "num_ranks": first[0].num_ranks,
-        "micro_batches": len(first) if ways[-1].planned_whole else None,
-        "gamma": first[0].workload.gamma,
+        "num_ranks": first.num_ranks,
+        "micro_batches": args.micro_batches,
+        "gamma": planning.gamma,
         "peak_tflops": args.peak_tflops,
         "noise": noise,
-        "cluster": cost_args.settings_dict(cluster, model),
+        "cluster": cost_args.settings_dict(planning),
         "variants": variants,
         "environment": environment(device),
+    })  # fmt: skip
+    noise_text = "" if noise is None else f" Repeats of a measurement spread by {noise:.1%}."
+    columns = _COLUMNS | ({} if variants[0]["hfu"] is None else {"HFU": "hfu:.1%"})
+    show(
+        f"{args.model} in {dtype} on {device_name(device)}, shares of {first.num_ranks:,} ranks, gamma "
+        f"{planning.gamma:.3g}",
+        table_of(
+            (cells_of(_row(of, variants[0]["fbl_s"]), columns) for of in variants),
+            left="balancer",
+            caption="FBL (forward and backward latency): what the slowest ranks compute, measured, then what the "
+            "cluster model adds. Seconds. WIR (workload imbalance ratio): highest over lowest work of a rank, planned "
+            "and measured. Peak: tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step. TPS: "
+            "tokens per second.",
+        ),
+        "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
+        + noise_text,
+        cost_args.assumed(args, planning, cost_args.limit_of(args), args.plan),
+    )
+
+
+def _row(of: dict[str, Any], baseline_s: float) -> dict[str, Any]:
+    return {
+        **of,
+        "compute_s": of["token_s"] + of["attention_s"],
+        "exchanged_gb": of["exchanged_bytes"] / 1e9,
+        "fsdp_gb": of["fsdp_bytes"] / 1e9,
+        "speed_up": baseline_s / of["fbl_s"],
     }
-    write_json(args.json, result)
-    print_results(args.model, device_name(device), result)
-    show(cost_args.assumed(args, result["gamma"], cluster, model))
 
 
 @dataclass(frozen=True)
@@ -138,15 +161,15 @@ class _Way:
     topology: str | None  # None: every sequence at home
     steps: Sequence[Step]
     text_tokens: list[list[list[int]]]
-    planned_whole: bool = False
 
 
 def _ways(args: argparse.Namespace, config: BaseConfig, planning: Planning) -> list[_Way]:
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
+    from knapformer.tools.measure.blocks import typical_text_tokens
+
     texts: list[list[Lengths]] | None = None  # of the samples, in the places of their lengths
     if args.plan is not None:
-        topology, steps, home = _from_file(args, config)
-        found: list[tuple[str | None, list[Step]]] = [(None, home), (topology, steps)]
+        found = _from_file(args, config)
     else:
         if args.topology is None:
             raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
@@ -161,70 +184,32 @@ def _ways(args: argparse.Namespace, config: BaseConfig, planning: Planning) -> l
             found += [
                 (name, list(planned_whole(str(name), routed=False, beside=steps)(draw))) for name, steps in found[1:]
             ]
-    # A step planned whole may leave micro-batches empty, and so may one cut from its lists.
-    if not all(step.num_tokens if args.plan is not None else all(plan.num_tokens for plan in step.plans)
-               for step in found[0][1]):  # fmt: skip
+    if not all(plan.num_tokens for step in found[0][1] for plan in step.plans):
         raise ArgumentError("plan: got a step without sequences, expected at least one sequence to replay")
 
     def texts_of(number: int, step: Step) -> list[list[int]]:
         if texts is None:
-            return [_some_text(config, plan.seq_lens) for plan in step.plans]
+            return [[typical_text_tokens(config, n) for lens in plan.seq_lens for n in lens] for plan in step.plans]
         if step.whole is None:
             return [[text for of in batch for text in of] for batch in texts[number]]
         # A step's sequences are numbered rank by rank and, within a rank, micro-batch by micro-batch.
         flat = [text for of in lengths_of_step(texts[number]) for text in of]
         return [[flat[s] for s in step.whole.sequences_of(k)] for k in range(step.whole.num_micro_batches)]
 
-    return [
-        _Way(name, steps, list(map(texts_of, range(len(steps)), steps)), steps[0].whole is not None)
-        for name, steps in found
-    ]
+    return [_Way(name, steps, list(map(texts_of, range(len(steps)), steps))) for name, steps in found]
 
 
-def _from_file(args: argparse.Namespace, config: BaseConfig) -> tuple[str, list[Step], list[Step]]:
-    """The topology of the plan, its step, and that step with every sequence at home; of a step plan in micro-batches
-    cut from each rank's list."""
+def _from_file(args: argparse.Namespace, config: BaseConfig) -> list[tuple[str | None, list[Step]]]:
+    """Every sequence at home, and as the plan says."""
     plan = cli_args.read_plan(args.plan)
-    for option, given in (
-        ("--topology", args.topology), ("--micro-batches", args.micro_batches),
-        ("--max-tokens-per-rank", args.max_tokens_per_rank or None),
-    ):  # fmt: skip
-        if given is not None:
-            raise ArgumentError(f"{option}: got one beside a plan, which has its own, expected none")
-    for of_micro_batch in plan.plans if isinstance(plan, StepPlan) else [plan]:
-        _check_model(args.plan, of_micro_batch, config)
-    if isinstance(plan, Plan):
-        return str(plan.topology), [Step([plan])], [Step([plan_home(plan)])]
-    if plan.sync != "micro_batch":
-        raise ArgumentError(
-            f"plan: sync: got {plan.sync!r}, expected 'micro_batch': ranks wait for each other in each one here"
-        )
-    first = plan.plans[0]
-    planning = Planning(first.d_model, first.workload.gamma, first.cluster, first.model, mask=config.mask)
-    batches = micro_batches_of_step(_lengths_of(plan), plan.num_micro_batches)
-    return str(first.topology), [Step(plan.plans, whole=plan)], [Step([planning.home(batch) for batch in batches])]
-
-
-def _lengths_of(step: StepPlan) -> Lengths:
-    """For each rank the lengths of its sequences, in the order in which it drew them."""
-    length_of = dict(
-        pair
-        for k, plan in enumerate(step.plans)
-        for pair in zip(step.sequences_of(k), (n for lens in plan.seq_lens for n in lens), strict=True)
-    )
-    counts = [sum(len(plan.seq_lens[rank]) for plan in step.plans) for rank in range(step.plans[0].num_ranks)]
-    ids = iter(range(len(length_of)))
-    return [[length_of[next(ids)] for _ in range(count)] for count in counts]
-
-
-def _check_model(path: str, plan: Plan, config: BaseConfig) -> None:
+    if isinstance(plan, StepPlan):
+        raise ArgumentError(f"{args.plan}: got the plan of a step of micro-batches, expected that of one micro-batch")
     if plan.d_model != config.d_model:
-        expected = f"expected {config.d_model}, as the model has"
-        raise ArgumentError(f"{path}: d_model: got {plan.d_model}, {expected}")
+        raise ArgumentError(f"{args.plan}: d_model: got {plan.d_model}, expected {config.d_model}, as the model has")
     lens = [length for of in plan.seq_lens for length in of]
-    works = [plan.workload.work(length, plan.d_model, config.mask) for length in lens]
-    if plan.sequence_works != works:
-        raise ArgumentError(f"{path}: masks: got others, expected {config.mask!r} alone, as the model has")
+    if plan.sequence_works != [plan.workload.work(length, plan.d_model, config.mask) for length in lens]:
+        raise ArgumentError(f"{args.plan}: masks: got others, expected {config.mask!r} alone, as the model has")
+    return [(None, [Step([plan_home(plan)])]), (str(plan.topology), [Step([plan])])]
 
 
 def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[Lengths]], list[list[Lengths]] | None]:
@@ -234,7 +219,7 @@ def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[Leng
             raise ArgumentError(
                 "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
             )
-        return [[step] for step in cli_args.steps_from(args, args.ranks, 0, args.steps)[: args.steps]], None
+        return [[step] for step in cli_args.steps_from(args, args.ranks, 0, args.steps)], None
     mix, num_ranks = cli_args.mix_and_ranks(args)
     samples = [
         [
@@ -245,50 +230,3 @@ def _drawn(args: argparse.Namespace, config: BaseConfig) -> tuple[list[list[Leng
     ]
     lens = [[[[config.planned_tokens(s) for s in of] for of in ranks] for ranks in step] for step in samples]
     return lens, [[[[s.text_tokens for s in of] for of in ranks] for ranks in step] for step in samples]
-
-
-def _some_text(config: BaseConfig, seq_lens: Lengths) -> list[int]:
-    from knapformer.tools.measure.blocks import typical_text_tokens
-
-    return [typical_text_tokens(config, length) for lens in seq_lens for length in lens]
-
-
-def print_results(model_name: str, device: str, result: dict[str, Any]) -> None:
-    baseline_s = result["variants"][0]["fbl_s"]
-    text = "Corr. and spread: of ranks' measured seconds with their planned work (- where that is even), and per FLOP."
-    if result["noise"] is not None:
-        text += f" Repeats of a measurement spread by {result['noise']:.1%}."
-    show(
-        f"{model_name} in {result['dtype']} on {device}, shares of "
-        f"{result['num_ranks']:,} ranks, gamma {result['gamma']:.3g}",
-        table_of(
-            (_cells(row, baseline_s) for row in result["variants"]),
-            left="balancer",
-            caption="FBL (forward and backward latency): what the slowest ranks compute, measured, then what the "
-            "cluster model adds. Seconds. WIR (workload imbalance ratio): highest over lowest work of a rank, planned "
-            "and measured. Peak: tokens of the fullest rank. GB: exchanged, and FSDP's, by all ranks in a step. TPS: "
-            "tokens per second.",
-        ),
-        text,
-    )
-
-
-def _cells(row: dict[str, Any], baseline_s: float) -> dict[str, str]:
-    cells = {
-        "balancer": row["name"] or "none",
-        "WIR": text_or(row["wir"], ".2f", "inf"),
-        "measured": text_or(row["measured_wir"], ".2f", "inf"),
-        "FBL": f"{row['fbl_s']:.3f}",
-        "compute": f"{row['token_s'] + row['attention_s']:.3f}",
-        "exchange": f"{row['exchange_s']:.3f}",
-        "route": f"{row['route_s']:.3f}",
-        "FSDP": f"{row['fsdp_s']:.3f}",
-        "peak": f"{row['max_tokens_per_rank']:,}",
-        "GB": f"{row['exchanged_bytes'] / 1e9:.2f}",
-        "FSDP GB": f"{row['fsdp_bytes'] / 1e9:.1f}",
-        "TPS": f"{row['tokens_per_s']:,.0f}",
-        "speed-up": f"{baseline_s / row['fbl_s']:.2f}",
-        "corr.": text_or(row["correlation"], ".3f", "-"),
-        "spread": f"{row['spread']:.1%}",
-    }
-    return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}

@@ -30,7 +30,6 @@ class Variant:
     topology: str | None  # None: every sequence at home
     steps: Sequence[Step]
     measured: Sequence[Sequence[Sequence[RankSeconds]]]  # of each rank
-    planned_whole: bool = False  # the micro-batches of a step are planned at once
 
     def figures(self, cluster: Cluster, model: TrainedModel, mask: str, peak_tflops: float | None) -> dict[str, Any]:
         """Means over the steps of the measured compute, with the waits and communication that the cluster model adds;
@@ -55,7 +54,7 @@ class Variant:
         seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
         busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
         busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
-        name = f"{PLANNED_STEP}, {self.topology}" if self.planned_whole else self.topology
+        name = self.topology if self.steps[0].whole is None else f"{PLANNED_STEP}, {self.topology}"
         of_steps = [step.figures["total_s"] for step in steps]
         return {
             **measured(name, self.topology, steps, of_steps, model, mask, peak_tflops),

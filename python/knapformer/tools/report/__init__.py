@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from knapformer.tools.report.page import write_report
+from knapformer.tools.report.page import measured_of, write_report
 
-__all__ = ["write_report"]
+__all__ = ["measured_of", "write_report"]

@@ -1,28 +1,27 @@
-"""The report's charts, as plotly figures; of several, by their captions."""
+"""The charts of reports, as plotly figures."""
 
 from __future__ import annotations
 
+import html
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import Plan, StepPlan, StepTime, predict_step
-from knapformer.tools.report.html_page import rows_of
+from knapformer import Plan, StepPlan
 from knapformer.tools.report.placement import MAX_RANKS, Bars
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
-_TERM_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999")
-_LINE_COLOURS = (BEFORE, AFTER, "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#009E73", "#999999", BEFORE)
 # Viridis without its darkest part, which is invisible on a dark ground.
 _LENGTH_COLOURS = ["#3e4c8a", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 _BAR = {"orientation": "h", "thickness": 12}
-_MAX_TICKS = 8  # more leave no room for one at each bar or cell
 
 
 def work_per_rank(plan: Plan) -> go.Figure:
@@ -90,8 +89,10 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
                 "line": {"width": 0.5, "color": "rgba(255,255,255,0.4)"},
             },
         )  # fmt: skip
-    for boundary in _bag_boundaries(plan):
-        figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
+    firsts = [ranks[0] for ranks in plan.topology.bags]
+    for boundary in sorted(firsts)[1:] if len(firsts) < plan.num_ranks else []:
+        if boundary < MAX_RANKS:
+            figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
     figure.update_layout(
         barmode="stack",
         bargap=0.1,
@@ -111,65 +112,49 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     return figure
 
 
-def _terms(times: Iterable[StepTime]) -> Iterator[tuple[list[float], dict[str, Any]]]:
-    """Seconds of each term that is not nothing throughout, and how its bars look."""
-    times = list(times)
-    for (term, label), colour in zip(StepTime.labels().items(), itertools.cycle(_TERM_COLOURS), strict=False):
-        seconds = [step.terms[term] for step in times]
-        if any(seconds):
-            yield seconds, {"name": label, "marker_color": colour, "marker_line_width": 0}
-
-
-def step_times(predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]) -> go.Figure:
+def stacked_bars(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
+    """Horizontal bars, each below its name, which is broken into lines and never cut; of parts that have a colour each.
+    rows: parts by label, of each bar by its name. Parts that are nothing throughout are left out."""
     figure = go.Figure()
-    places = rows_of(figure, [*predicted, *(f"{name}, measured" for name in measured_s)])
-    for seconds, look in _terms(predicted.values()):
+    bottom, places = 0, list[float]()
+    for name in rows:
+        lines = textwrap.wrap(name, 44)
+        figure.add_annotation(
+            x=0, xref="paper", xanchor="left", y=bottom, yanchor="top", text="<br>".join(map(html.escape, lines)),
+            align="left", showarrow=False,
+        )  # fmt: skip
+        bottom += 16 * len(lines) + 30
+        places.append(bottom - 18)
+    labels = dict.fromkeys(label for parts in rows.values() for label, value in parts.items() if value)
+    for label, colour in zip(labels, itertools.cycle(_COLOURS), strict=False):
         figure.add_bar(
-            y=places[: len(seconds)], x=seconds, orientation="h", width=20,
-            hovertemplate=f"{look['name']}: %{{x:.4f}} s<extra></extra>", **look,
+            y=places, x=[parts.get(label, 0.0) for parts in rows.values()], orientation="h", width=20, name=label,
+            marker_color=colour, marker_line_width=0, hovertemplate=f"{label}: %{{x:.4g}}<extra></extra>",
         )  # fmt: skip
-    for place, seconds_of in zip(places[len(predicted) :], measured_s.values(), strict=True):
-        figure.add_box(
-            x=list(seconds_of), y0=place, orientation="h", width=20, marker_color=AFTER,
-            boxpoints="all" if len(seconds_of) <= 200 else "outliers",
-        )  # fmt: skip
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(title="seconds a step, forward and backward", rangemode="tozero")
+    figure.update_layout(barmode="stack", height=bottom + 60)
+    figure.update_xaxes(title=title, rangemode="tozero")
+    figure.update_yaxes(range=[bottom, 0], visible=False)
     return figure
 
 
-def micro_batch_times(step: StepPlan) -> go.Figure:
+def distribution(lengths: Any, work: Any, num_bins: int = 40) -> go.Figure:
+    """Shares of samples, and of their work, by length in bins of equal ratio."""
+    values, work = np.asarray(lengths, dtype=np.float64), np.asarray(work)
+    low, high = values.min(), max(values.max(), 1.12 * values.min())
+    edges = np.geomspace(low, high, num_bins + 1)
+    edges[0], edges[-1] = low, high  # exactly, so that no sample is outside
     figure = go.Figure()
-    for seconds, look in _terms(predict_step(plan) for plan in step.plans):
+    for name, weights, colour in (("samples", None, BEFORE), ("work", work, AFTER)):
+        share, _ = np.histogram(values, edges, weights=weights)
         figure.add_bar(
-            y=seconds, hovertemplate=f"micro-batch %{{x}}, {look['name']}: %{{y:.4f}} s<extra></extra>", **look
-        )
-    figure.update_layout(barmode="stack", bargap=0.15)
-    figure.update_xaxes(title="micro-batch", dtick=1 if step.num_micro_batches <= _MAX_TICKS else None)
-    figure.update_yaxes(title="seconds, forward and backward")
+            x=np.sqrt(edges[:-1] * edges[1:]), y=100 * share / share.sum(), width=np.diff(edges), opacity=0.7,
+            name=name, marker_color=colour, marker_line_width=0, hovertemplate="%{x:,.0f} tokens: %{y:.1f} %",
+        )  # fmt: skip
+    figure.update_layout(barmode="overlay")
+    dtick = "D2" if high > 10 * low else None  # 1k, 2k and 5k
+    figure.update_xaxes(title="tokens", type="log", tickformat="~s", dtick=dtick)
+    figure.update_yaxes(title="% of all")
     return figure
-
-
-def scaling(points: Sequence[Mapping[str, Any]]) -> dict[str, go.Figure]:
-    """points: of a file of predictions; of each topology, as asked for, a line."""
-    figures = {}
-    ticks = sorted({point["num_ranks"] for point in points})
-    for caption, value in (
-        ("step, s", lambda p: p["total_s"]),
-        ("efficiency, %", lambda p: 100 * p["efficiency"]),
-        ("GB that a rank sends in a step", lambda p: (p["route_bytes"] + p["attention_bytes"]) / p["num_ranks"] / 1e9),
-    ):
-        figure = figures[caption] = go.Figure()
-        names = dict.fromkeys(point["asked"] for point in points)
-        for colour, name in zip(itertools.cycle(_LINE_COLOURS), names, strict=False):
-            line = [point for point in points if point["asked"] == name]
-            figure.add_scatter(
-                x=[point["num_ranks"] for point in line], y=list(map(value, line)), name=name, mode="lines+markers",
-                line={"color": colour}, hovertemplate="%{x:,} ranks: %{y:.4g}",
-            )  # fmt: skip
-        figure.update_xaxes(type="log", title="ranks", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks])
-        figure.update_yaxes(rangemode="tozero")
-    return figures
 
 
 def scale_of(value: float, unit: str) -> tuple[float, str]:
@@ -178,8 +163,3 @@ def scale_of(value: float, unit: str) -> tuple[float, str]:
         if value >= 10**exponent:
             return 10.0**exponent, prefix + unit
     return 1.0, unit
-
-
-def _bag_boundaries(plan: Plan) -> list[int]:
-    firsts = [ranks[0] for ranks in plan.topology.bags]
-    return [rank for rank in sorted(firsts)[1:] if rank < MAX_RANKS] if len(firsts) < plan.num_ranks else []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from knapformer.tools.files import write_atomically
+from knapformer.tools.files import write
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -20,25 +19,6 @@ _CLEAR = {"template": "none", "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": 
 _BREAKS = re.compile("(?<=[a-z])(?=[A-Z])")  # where a phone may break a long word
 
 
-def rows_of(figure: go.Figure, names: Iterable[str]) -> list[float]:
-    """The places of horizontal bars, each below its name, which is broken into lines and never cut.
-
-    Sets the vertical axis, in pixels, and the figure's height. Bars are to be 20 wide.
-    """
-    bottom, places = 0, list[float]()
-    for name in names:
-        lines = textwrap.wrap(name, 44)
-        text = "<br>".join(map(html.escape, lines))
-        figure.add_annotation(
-            x=0, xref="paper", xanchor="left", y=bottom, yanchor="top", text=text, align="left", showarrow=False
-        )
-        bottom += 16 * len(lines) + 30
-        places.append(bottom - 18)
-    figure.update_yaxes(range=[bottom, 0], visible=False)
-    figure.update_layout(height=bottom + 60)
-    return places
-
-
 class HtmlPage:
     """Sections in the order in which they are added. Headings and texts are HTML."""
 
@@ -46,27 +26,22 @@ class HtmlPage:
         self._sections: list[str] = []
         self._charts: list[str] = []
 
-    def add(
-        self, heading: str, text: str, figures: go.Figure | Mapping[str, go.Figure], height: int | None = None
-    ) -> None:
-        """figures: one, or several by their captions, side by side where there is room. height: in pixels, of each."""
-        legend: dict[str, str] = {}  # colours by the names of traces
-        content = ""
-        for caption, figure in figures.items() if isinstance(figures, Mapping) else [("", figures)]:
-            figure.update_layout(
-                **_CLEAR, height=height or figure.layout.height, font={"size": 12}, hovermode="closest",
-                margin=dict.fromkeys("lrtb", 8) | figure.layout.margin.to_plotly_json(), showlegend=False,
-            )  # fmt: skip
-            figure.update_xaxes(automargin=True, ticklabelstandoff=4)
-            figure.update_yaxes(automargin=True)
-            for trace in figure.data:
-                if trace.name:
-                    legend[trace.name] = trace.line.color if trace.type == "scatter" else trace.marker.color
-            chart = f"chart{len(self._charts)}"
-            self._charts.append(f'"{chart}": {figure.to_json()}')
-            content += f'<figure><figcaption>{html.escape(caption)}</figcaption><div id="{chart}"></div></figure>'
+    def add(self, heading: str, text: str, figure: go.Figure, height: int | None = None) -> None:
+        """height: in pixels (default: the figure's own)."""
+        figure.update_layout(
+            **_CLEAR, height=height or figure.layout.height, font={"size": 12}, hovermode="closest",
+            margin=dict.fromkeys("lrtb", 8) | figure.layout.margin.to_plotly_json(), showlegend=False,
+        )  # fmt: skip
+        figure.update_xaxes(automargin=True, ticklabelstandoff=4)
+        figure.update_yaxes(automargin=True)
+        legend = {
+            trace.name: trace.line.color if trace.type == "scatter" else trace.marker.color
+            for trace in figure.data if trace.name
+        }  # fmt: skip
         names = (f'<li><i style="background:{of}"></i>{html.escape(name)}</li>' for name, of in legend.items())
-        self._add_section(heading, text, f'<ul>{"".join(names)}</ul><div class="charts">{content}</div>')
+        chart = f"chart{len(self._charts)}"
+        self._charts.append(f'"{chart}": {figure.to_json()}')
+        self._add_section(heading, text, f'<ul>{"".join(names)}</ul><div id="{chart}"></div>')
 
     def add_table(self, heading: str, text: str, rows: Iterable[Mapping[str, str]]) -> None:
         """rows: at least one, each with its cells by heading."""
@@ -98,7 +73,7 @@ class HtmlPage:
         }
         page = files("knapformer.tools.report").joinpath("page.html").read_text(encoding="utf-8")
         # One pass over the template, so that inserted text is not searched for placeholders.
-        write_atomically(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
+        write(path, re.sub("|".join(parts), lambda place: parts[place[0]], page))
 
     def _add_section(self, heading: str, text: str, content: str) -> None:
         self._sections.append(f"<section><h2>{heading}</h2><p>{text}</p>{content}</section>")

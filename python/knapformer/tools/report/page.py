@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from knapformer import ArgumentError, Plan, StepPlan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
@@ -21,14 +20,12 @@ def write_report(
     plan: Plan | StepPlan,
     *,
     measured_s: Mapping[str, Sequence[float]] | None = None,
-    points: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
 ) -> None:
     """Writes the report of a plan to `path`, whole or not at all. For a step it shows all micro-batches, and the
     one that takes longest in detail.
 
     measured_s: measured step times in seconds, by a name ("no balancer", "g8n4"), shown beside the predicted ones.
-    points: predictions over the number of ranks, as plan --predictions writes them.
     Raises ArgumentError, OSError.
     """
     check_packages("--report")
@@ -36,40 +33,50 @@ def write_report(
 
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
-    page, detail = HtmlPage(), ""
-    step_figures: tuple[tuple[str, str], ...] = ()
+    page, detail, figures = HtmlPage(), "", list[tuple[str, str]]()
     if isinstance(plan, StepPlan):
-        longest = max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
+        whole, longest = plan, max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
         detail = f"; of {plan.num_micro_batches} micro-batches, number {longest} in detail, which takes longest"
-        step_figures = _add_step(page, plan)
+        waits = "in each" if plan.sync == "micro_batch" else "once, at the end of the step"
+        text = f"Work of one block over the mean of a rank and micro-batch. Ranks wait for each other {waits}."
+        page.add("The step: work per rank and micro-batch", text, charts.work_per_micro_batch(plan), 380)
         plan = plan.plans[longest]
-    measured_s = measured_s or {}
-    predicted = {NO_BALANCER: predict_step(plan_home(plan)), str(plan.topology): predict_step(plan)}
+        figures += [
+            (f"{whole.predicted_time:.3g} s", f"predicted step of {whole.num_micro_batches} micro-batches"),
+            (f"{whole.predicted_time / whole.ideal_time - 1:.2%}", "over ideal"),
+            (f"{whole.tokens_moved / whole.num_tokens:.1%}", "of the step's tokens change ranks"),
+        ]
+    before, step = predict_step(plan_home(plan)), predict_step(plan)
     bars = bars_of(plan)
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
-    page.add(
-        "Where every sequence lies", _placement_text(plan.num_ranks, bars.num_merged), charts.placement(bars, plan), 600
-    )
-    text = "Predicted by the cluster model; terms of the slowest group of ranks. "
-    text += "Measured: one point a step." if measured_s else ""
-    page.add("Step time", text, charts.step_times(predicted, measured_s))
-    if points:
-        page.add("As the cluster grows", "Predicted; means over steps.", charts.scaling(points), 360)
-    step = predicted[str(plan.topology)]
-    figures = (
-        *step_figures,
+    text = "One bar for each rank, cut into the sequences that lie there; point at one for its length, home and chunk. "
+    text += "Dotted lines: bags. " + (f"The first {MAX_RANKS} ranks. " if plan.num_ranks > MAX_RANKS else "")
+    if bars.num_merged:
+        text += f"The shortest {bars.num_merged:,} are drawn together, one piece for each rank. "
+    page.add("Where every sequence lies", text, charts.placement(bars, plan), 600)
+    rows = {name: _terms(time) for name, time in ((NO_BALANCER, before), (str(plan.topology), step))}
+    medians = {name: statistics.median(seconds) for name, seconds in (measured_s or {}).items() if seconds}
+    rows |= {f"{name}, measured": {"measured": median_s} for name, median_s in medians.items()}
+    text = "Predicted by the cluster model; terms of the slowest group of ranks."
+    text += " Measured: medians over steps." if medians else ""
+    title_of_axis = "seconds a step, forward and backward"
+    page.add("Step time", text, charts.stacked_bars(rows, title_of_axis))
+    figures += [
         (f"{plan.max_over_mean_before:.2f} → {plan.max_over_mean_after:.3f}", "slowest rank's work over the mean"),
         (f"{plan.wir_before:.2f} → {plan.wir_after:.2f}".replace("inf", "∞"), "highest over lowest work (WIR)"),
-        *_step_figures(predicted, measured_s),
+        *_faster("predicted", before.total_s, step.total_s),
         (f"{max(plan.tokens_before):,} → {max(plan.tokens_after):,}", "tokens of the fullest rank"),
         (f"{plan.tokens_moved / plan.num_tokens:.1%}", "of the tokens change ranks"),
         (_bytes(step.route_bytes.total + step.attention_bytes.total), "sent between ranks in a step"),
         (_bytes(step.route_bytes.between + step.attention_bytes.between), "of that leaves a node"),
-    )
+    ]
+    if NO_BALANCER in medians and len(medians) > 1:
+        *_, last_s = (median_s for name, median_s in medians.items() if name != NO_BALANCER)
+        figures += _faster("measured", medians[NO_BALANCER], last_s)
     settings = {
         "topology": plan.topology, "solver": plan.solver, "width": plan.d_model, "gamma": f"{plan.workload.gamma:g}",
-        **{field: value for part in settings_dict(plan.cluster, plan.model).values() for field, value in part.items()},
+        **{field: value for part in settings_dict(plan).values() for field, value in part.items()},
     }  # fmt: skip
     subtitle = (
         f"{plan.num_ranks:,} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens; "
@@ -80,48 +87,14 @@ def write_report(
     page.write(path, title or f"knapformer: {plan.num_ranks:,} ranks, {plan.topology}", subtitle, figures, settings)
 
 
-def _add_step(page: HtmlPage, step: StepPlan) -> tuple[tuple[str, str], ...]:
-    """Adds the charts of the whole step, and returns its figures for the top of the page."""
-    from knapformer.tools.report import charts
-
-    waits = "in each" if step.sync == "micro_batch" else "once, at the end of the step"
-    text = f"Work of one block over the mean of a rank and micro-batch. Ranks wait for each other {waits}."
-    page.add("The step: work per rank and micro-batch", text, charts.work_per_micro_batch(step), 380)
-    text = "Predicted by the cluster model; terms of the slowest group of ranks."
-    page.add("The step: time of each micro-batch", text, charts.micro_batch_times(step), 300)
-    over_ideal = step.predicted_time / step.ideal_time - 1
-    return (
-        (f"{step.predicted_time:.3g} s", f"predicted step of {step.num_micro_batches} micro-batches"),
-        (f"{over_ideal:.2%}", "over ideal"),
-        (f"{step.tokens_moved / step.num_tokens:.1%}", "of the step's tokens change ranks"),
-    )
+def _terms(time: StepTime) -> dict[str, float]:
+    return {label: time.terms[term] for term, label in StepTime.labels().items()}
 
 
-def _step_figures(
-    predicted: Mapping[str, StepTime], measured_s: Mapping[str, Sequence[float]]
-) -> Iterator[tuple[str, str]]:
-    """Seconds of a step without and with the plan, and how many times faster."""
-    yield from _faster("predicted", *(step.total_s for step in predicted.values()))
-    others = [name for name in measured_s if name != NO_BALANCER and measured_s[name]]
-    if others and measured_s.get(NO_BALANCER):
-        yield from _faster("measured", *(statistics.median(measured_s[name]) for name in (NO_BALANCER, others[-1])))
-
-
-def _faster(how: str, before_s: float, after_s: float) -> Iterator[tuple[str, str]]:
-    yield f"{before_s:.3g} → {after_s:.3g} s", f"{how} step"
-    yield f"{before_s / after_s:.2f} times", f"{how} speed-up"
-
-
-def _placement_text(num_ranks: int, num_merged: int) -> str:
-    text = (
-        "One bar for each rank, cut into the sequences that lie there; point at one for its length, home and chunk. "
-        "Dotted lines: bags. "
-    )
-    if num_ranks > MAX_RANKS:
-        text += f"The first {MAX_RANKS} ranks. "
-    if num_merged:
-        text += f"The shortest {num_merged:,} are drawn together, one piece for each rank. "
-    return text
+def _faster(how: str, before_s: float, after_s: float) -> list[tuple[str, str]]:
+    return [
+        (f"{before_s:.3g} → {after_s:.3g} s", f"{how} step"), (f"{before_s / after_s:.2f} times", f"{how} speed-up")
+    ]  # fmt: skip
 
 
 def _bytes(num_bytes: float) -> str:

@@ -32,19 +32,20 @@ class Bars:
 
 def bars_of(plan: Plan, max_segments: int = 5000) -> Bars:
     """The longest is first in every bar. Above max_segments, each bar keeps its longest and merges the others."""
-    before, merged_before = _fewer(_before(plan), max_segments)
-    after, merged_after = _fewer(_chunks(plan), max_segments)
+    homes = [(home, length) for home, lens in enumerate(plan.seq_lens) for length in lens]
+    before, merged_before = _fewer(
+        (
+            Segment(home, number, length, length, work, f"sequence {number}<br>{length:,} tokens<br>home: rank {home}")
+            for number, ((home, length), work) in enumerate(zip(homes, plan.sequence_works, strict=True))
+        ),
+        max_segments,
+    )
+    after, merged_after = _fewer(_chunks(plan, homes), max_segments)
     return Bars(before, after, merged_before + merged_after)
 
 
-def _before(plan: Plan) -> Iterator[Segment]:
-    for sequence, ((home, length), work) in enumerate(zip(_homes(plan), plan.sequence_works, strict=True)):
-        hover = f"sequence {sequence}<br>{length:,} tokens<br>home: rank {home}"
-        yield Segment(home, sequence, length, length, work, hover)
-
-
-def _chunks(plan: Plan) -> Iterator[Segment]:
-    homes, first_ranks, degrees = _homes(plan), plan.first_rank_of_sequence, plan.degree_of_sequence
+def _chunks(plan: Plan, homes: list[tuple[int, int]]) -> Iterator[Segment]:
+    first_ranks, degrees = plan.first_rank_of_sequence, plan.degree_of_sequence
     for (sequence, rank, first, count), work in zip(plan.chunks, plan.chunk_works, strict=True):
         (home, length), degree, first_rank = homes[sequence], degrees[sequence], first_ranks[sequence]
         shared = f"shared by ranks {first_rank} to {first_rank + degree - 1}" if degree > 1 else "whole"
@@ -54,11 +55,6 @@ def _chunks(plan: Plan) -> Iterator[Segment]:
             f"home: rank {home}{' (stays)' if home == rank else ''}"
         )
         yield Segment(rank, sequence, length, count, work, hover)
-
-
-def _homes(plan: Plan) -> list[tuple[int, int]]:
-    """(home rank, length) of each sequence."""
-    return [(home, length) for home, lens in enumerate(plan.seq_lens) for length in lens]
 
 
 def _fewer(segments: Iterable[Segment], max_segments: int) -> tuple[list[Segment], int]:
@@ -72,8 +68,6 @@ def _fewer(segments: Iterable[Segment], max_segments: int) -> tuple[list[Segment
         out += bar[:keep]
         if rest := bar[keep:]:
             tokens, mean = sum(s.num_tokens for s in rest), round(statistics.fmean(s.seq_len for s in rest))
-            hover = (
-                f"{len(rest):,} shorter sequences<br>{tokens:,} tokens here<br>at most {rest[0].seq_len:,} tokens long"
-            )
+            hover = f"{len(rest):,} shorter sequences<br>{tokens:,} tokens here<br>at most {rest[0].seq_len:,} long"
             out.append(Segment(rank, None, mean, tokens, sum(s.work for s in rest), hover))
     return out, sum(len(bar[keep:]) for bar in bars.values())

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from knapformer import TrainedModel, predict_step
-from knapformer.tools.files import show, table_of, text_or, write_json
+from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
 
@@ -61,18 +61,18 @@ def figures(
     """A variant's figures, ready for JSON."""
     latencies_s, losses, _ = variant.measured
     # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
-    works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
-    work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
-    if variant.same_samples:
-        work, works = 1.0, [1.0] * len(works)
+    works, work = [1.0] * len(latencies_s), 1.0
+    if not variant.same_samples:
+        works = [of / base for base, of in zip(baseline.own_work(), variant.own_work(), strict=True)]
+        work = math.fsum(variant.own_work()) / math.fsum(baseline.own_work())
 
-    def gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
-        return [share * a / b for a, b, share in zip(before, after, works, strict=True)]
+    def gains(before: Sequence[float], after: Sequence[float]) -> tuple[float, list[float]]:
+        """Of all steps, and of each."""
+        of_steps = [share * a / b for a, b, share in zip(before, after, works, strict=True)]
+        return work * math.fsum(before) / math.fsum(after), of_steps
 
-    ratios = gains(baseline.measured.latencies_s, latencies_s)
-    promises = gains(baseline.highest_work(), variant.highest_work())
-    promised = work * math.fsum(baseline.highest_work()) / math.fsum(variant.highest_work())
-    speed_up = work * math.fsum(baseline.measured.latencies_s) / math.fsum(latencies_s)
+    speed_up, ratios = gains(baseline.measured.latencies_s, latencies_s)
+    promised, promises = gains(baseline.highest_work(), variant.highest_work())
     return {
         **measured(variant.name, variant.topology, variant.steps, latencies_s, model, mask, peak_tflops),
         "fbl_median_s": statistics.median(latencies_s),
@@ -84,18 +84,20 @@ def figures(
         "tokens_moved": variant.tokens_moved(),
         "work": work,
         "loss_per_step": losses,
-        **(differences(variant, baseline) if variant.same_samples else {}),
+        **(differences(variant.measured, baseline.measured) if variant.same_samples else {}),
     }
 
 
-def differences(variant: Variant, baseline: Variant) -> dict[str, float]:
+def differences(one: Measured, other: Measured) -> dict[str, float]:
     """The largest relative difference over the steps, of loss and of gradient norm, which have to be the same."""
 
-    def largest(of: Callable[[Measured], list[float]]) -> float:
-        pairs = zip(of(variant.measured), of(baseline.measured), strict=True)
-        return max(abs(a - b) / abs(b) if a != b else 0.0 for a, b in pairs)
+    def largest(of: Sequence[float], base: Sequence[float]) -> float:
+        return max(abs(a - b) / abs(b) if a != b else 0.0 for a, b in zip(of, base, strict=True))
 
-    return {"loss_difference": largest(lambda m: m.losses), "gradient_difference": largest(lambda m: m.gradient_norms)}
+    return {
+        "loss_difference": largest(one.losses, other.losses),
+        "gradient_difference": largest(one.gradient_norms, other.gradient_norms),
+    }
 
 
 def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
@@ -103,13 +105,13 @@ def sentences(all_figures: Sequence[dict[str, Any]]) -> str:
     baseline, *others = all_figures
     compared = [of for of in all_figures if "loss_difference" in of]
     loss, gradient = (max(of[name] for of in compared) for name in ("loss_difference", "gradient_difference"))
-    lines = [
+    text = (
         f"The loss is the same, {baseline['loss_per_step'][0]:.6g} in the first step: relative differences of at most "
         f"{loss:.1e}, of the gradient's norm {gradient:.1e}."
-    ]
+    )
     if others and all(of["promised_speed_up"] < 1.02 for of in others):
-        lines.append("The ranks' work is even already: there was nothing to gain.")
-    return "\n".join(lines)
+        text += "\nThe ranks' work is even already: there was nothing to gain."
+    return text
 
 
 def report(
@@ -122,24 +124,26 @@ def report(
     planning = simulation.planning
     of_variants = []
     for variant in variants:
-        of_variants.append(figures(variant, variants[0], model, planning.mask, args.peak_tflops))
+        of = figures(variant, variants[0], model, planning.mask, args.peak_tflops)
+        of_variants.append(of)
         if args.calibration is not None or args.cluster is not None:  # the cluster is this machine's
             cluster = planning.cluster.replace(host_s_per_piece=0.0)  # no pieces are copied one by one here
-            of_variants[-1]["predicted_s"] = statistics.fmean(
+            of["predicted_s"] = statistics.fmean(
                 math.fsum(predict_step(plan, cluster, model).total_s for plan in step.plans) for step in variant.steps
             )
-    for of in of_variants:
         for name in ("loss_difference", "gradient_difference"):
             if of.get(name, 0.0) > limit:
                 raise RuntimeError(f"{of['name']}: {name}: got {of[name]:.2g}, expected at most {limit:.2g}")
     summary = sentences(of_variants)
-    same = ("ways", "topologies", "micro_batches", "max_tokens_per_rank", "num_ranks", "seed", "equal_lengths")
-    settings = {name: getattr(simulation, name) for name in same} | {
-        "data": args.data or args.lengths, "lengths": len(simulation.lengths), "batch_size": args.batch_size,
-        "num_steps": args.steps, "num_warmup_steps": args.warmup, "num_repeats": args.repeats,
-        "model_name": args.model, "model": simulation.model.to_dict(), "mode": model.mode, "solver": planning.solver,
-        "checkpointing": args.recomputes, "keep_exchanges": args.keep_exchanges, "threads": args.threads,
-        "scale": args.scale, "max_text_tokens": args.max_text_tokens, "peak_tflops": args.peak_tflops,
+    asked = (
+        "batch_size", "solver", "keep_exchanges", "threads", "scale", "max_text_tokens", "peak_tflops", "micro_batches",
+        "max_tokens_per_rank", "seed", "equal_lengths",
+    )  # fmt: skip
+    settings = {name: getattr(args, name) for name in asked} | {
+        "ways": args.way, "topologies": args.topology, "num_ranks": simulation.num_ranks,
+        "data": args.data or args.lengths, "lengths": len(simulation.lengths), "num_steps": args.steps,
+        "num_warmup_steps": args.warmup, "num_repeats": args.repeats, "model_name": args.model,
+        "model": simulation.model.to_dict(), "mode": model.mode, "checkpointing": args.recomputes,
         "shard_ranks": model.shard_ranks, "cluster": planning.cluster.to_dict(),
     }  # fmt: skip
     write_json(args.json, {
@@ -148,31 +152,23 @@ def report(
         "variants": of_variants, "summary": summary,
     })  # fmt: skip
     whole = "" if args.micro_batches is None else f" of {args.micro_batches} micro-batches"
+    columns = {heading: of for heading, of in _COLUMNS.items() if of_variants[0].get(of.partition(":")[0]) is not None}
+    rows = [of | {"name": "none" if of["name"] == NO_BALANCER else of["name"]} for of in of_variants]
     show(
         f"{args.model} on {simulation.num_ranks} ranks, data {args.data or args.lengths}, {args.steps} steps{whole}, "
         f"gamma {planning.gamma:.3g}",
-        table_of(map(_cells, of_variants), left="balancer"),
+        table_of((cells_of(row, _COLUMNS_WIR | columns) for row in rows), left="balancer"),
         _legend(simulation, {of["name"] for of in of_variants}),
         summary,
     )
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str]:
-    cells = {
-        "balancer": "none" if row["name"] == NO_BALANCER else row["name"],
-        "WIR": text_or(row["wir"], ".2f", "inf"),
-        "FBL s": f"{row['fbl_s']:.3f}",
-        "TPS": f"{row['tokens_per_s']:,.0f}",
-        "speed-up": f"{row['speed_up']:.2f}",
-        "promised": f"{row['promised_speed_up']:.2f}",
-        "tokens moved": f"{row['tokens_moved']:.0%}",
-        "peak tokens": f"{row['max_tokens_per_rank']:,}",
-    }
-    if "predicted_s" in row:
-        cells["predicted s"] = f"{row['predicted_s']:.3f}"
-    return cells if row["hfu"] is None else {**cells, "HFU": f"{row['hfu']:.1%}"}
-
-
+_COLUMNS_WIR = {"balancer": "name:", "WIR": "wir:.2f:inf"}
+_COLUMNS = {
+    "FBL s": "fbl_s:.3f", "TPS": "tokens_per_s:,.0f", "speed-up": "speed_up:.2f", "promised": "promised_speed_up:.2f",
+    "tokens moved": "tokens_moved:.0%", "peak tokens": "max_tokens_per_rank:,", "predicted s": "predicted_s:.3f",
+    "HFU": "hfu:.1%",
+}  # fmt: skip
 _WAYS = {
     "buckets": "other samples; in a micro-batch all ranks compute one bucket of lengths, padded to its longest, "
     "which TPS counts. The speed-up is in work for time.",

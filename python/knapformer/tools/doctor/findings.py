@@ -1,0 +1,245 @@
+"""What was found: a value from which the printed text, the HTML page and the JSON file are made."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from knapformer import TopologyOption
+from knapformer._core import DEFAULT_GAMMA
+from knapformer.tools import cost_args
+from knapformer.tools.doctor.alternatives import MAX_BATCHES, Case, Result, gain
+from knapformer.tools.doctor.memory import MemoryModel
+from knapformer.tools.doctor.source import Source
+from knapformer.tools.doctor.verdict import Verdict
+from knapformer.tools.files import cells_of, show, table_of
+from knapformer.tools.presets import DEFAULT_PRESET, Preset
+
+_T = TypeVar("_T")
+_HEADINGS = ("step s", "speed", "hours", "wait", "GB", "GiB")
+_TOPOLOGY = {
+    "topology": "topology:", "predicted s": "predicted_time_s:.4g", "over ideal": "more:.1%",
+    "exchanged": "exchanged_fraction:.1%", "fullest rank": "fullest:",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Findings:
+    """ranking: of topologies, best first."""
+
+    args: argparse.Namespace
+    source: Source
+    preset: Preset
+    case: Case
+    memory: MemoryModel
+    results: Sequence[Result]
+    verdict: Verdict
+    ranking: Sequence[TopologyOption]
+
+    @cached_property
+    def verdict_text(self) -> str:
+        """One paragraph. What makes it doubtful comes first."""
+        samples = self.source.samples
+        caution = f"Caution: {samples.left_out()} What follows is of the others alone. "
+        return caution + self.verdict.text if samples.many_left_out else self.verdict.text
+
+    @cached_property
+    def figures(self) -> list[dict[str, Any]]:
+        """Of each result, per optimizer step, in the mean."""
+        return [self._figures_of(result) for result in self.results]
+
+    def _figures_of(self, result: Result) -> dict[str, Any]:
+        if result.problem is not None:
+            return {"problem": result.problem}
+        seconds, samples, num_ranks = result.mean("total_s"), result.mean("samples"), self.case.num_ranks
+        of_work = result.work_s / result.efficiency  # seconds that the samples' work takes this way
+        speedup, error = gain(result, self.verdict.now) if self.verdict.now.problem is None else (None, math.nan)
+        between = result.mean("route_bytes_between_nodes", "attention_bytes_between_nodes")
+        all_ranks = self.source.num_ranks / num_ranks
+        return {
+            "step_s": seconds,
+            "speedup": speedup,
+            "speedup_standard_error": error if math.isfinite(error) else None,
+            "samples_per_s": all_ranks * samples / seconds,
+            "tokens_per_s": all_ranks * result.mean("tokens") / seconds,
+            "device_hours": (self.source.num_samples or 10**6) / samples * of_work * num_ranks / 3600,
+            "efficiency": result.efficiency,
+            "waiting": result.waiting,
+            "gb_in_node_per_rank": (result.mean("route_bytes", "attention_bytes") - between) / num_ranks / 1e9,
+            "gb_between_nodes_per_rank": between / num_ranks / 1e9,
+            "max_tokens": result.max_tokens,
+            "max_gib": self.memory.gib(result.max_tokens),
+        }
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        """Of the table of alternatives."""
+        names = (result.alternative.name for result in self.results)
+        return [{"alternative": name, **_cells(of)} for name, of in zip(names, self.figures, strict=True)]
+
+    @cached_property
+    def topologies(self) -> list[dict[str, Any]]:
+        return [self._topology(option) for option in self.ranking]
+
+    def _topology(self, option: TopologyOption) -> dict[str, Any]:
+        figures = {
+            "predicted_time_s": option.predicted_time,
+            "over_ideal": option.efficiency_loss,
+            "exchanged_fraction": option.exchanged_fraction,
+            "max_tokens_over_mean": option.max_tokens_over_mean,
+        }
+        kept = math.isfinite(option.predicted_time)  # JSON has no infinity
+        named = {"topology": self.case.of_job(option.topology)}
+        return {**named, **(figures if kept else dict.fromkeys(figures)), "reason": option.reason}
+
+    def to_dict(self) -> dict[str, Any]:
+        source, case, verdict, planning = self.source, self.case, self.verdict, self.case.planning
+        return {
+            "format": "knapformer.diagnosis",
+            "version": 1,
+            "verdict": self.verdict_text,
+            "take": verdict.taken.alternative.key if verdict.is_worth_it else None,
+            "now": verdict.now.alternative.key,
+            "faster_with_other_samples": [of.alternative.key for of in verdict.faster],
+            "speedup": [verdict.low, verdict.speedup, verdict.high],
+            "source": source.description,
+            "rows": source.samples.num_rows,
+            "bad_rows": source.samples.bad_rows,
+            "model_name": self.preset.name,
+            "ranks": source.num_ranks,
+            "simulated_ranks": case.num_ranks,
+            "batch_size": case.batch_size,
+            "micro_batches": case.micro_batches,
+            "steps": len(case.batches),
+            "seed": case.seed,
+            "d_model": planning.d_model,
+            "gamma": planning.gamma,
+            "max_tokens_that_fit": case.max_tokens or None,
+            **cost_args.settings_dict(planning),
+            "alternatives": [
+                {"key": of.alternative.key, "change": of.alternative.change, "effect": of.alternative.effect, **row}
+                for of, row in zip(self.results, self.figures, strict=True)
+            ],
+            "topologies": self.topologies,
+        }
+
+    def print(self) -> None:
+        source, case, verdict, lens = self.source, self.case, self.verdict, self.source.pool
+        hours = f"of the {source.num_samples:,} samples" if source.num_samples else "of a million samples"
+        parts: list[Any] = [self.verdict_text]
+        if verdict.is_worth_it:
+            parts.append(f"What to change: {self._what_to_change()}")
+        parts += filter(None, (verdict.aside(), "" if source.samples.many_left_out else source.samples.left_out()))
+        parts += [
+            f"Samples: {source.description}, median {statistics.median(lens):,.0f} tokens, longest {max(lens):,}.",
+            "",
+            table_of(self.rows, left="alternative"),
+            f"speed: times {verdict.now.alternative.name}, on equal work, with the standard error over draws.\n"
+            f"hours: of one accelerator, {hours}.\n"
+            "wait: of computing time, for the slowest rank or on padding.\n"
+            "GB: that a rank sends in a step, in its node / to others. GiB: of the fullest rank.\n"
+            "BalancedBatchSampler: samples whole, all micro-batches of a step planned at once; nothing is sent.\n"
+            "balancer, 1-N ranks: in the model; long samples are shared by up to N ranks. N ranks: every sample is, by "
+            "N.",
+        ]
+        parts += [f"{r.alternative.name} {case.too_much}: {r.problem}." for r in self.results if r.problem is not None]
+        of_drawn = case.batch_size * case.num_ranks * case.micro_batches or 1
+        for result in self.results:
+            if result.alternative.effect and result.problem is None:
+                ratio = f"{result.mean('samples') / of_drawn:.2g}"
+                more = "" if ratio == "1" else f" (here {ratio} times as many samples)"
+                parts.append(f"{result.alternative.name}: {result.alternative.effect}{more}.")
+        if self.args.topologies:
+            parts += ["", "Topologies of bags, best first:", self._table_of_topologies()]
+            parts += [f"{of['topology']}: {of['reason']}." for of in self.topologies]
+        show(*parts, "", *self._assumed())
+
+    def _table_of_topologies(self) -> Any:
+        caption = (
+            f"Seconds of a micro-batch planned by itself, mean over at most {MAX_BATCHES}. Exchanged: of the tokens, "
+            "in each all-to-all of attention. Fullest rank: tokens over the mean."
+        )
+        rows = ({
+            **of, "more": of["over_ideal"] and of["over_ideal"] - 1,
+            "fullest": of["max_tokens_over_mean"] and f"{of['max_tokens_over_mean']:.2f} x mean",
+        } for of in self.topologies)  # fmt: skip
+        return table_of((cells_of(row, _TOPOLOGY) for row in rows), left="topology", caption=caption)
+
+    def _what_to_change(self) -> str:
+        """In code where it is this project's."""
+        of, case, model = self.verdict.taken.alternative, self.case, f"diffusers' {self.preset.transformer}"
+        planning, takes = case.planning, self.preset.transformer
+        gamma = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
+        if of.key == "sampler":
+            limit = f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
+            packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
+            return (
+                "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
+                f"batch_size={max(1, round(case.batch_size))}, d_model={planning.d_model}, "
+                f"micro_batches={case.micro_batches}{gamma}{limit}); {packs}losses weighed with "
+                "knapformer.losses.token_mean."
+            )
+        if not of.topology:
+            return f"{of.change}."
+        balancer = f'knapformer.SequenceBalancer("{of.topology}"{gamma})'
+        whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
+        whole = whole if case.micro_batches > 1 else ""
+        if takes:
+            return (
+                f"knapformer.balance(transformer, {balancer}), where transformer is {model}; then call it with a list "
+                f"of samples.{whole}"
+            )
+        return f"the model calls route, attention and reverse_route of balancer = {balancer}.{whole}"
+
+    def _assumed(self) -> list[str]:
+        source, case, preset = self.source, self.case, self.preset
+        default = ", the default of --model" if preset.name == DEFAULT_PRESET else ""
+        limit = f"{case.max_tokens:,} tokens of a rank fit in memory" if case.max_tokens else "memory is not limited"
+        if case.limit_is_given:
+            limit = f"at most {case.max_tokens:,} tokens of a rank (--max-tokens-per-rank)"
+        lines = [
+            cost_args.assumed(self.args, case.planning, limit),
+            f"Model: {preset.name}{default}, of width {case.planning.d_model}. Ranks: {source.num_ranks:,}, "
+            f"{digits(case.batch_size)} samples x {case.micro_batches} micro-batches each; FSDP2: ranks wait in every "
+            "micro-batch.",
+        ]
+        if case.job_ranks:
+            lines.append(
+                f"Simulated: {case.num_ranks:,} of the {case.job_ranks:,} ranks, in {len(case.batches)} steps. With "
+                "all ranks the slowest is slower, so steps take rather longer than shown."
+            )
+        elif source.fewer_steps:
+            lines.append(f"Simulated: {len(case.batches)} steps, since a step has so many samples (--steps for more).")
+        return lines
+
+
+def alike(items: Iterable[tuple[str, _T]], shown: Callable[[_T], Hashable]) -> dict[str, _T]:
+    """Items by their names, those of which the same is shown as one."""
+    groups: dict[Hashable, tuple[list[str], _T]] = {}
+    for name, item in items:
+        groups.setdefault(shown(item), ([], item))[0].append(name)
+    return {"; ".join(names): item for names, item in groups.values()}
+
+
+def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
+    if "problem" in figures:
+        return dict.fromkeys(_HEADINGS, "-")
+    speed = "-" if figures["speedup"] is None else f"{figures['speedup']:.2f}"
+    if figures["speedup_standard_error"]:
+        speed += f" ± {figures['speedup_standard_error']:.2f}"
+    sent = (figures[f"gb_{where}_per_rank"] for where in ("in_node", "between_nodes"))
+    values = (
+        digits(figures["step_s"]), speed, digits(figures["device_hours"]), f"{figures['waiting']:.0%}",
+        "/".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in sent), f"{figures['max_gib']:.0f}",
+    )  # fmt: skip
+    return dict(zip(_HEADINGS, values, strict=True))
+
+
+def digits(value: float) -> str:
+    """Three significant digits, and all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
