@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel
 from knapformer.json_file import read_json
 from knapformer.planning import attention_pairs
 
+T = TypeVar("T")
 _FORMAT = "knapformer.calibration"
 _VERSION = 2
 # A calibration is not trusted for widths, or longest sequences, further from the measured ones than by these ratios.
@@ -21,14 +23,12 @@ _MAX_LENGTH_RATIO = 2.0
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s. In a step it takes wait_s more: it waits for
-    ranks that come later, and other traffic, such as FSDP's gathers, slows it down."""
+    """An all-to-all takes latency_s + bytes sent by a rank / bytes_per_s."""
 
     num_ranks: int
     latency_s: float
     bytes_per_s: float
     relative_rms_error: float = 0.0
-    wait_s: float = 0.0  # measured on whole steps
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,6 @@ class Calibration:
     device: str | None = None  # the device that was measured
     longest: int | None = None  # tokens of the longest length that was measured
     mode: str = "training"  # or "lora": what was measured trains adapters on a frozen base
-    # With "lora": the cost of a backward pass over the per-token layers, in forward passes. The cost model takes it as
-    # 1; k is fitted with the cost model's passes, so it contains the difference.
-    token_backward: float | None = None
 
     def __float__(self) -> float:
         return self.gamma
@@ -91,7 +88,7 @@ class Calibration:
         fields = {"flops_per_s": self.flops_per_s}
         for name, cost in (("node", self.node), ("network", self.network)):
             if cost is not None:
-                fields |= {f"{name}_latency_s": cost.latency_s + cost.wait_s, f"{name}_bytes_per_s": cost.bytes_per_s}
+                fields |= {f"{name}_latency_s": cost.latency_s, f"{name}_bytes_per_s": cost.bytes_per_s}
         if self.fixed is not None:
             fields["fixed_s"] = self.fixed.seconds
         return fields
@@ -123,32 +120,7 @@ class Calibration:
             raise ArgumentError("calibration: expected what knapformer calibrate --json wrote")
         if fields.get("version") != _VERSION:
             raise ArgumentError(f"calibration: version: got {fields.get('version')!r}, expected {_VERSION}")
-        known = {field.name for field in dataclasses.fields(Calibration)}
-        given: dict[str, Any] = {"warnings": []} | {name: value for name, value in fields.items() if name in known}
-        _check_number("seconds_per_flop", given.get("seconds_per_flop"))
-        mask, d_model, recomputes, warnings = map(given.get, ("mask", "d_model", "recomputes", "warnings"))
-        _expect(isinstance(mask, str), "mask", mask, "a mask's text")
-        attention_pairs(given["mask"], 1)  # checks it
-        for name in ("gamma", "relative_rms_error", "relative_rms_error_without_gamma", "noise"):
-            _check_number(name, given.get(name), low=0.0)
-        _expect(type(d_model) is int and d_model >= 1, "d_model", d_model, "an integer >= 1")
-        _expect(type(recomputes) is bool, "recomputes", recomputes, "true or false")
-        are_texts = isinstance(warnings, (list, tuple)) and all(isinstance(text, str) for text in warnings)
-        _expect(are_texts, "warnings", warnings, "a list of texts")
-        device, longest = given.get("device"), given.get("longest")
-        mode, backward = given.get("mode", "training"), given.get("token_backward")
-        _expect(mode in ("training", "lora"), "mode", mode, "'training' or 'lora'")
-        if backward is not None:
-            _check_number("token_backward", backward)
-        _expect(device is None or isinstance(device, str), "device", device, "a text or null")
-        _expect(
-            longest is None or (type(longest) is int and longest >= 1), "longest", longest, "an integer >= 1 or null"
-        )
-        given["warnings"] = tuple(given["warnings"])
-        for name in ("node", "network"):
-            given[name] = _cost_of(ExchangeCost, name, given.get(name))
-        given["fixed"] = _cost_of(FixedCost, "fixed", given.get("fixed"))
-        return Calibration(**given)
+        return _read(Calibration, fields, "calibration")
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
@@ -160,28 +132,44 @@ class Calibration:
             raise ArgumentError(f"{path}: {error}") from None
 
 
-def _check_number(name: str, value: Any, low: float | None = None) -> None:
-    """The value must be above 0, or at least `low` where that is given."""
-    finite = type(value) in (int, float) and abs(value) <= sys.float_info.max  # an integer may be beyond any float
-    good = finite and (value > 0 if low is None else value >= low)
-    _expect(good, name, value, f"a finite number {'> 0' if low is None else f'>= {low:g}'}")
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # an integer may be beyond any float
 
 
-def _expect(good: bool, name: str, value: Any, expected: str) -> None:
-    if not good:
-        raise ArgumentError(f"calibration: {name}: got {value!r}, expected {expected}")
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, str) and attention_pairs(value, 1) >= 0  # which raises for what is no mask
 
 
-def _cost_of(cost: type[Any], name: str, fields: Any) -> Any:
-    """Reads a cost. Its numbers must be at least 0, its rate above 0, and its ranks an integer of at least 1."""
-    if fields is None:
-        return None
-    expected = {field.name for field in dataclasses.fields(cost)}
-    if not isinstance(fields, dict) or set(fields) != expected:
-        raise ArgumentError(f"calibration: {name}: expected an object with {', '.join(sorted(expected))}")
-    for field, value in fields.items():
-        if field == "num_ranks":
-            _expect(type(value) is int and value >= 1, f"{name}: {field}", value, "an integer >= 1")
-        else:
-            _check_number(f"{name}: {field}", value, None if field == "bytes_per_s" else 0)
-    return cost(**fields)
+_Check = tuple[Callable[[Any], bool], str]  # what fits, and what is expected
+_AT_LEAST_0: _Check = (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
+_ABOVE_0: _Check = (lambda value: _is_number(value) and value > 0, "a finite number > 0")
+_COUNT: _Check = (lambda value: type(value) is int and value >= 1, "an integer >= 1")
+_TEXTS: _Check = (
+    lambda value: isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of texts"
+)  # fmt: skip
+_CHECKS: dict[str, _Check] = {
+    "gamma": _AT_LEAST_0, "seconds_per_flop": _ABOVE_0, "d_model": _COUNT,
+    "recomputes": (lambda value: type(value) is bool, "true or false"), "relative_rms_error": _AT_LEAST_0,
+    "relative_rms_error_without_gamma": _AT_LEAST_0, "noise": _AT_LEAST_0, "mask": (_is_mask, "a mask's text"),
+    "warnings": _TEXTS, "device": (lambda value: isinstance(value, str), "a text or null"), "longest": _COUNT,
+    "mode": (lambda value: value in ("training", "lora"), "'training' or 'lora'"), "num_ranks": _COUNT,
+    "latency_s": _AT_LEAST_0, "bytes_per_s": _ABOVE_0, "seconds": _AT_LEAST_0,
+}  # fmt: skip
+_PARTS: dict[str, type[Any]] = {"node": ExchangeCost, "network": ExchangeCost, "fixed": FixedCost}
+
+
+def _read(of: type[T], fields: Any, name: str) -> T:
+    """A dataclass from its fields in a file; those with a default may be missing, and other ones are ignored."""
+    if not isinstance(fields, dict):
+        raise ArgumentError(f"{name}: got {fields!r}, expected an object")
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(of):  # type: ignore[arg-type]
+        value = fields.get(field.name, None if field.default is dataclasses.MISSING else field.default)
+        if field.name in _PARTS:
+            value = None if value is None else _read(_PARTS[field.name], value, f"{name}: {field.name}")
+        elif not (value is None and field.default is None):
+            fits, expected = _CHECKS[field.name]
+            if not fits(value):
+                raise ArgumentError(f"{name}: {field.name}: got {value!r}, expected {expected}")
+        given[field.name] = tuple(value) if isinstance(value, list) else value
+    return of(**given)

@@ -93,7 +93,7 @@ def limit_of(args: argparse.Namespace) -> str:
     """For `assumed`, of --max-tokens-per-rank."""
     if args.max_tokens_per_rank:
         return f"at most {args.max_tokens_per_rank:,} tokens of a rank"
-    if args.plan is not None:
+    if getattr(args, "plan", None) is not None:
         return "the plan's limit of memory, if it has one"
     return "no limit of memory" + ("" if args.micro_batches is None else ", but of steps planned whole")
 

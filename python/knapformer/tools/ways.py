@@ -142,23 +142,22 @@ class Step:
     def figures(self) -> dict[str, float]:
         """Sums over the micro-batches, since ranks wait for each other in each."""
         times = self.times or [predict_step(plan) for plan in self.plans]
-
-        def total(of: Callable[[StepTime], float]) -> float:
-            return math.fsum(map(of, times))
-
+        sums: dict[str, Callable[[StepTime], float]] = {
+            "total_s": lambda of: of.total_s,
+            "ideal_s": lambda of: of.ideal_s,
+            "route_bytes": lambda of: of.route_bytes.total,
+            "route_bytes_between_nodes": lambda of: of.route_bytes.between,
+            "attention_bytes": lambda of: of.attention_bytes.total,
+            "attention_bytes_between_nodes": lambda of: of.attention_bytes.between,
+            "fsdp_bytes": lambda of: of.fsdp_bytes,
+        }
         return {
             "wir": self.wir,
             "samples": sum(plan.num_sequences for plan in self.plans),
             "tokens": self.num_tokens,
             "max_tokens_per_rank": self.max_tokens,
             **{term: math.fsum(of.terms[term] for of in times) for term in StepTime.labels()},
-            "total_s": total(lambda of: of.total_s),
-            "ideal_s": total(lambda of: of.ideal_s),
-            "route_bytes": total(lambda of: of.route_bytes.total),
-            "route_bytes_between_nodes": total(lambda of: of.route_bytes.between),
-            "attention_bytes": total(lambda of: of.attention_bytes.total),
-            "attention_bytes_between_nodes": total(lambda of: of.attention_bytes.between),
-            "fsdp_bytes": total(lambda of: of.fsdp_bytes),
+            **{name: math.fsum(map(of, times)) for name, of in sums.items()},
         }
 
 
@@ -199,15 +198,25 @@ def planned_whole(topology: str, *, routed: bool, beside: Sequence[Step] = ()) -
     return steps
 
 
+def usual_ways(draw: Draw, topologies: Iterable[str], whole: bool) -> dict[str, list[Step]]:
+    """By name: without a balancer, then each topology planned by micro-batch and, where asked for, by whole step; the
+    limit of tokens is then that of whole steps."""
+    found = {NO_BALANCER: list(at_home(draw))}
+    for topology in topologies:
+        found[topology] = list(by_micro_batch(topology, 0 if whole else draw.max_tokens)(draw))
+        if whole:
+            name = f"{PLANNED_STEP}, {topology}"
+            found[name] = list(planned_whole(topology, routed=False, beside=found[topology])(draw))
+    return found
+
+
 def means(steps: Sequence[Step], mask: str, peak_tflops: float | None) -> dict[str, Any]:
     """The mean figures of steps. hfu: None without a peak, that of a rank's device. wir: None where it is infinite."""
     mean: dict[str, Any] = {name: statistics.fmean(of.figures[name] for of in steps) for name in steps[0].figures}
-    plan = steps[0].plans[0]
-    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(of.plans, mask) for of in steps)
-    hfu = hardware_flops_utilization(flops, plan.model, mean["total_s"], plan.num_ranks, peak_tflops)
     return mean | {
         "wir": number_or_none(mean["wir"]), "efficiency": mean["ideal_s"] / mean["total_s"],
-        "tokens_per_s": mean["tokens"] / mean["total_s"], "hfu": hfu,
+        "tokens_per_s": mean["tokens"] / mean["total_s"],
+        "hfu": _hfu_of(steps, steps[0].plans[0].model, mean["total_s"], mask, peak_tflops),
     }  # fmt: skip
 
 
@@ -218,8 +227,6 @@ def measured(
     """What files hold of the measured steps of a variant, by all commands that measure. seconds: of each step. An
     infinite WIR becomes None."""
     fbl_s, tokens = statistics.fmean(seconds), statistics.fmean(step.num_tokens for step in steps)
-    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans, mask) for step in steps)
-    num_ranks = steps[0].plans[0].num_ranks
     return {
         "name": name,
         "topology": topology,
@@ -228,8 +235,15 @@ def measured(
         "wir": number_or_none(statistics.fmean(step.wir for step in steps)),
         "tokens_per_s": tokens / fbl_s,
         "max_tokens_per_rank": max(step.max_tokens for step in steps),
-        "hfu": hardware_flops_utilization(flops, model, fbl_s, num_ranks, peak_tflops),
+        "hfu": _hfu_of(steps, model, fbl_s, mask, peak_tflops),
     }
+
+
+def _hfu_of(
+    steps: Sequence[Step], model: TrainedModel, latency_s: float, mask: str, peak_tflops: float | None
+) -> float | None:
+    flops = 0.0 if peak_tflops is None else statistics.fmean(forward_flops(step.plans, mask) for step in steps)
+    return hardware_flops_utilization(flops, model, latency_s, steps[0].plans[0].num_ranks, peak_tflops)
 
 
 def forward_flops(plans: Iterable[Plan], mask: str) -> float:

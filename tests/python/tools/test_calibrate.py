@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -181,11 +180,10 @@ def test_adapters_on_a_frozen_base_are_calibrated(
     assert calibration.flops_per_s == pytest.approx(
         2 / calibration.seconds_per_flop
     )  # of two passes that the model has
-    assert calibration.token_backward == pytest.approx(1 + adapters, rel=1e-6)
     assert calibration.block_s(500) == pytest.approx(
         (500 * (48 * d**2 + 96 * 16 * d) + 12 * 500**2 * d) / 1e9, rel=1e-6
     )
-    assert f"costs {1 + adapters:.2f} forward passes" in " ".join(capsys.readouterr().out.split())
+    capsys.readouterr()
 
     # What plans and predicts with it: a step of LoRA, which takes what was measured.
     plan = f"plan --mix joint --topology g1n32 --d-model {d} --no-checkpoint --predictions -".split()
@@ -241,13 +239,11 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
     except kf.StateError as error:  # a machine so busy that its times do not grow with the bytes
         assert calibration.node is None and any(str(error) in warning for warning in calibration.warnings)
     else:
-        assert calibration.node is not None and dataclasses.replace(calibration.node, wait_s=0.0) == expected
+        assert calibration.node is not None and calibration.node == expected
         assert "All-to-all inside the node, 2 ranks" in done.stdout
     # Whole steps: what they take beyond two blocks and FSDP.
     steps = details["measured_steps"]
     assert [sum(lens) for lens in steps["seq_lens"]] == [1024] * 4 and len(steps["seconds"][0]) == 3
-    assert steps["shared_by"] == 2
-    assert steps["shared_seconds"] == steps["seconds"], "by a clock of FLOPs sharing costs nothing"
     model = kf.TrainedModel(num_blocks=2, num_parameters=float(steps["num_parameters"]), element_size=4, shard_ranks=2)
     cluster = calibration.cluster(kf.Cluster("cpu")).replace(ranks_per_node=2)
     predicted, beside = [], []

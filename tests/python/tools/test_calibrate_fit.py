@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 from knapformer.calibration import Calibration, ExchangeCost, FixedCost
-from knapformer.tools.calibrate.fit import (
-    MeasuredSteps,
-    calibration_of,
-    error_warnings,
-    fit_exchange,
-    fit_fixed,
-    fit_warnings,
-    with_steps,
-)
+from knapformer.tools.calibrate.fit import calibration_of, error_warnings, fit_exchange, fit_fixed, fit_warnings
 from knapformer.tools.cli import main
 
 import knapformer as kf
@@ -111,34 +103,6 @@ def test_what_whole_steps_take_beside_their_blocks_is_recovered() -> None:
     assert less.seconds == 0 and less.relative_rms_error == pytest.approx(0.25)
 
 
-def test_what_exchanges_wait_for_in_steps_is_recovered() -> None:
-    """Steps that take what a slower cluster's do, to a calibration of the faster one."""
-    measured = dataclasses.replace(fitted(), seconds_per_flop=1e-9, node=ExchangeCost(4, 3e-5, 4e9))
-    cluster = measured.cluster(kf.Cluster("cpu")).replace(ranks_per_node=4, fixed_s=0.7)
-    slower = cluster.replace(node_latency_s=3e-5 + 2e-4, fixed_s=0.05)
-    model = kf.TrainedModel(num_blocks=3, num_parameters=3 * 24 * WIDTH**2, element_size=4, shard_ranks=4, num_heads=4)
-    lengths = [[32] * 8, [256], [1024]]
-    on = {"gamma": measured, "solver": "greedy", "cluster": cluster, "model": model}
-    apart, shared = (
-        [kf.plan_home_bags(kf.plan([lens] * 4, topology, WIDTH, **on)) for lens in lengths]
-        for topology in ("g1n4", "g4n1")
-    )
-    assert all(plan.chunk_lens[0] == lens for plan, lens in zip(apart, lengths, strict=True))
-    assert [sum(plan.chunk_lens[0]) for plan in shared] == [256, 256, 1024]
-    apart_s, shared_s = ([kf.predict_step(of, slower).total_s for of in plans] for plans in (apart, shared))
-    got = with_steps(measured, MeasuredSteps(apart, apart_s, shared, shared_s), cluster)
-    assert got.node == ExchangeCost(4, 3e-5, 4e9, wait_s=pytest.approx(2e-4)) and got.warnings == ()
-    assert got.fixed == FixedCost(4, pytest.approx(0.05), pytest.approx(0, abs=1e-6))
-    assert got.cluster(cluster).node_latency_s == pytest.approx(2.3e-4)
-    # Where sharing costs less than predicted nothing waits, and a warning says that it does not fit.
-    fast = with_steps(measured, MeasuredSteps(apart, apart_s, shared, [0.5 * s for s in shared_s]), cluster)
-    assert fast.node == measured.node and "steps with shared sequences are off by" in fast.warnings[0]
-    alone = with_steps(measured, MeasuredSteps(apart, apart_s), cluster)
-    assert (
-        alone.node == measured.node and alone.fixed is not None and alone.fixed.seconds == pytest.approx(0.05, rel=0.1)
-    )
-
-
 def written(path: Path, **changes: Any) -> Path:
     measured = dataclasses.replace(fitted(), node=ExchangeCost(2, 3e-5, 4e9, 0.01), fixed=FixedCost(2, 0.03))
     path.write_text(json.dumps({**measured.to_dict(), "model": {}, **changes}))
@@ -154,10 +118,6 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert kf.plan(lengths, "g2n1", WIDTH, calibration) == kf.plan(lengths, "g2n1", WIDTH, calibration.gamma)
 
     plan = ["plan", "--topology", "g8n4", "--data", "joint", "--ranks", "32", "--json", "-"]
-    assert main([*plan, "--calibration", str(path)]) == 0
-    got = kf.Plan.from_json(capsys.readouterr().out)
-    assert got.workload.gamma == calibration.gamma
-    assert (got.cluster.flops_per_s, got.cluster.node_bytes_per_s) == (calibration.flops_per_s, 4e9)
     assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(path)]) == 0
     diagnosis = json.loads(capsys.readouterr().out)
     assert diagnosis["gamma"] == calibration.gamma and diagnosis["cluster"]["fixed_s"] == 0.03
@@ -173,12 +133,6 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert (cluster["node_latency_s"], cluster["node_bytes_per_s"]) == (3e-5, 4e9)
     assert cluster["fixed_s"] == 0.03
     assert cluster["network_bytes_per_s"] == 2.5e10  # not measured: the default stays
-    pytest.importorskip("plotly")
-    report = ["plan", "--data", "joint", "--topology", "g8n4", "--report", str(tmp_path / "out.html")]
-    assert main([*report, "--calibration", str(path)]) == 0
-    capsys.readouterr()
-    page = (tmp_path / "out.html").read_text()
-    assert f"<td>{calibration.gamma:g}</td>" in page and "<td>2e+12</td>" in page
     # With these numbers a step at the planner's width takes what the calibrated formula says.
     assert main([*predict, "--calibration", str(path), "--d-model", str(WIDTH), "--ranks", "32"]) == 0
     none = json.loads(capsys.readouterr().out)["points"][0]
@@ -209,17 +163,14 @@ def test_a_poor_fit_is_said_again_where_it_is_used(tmp_path: Path, capsys: pytes
         ({"recomputes": 1}, "recomputes: got 1"),
         ({"mask": "x"}, "mask: got 'x'"),
         ({"mode": "inference"}, "mode: got 'inference'"),
-        ({"token_backward": 0}, "token_backward: got 0"),
+        ({"noise": -1}, "noise: got -1"),
         ({"warnings": "none"}, "warnings: got 'none'"),
-        ({"node": {}}, "node: expected an object with"),
+        ({"node": []}, "node: got [], expected an object"),
         (
             {"fixed": {"num_ranks": 0, "seconds": 0.1, "relative_rms_error": 0}},
             "fixed: num_ranks: got 0, expected an integer >= 1",
         ),
-        (
-            {"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0, "wait_s": 0}},
-            "bytes_per_s: got",
-        ),
+        ({"network": {"num_ranks": 2, "latency_s": 0, "bytes_per_s": -1, "relative_rms_error": 0}}, "bytes_per_s: got"),
     ],
 )
 def test_a_wrong_file_is_one_line(

@@ -15,7 +15,7 @@ from knapformer.tools.cli import main
 from printed import MIXED, check_tables, run
 
 import knapformer
-from knapformer import ArgumentError, Plan, _core, plan
+from knapformer import Plan, _core
 
 PLAN_G8 = ["plan", "--topology", "g8n4"]
 SIMULATE = ["simulate", "--topology", "g2n1"]
@@ -26,7 +26,6 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
     ("args", "message"),
     [
         ([], "required: COMMAND"),
-        (["draw"], "invalid choice: 'draw'"),
         (PLAN_G8, "one of the arguments --from --data/--mix --lengths is required"),
         (["plan", *MIXED], "--topology: got none, expected bags of ranks such as g8n4, or auto"),
         ([*PLAN_G8, *MIXED, "--json", "-", "--predictions", "-"], "--predictions: got '-', expected another file"),
@@ -40,15 +39,9 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         (["replay", "--lengths", "x", "--topology", "g8n4", "--seed", "1"], "--seed: got one beside --lengths"),
         ([*SIMULATE, *TWO, "--batch-size", "2"], "--batch-size: got one beside --data"),
         ([*PLAN_G8, "--data", "mixd", "--ranks", "32"], "data: got 'mixd'"),
-        ([*PLAN_G8, "--data", "g8b1i256", "--ranks", "32"], "data: got 'g8b1i256'"),
         ([*PLAN_G8, "--data", "mixed", "--ranks", "33"], "ranks: got 33, expected a positive multiple of the 32"),
-        ([*PLAN_G8, "--data", "mixed", "--ranks", "0"], "--ranks: got '0'"),
-        (["plan", "--topology", "g8", *MIXED], "topology: got 'g8'"),
         ([*PLAN_G8, *MIXED, "--gamma", "nan"], "--gamma: got 'nan'"),
         ([*PLAN_G8, *MIXED, "--gamma", "1e308"], "gamma: got 1e+308, expected a number from 0 to 1e+30"),
-        ([*PLAN_G8, *MIXED, "--heads", "-1"], "--heads: got '-1'"),
-        ([*PLAN_G8, *MIXED, "--scale", "0"], "--scale: got '0'"),
-        ([*PLAN_G8, *MIXED, "--solver", "magic"], "invalid choice: 'magic'"),
         (["plan", "--topology", "g8/4n4", *MIXED, "--solver", "greedy"], "solver: got 'greedy' for topology g8/4n4"),
         (
             [*PLAN_G8, *MIXED, "--effort", "best"],
@@ -58,29 +51,21 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
             [*PLAN_G8, *MIXED, "--effort", "1000000000"],
             "effort: got 1000000000, expected 'low', 'default', 'high' or a",
         ),
-        ([*PLAN_G8, *MIXED, "--effort", "-1"], "--effort: got '-1'"),
         ([*PLAN_G8, *MIXED, "--mask", "star"], "mask: got 'star'"),
         ([*PLAN_G8, *MIXED, "--rank-speed", "1,0"], "--rank-speed: got '0'"),
         ([*PLAN_G8, *MIXED, "--rank-speed", "1,2"], "rank_speed: got 2 speeds"),
         ([*PLAN_G8, *MIXED, "--cluster", "nowhere"], "--cluster: got 'nowhere'"),
         ([*PLAN_G8, *MIXED, "--max-tokens-per-rank", "100"], "max_tokens_per_rank: got 100, expected at least"),
-        (["doctor", *MIXED, "--steps", "0"], "--steps: got '0'"),
         (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data/--mix is required"),
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
-        ([*PLAN_G8, *MIXED, "--json", "."], "--json: got '.'"),
         ([*PLAN_G8, "--lengths", "."], ".: got no log, expected what knapformer.record wrote"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
-        (["plan", "--from", ""], "--from: got ''"),
         (["plan", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
-        ([*PLAN_G8, *MIXED, "--mask", "\udcff"], "--mask: got"),
         (["plan", "--mix", "\udcff", "--topology", "g8n4"], "--data/--mix: got"),
         (["plan", "--topology", "g" + "1" * 100_000, *MIXED], "topology: got 'g111"),
         ([*PLAN_G8, *MIXED, "--gamma", "1" * 100_000 + "x"], "expected a finite number >= 0"),
-        ([*SIMULATE, *TWO, "--steps", "0"], "--steps: got '0'"),
-        ([*SIMULATE, *TWO, "--device", "tpu"], "invalid choice: 'tpu'"),
-        ([*SIMULATE, *TWO, "--dtype", "int8"], "invalid choice: 'int8'"),
         ([*SIMULATE, *TWO, "--model", "flux-huge"], "model: got 'flux-huge'"),
         ([*SIMULATE, *TWO, "--model", "wan-tiny", "--max-text-tokens", "513"], "--max-text-tokens: got 513"),
         ([*SIMULATE, *TWO, "--keep-exchanges", "--no-checkpoint"], "--keep-exchanges: got it with --no-checkpoint"),
@@ -88,7 +73,6 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*SIMULATE, "--data", "mixed", "--ranks", "2"], "ranks: got 2"),
         ([*SIMULATE, *TWO, "--topology", "g2n1"], "topology: got 'g2n1' twice"),
         ([*SIMULATE, *TWO, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
-        ([*SIMULATE, *TWO, "--topology", "n2"], "topology: got 'n2'"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
@@ -105,21 +89,15 @@ def test_wrong_input_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not readable as JSON"),
         (b"[[1, 2], [3", "not readable as JSON"),
-        (b"\xff\xfe[", "not readable as JSON"),
         (b"[" * 200_000, "not readable as JSON"),
         (b"[[" + b"9" * 5000 + b"], []]", "not readable as JSON"),
         (b"{}", "got dict, expected a list"),
-        (b"[]", "got no sample, expected at least one"),
         (b"[1, 2]", "got lengths without ranks, expected a list for each rank, or a list of such steps"),
-        (b"[3, [[1], [2]]]", "got lengths without ranks"),
         (b"[[1], [0]]", "rank 1: got 0 tokens, expected 1 to 2147483647"),
-        (b"[[1], [2147483648]]", "rank 1: got 2147483648 tokens, expected 1 to 2147483647"),
         (b'[[1], ["' + b"x" * 100_000 + b'"]]', "', expected an integer"),
         (b"[[1], [2.5]]", "rank 1: length: got 2.5, expected an integer"),
         (b"[[NaN], [1]]", "rank 0: length: got nan"),
-        (b"[[true], [1]]", "rank 0: length: got True"),
         (b"[[[1], [2]], [[3]]]", "got 1 ranks, expected 2, as the first step has"),
         (b"[[1], [1], [1]]", "topology: got 'g2n1'"),
     ],
@@ -129,37 +107,6 @@ def test_wrong_lengths(content: bytes, message: str, capsys: pytest.CaptureFixtu
     path.write_bytes(content)
     status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path))
     assert status == 2 and out == "" and err.count("\n") == 1 and message in err and len(err) < 1000
-
-
-def test_the_longest_sequence_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "lengths.json"
-    path.write_text("[[2147483647], [1]]")
-    status, out, err = run(capsys, "plan", "--topology", "g2n1", "--lengths", str(path), "--json", "-")
-    assert (status, err) == (0, "") and Plan.from_json(out) == plan([[(1 << 31) - 1], [1]], "g2n1", 3072)
-    with pytest.raises(ArgumentError, match="1 to 2147483647"):
-        plan([[1 << 31], [1]], "g2n1", 3072)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from knapformer.tools import files
-
-    path = tmp_path / "out.json"
-    files.write(str(path), "old")
-    assert path.read_text() == "old\n" and path.stat().st_mode & 0o777 == 0o666 & ~_umask()
-
-    def no_space(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        files.write(str(path), "new")
-    assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["out.json"]
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def test_what_was_assumed_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,21 +220,6 @@ def test_the_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str], monkeypat
     assert status == 0 and len(lines) <= 24 and max(map(len, lines)) <= 80
     commands = [line.split()[0] for line in lines if re.match(r"    \w", line)]
     assert commands == ["doctor", "plan", "calibrate", "simulate", "replay"]
-
-
-def test_options_mean_the_same_everywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what holds where an option is not given, and for which files of lengths are read."""
-    monkeypatch.setenv("COLUMNS", "300")
-    texts: dict[str, set[str]] = {}
-    for command in ("doctor", "plan", "simulate", "replay"):
-        _, out, _ = run(capsys, command, "--help")
-        parts = re.split(r"\n\s+(?=--[a-z])", out)
-        help_of = {part.split()[0].rstrip(","): " ".join(part.split("\n\n")[0].split()) for part in parts}
-        for option in ("--max-tokens-per-rank", "--cluster", "--calibration", "--gamma", "--data", "--seed"):
-            texts.setdefault(option, set()).add(re.sub(r"[;(] ?(default:|default 0).*", "", help_of[option]).strip())
-        assert "--lengths" in help_of
-        assert "Data codes, gGbBiRfFsS: G ranks that each draw B samples" in out
-    assert all(len(of) == 1 for of in texts.values()), texts
 
 
 def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

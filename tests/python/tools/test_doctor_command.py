@@ -10,20 +10,14 @@ import pytest
 from knapformer.calibration import FixedCost
 from knapformer.tools.cli import _parser, main
 from knapformer.tools.cost_args import settings_dict
-from knapformer.tools.doctor.alternatives import longest_first, static_sharing
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.presets import PRESETS
-from knapformer.tools.ways import Draw, Planning, at_home
+from knapformer.tools.ways import Planning
 
 import knapformer as kf
 from knapformer import Cluster, TrainedModel
 
 D, GAMMA = 64, 0.5
-
-
-def block_s(length):
-    """Of one block's forward pass; the formula typed anew."""
-    return (24 * length * D**2 + GAMMA * 4 * length**2 * D) / 1e9
 
 
 def diagnosis(capsys, *arguments):
@@ -54,29 +48,10 @@ def file_of(path, content):
     return path
 
 
-BATCHES = [[[100], [50, 20, 20]], [[10, 10, 10], [300]]]  # of one step, with other numbers of samples on each rank
 SMALL = Planning(
     D, GAMMA, Cluster("h100", fixed_s=0, flops_per_s=1e9, node_latency_s=0, network_latency_s=0),
     TrainedModel(num_blocks=3, num_parameters=0, routed=False),
 )  # fmt: skip
-
-
-def test_recorded_batches_are_computed_as_they_were_drawn():
-    draw = Draw(SMALL, [BATCHES], [1])
-    passes = 3 * 4  # blocks; forward, recompute and a backward pass of two
-
-    def seconds(alternative):
-        (step,) = alternative(draw)
-        return (step.figures["token_s"] + step.figures["attention_s"]) / passes
-
-    assert seconds(at_home) == pytest.approx(
-        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
-    )
-    assert seconds(longest_first) == pytest.approx(
-        max(block_s(100), block_s(50) + 2 * block_s(20)) + max(3 * block_s(10), block_s(300))
-    )
-    work = sum(block_s(length) for batch in BATCHES for lens in batch for length in lens)
-    assert seconds(static_sharing(2)) == pytest.approx(work / 2)
 
 
 def alternating(num_batches):
@@ -93,15 +68,6 @@ def test_batches_of_equal_work_are_not_worth_it_however_many_make_a_step(tmp_pat
             assert by_key(found)[key]["step_s"] == pytest.approx(count * by_key(one)[key]["step_s"], rel=1e-6), key
     # What is planned whole is planned for all samples of the step.
     assert by_key(two)["sampler"]["step_s"] <= by_key(two)["as_drawn"]["step_s"] * (1 + 1e-9)
-
-
-def test_topologies_are_ranked_on_the_recorded_batches(tmp_path, capsys):
-    batches = alternating(2)
-    found = diagnosis(capsys, file_of(tmp_path / "two.json", batches), "--micro-batches", 2)
-    asked = kf.rank_topologies(batches, 3072, num_heads=24, cluster=Cluster("h100", fixed_s=0))
-    times = {option["topology"]: option["predicted_time_s"] for option in found["topologies"]}
-    ranked = {option.topology: option.predicted_time for option in asked}
-    assert times["g1n4"] == pytest.approx(ranked["g1n4"])
 
 
 @pytest.mark.parametrize("mix", ["low", "mixed"])
@@ -153,13 +119,6 @@ def calibration(path, **fields):
 
 
 LOW = ["--data", "low", "--steps", 2]
-
-
-def test_a_calibration_with_adapters_is_of_lora(tmp_path, capsys):
-    path = calibration(tmp_path / "lora.json", mode="lora")
-    assert diagnosis(capsys, *LOW, "--calibration", path)["model"]["mode"] == "lora"
-    assert diagnosis(capsys, *LOW, "--calibration", path, "--mode", "training")["model"]["mode"] == "training"
-    assert diagnosis(capsys, *LOW)["model"]["mode"] == "training"
 
 
 def test_the_model_of_a_cluster_file_stands_over_the_named_model(tmp_path, capsys):

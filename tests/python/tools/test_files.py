@@ -81,14 +81,6 @@ def test_standard_output_by_its_path(to_file: bool, tmp_path: Path) -> None:
     assert plan["num_ranks"] == 2 and out[end:].startswith("\ng2n1, 2 ranks")
 
 
-def test_names_of_any_length_that_the_system_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    longest = tmp_path / ("x" * 250 + ".json")
-    assert main([*PLAN, "--json", str(longest)]) == 0
-    assert is_plan(longest.read_text())
-    capsys.readouterr()
-    assert os.strerror(errno.ENAMETOOLONG) in refusal(capsys, "--json", str(tmp_path / ("x" * 256)))
-
-
 def test_what_cannot_be_written_is_refused_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("old")

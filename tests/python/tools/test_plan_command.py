@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import os
 import statistics
-import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from knapformer.tools.ways import micro_batches_of_step
@@ -82,33 +78,11 @@ def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_p
     longest = step_s.index(max(step_s))
     assert f"of 3 micro-batches, number {longest} in detail" in shown
     assert f"{sum(step_s):.3g} s</b>" in shown
-    # Every rank's work in every micro-batch is drawn.
-    rows = charts_of(shown)[0]["data"][0]["z"]
-    mean = sum(sum(of.workload_after) for of in step.plans) / 96
-    for row, of in zip(rows_of(rows), step.plans, strict=True):
-        assert row == pytest.approx([work / mean for work in of.workload_after])
     # So it is from the file.
     page.unlink()
     assert run(capsys, "plan", "--from", str(path), "--report", str(page))[0] == 0 and page.read_text() == shown
     status, _, err = run(capsys, "plan", "--from", str(path), "--cluster", "a100")
     assert status == 2 and "--cluster: got one beside the plan of a step" in err
-
-
-def charts_of(page: str) -> list[dict[str, Any]]:
-    """Of a report, in the order of the page."""
-    at = page.index('{"chart0": ')
-    charts, _ = json.JSONDecoder().raw_decode(page[at:].replace("<\\/", "</"))
-    return list(charts.values())
-
-
-def rows_of(matrix: Any) -> list[list[float]]:
-    """As plotly writes it: as lists, or as base64 with its type and shape."""
-    if isinstance(matrix, list):
-        return matrix
-    rows, columns = map(int, matrix["shape"].split(","))
-    assert matrix["dtype"] == "f8"
-    values = struct.unpack(f"<{rows * columns}d", base64.b64decode(matrix["bdata"]))
-    return [list(values[i * columns : (i + 1) * columns]) for i in range(rows)]
 
 
 def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -123,12 +97,6 @@ def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_pat
     mean = sum(made.workload_before) / 3
     assert [float(row[7]) for row in cells] == pytest.approx([w / mean for w in made.workload_after], abs=6e-4)
     assert "inf before" in out
-
-
-def test_plan_sums_up_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "plan", "--topology", "g8n4", "--data", "mixed", "--ranks", "4096")
-    assert status == 0
-    assert 0 < len(rows_of_tables(out)) < 12 and "4,096" in out
 
 
 def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,15 +163,6 @@ def test_lengths_from_standard_input(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[[5, 6], [7]]")))
     status, out, _ = run(capsys, "plan", "--topology", "g2n1", "--lengths", "-", "--json", "-")
     assert status == 0 and Plan.from_json(out).seq_lens == [[5, 6], [7]]
-
-
-def test_simulate_and_plan_draw_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(
-        capsys, "plan", "--topology", "g1n1", "--data", "g1b3i512f1s0", "--ranks", "1", "--scale", "2",
-        "--max-text-tokens", "0", "--json", "-",
-    )  # fmt: skip
-    lengths = Plan.from_json(out).seq_lens[0]
-    assert status == 0 and len(lengths) == 3 and all(256 * 0.96 - 1 <= n <= 256 * 1.04 for n in lengths)
 
 
 def test_a_step_is_cut_into_micro_batches_as_the_planner_cuts_the_given_order():

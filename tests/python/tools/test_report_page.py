@@ -2,7 +2,6 @@
 
 import functools
 import html
-import io
 import json
 import re
 import shutil
@@ -190,23 +189,6 @@ def test_alternatives_alike_are_one(tmp_path):
         "no balancing; lockstep buckets; longest first; BalancedBatchSampler; balancer, 1-2 ranks;"
     )
     assert len(names) == 6
-
-
-@in_browser
-@pytest.mark.parametrize("report", [8], indirect=True)  # the theme is the page's, whatever is drawn
-def test_screenshots_differ_by_theme(report, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    _, path = report
-    brightness = {}
-    for dark in (False, True):
-        target = tmp_path / f"{dark}.png"
-        _chromium(tmp_path, path, f"--screenshot={target}", dark=dark, height=1400)
-        pixels = np.asarray(image.open(io.BytesIO(target.read_bytes())).convert("RGB"))
-        assert pixels.shape == (1400, 1280, 3)
-        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
-        brightness[dark] = pixels.mean()
-    assert brightness[False] > 200
-    assert brightness[True] < 90
 
 
 def test_the_command_reports_plans_and_mixes(tmp_path, capsys):

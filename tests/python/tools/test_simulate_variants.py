@@ -13,7 +13,7 @@ from knapformer.tools.cost_args import trained_model
 from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation, StepData, VariantStep, equal_lengths
 from knapformer.tools.simulate.worker import balancer_of
-from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step, hardware_flops_utilization
+from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
 
 from knapformer import ArgumentError, Cluster, DataMix, TrainedModel, WorkloadModel, plan, plan_home
 
@@ -71,18 +71,6 @@ def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", 16))])
     alone = Variant(NO_BALANCER, None, Measured([1.0], [1.0], [1.0]), [step])
     assert math.isinf(step.wir) and figures(alone, alone, MODEL, "full", None)["wir"] is None
-
-
-def test_hfu_of_the_published_table() -> None:
-    """Low mix without a balancer: FBL 3.13 s and 24.72 % on 32 ranks of 989 TFLOP/s.
-
-    Each has 32 samples of 256 visual and on average 196 text tokens.
-    """
-    d = 3072
-    kept = TrainedModel(recomputes=False)
-    forward = 32 * 32 * (24 * 452 * d**2 + 4 * 452**2 * d)
-    assert hardware_flops_utilization(forward, TrainedModel(), 3.13, 32, 989.0) == pytest.approx(0.2472, rel=0.03)
-    assert hardware_flops_utilization(forward, kept, 3.13, 32, 989.0) == pytest.approx(0.2472 * 3 / 4, rel=0.03)
 
 
 def test_the_sentences_say_what_the_table_does_not() -> None:

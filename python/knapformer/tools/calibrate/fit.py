@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from knapformer import Cluster, Plan, StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload, predict_step
+from knapformer import StateError, TrainedModel, WorkloadFit, WorkloadModel, fit_workload
 from knapformer.calibration import Calibration, ExchangeCost, FixedCost
 
 GAMMA_RANGE = (0.1, 10.0)  # attention's FLOPs cost some factor of those of matrix products, but not a hundred
@@ -48,62 +47,6 @@ def error_warnings(what: str, relative_rms_error: float, at_most: float = MAX_ER
     if relative_rms_error <= at_most:
         return []
     return [f"poor fit: {what} off by {relative_rms_error:.0%} (RMS), expected at most {at_most:.0%}"]
-
-
-def token_backward(calibration: Calibration, all_train: Calibration) -> float:
-    """What a backward pass over the per-token layers costs in mode "lora", in forward passes.
-
-    all_train: calibration of the same blocks, whose parameters all train.
-    """
-    passes = TrainedModel(recomputes=all_train.recomputes).token_passes  # of which two are the backward pass
-    return passes * calibration.seconds_per_flop / all_train.seconds_per_flop - (passes - 2)
-
-
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Whole steps in which all ranks do the same.
-
-    apart: plans in which every rank computes its own sequences; apart_s: their measured seconds. shared, shared_s: the
-    same for plans of the same lengths whose ranks share sequences; empty where a rank had nobody to share with.
-    """
-
-    apart: Sequence[Plan]
-    apart_s: Sequence[float]
-    shared: Sequence[Plan] = ()
-    shared_s: Sequence[float] = ()
-
-
-def with_steps(calibration: Calibration, steps: MeasuredSteps, cluster: Cluster) -> Calibration:
-    """`calibration` with what whole steps took beyond the prediction from its blocks and exchanges: a fixed time, and a
-    wait in each exchange inside the node. cluster: as calibrated so far; its own fixed time is ignored."""
-    num_ranks = steps.apart[0].num_ranks
-    cluster = cluster.replace(fixed_s=0.0)
-
-    def predicted_s(plans: Sequence[Plan]) -> list[float]:
-        return [predict_step(plan, cluster).total_s for plan in plans]
-
-    def sharing_s() -> list[float]:
-        """What sharing adds to a step, as predicted."""
-        pairs = zip(predicted_s(steps.shared), predicted_s(steps.apart), strict=True)
-        return [shared_s - apart_s for shared_s, apart_s in pairs]
-
-    node = calibration.node
-    if steps.shared and node is not None:
-        added_s, little_s, latency_s = sharing_s(), 1e-6, cluster.node_latency_s
-        expected_s = [apart_s + more_s for apart_s, more_s in zip(steps.apart_s, added_s, strict=True)]
-        beyond_s = fit_fixed(expected_s, steps.shared_s, num_ranks).seconds
-        cluster = cluster.replace(node_latency_s=latency_s + little_s)
-        # A slightly longer latency shows how many exchanges a step waits for.
-        num_exchanges = (statistics.fmean(sharing_s()) - statistics.fmean(added_s)) / little_s
-        node = replace(node, wait_s=beyond_s / num_exchanges if num_exchanges > 0 else 0.0)
-        cluster = cluster.replace(node_latency_s=latency_s + node.wait_s)
-    fixed = fit_fixed(predicted_s(steps.apart), steps.apart_s, num_ranks)
-    warnings = error_warnings("whole steps are", fixed.relative_rms_error)
-    if steps.shared:
-        pairs = zip(predicted_s(steps.shared), steps.shared_s, strict=True)
-        squares = [((of_step + fixed.seconds) / s - 1) ** 2 for of_step, s in pairs]
-        warnings += error_warnings("steps with shared sequences are", math.sqrt(statistics.fmean(squares)))
-    return replace(calibration, fixed=fixed, node=node, warnings=(*calibration.warnings, *warnings))
 
 
 def fit_exchange(num_bytes: Sequence[float], seconds: Sequence[float], num_ranks: int) -> ExchangeCost:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import itertools
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +17,12 @@ import torch.distributed as dist
 from rich.console import Group
 from torch import nn
 
-from knapformer import ArgumentError, Cluster, Plan, StateError, TrainedModel
+from knapformer import ArgumentError, Cluster, StateError, TrainedModel, predict_step
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.config import BaseConfig
-from knapformer.models.lora import RANK, train_adapters
+from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
-from knapformer.tools.calibrate.fit import (
-    MAX_EXCHANGE_ERROR,
-    MeasuredSteps,
-    calibration_of,
-    error_warnings,
-    fit_exchange,
-    token_backward,
-    with_steps,
-)
+from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
@@ -40,7 +30,8 @@ from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import device_name, environment
 from knapformer.tools.measure.exchange import node_groups, time_exchanges
 from knapformer.tools.measure.progress import Progress
-from knapformer.tools.measure.steps import StepTimes, equal_plan, fits, time_steps
+from knapformer.tools.measure.steps import StepTimes, fits, time_steps
+from knapformer.tools.ways import Planning
 
 _NUM_STEP_LENGTHS = 5
 _EXCHANGE_ROUNDS = 20
@@ -62,13 +53,11 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
     dtype = args.dtype or default_dtype(device)
     mode, num_ranks = args.mode or "training", dist.get_world_size() if dist.is_initialized() else 1
     first = num_ranks == 1 or dist.get_rank() == 0
-    # Adapters on a frozen base are measured beside the same blocks whose parameters all train.
-    works = [_works(args, config, device, DTYPES[dtype], of) for of in dict.fromkeys((mode, "training"))]
-    num_works = sum(map(len, works)) * len(lengths)
-    with Progress((args.repeats + args.warmup) * num_works, enabled=first) as progress:
+    works = _works(args, config, device, DTYPES[dtype], mode)
+    with Progress((args.repeats + args.warmup) * len(works) * len(lengths), enabled=first) as progress:
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
-        times = time_works(list(itertools.chain(*works)), lengths, device, *rounds, progress.advance)
+        times = time_works(works, lengths, device, *rounds, progress.advance)
         exchanges: dict[str, _ExchangeTimes] = {}
         steps: StepTimes | None = None
         if dist.is_initialized():
@@ -81,21 +70,16 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
                 progress.describe("measuring whole steps")
                 # At most _NUM_STEP_LENGTHS of the lengths, evenly picked from the shortest on.
                 every = sorted(set(lengths))[:: max(1, -(-len(set(lengths)) // _NUM_STEP_LENGTHS))]
-                steps = time_steps(
-                    config, every, device, DTYPES[dtype], args.recomputes, mode, *rounds, _sharing(config)
-                )
+                steps = time_steps(config, every, device, DTYPES[dtype], args.recomputes, mode, *rounds)
     if not first:
         return
-    own, mask = times.kinds_from(0, len(works[0])), config.mask if args.block is None else "full"
-    fit = partial(
-        calibration_of, lengths, d_model=args.d_model or config.d_model, recomputes=args.recomputes, mask=mask,
-        device=device_name(device),
+    calibration = _with_exchanges(
+        calibration_of(
+            lengths, times.per_block(), times.spreads(), args.d_model or config.d_model, recomputes=args.recomputes,
+            mode=mode, mask=config.mask if args.block is None else "full", device=device_name(device),
+        ),
+        exchanges,
     )  # fmt: skip
-    calibration = _with_exchanges(fit(own.per_block(), own.spreads(), mode=mode), exchanges)
-    if mode == "lora":
-        other = times.kinds_from(len(works[0]), len(works[0]))
-        all_train = fit(other.per_block(), other.spreads())
-        calibration = dataclasses.replace(calibration, token_backward=token_backward(calibration, all_train))
     if steps is not None:
         trained = trained_model(config, DTYPES[dtype], args.recomputes, of=TrainedModel(mode=mode))
         calibration = _with_steps(calibration, config, steps, trained)
@@ -105,8 +89,8 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
         "dtype": dtype,
         "num_ranks": num_ranks,
         "measured_blocks": [
-            {"kind": name, "count": count, "lengths": own.lengths, "seconds": seconds}
-            for (name, count), seconds in zip(own.kinds, own.seconds, strict=True)
+            {"kind": name, "count": count, "lengths": times.lengths, "seconds": seconds}
+            for (name, count), seconds in zip(times.kinds, times.seconds, strict=True)
         ],
         "measured_exchanges": {name: dataclasses.asdict(measured) for name, measured in exchanges.items()},
         "measured_steps": steps and dataclasses.asdict(steps),
@@ -114,13 +98,7 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
     })  # fmt: skip
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
     head = f"{args.block or args.model} in {dtype} on {device_name(device)}, {ranks}"
-    show(head, _table(calibration, own), *_sentences(calibration))
-
-
-def _sharing(config: BaseConfig) -> int:
-    """How many ranks share sequences in whole steps: the largest divisor of a node's ranks with a head for each."""
-    num_local, num_heads = int(os.environ["LOCAL_WORLD_SIZE"]), config.num_kv_heads or config.num_heads
-    return max(of for of in range(1, num_local + 1) if num_local % of == 0 and of <= num_heads)
+    show(head, _table(calibration, times), *_sentences(calibration))
 
 
 def _works(
@@ -191,23 +169,17 @@ def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, _ExchangeT
 
 
 def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, trained: TrainedModel) -> Calibration:
-    cluster = calibration.cluster(Cluster("cpu")).replace(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    model = trained.replace(num_parameters=float(steps.num_parameters), shard_ranks=dist.get_world_size())
-
-    def plans(shared_by: int) -> list[Plan]:
-        return [
-            equal_plan(
-                lens, dist.get_world_size(), shared_by, config.d_model, gamma=calibration, masks=config.mask,
-                cluster=cluster, model=model,
-            )
-            for lens in steps.seq_lens
-        ]  # fmt: skip
-
-    measured = MeasuredSteps(plans(1), list(map(statistics.median, steps.seconds)))
-    if steps.shared_by > 1:
-        shared_s = list(map(statistics.median, steps.shared_seconds))
-        measured = dataclasses.replace(measured, shared=plans(steps.shared_by), shared_s=shared_s)
-    return with_steps(calibration, measured, cluster)
+    """`calibration` with the fixed time that whole steps took beyond the prediction from its blocks and exchanges."""
+    num_ranks = dist.get_world_size()
+    cluster = calibration.cluster(Cluster("cpu")).replace(
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]), fixed_s=0.0
+    )
+    model = trained.replace(num_parameters=float(steps.num_parameters), shard_ranks=num_ranks)
+    planning = Planning(config.d_model, calibration.gamma, cluster, model, mask=config.mask)
+    predicted_s = [predict_step(planning.home([lens] * num_ranks)).total_s for lens in steps.seq_lens]
+    fixed = fit_fixed(predicted_s, list(map(statistics.median, steps.seconds)), num_ranks)
+    warnings = error_warnings("whole steps are", fixed.relative_rms_error)
+    return dataclasses.replace(calibration, fixed=fixed, warnings=(*calibration.warnings, *warnings))
 
 
 def _table(calibration: Calibration, times: BlockTimes) -> Group:
@@ -235,18 +207,12 @@ def _sentences(calibration: Calibration) -> list[str]:
         f"{calibration.flops_per_s / 1e12:.3g} TFLOP/s. The fit is off by {calibration.relative_rms_error:.1%} (RMS), "
         f"without gamma by {calibration.relative_rms_error_without_gamma:.1%}."
     ]
-    if calibration.token_backward is not None:
-        found.append(
-            f"With a frozen base and adapters of rank {RANK} a backward pass over the per-token layers costs "
-            f"{calibration.token_backward:.2f} forward passes (the cost model: 1), where all parameters train 2."
-        )
     for name, cost in (("inside the node", calibration.node), ("between nodes", calibration.network)):
         if cost is not None:
             found.append(
                 f"All-to-all {name}, {cost.num_ranks} ranks: {cost.latency_s * 1e6:.3g} us and "
                 f"{cost.bytes_per_s / 1e9:.3g} GB/s that a rank sends, packing included; the fit is off by "
                 f"{cost.relative_rms_error:.1%} (RMS)."
-                + (f" In a step each takes {cost.wait_s * 1e6:.3g} us more." if cost.wait_s > 0 else "")
             )
     if (fixed := calibration.fixed) is not None:
         found.append(

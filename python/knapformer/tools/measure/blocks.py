@@ -117,11 +117,6 @@ class BlockTimes:
             for column in zip(*self.seconds, strict=True)
         ]
 
-    def kinds_from(self, first: int, count: int) -> BlockTimes:
-        """The times of `count` kinds alone, from number `first` on."""
-        of = slice(first, first + count)
-        return BlockTimes(self.kinds[of], self.lengths, self.seconds[of])
-
     def spreads(self) -> list[float]:
         """For each length the relative spread of its rounds: the largest over the kinds."""
         return [max(relative_spread(times) for times in column) for column in zip(*self.seconds, strict=True)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from knapformer import Plan, Sample, SequenceBalancer, plan, plan_home_bags
+from knapformer import Sample
 from knapformer.adapters.named import build_model, materialize, random_batch
 from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
@@ -59,77 +58,37 @@ def fits(config: BaseConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of steps of one micro-batch in which every rank has the same lengths, so that none waits for another.
-
-    Seconds are by step and round: forward, recompute and backward of the slowest rank.
-    """
+    """Times of steps of one micro-batch in which every rank computes its own sequences, of the same lengths on all
+    ranks, so that none waits for another."""
 
     num_parameters: int  # of the blocks
     seq_lens: list[list[int]]  # for each step, those of a rank
-    seconds: list[list[float]]  # where every rank computes its own sequences
-    shared_by: int  # how many ranks share a sequence in shared_seconds
-    shared_seconds: list[list[float]]  # where that many ranks share all sequences; empty if shared_by is 1
-
-
-def equal_plan(seq_lens: Sequence[int], num_ranks: int, shared_by: int, d_model: int, **given: Any) -> Plan:
-    """The plan of a step of StepTimes. given: further arguments of `plan`."""
-    topology = f"g{shared_by}n{num_ranks // shared_by}"
-    return plan_home_bags(plan([list(seq_lens)] * num_ranks, topology, d_model, solver="greedy", **given))
+    seconds: list[list[float]]  # by step and round: forward, recompute and backward of the slowest rank
 
 
 def time_steps(
-    config: BaseConfig,
-    lengths: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    mode: str,
-    num_rounds: int,
-    num_warmup_rounds: int = 1,
-    shared_by: int = 1,
-) -> StepTimes:
-    """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world.
-
-    shared_by: also times, in turns, steps in which this many consecutive ranks share every sequence; 1: none.
-    """
+    config: BaseConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool,
+    mode: str, num_rounds: int, num_warmup_rounds: int = 1,
+) -> StepTimes:  # fmt: skip
+    """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world."""
     model = sharded_model(config, device, dtype, checkpointing, mode)
-    num_ranks = dist.get_world_size()
-    balancer = None
-    if shared_by > 1:
-        balancer = SequenceBalancer(f"g{shared_by}n{num_ranks // shared_by}", mask=config.mask, solver="greedy")
-
-    def step(samples: Sequence[Sample], balancer: SequenceBalancer | None) -> Work:
-        batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
-        lens = [config.planned_tokens(size) for size in samples]
-        shared = None
-        if balancer is not None:
-            shared = equal_plan(lens, num_ranks, shared_by, config.d_model, masks=config.mask)
-        for parameter in model.parameters():
-            parameter.grad = None
-        dist.barrier()
-
-        def run() -> None:
-            if balancer is not None and shared is not None:
-                balancer.follow(shared)
-            (model(batch, balancer, planned=balancer is not None) - target).square().mean().backward()
-
-        return run
 
     def sample(length: int) -> Sample:
         text_tokens = typical_text_tokens(config, length)
         return config.possible(Sample(text_tokens, length if config.text_beside else length - text_tokens))
 
+    def step(samples: Sequence[Sample]) -> Work:
+        batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)
+        model.zero_grad(set_to_none=True)
+        dist.barrier()
+        return lambda: (model(batch, None) - target).square().mean().backward()
+
     drawn = [[sample(n) for n in packed] for packed in packed_lengths(lengths, device)]
-    ways = [None] if balancer is None else [None, balancer]
-    rounds = measured_rounds(
-        [partial(step, of, way) for of in drawn for way in ways], device, num_rounds, num_warmup_rounds
-    )
+    rounds = measured_rounds([partial(step, of) for of in drawn], device, num_rounds, num_warmup_rounds)
     seconds = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return StepTimes(
         sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters()),
         [[config.planned_tokens(size) for size in of] for of in drawn],
-        seconds[:: len(ways)].tolist(),
-        shared_by,
-        [] if balancer is None else seconds[1::2].tolist(),
+        seconds.tolist(),
     )

@@ -19,19 +19,18 @@ from knapformer.tools.files import show, write, write_json
 from knapformer.tools.plan.tables import print_made, print_points
 from knapformer.tools.report import measured_of, write_report
 from knapformer.tools.ways import (
+    NO_BALANCER,
     PEAK_TFLOPS,
-    PLANNED_STEP,
     Draw,
     Lengths,
     Planning,
     Step,
-    at_home,
     batches_of_mix,
     by_micro_batch,
     lengths_of_step,
     means,
     micro_batches_of_step,
-    planned_whole,
+    usual_ways,
 )
 
 Point = dict[str, Any]  # of a file of predictions: a topology on a number of ranks
@@ -234,15 +233,9 @@ def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan | StepPlan, 
 
 
 def _points(args: argparse.Namespace, draw: Draw) -> list[Point]:
-    """Without a balancer, then each topology, planned by micro-batch and, with --micro-batches, also by whole step."""
-    points = [_point(list(at_home(draw)), "none", args)]
-    for topology in dict.fromkeys(_topology(args, draw, asked) for asked in args.topology):
-        steps = list(by_micro_batch(topology, draw.max_tokens if args.micro_batches is None else 0)(draw))
-        points.append(_point(steps, topology, args))
-        if args.micro_batches is not None:
-            whole = list(planned_whole(topology, routed=False, beside=steps)(draw))
-            points.append(_point(whole, f"{PLANNED_STEP}, {topology}", args))
-    return points
+    topologies = dict.fromkeys(_topology(args, draw, asked) for asked in args.topology)
+    ways = usual_ways(draw, topologies, args.micro_batches is not None)
+    return [_point(steps, "none" if name == NO_BALANCER else name, args) for name, steps in ways.items()]
 
 
 def _point(steps: Sequence[Step], name: str, args: argparse.Namespace) -> Point:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from knapformer import Cluster, Plan, StepTime, TrainedModel, predict_step
-from knapformer.tools.ways import PLANNED_STEP, Step, means, measured, number_or_none
+from knapformer.tools.ways import Step, means, measured, number_or_none
 
 # Standard deviation over mean of the ranks' planned work, below which no correlation is computed.
 _MIN_SPREAD_OF_WORK = 0.01
@@ -27,7 +27,7 @@ class RankSeconds(NamedTuple):
 class Variant:
     """One way to place the sequences, and what was measured of it: for each step, each of its micro-batches."""
 
-    topology: str | None  # None: every sequence at home
+    name: str | None  # None: every sequence at home
     steps: Sequence[Step]
     measured: Sequence[Sequence[Sequence[RankSeconds]]]  # of each rank
 
@@ -54,10 +54,10 @@ class Variant:
         seconds, work = [[sum(rank) for rank in ranks] for ranks in of_ranks], [plan.workload_after for plan in plans]
         busy = [k for k, plan in enumerate(plans) if plan.num_tokens > 0]  # a planned step may have empty micro-batches
         busy_work, busy_seconds = ([of[k] for k in busy] for of in (work, seconds))
-        name = self.topology if self.steps[0].whole is None else f"{PLANNED_STEP}, {self.topology}"
+        topology = None if self.name is None else str(steps[0].plans[0].topology)
         of_steps = [step.figures["total_s"] for step in steps]
         return {
-            **measured(name, self.topology, steps, of_steps, model, mask, peak_tflops),
+            **measured(self.name, topology, steps, of_steps, model, mask, peak_tflops),
             **{term: mean[term] for term in (*StepTime.labels(), "fsdp_bytes")},
             "slowest_rank_s": math.fsum(max(of) for of in seconds) / len(steps),
             "measured_wir": number_or_none(statistics.fmean(_max_over_min(of) for of in busy_seconds)),

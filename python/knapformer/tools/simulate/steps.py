@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from knapformer import ArgumentError, DataMix, Sample, StepPlan, Topology, WorkloadModel
+from knapformer import ArgumentError, DataMix, Sample, StepPlan, Topology
 from knapformer.models.config import BaseConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.ways import (
@@ -56,32 +56,8 @@ class StepData:
     def as_planned(self, plan: StepPlan) -> StepData:
         """The same samples, each in the place where `plan`, made from these lengths, computes it."""
         step = [sample for of_rank in self.samples for samples in of_rank for sample in samples]
-        return StepData(
-            self.config,
-            [
-                [[step[i] for i in plan.sequences_on(rank, k)] for k in range(plan.num_micro_batches)]
-                for rank in range(len(self.samples))
-            ],
-        )
-
-    def of_equal_lengths(self, workload: WorkloadModel) -> StepData:
-        """Other samples with as much work: as many on average, the same share of text, and lengths that differ by at
-        most a token. Every rank has the same ones in every micro-batch."""
-        config = self.config
-        sizes = [sample.size for of_rank in self.samples for samples in of_rank for sample in samples]
-        num_lists = sum(map(len, self.samples))
-
-        def work(length: int) -> float:
-            return workload.work(length, config.d_model, config.mask)
-
-        lens = [config.planned_tokens(size) for size in sizes]
-        text_per_token = sum(size.text_tokens for size in sizes) / sum(lens)
-        count = max(1, round(len(sizes) / num_lists))
-        equal = equal_lengths(math.fsum(map(work, lens)) / num_lists, count, work)
-        alike = [_sample(config, length, int(text_per_token * length)) for length in equal]
-        first_seed = self.samples[0][0][0].seed if self.samples[0][0] else 0
-        seeded = [SeededSample(config.possible(size), first_seed + i) for i, size in enumerate(alike)]
-        return StepData(config, [[seeded for _ in of] for of in self.samples])
+        parts, ranks = range(plan.num_micro_batches), range(len(self.samples))
+        return StepData(self.config, [[[step[i] for i in plan.sequences_on(rank, k)] for k in parts] for rank in ranks])
 
 
 def _sample(config: BaseConfig, length: int, text_tokens: int) -> Sample:
@@ -123,13 +99,11 @@ class Simulation:
     mix: DataMix | None = None  # or
     lengths: Sequence[int] = ()  # in tokens: samples are drawn from these at random, batch_size a rank and micro-batch
     batch_size: int = 4
-    ways: Sequence[str] = ()  # of WAYS, measured as well
-    topologies: Sequence[str] = ()  # each is measured beside NO_BALANCER, with the balancer in the model
-    micro_batches: int | None = None  # of a step, which is then also planned whole; None: one, not planned whole
-    # Of every plan or, with micro_batches, of steps planned whole alone (0: none, and for those what the fullest rank
-    # draws for a micro-batch); of buckets and time budgets (0: none).
-    max_tokens_per_rank: int = 0
-    equal_lengths: bool = False  # as much work in sequences of equal length is measured as well
+    topologies: Sequence[str] = ()  # of the balancer in the model
+    micro_batches: int | None = None  # of an optimizer step, planned whole; None: nothing is planned whole
+    ways: Sequence[str] = ()  # of WAYS
+    max_tokens_per_rank: int = 0  # in a micro-batch; 0: no limit, but in a step planned whole the fullest rank's
+    equal_lengths: bool = False
     num_steps: int = 10
     num_warmup_steps: int = 2
     seed: int = 0
@@ -139,14 +113,14 @@ class Simulation:
             self.mix.check_divides(self.num_ranks)
         if not self.topologies and self.micro_batches is None and not self.ways:
             raise ArgumentError("topology: got none, expected at least one, micro_batches, or ways")
+        known = [way for way in WAYS if way in (of.key for of in baselines(self.num_ranks))]
         for way in self.ways:
-            known = [name for name in WAYS if not name.startswith("static_") or self.num_ranks % int(name[7:]) == 0]
             if way not in known or list(self.ways).count(way) > 1:
                 expected = f"each once of {', '.join(known)} on {self.num_ranks} ranks"
                 raise ArgumentError(f"way: got {way!r}, expected {expected}")
-        for i, topology in enumerate(self.topologies):
-            canonical = str(Topology(topology, self.num_ranks))
-            if canonical in (str(Topology(other)) for other in self.topologies[:i]):
+        canonical = [str(Topology(topology, self.num_ranks)) for topology in self.topologies]
+        for topology, name in zip(self.topologies, canonical, strict=True):
+            if canonical.count(name) > 1:
                 raise ArgumentError(f"topology: got {topology!r} twice, expected each once")
         # Some errors show only in planning, such as a solver that does not support nested bags. A limit of tokens may
         # be kept in one step and not in another.
@@ -174,12 +148,12 @@ class Simulation:
         ]
         return self._of_lengths(step, lens)
 
-    def _of_lengths(self, step: int, lengths: list[list[list[int]]]) -> StepData:
-        """Samples of these lengths, [rank][micro-batch][sample], with a tenth of the length as text tokens."""
+    def _of_lengths(self, step: int, lengths: list[list[list[int]]], text_share: float = 0.1) -> StepData:
+        """Samples of these lengths, [rank][micro-batch][sample], of which a share is text tokens."""
         limit = math.inf if self.model.text_limit is None else self.model.text_limit
 
         def size(length: int) -> Sample:
-            return _sample(self.model, length, int(min(length // 10, limit)))
+            return _sample(self.model, length, int(min(text_share * length, limit)))
 
         return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
 
@@ -191,6 +165,17 @@ class Simulation:
             self.model,
             [[[SeededSample(self.model.possible(s), next(seeds)) for s in of] for of in of_rank] for of_rank in sizes],
         )
+
+    def _equal(self, step: int, data: StepData) -> StepData:
+        """Other samples with as much work: as many on average, the same share of text, and lengths that differ by at
+        most a token. Every rank has the same lengths in every micro-batch."""
+        lens = [n for batch in data.batches for of_rank in batch for n in of_rank]
+        text_tokens = sum(s.size.text_tokens for of_rank in data.samples for of in of_rank for s in of)
+        num_lists, work = len(data.batches) * self.num_ranks, self.planning.work
+        count = max(1, round(len(lens) / num_lists))
+        equal = equal_lengths(math.fsum(map(work, lens)) / num_lists, count, work)
+        lists = [[equal] * len(data.batches)] * self.num_ranks
+        return self._of_lengths(step, lists, text_tokens / sum(lens))
 
     def _plan_step(self, data: StepData) -> StepPlan:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
@@ -228,7 +213,7 @@ class Simulation:
         if self.micro_batches is not None:
             found[PLANNED_STEP] = (alone(data.as_planned(self._plan_step(data))) for data in drawn)
         if self.equal_lengths:
-            workload = WorkloadModel(self.planning.gamma)
-            found[EQUAL_LENGTHS] = (alone(data.of_equal_lengths(workload), same_samples=False) for data in drawn)
+            equal = itertools.starmap(self._equal, enumerate(drawn))
+            found[EQUAL_LENGTHS] = (alone(data, same_samples=False) for data in equal)
         for steps in zip(*found.values(), strict=False):
             yield dict(zip(found, steps, strict=True))

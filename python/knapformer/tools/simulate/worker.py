@@ -57,9 +57,8 @@ def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.de
         balancers = {topology: balancer_of(simulation, topology, simulation.limit) for topology in args.topology}
         balancers |= {
             name: balancer_of(simulation, str(way.step.plans[0].topology))
-            for name, way in first.items()
-            if way.followed
-        }
+            for name, way in first.items() if way.followed
+        }  # fmt: skip
         times: list[list[float]] = [[] for _ in names]  # of this rank, one per timed step and repeat
         outcomes: list[list[_Outcome]] = [[] for _ in names]  # one per timed step
         progress.describe("warming up")
@@ -86,22 +85,21 @@ def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.de
         dist.all_reduce(latencies_s, op=dist.ReduceOp.MAX)
         latencies_s = latencies_s.unflatten(1, (args.steps, args.repeats)).amin(2)
         num_parameters = sum(p.numel() for blocks in model.block_lists() for p in blocks.parameters())
-    if rank == 0:
-        topologies = {name: name for name in args.topology} | {PLANNED_STEP: f"g1n{simulation.num_ranks}"}
-        variants = [
-            Variant(
-                name, topologies.get(name),
-                Measured(seconds, [of.loss for of in results], [of.gradient_norm for of in results]),
-                [ways[name].step for ways in kept], first[name].same_samples,
-            )
-            for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
-        ]  # fmt: skip
-        on = {
-            "device": device.type, "dtype": str(dtype).removeprefix("torch."), "environment": environment(device)
-        }  # fmt: skip
-        measured = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
-        # Variants may differ by the rounding of sums in another order.
-        report(args, simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
+    if rank != 0:
+        return
+    topologies = {name: name for name in args.topology} | {PLANNED_STEP: f"g1n{simulation.num_ranks}"}
+    variants = [
+        Variant(
+            name, topologies.get(name),
+            Measured(seconds, [of.loss for of in results], [of.gradient_norm for of in results]),
+            [ways[name].step for ways in kept], first[name].same_samples,
+        )
+        for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
+    ]  # fmt: skip
+    on = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "environment": environment(device)}
+    measured = trained.replace(num_parameters=float(num_parameters), element_size=dtype.itemsize)
+    # Variants may differ by the rounding of sums in another order.
+    report(args, simulation, measured, variants, math.sqrt(torch.finfo(dtype).eps), on)
 
 
 def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
