@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "knapformer/core/util/process.h"
-#include "knapformer/torch/comm/relaxed_capture.h"
 
 namespace knapformer {
 
@@ -65,11 +64,8 @@ void TaskThread::run(const std::stop_token& ends) {
     const std::shared_ptr<Task::Place> place = line_.front();
     place->runs = true;
     lock.unlock();
-    {
-      const RelaxedCapture relaxed;  // not once for the thread: the first work may be what loads the driver
-      place->work(place->stop.get_token());
-      place->work = nullptr;  // what the work holds is freed here, without the lock
-    }
+    place->work(place->stop.get_token());
+    place->work = nullptr;  // what the work holds is freed here, without the lock
     lock.lock();
     line_.pop_front();
     changed_.notify_all();

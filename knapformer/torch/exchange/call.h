@@ -45,7 +45,7 @@ struct Slot {
   at::Tensor input;  // each row is dense; rows are input.stride(0) apart
   at::DimVector output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
-  at::Tensor sum = {};                 // what add_block has added up, which becomes the output (duplicates.h)
+  at::Tensor sum = {};                 // what add_block has added up, which becomes the output (engine.h)
   const HeadShares* shares = nullptr;  // by its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
   int64_t input_row_bytes = 0;         // all columns, as in the next
@@ -83,7 +83,7 @@ struct Segment {
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
 
-  /// Several values on the wire belong to one of the output: they add up (duplicates.h).
+  /// Several values on the wire belong to one of the output: they add up (engine.h).
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
     return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
@@ -130,9 +130,6 @@ class ExchangeCall {
 
   /// The buffer: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
-  /// Where a block of another rank lies, for kernels.
-  const std::byte* sent_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
-  const std::byte* received_at(const WireBlock& block) const { return wire_bytes_at(block.first_byte); }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
@@ -148,9 +145,6 @@ class ExchangeCall {
   /// Appends the blocks that meet a peer, from `first_byte` on. Returns the byte behind them.
   int64_t add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segment::*end, int32_t peer, int64_t first_byte);
   void allocate_wire();
-  const std::byte* wire_bytes_at(int64_t byte) const {
-    return static_cast<const std::byte*>(wire_.const_data_ptr()) + byte;
-  }
 
   std::vector<Segment> segments_;
   int64_t num_slots_ = 0;

@@ -19,7 +19,7 @@ InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(
   RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
-    engine_ = make_engine(*call_);
+    engine_.emplace(*call_);
     engine_->pack();
     // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which it
     // does in a group's first collective, they do not.
@@ -51,11 +51,10 @@ std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
   return group_->watchdog().guard([&] {
     if (!call_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
     const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
-    const std::unique_ptr<Engine> engine = std::move(engine_);
     call->set_local(local);
     group_->wait(*work_, call->device(), call->label());
     work_.reset();
-    engine->unpack();
+    engine_->unpack();
     return call->outputs();
   });
 }

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "knapformer/torch/comm/comm_group.h"
@@ -34,7 +35,7 @@ class InFlight {
   std::shared_ptr<CommGroup> group_;
   ExchangeArguments arguments_;
   std::unique_ptr<ExchangeCall> call_;
-  std::unique_ptr<Engine> engine_;
+  std::optional<Engine> engine_;
   WorkPtr work_;
 };
 

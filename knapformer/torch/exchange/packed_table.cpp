@@ -30,7 +30,7 @@ int64_t max_duplicates_of(const ExchangeEnd& end) {
 at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine,
                                int64_t step) {
   const auto peers = static_cast<size_t>(table.num_peers);
-  const size_t size = kNumFields + peers + (peers + 1) + 2 * end.runs.values.size();
+  const size_t size = kNumFields + 2 * (peers + 1) + 2 * end.runs.values.size();
   at::Tensor packed = at::empty({static_cast<int64_t>(size)}, at::kLong);
   int64_t* out = packed.mutable_data_ptr<int64_t>();
   out[kMagic] = kTableMagic;
@@ -39,7 +39,6 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kNumPeers] = table.num_peers;
   out[kHeadsShared] = end.heads_shared;
   out[kEngine] = static_cast<int64_t>(engine);
-  out[kNumWireRows] = std::accumulate(end.peer_rows.begin(), end.peer_rows.end(), int64_t{0});
   out[kMaxDuplicates] = max_duplicates_of(end);
   out[kStep] = step;
   out[kSpeaker] = end.speaker;
@@ -48,7 +47,8 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kNumWithoutAnyRows] = end.without_any_rows.num;
   out[kIsWithoutAnyRows] = end.without_any_rows.this_peer;
   out += kNumFields;
-  out = std::copy(end.peer_rows.begin(), end.peer_rows.end(), out);
+  *out++ = 0;
+  out = std::partial_sum(end.peer_rows.begin(), end.peer_rows.end(), out);
   out = std::copy(end.runs.offsets.begin(), end.runs.offsets.end(), out);
   const std::vector<RowRun>& runs = end.runs.values;
   if (!runs.empty()) std::memcpy(out, runs.data(), runs.size() * sizeof(RowRun));
@@ -67,41 +67,38 @@ PackedEndView::PackedEndView(const PackedEnd& end) : index_(end.index) {
 
 std::span<const RowRun> PackedEndView::runs_of(int32_t peer) const {
   const auto peers = static_cast<size_t>(num_peers()), p = static_cast<size_t>(peer);
-  const int64_t* offsets = data_.data() + kNumFields + peers;
+  const int64_t* offsets = row_offsets() + peers + 1;
   const auto* runs = reinterpret_cast<const RowRun*>(offsets + peers + 1);
   return {runs + offsets[p], static_cast<size_t>(offsets[p + 1] - offsets[p])};
 }
 
 void PackedEndView::append_index(std::vector<int64_t>& index) const {
-  const int64_t max_duplicates = field(kMaxDuplicates);
-  const size_t gather = index.size(), scatter = gather + static_cast<size_t>(num_wire_rows());
-  index.resize(scatter + static_cast<size_t>(num_rows() * max_duplicates), num_wire_rows());
-  std::vector<int64_t> num_places(static_cast<size_t>(max_duplicates > 1 ? num_rows() : 0), 0);
-
-  const int64_t own_rows = peer_rows(this_peer());
-  const auto append_peer = [&](int32_t peer, int64_t sent_at, int64_t received_at) {
+  for (int32_t peer = 0; peer < num_peers(); ++peer) {
     for (const RowRun& run : runs_of(peer)) {
-      for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row, ++sent_at, ++received_at) {
-        index[gather + static_cast<size_t>(sent_at)] = row;
-        const int64_t duplicate = max_duplicates > 1 ? num_places[static_cast<size_t>(row)]++ : 0;
-        index[scatter + static_cast<size_t>(row * max_duplicates + duplicate)] = received_at;
-      }
+      for (int64_t i = 0; i < run.num_rows; ++i) index.push_back(run.first_row + i);
+    }
+  }
+  if (!has_duplicates()) return;
+  const size_t rows = index.size() - static_cast<size_t>(num_wire_rows()), scatter = index.size();
+  const auto max_duplicates = static_cast<size_t>(field(kMaxDuplicates));
+  index.resize(scatter + static_cast<size_t>(num_rows()) * max_duplicates, num_wire_rows());
+  std::vector<size_t> num_places(static_cast<size_t>(num_rows()), 0);
+  int64_t place = 0;
+  const auto add_peer = [&](int32_t peer) {
+    for (int64_t i = 0; i < peer_rows(peer); ++i, ++place) {
+      const auto row = static_cast<size_t>(index[rows + static_cast<size_t>(row_offsets()[peer] + i)]);
+      index[scatter + row * max_duplicates + num_places[row]++] = place;
     }
   };
-  append_peer(this_peer(), num_wire_rows() - own_rows, 0);
-  int64_t next = 0;  // of the others' rows
+  add_peer(this_peer());
   for (int32_t peer = 0; peer < num_peers(); ++peer) {
-    if (peer == this_peer()) continue;
-    append_peer(peer, next, own_rows + next);
-    next += peer_rows(peer);
+    if (peer != this_peer()) add_peer(peer);
   }
 }
 
-at::Tensor PackedEndView::gather_index() const { return index_.narrow(0, 0, num_wire_rows()); }
-
 at::Tensor PackedEndView::scatter_index() const {
-  const int64_t max_duplicates = field(kMaxDuplicates);
-  return index_.narrow(0, num_wire_rows(), num_rows() * max_duplicates).view({num_rows(), max_duplicates});
+  return index_.narrow(0, num_wire_rows(), num_rows() * field(kMaxDuplicates))
+      .view({num_rows(), field(kMaxDuplicates)});
 }
 
 std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> tables, ExchangeEngine engine,

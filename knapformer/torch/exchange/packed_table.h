@@ -26,7 +26,7 @@ enum class ExchangeEngine {
 struct PackedEnd {
   at::Tensor table;  // int64 CPU; PackedEndView reads it
   at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
-  at::Tensor index;  // int64 on the tensors' device: the gather index and the scatter index; empty for the CPU engine
+  at::Tensor index;  // int64 on the tensors' device (PackedEndView::index_of, scatter_index); empty for the CPU engine
 };
 
 struct PackedTable {
@@ -54,28 +54,29 @@ class PackedEndView {
   bool has_duplicates() const { return field(kMaxDuplicates) > 1; }
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
-  int64_t num_wire_rows() const { return field(kNumWireRows); }
+  int64_t num_wire_rows() const { return row_offsets()[num_peers()]; }
   int64_t step() const { return field(kStep); }
   int32_t speaker() const { return static_cast<int32_t>(field(kSpeaker)); }
   PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
   PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
-  int64_t peer_rows(int32_t peer) const { return data_[kNumFields + static_cast<size_t>(peer)]; }
+  int64_t peer_rows(int32_t peer) const { return row_offsets()[peer + 1] - row_offsets()[peer]; }
   /// In wire order.
   std::span<const RowRun> runs_of(int32_t peer) const;
 
-  /// (num_wire_rows): for each place on the sending wire, the tensor's row there. The sending wire has the rows for
-  /// others by peer, then the own rows.
-  at::Tensor gather_index() const;
-  /// (num_rows, max_duplicates): for each row, its places on the receiving wire, ascending. The receiving wire has the
-  /// own rows, then those of others by peer. Where a row has fewer places, num_wire_rows fills the rest.
+  /// The same rows one by one, on the device. Not for the CPU engine, nor where heads are shared: there all rows, in
+  /// order, meet every peer.
+  at::Tensor index_of(int32_t peer) const { return index_.narrow(0, row_offsets()[peer], peer_rows(peer)); }
+  const int64_t* index_at(int32_t peer) const { return index_.const_data_ptr<int64_t>() + row_offsets()[peer]; }
+  /// (num_rows, max_duplicates), where there are duplicates: for each row, its places among all that arrive (the own
+  /// rows, then those of others by peer), ascending. Where a row has fewer places, num_wire_rows fills the rest.
   at::Tensor scatter_index() const;
 
  private:
   friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device,
                                               int64_t);
   static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine, int64_t step);
-  /// Appends the gather index and the scatter index.
   void append_index(std::vector<int64_t>& index) const;
+  const int64_t* row_offsets() const { return data_.data() + kNumFields; }
 
   enum Field : size_t {
     kMagic,
@@ -84,7 +85,6 @@ class PackedEndView {
     kNumPeers,
     kHeadsShared,
     kEngine,
-    kNumWireRows,
     kMaxDuplicates,  // the most places on the wire that one row has
     kStep,
     kSpeaker,
@@ -92,7 +92,7 @@ class PackedEndView {
     kIsWithoutRows,
     kNumWithoutAnyRows,  // likewise
     kIsWithoutAnyRows,
-    kNumFields,  // then peer_rows (num_peers), run offsets (num_peers + 1), runs (first row, rows)
+    kNumFields,  // then row offsets (num_peers + 1), run offsets (num_peers + 1), runs (first row, rows)
   };
   int64_t field(Field f) const { return data_[f]; }
   PeersWithoutRows peers_at(Field num) const {

@@ -3,6 +3,7 @@
 #include "knapformer/torch/exchange/exchange.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -309,6 +310,26 @@ TEST_P(ExchangeEngines, TakesViewsAsTheyAre) {
       const auto [from, from_row] = world.expected[r][row];
       EXPECT_EQ(outputs[0][static_cast<int64_t>(row)][0].item<float>(),
                 static_cast<float>(1000 * from + from_row * 12 + 4));
+    }
+  });
+}
+
+TEST_P(ExchangeEngines, MovesRunsThatThreadsDivide) {
+  const World world = make_world({"many", {{3000, 4001}, {2003, 1007}}}, 10);
+  InProcessWorld ranks(2);
+  ranks.run_all([&](int32_t rank) {
+    at::set_num_threads(3);
+    const auto group = make_group(ranks, rank);
+    const auto r = static_cast<size_t>(rank);
+    const auto rows_of = [&](int64_t of_rank) {  // 300 bytes each
+      const int64_t num_rows = world.tables[static_cast<size_t>(of_rank)].send.num_rows;
+      return (at::arange(num_rows * 75, at::kInt) + 1000000 * of_rank).view({num_rows, 75});
+    };
+    const at::Tensor moved = exchange_by(packed(world.tables[r], GetParam()), {rows_of(rank)}, *group, "test")[0];
+    const at::Tensor sent[] = {rows_of(0), rows_of(1)};
+    for (size_t row = 0; row < world.expected[r].size(); ++row) {
+      const auto [from, from_row] = world.expected[r][row];
+      ASSERT_TRUE(at::equal(moved[static_cast<int64_t>(row)], sent[from][from_row])) << row;
     }
   });
 }

@@ -51,13 +51,13 @@ TEST(PackedTable, IndicesListWirePlaces) {
   const ExchangeTable t = table();
   const PackedTable packed = pack_tables(std::vector{&t, &t}, ExchangeEngine::kDevice, at::kCPU)[1];
   const PackedEndView send(packed.send), recv(packed.recv);
-  // Rows for others by peer, then the own ones.
-  EXPECT_EQ(flat_list(send.gather_index()), (std::vector<int64_t>{0, 1, 4, 1, 3, 2}));
-  EXPECT_EQ(flat_list(recv.gather_index()), (std::vector<int64_t>{1, 2, 0}));
+  EXPECT_EQ(flat_list(send.index_of(0)), (std::vector<int64_t>{0, 1, 4}));
+  EXPECT_EQ(flat_list(send.index_of(1)), (std::vector<int64_t>{2}));
+  EXPECT_EQ(flat_list(send.index_of(2)), (std::vector<int64_t>{1, 3}));
+  EXPECT_EQ(flat_list(recv.index_of(1)), (std::vector<int64_t>{0}));
   // Of each row, where own rows come first; 6 is past the end.
   EXPECT_EQ(flat_list(send.scatter_index()), (std::vector<int64_t>{1, 6, 2, 4, 0, 6, 5, 6, 3, 6}));
   EXPECT_EQ(send.scatter_index().sizes(), (std::vector<int64_t>{5, 2}));
-  EXPECT_EQ(flat_list(recv.scatter_index()), (std::vector<int64_t>{0, 1, 2}));
 }
 
 TEST(PackedTable, RefusesOtherTensors) {
