@@ -51,23 +51,19 @@ def counts(text: str, argument: str, high: int) -> list[int]:
     """
     values: list[int] = []
     items = [part.strip() for part in text.split(",")]
-    for before, item in zip(["", *items], items, strict=False):
-        if item == "...":
-            continue
-        if not (item.isascii() and item.isdigit() and 1 <= int(item) <= high):
-            raise ArgumentError(f"{argument}: got {item!r}, expected counts from 1 to {high}, such as 32,128,...,2048")
-        if before == "...":
-            ratio, rest = divmod(values[-1], values[-2]) if len(values) > 1 else (0, 0)
-            if ratio < 2 or rest or int(item) <= values[-1]:
-                raise ArgumentError(
-                    f"{argument}: got {text!r}, expected dots between two counts, the second a multiple of the first, "
-                    "and a higher one"
-                )
-            while values[-1] * ratio < int(item):
+    try:
+        for item, after in zip(items, [*items[1:], ""], strict=True):
+            if item != "...":
+                values.append(integer(1, high)(item))
+                continue
+            (ratio, rest), last = divmod(values[-1], values[-2]), int(after)
+            if ratio < 2 or rest or last <= values[-1]:
+                raise ValueError
+            while values[-1] * ratio < last:
                 values.append(values[-1] * ratio)
-        values.append(int(item))
-    if items[-1] == "...":
-        raise ArgumentError(f"{argument}: got {text!r}, expected a count after the dots")
+    except (ValueError, IndexError, argparse.ArgumentTypeError):
+        expected = f"counts from 1 to {high}, such as 32,128,...,2048, where dots go on by a whole factor"
+        raise ArgumentError(f"{argument}: got {text!r}, expected {expected}") from None
     return values
 
 

@@ -26,7 +26,7 @@ pytest.importorskip("knapformer._torch")
     [
         (["--model", "flux-huge"], "model: got 'flux-huge'"),
         (["--lengths", "64,64"], "--lengths: got 1 lengths"),
-        (["--lengths", "64,-1"], "--lengths: got '-1'"),
+        (["--lengths", "64,-1"], "--lengths: got '64,-1', expected counts"),
         (["--device", "cuda"], "device: got 'cuda'"),
         (["--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
     ],

@@ -97,7 +97,7 @@ def test_a_step_of_several_micro_batches(tmp_path: Path) -> None:
     assert planned["tokens_per_s"] * planned["fbl_s"] == pytest.approx(none["tokens_per_s"] * none["fbl_s"])
     assert all(of["predicted_s"] > 0 for of in (none, nested, planned, equal))
     check_tables(printed)
-    assert "step planned: BalancedBatchSampler" in printed and "The loss is the same" in printed
+    assert "step planned: as BalancedBatchSampler" in printed and "The loss is the same" in printed
 
 
 @pytest.mark.nightly

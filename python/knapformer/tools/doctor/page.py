@@ -49,10 +49,12 @@ def write_page(path: str, found: Findings) -> None:
 def _shares(result: Result) -> dict[str, float]:
     """Of the mean rank, in % of the step."""
     total_s, work_s = result.mean("total_s"), result.work_s
+    waiting_s = max(0.0, result.mean("token_s", "attention_s") - work_s)
+    rest_s = result.mean("fsdp_s", "host_s", "fixed_s")
     seconds = {
         "work": work_s,
-        "waiting, or computing padding": max(0.0, result.mean("token_s", "attention_s") - work_s),
-        "exchanging": result.mean("exchange_s", "route_s"),
-        "the rest": result.mean("fsdp_s", "host_s", "fixed_s"),
+        "waiting, or computing padding": waiting_s,
+        "exchanging": max(0.0, total_s - work_s - waiting_s - rest_s),
+        "the rest": rest_s,
     }
     return {name: 100 * of / total_s for name, of in seconds.items()}

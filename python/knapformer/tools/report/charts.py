@@ -125,8 +125,9 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figu
         )  # fmt: skip
         bottom += 16 * len(lines) + 30
         places.append(bottom - 18)
-    labels = dict.fromkeys(label for parts in rows.values() for label, value in parts.items() if value)
-    for label, colour in zip(labels, itertools.cycle(_COLOURS), strict=False):
+    labels = dict.fromkeys(label for parts in rows.values() for label in parts)
+    shown = (label for label in labels if any(parts.get(label) for parts in rows.values()))
+    for label, colour in zip(shown, itertools.cycle(_COLOURS), strict=False):
         figure.add_bar(
             y=places, x=[parts.get(label, 0.0) for parts in rows.values()], orientation="h", width=20, name=label,
             marker_color=colour, marker_line_width=0, hovertemplate=f"{label}: %{{x:.4g}}<extra></extra>",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,7 +158,7 @@ def report(
         f"{args.model} on {simulation.num_ranks} ranks, data {args.data or args.lengths}, {args.steps} steps{whole}, "
         f"gamma {planning.gamma:.3g}",
         table_of((cells_of(row, _COLUMNS_WIR | columns) for row in rows), left="balancer"),
-        _legend(simulation, {of["name"] for of in of_variants}),
+        _legend(of["name"] for of in of_variants),
         summary,
     )
 
@@ -169,30 +169,22 @@ _COLUMNS = {
     "tokens moved": "tokens_moved:.0%", "peak tokens": "max_tokens_per_rank:,", "predicted s": "predicted_s:.3f",
     "HFU": "hfu:.1%",
 }  # fmt: skip
-_WAYS = {
-    "buckets": "other samples; in a micro-batch all ranks compute one bucket of lengths, padded to its longest, "
-    "which TPS counts. The speed-up is in work for time.",
-    "time": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in work for "
-    "time.",
-    "static": "groups of so many ranks share all that they drew, by flat bags in the model.",
+_LEGEND = {
+    "none": "each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in bags.",
+    PLANNED_STEP: "as BalancedBatchSampler does: whole samples, loaded where they are computed; no rank waits for "
+    "tokens.",
+    "lockstep buckets": "other samples; all ranks compute one bucket, padded to its longest, which TPS counts. The "
+    "speed-up is in work for time.",
+    "time budget": "other samples; each rank packs its own until its predicted seconds are full. The speed-up is in "
+    "work for time.",
+    "sequence parallel": "groups of so many ranks share all that they drew, by flat bags in the model.",
+    EQUAL_LENGTHS: "other samples, of equal length, with as much work.",
+    "WIR": "highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
+    "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch.",
 }
 
 
-def _legend(simulation: Simulation, names: set[str]) -> str:
-    lines = [
-        "none: each rank computes what it drew, in the order drawn. g1n2, g2n1, ...: the balancer in the model, in "
-        "bags of so many ranks."
-    ]
-    if PLANNED_STEP in names:
-        lines.append(
-            f"{PLANNED_STEP}: BalancedBatchSampler's way: whole samples, loaded where they are computed; no rank waits "
-            "for tokens."
-        )
-    lines += [f"{of.name}: {_WAYS[of.key.partition('_')[0]]}" for of in simulation.others]
-    if EQUAL_LENGTHS in names:
-        lines.append(f"{EQUAL_LENGTHS}: other samples, of equal length, with as much work.")
-    lines.append(
-        "WIR: highest over lowest work of a rank. FBL: forward and backward, of the slowest rank. TPS: tokens per "
-        "second. Promised: by the plans' work alone. Peak tokens: of a rank in a micro-batch."
-    )
-    return "\n".join(lines)
+def _legend(names: Iterable[str]) -> str:
+    """Of the table's rows and columns."""
+    shown = ("none", "WIR", *names)
+    return "\n".join(f"{of}: {text}" for of, text in _LEGEND.items() if any(name.startswith(of) for name in shown))
