@@ -1,16 +1,21 @@
-"""`knapformer doctor`: what it reads, what it simulates, and what it advises."""
+"""`knapformer doctor`: what it simulates, what it advises, and what it says of it."""
 
-import io
 import itertools
 import json
+import math
+import sys
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from knapformer.tools.cli import main
+from knapformer.calibration import FixedCost
+from knapformer.tools.cli import _parser, main
+from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.doctor.alternatives import Case, alternatives, gain, ranked, sharing, simulate, static_sharing
 from knapformer.tools.doctor.memory import GIB, MemoryModel
+from knapformer.tools.doctor.source import Source
 from knapformer.tools.presets import PRESETS
-from knapformer.tools.sample_files import read_samples
 from knapformer.tools.ways import Planning, Step, micro_batches_of_step
 
 import knapformer as kf
@@ -40,6 +45,34 @@ def results_of(steps, micro_batches=1, max_tokens=0):
 
 def compute_s(step: Step):
     return step.figures["token_s"] + step.figures["attention_s"]
+
+
+def diagnosis(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def printed(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return " ".join(out.split())
+
+
+def refused(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def by_key(found):
+    return {row["key"]: row for row in found["alternatives"]}
+
+
+def file_of(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
 
 
 def test_alternatives_cost_what_the_formula_says():
@@ -117,104 +150,6 @@ def test_memory_is_that_of_the_formula():
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "tokens"),
-    [  # counted by hand: latents over patches, and captions where they are in the sequence
-        ("flux", (1024, 1024, 1, 512), 64 * 64 + 512),
-        ("flux", (1000, 520, 1, 0), 62 * 32),
-        ("wan-14b", (1280, 720, 81, 512), 80 * 45 * 21),
-        ("hunyuan-video", (1280, 720, 129, 256), 80 * 45 * 33 + 256),
-        ("ltx-video", (768, 512, 121, 128), 24 * 16 * 16),
-    ],
-)
-def test_sizes_become_tokens(model, size, tokens):
-    assert PRESETS[model].num_tokens(*size) == tokens
-
-
-def write_all_formats(folder):
-    import pyarrow
-    from pyarrow import parquet
-
-    lengths = [5, 70, 900, 12]
-    texts = {
-        "plain.txt": "5\n70\n\n900\n12\n",
-        "list.json": "[5, 70, 900, 12]",
-        "objects.json": json.dumps([{"id": "a", "num_tokens": n} for n in lengths]),
-        "lines.jsonl": "".join(json.dumps({"num_tokens": n, "caption": "x"}) + "\n" for n in lengths),
-        "table.csv": "caption,num_tokens\n" + "".join(f'"a, ""b""",{n}\n' for n in lengths),
-        "table.tsv": "num_tokens\tcaption\n" + "".join(f"{n}\ta, b\n" for n in lengths),
-        "bare.csv": "5\n70\n900\n12\n",
-        "steps.json": "[[[5], [70]], [[900, 12], []]]",
-        "steps.jsonl": "[[5], [70]]\n[[900, 12], []]\n",
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    np.save(folder / "array.npy", np.array(lengths, dtype=np.int32))
-    table = pyarrow.table({"caption": ["x"] * 4, "num_tokens": pyarrow.array(lengths, pyarrow.int32())})
-    parquet.write_table(table, folder / "table.parquet")
-    return lengths
-
-
-def test_every_format_is_read(tmp_path):
-    lengths = write_all_formats(tmp_path)
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 11
-    for path in files:
-        samples = read_samples(str(path), None)
-        assert list(samples.lengths) == lengths, path.name
-        assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
-
-
-@pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])
-def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
-    """It begins with a byte order mark."""
-    (tmp_path / name).write_bytes(f"\ufeff{heading}5\r\n70\r\n".encode())
-    samples = read_samples(str(tmp_path / name), None)
-    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
-
-
-@pytest.mark.parametrize("heading", ["num_tokens\r\n", ""])
-def test_so_does_standard_input(monkeypatch, heading):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{heading}5\r\n70\r\n", newline=""))
-    samples = read_samples("-", None)
-    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
-
-
-def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
-    path = tmp_path / "sizes.csv"
-    path.write_text("w,h,n_frames\n512,512,1\n512,x,1\n0,512,1\n512\n1024,512,1\n8,8,1\n")
-    samples = read_samples(str(path), PRESETS["flux"])
-    assert list(samples.lengths) == [1024, 2048]
-    assert samples.bad_rows == 4
-    assert samples.first_bad == "row 2: height: got 'x', expected an integer"
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('7\n{"a": 1}\n-3\n2.5\ntrue\nnonsense\n9\n')
-    samples = read_samples(str(lines), None)
-    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 5)
-    lines.write_text("7\n" + "[" * 100_000 + "\n9\n")  # nested deeper than the parser goes
-    samples = read_samples(str(lines), None)
-    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 1)
-
-
-def test_a_quote_left_open_is_named(tmp_path):
-    """It makes one field of the lines behind it."""
-    path = tmp_path / "captions.csv"
-    path.write_text("caption,num_tokens\na,5\n" + '"b,70\n' + "c,900\n" * 30_000)
-    with pytest.raises(kf.ArgumentError, match=r"captions.csv: line [0-9]+: field larger than .* every quote"):
-        read_samples(str(path), None)
-
-
-@pytest.mark.parametrize("empty", [True, False])
-def test_an_array_file_that_is_none_is_refused(tmp_path, empty):
-    path = tmp_path / "a.npy"
-    path.touch()
-    if not empty:
-        with path.open("wb") as file:
-            np.savez(file, lengths=[5, 70])  # several arrays
-    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: "):
-        read_samples(str(path), None)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
         ("a.csv", "a,b\n1,2\n", [], "columns: got 'a', 'b', expected a column of lengths in tokens"),
@@ -253,11 +188,6 @@ def test_wrong_input_ends_in_one_line(tmp_path, capsys, name, content, arguments
     assert message in err
 
 
-def diagnosis(capsys, *arguments):
-    assert main(["doctor", *map(str, arguments), "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_least_change_is_advised(capsys):
     """With several micro-batches the sampler does nearly what the balancer does; with one it can do nothing."""
     many = diagnosis(capsys, "--data", "mixed", "--micro-batches", 4, "--steps", 4)
@@ -265,9 +195,8 @@ def test_the_least_change_is_advised(capsys):
     assert "fewer GPU-hours" in many["verdict"]
     low, speedup, high = many["speedup"]
     assert low <= speedup <= high
-    by_key = {row["key"]: row for row in many["alternatives"]}
-    assert by_key["sampler"]["gb_in_node_per_rank"] == 0
-    assert by_key["sampler"]["speedup"] == speedup
+    sampler = by_key(many)["sampler"]
+    assert sampler["gb_in_node_per_rank"] == 0 and sampler["speedup"] == speedup
     # All alternatives on the same samples compute the same work.
     same = [row for row in many["alternatives"] if not row["effect"]]
     for row in same:
@@ -294,16 +223,13 @@ def test_what_is_faster_on_other_samples_is_said_and_not_advised(tmp_path, capsy
 
 
 def test_what_does_not_fit_is_not_advised(capsys):
-    free = diagnosis(capsys, "--data", "joint", "--micro-batches", 4, "--steps", 3)
-    by_key = {row["key"]: row for row in free["alternatives"]}
-    needed = {key: row["max_gib"] for key, row in by_key.items()}
+    arguments = ["--data", "joint", "--micro-batches", 4, "--steps", 3]
+    needed = {key: row["max_gib"] for key, row in by_key(diagnosis(capsys, *arguments)).items()}
     limit = (needed["as_drawn"] + min(needed[key] for key in needed if key.startswith("bags "))) / 2
-    tight = diagnosis(capsys, "--data", "joint", "--micro-batches", 4, "--steps", 3, "--memory-gib", limit)
-    by_key = {row["key"]: row for row in tight["alternatives"]}
-    assert "fit" in by_key["as_drawn"]["problem"]
-    assert tight["take"].startswith("bags ")
+    tight = diagnosis(capsys, *arguments, "--memory-gib", limit)
+    assert "fit" in by_key(tight)["as_drawn"]["problem"] and tight["take"].startswith("bags ")
     assert "no balancing does not fit in memory" in tight["verdict"]
-    assert by_key[tight["take"]]["max_gib"] <= limit
+    assert by_key(tight)[tight["take"]]["max_gib"] <= limit
 
 
 def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
@@ -351,3 +277,247 @@ def test_masks_widths_and_speeds_are_those_of_the_plans(capsys):
         seconds.append(kf.predict_step(kf.plan_home(plan)).total_s)
     drawn = next(row for row in found["alternatives"] if row["key"] == "as_drawn")
     assert drawn["step_s"] == pytest.approx(sum(seconds) / 2)
+
+
+def alternating(num_batches):
+    """Ranks take turns with one long sample, and with many short ones of nearly the same work."""
+    return [[[16384] if (rank + i) % 2 == 0 else [1024] * 21 for rank in range(4)] for i in range(num_batches)]
+
+
+def test_batches_of_equal_work_are_not_worth_it_however_many_make_a_step(tmp_path, capsys):
+    path = file_of(tmp_path / "alternating.json", alternating(24))
+    one, two, three = (diagnosis(capsys, path, "--micro-batches", count) for count in (1, 2, 3))
+    assert [found["take"] for found in (one, two, three)] == [None] * 3
+    for key in ("as_drawn", "longest_first", "static_2", "static_4"):
+        for count, found in ((2, two), (3, three)):
+            assert by_key(found)[key]["step_s"] == pytest.approx(count * by_key(one)[key]["step_s"], rel=1e-6), key
+    # What is planned whole is planned for all samples of the step.
+    assert by_key(two)["sampler"]["step_s"] <= by_key(two)["as_drawn"]["step_s"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mix", ["low", "mixed"])
+def test_buckets_and_time_budgets_have_the_batch_size_of_the_mix(capsys, mix):
+    drawn = [len(lens) for lens in kf.DataMix.parse(mix).draw_lengths(0, 0, 32)]
+    size = sum(drawn) / 32
+    found = diagnosis(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert found["batch_size"] == size
+    if mix == "low":  # lengths differ little: neither does the number of samples
+        assert by_key(found)["buckets"]["speedup"] == pytest.approx(1.09, abs=0.03)
+        assert by_key(found)["time_budget"]["speedup"] == pytest.approx(1.09, abs=0.03)
+    else:
+        assert by_key(found)["buckets"]["speedup"] > 0.5
+    text = printed(capsys, "--data", mix, "--ranks", 32, "--steps", 2)
+    assert f"{size:.3g} samples x 1 micro-batches each" in text
+
+
+def test_recorded_batches_have_the_batch_size_that_they_have(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert found["batch_size"] == 4
+    assert by_key(found)["buckets"]["samples_per_s"] * by_key(found)["buckets"]["step_s"] == pytest.approx(8)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_batch_size_beside_batches_is_refused(tmp_path, capsys, recorded):
+    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4]])
+    source = [path] if recorded else ["--data", "low"]
+    whose = str(path) if recorded else "--data"
+    assert f"--batch-size: got 32, expected none: {whose} states" in refused(capsys, *source, "--batch-size", 32)
+
+
+def test_a_batch_size_is_that_of_drawn_lengths(tmp_path, capsys):
+    path = file_of(tmp_path / "lengths.txt", "100\n" * 9)
+    arguments = [path, "--ranks", 2, "--steps", 2, "--mode", "lora"]
+    assert diagnosis(capsys, *arguments)["batch_size"] == 1
+    found = diagnosis(capsys, *arguments, "--batch-size", 3)
+    assert found["batch_size"] == 3
+    drawn = by_key(found)["as_drawn"]
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(6)
+
+
+def calibration(path, **fields):
+    measured = kf.Calibration(
+        gamma=0.5, seconds_per_flop=1e-14, d_model=3072, recomputes=True, relative_rms_error=0,
+        relative_rms_error_without_gamma=0, noise=0, **fields,
+    )  # fmt: skip
+    return file_of(path, measured.to_dict())
+
+
+LOW = ["--data", "low", "--steps", 2]
+
+
+def test_the_model_of_a_cluster_file_stands_over_the_named_model(tmp_path, capsys):
+    """And options over both, also where the file's value is the default of a model without a name."""
+    stated = {"num_blocks": TrainedModel().num_blocks, "num_parameters": 1.3e9, "mode": "lora"}
+    path = file_of(tmp_path / "own.json", {"model": stated})
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--model", "wan-1.3b")["model"]
+    assert found == found | stated
+    assert found["num_heads"] == 12  # wan-1.3b's: the file says nothing of heads
+    found = diagnosis(capsys, *LOW, "--cluster", path, "--blocks", 7, "--mode", "training")["model"]
+    assert found == found | {"num_blocks": 7, "num_parameters": 1.3e9, "mode": "training"}
+    cluster, model = Cluster("a100"), TrainedModel(num_blocks=9, num_parameters=2e9, num_heads=4, element_size=4)
+    path = file_of(tmp_path / "all.json", settings_dict(replace(PLANNING, cluster=cluster, model=model)))
+    found = diagnosis(capsys, *LOW, "--cluster", path)["model"]
+    assert {**found, "routed": None} == {**model.to_dict(), "routed": None}
+
+
+def test_a_fixed_time_counts_only_where_the_users_own_file_states_it(tmp_path, capsys):
+    silent = file_of(tmp_path / "silent.json", {"cluster": {"flops_per_s": 2e14}})
+    stating = file_of(tmp_path / "stating.json", {"cluster": {"flops_per_s": 2e14, "fixed_s": 0.25}})
+    calibrated = calibration(tmp_path / "calibration.json", fixed=FixedCost(2, 0.125))
+    alone = diagnosis(capsys, *LOW, "--cluster", silent)
+    assert alone["cluster"]["fixed_s"] == 0
+    with_fixed = diagnosis(capsys, *LOW, "--cluster", stating)
+    assert with_fixed["cluster"]["fixed_s"] == 0.25
+    steps = [by_key(found)["as_drawn"]["step_s"] for found in (alone, with_fixed)]
+    assert steps[1] - steps[0] == pytest.approx(0.25)
+    found = diagnosis(capsys, *LOW, "--cluster", silent, "--calibration", calibrated)
+    assert found["cluster"]["fixed_s"] == 0.125
+
+
+def test_a_report_is_written_where_nothing_fits(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    page = tmp_path / "doctor.html"
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu", "--max-tokens-per-rank", 3]
+    assert "No alternative keeps" in printed(capsys, *arguments, "--report", page)
+    text = page.read_text()
+    assert "No alternative keeps" in text and "Lengths and work" in text and "What a step's time" not in text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask"), [([512] * 5, "full"), ([7, 40, 64] * 3, "full"), ([10, 100, 1000], "causal"), ([1], "full")]
+)
+def test_the_histogram_of_a_report_holds_all_samples_and_all_work(lengths, mask):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("plotly")
+    from knapformer.tools.report.charts import distribution
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, work = distribution(lengths, [replace(PLANNING, mask=mask).work(n) for n in lengths]).data
+    for bars in (samples, work):
+        assert sum(bars.y) == pytest.approx(100)
+        assert np.isfinite(bars.x).all() and (np.asarray(bars.width) > 0).all()
+    pairs = (lambda n: n * (n + 1) / 2) if mask == "causal" else (lambda n: n * n)
+    work_of = [24 * n * D**2 + 4 * GAMMA * pairs(n) * D for n in lengths]
+    for bars, weights in ((samples, [1] * len(lengths)), (work, work_of)):
+        shares = {n: 100 * sum(w for m, w in zip(lengths, weights, strict=True) if m == n) / sum(weights)
+                  for n in set(lengths)}  # fmt: skip
+        for length, share in shares.items():
+            (found,) = {y for x, width, y in zip(bars.x, bars.width, bars.y, strict=True)
+                        if y > 0 and abs(math.log(x / length)) <= math.log(1 + width / x)}  # fmt: skip
+            assert found == pytest.approx(share)
+
+
+def test_steps_are_those_that_were_simulated(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", alternating(5))
+    assert diagnosis(capsys, path, "--micro-batches", 2)["steps"] == 2
+    assert diagnosis(capsys, path)["steps"] == 5
+    assert diagnosis(capsys, path, "--steps", 3)["steps"] == 3
+    assert diagnosis(capsys, "--data", "low", "--steps", 2)["steps"] == 2
+
+
+def test_one_step_gives_no_range_and_the_verdict_says_why(tmp_path, capsys):
+    path = file_of(tmp_path / "one.json", [[[60000], [3000, 2000]]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    low, speedup, high = found["speedup"]
+    assert (low, high) == (None, None) and speedup > 1.03
+    few = "One step is too few to say how sure that is."
+    assert found["verdict"].startswith("Take ") and found["verdict"].endswith(few) and " to " not in found[
+        "verdict"].removesuffix(few)  # fmt: skip
+    equal = diagnosis(capsys, file_of(tmp_path / "equal.json", [[[3000], [3000]]]), "--mode", "lora")
+    assert equal["verdict"].startswith("Not worth it") and equal["verdict"].endswith(few)
+    two = diagnosis(capsys, file_of(tmp_path / "two.json", [[[60000], [3000, 2000]]] * 2), "--mode", "lora")
+    assert few not in two["verdict"] and two["speedup"][0] <= speedup <= two["speedup"][2]
+
+
+def test_a_limit_of_the_users_own_is_not_called_memory(tmp_path, capsys):
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    arguments = [path, "--ranks", 8, "--steps", 2, "--cluster", "cpu"]
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 3)
+    assert text.startswith("No alternative keeps --max-tokens-per-rank 3: max_tokens_per_rank: got 3, expected at ")
+    assert "no balancing does not keep --max-tokens-per-rank 3: 64 tokens on a rank." in text
+    assert "at most 3 tokens of a rank (--max-tokens-per-rank)" in text
+    assert " fit" not in text
+    text = printed(capsys, *arguments, "--max-tokens-per-rank", 40)
+    assert text.startswith("Take ")
+    assert "no balancing does not keep --max-tokens-per-rank 40 (64 tokens on a rank)." in text.partition("┏")[0]
+
+
+@pytest.mark.parametrize(("bad", "status"), [(1, 0), (2, 3)])
+def test_rows_left_out_come_first_and_in_the_exit_status_if_they_are_many(tmp_path, capsys, bad, status):
+    path = file_of(tmp_path / "l.csv", "length\n" + "4096\n" * (20 - bad) + "x\n" * bad + "4096\n")
+    arguments = ["doctor", str(path), "--ranks", "8", "--steps", "2", "--mode", "lora"]
+    assert main(arguments) == status
+    said = (
+        f"{bad} of 21 rows ({bad / 21:.1%}) cannot be read, the first of them row {21 - bad}: length: got 'x', expected"
+    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text and text.startswith(f"Caution: {said}" if status else "Not worth it for flux on 8 ranks")
+    assert main([*arguments, "--json", "-"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("Caution: " if status else "Not worth it")
+    assert (found["rows"], found["bad_rows"], found["model_name"]) == (21, bad, "flux")
+
+
+def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, capsys):
+    text = printed(capsys, "--data", "mixed", "--steps", 3)
+    advice = "Take the balancer in the model, with long samples shared by up to 16 ranks: training flux on 32 ranks is"
+    assert text.startswith(f"{advice} then 2.")
+    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g16/8/4/2/1n2"))'
+    model = "diffusers' FluxTransformer2DModel"
+    assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
+    assert "bags" not in text and text.count("g16/") == 1
+    assert "57 blocks, 1.2e+10 parameters, 24 heads; training;" in text
+    assert "Model: flux, the default of --model, of width 3072." in text
+    clips = file_of(tmp_path / "clips.csv", "width,height,frames\n" + "832,480,81\n512,512,17\n" * 9)
+    text = printed(capsys, clips, "--ranks", 8, "--micro-batches", 8, "--model", "wan-1.3b", "--steps", 3)
+    assert "batch_sampler=knapformer.BalancedBatchSampler(lengths, batch_size=1, d_model=1536, micro_batches=8" in text
+    assert (
+        "knapformer.balance(transformer), so that diffusers' WanTransformer3DModel takes samples of any sizes" in text
+    )
+    text = printed(capsys, clips, "--ranks", 8, "--model", "hunyuan-video", "--steps", 9, "--memory-gib", 200)
+    assert "What to change: the model calls route, attention and reverse_route of balancer = " in text
+    assert main(["doctor", str(clips), "--ranks", "8"]) == 2
+    assert (
+        "a model of pictures, for a sample of 81 frames, expected a model of videos: hunyuan" in capsys.readouterr().err
+    )
+
+
+def test_what_the_steps_leave_open_is_not_called_worthless(tmp_path, capsys):
+    path = file_of(tmp_path / "drawn.json", [[[60000], [60000]]] * 2 + [[[60000], [3000]]])
+    found = diagnosis(capsys, path, "--mode", "lora")
+    assert found["take"] is None and found["verdict"].startswith("Not known for flux on 2 ranks: ")
+    assert "give or take" in found["verdict"] and "over 3 steps; more steps would tell" in found["verdict"]
+
+
+@pytest.mark.parametrize("num_ranks", [100_000, 99_968, 16_384, 16_383, 96, 5_001])
+@pytest.mark.parametrize(("batch_size", "micro_batches"), [(1, 1), (4, 8), (32, 64)])
+def test_the_work_is_bounded(tmp_path, num_ranks, batch_size, micro_batches):
+    path = file_of(tmp_path / "l.csv", "length\n40\n7\n64\n")
+    given = ["--batch-size", batch_size, "--micro-batches", micro_batches, "--ranks", num_ranks]
+    source = Source(_parser().parse_args(["doctor", str(path), *map(str, given)]), PRESETS["flux"], 8)
+    batches = source.batches(micro_batches)
+    samples = sum(len(lens) for step in batches for batch in step for lens in batch)
+    assert source.simulated_ranks <= 4096 and samples <= 1 << 18 and len(batches) >= 2
+    assert math.gcd(source.simulated_ranks, 16) == math.gcd(num_ranks, 16)
+    assert (source.simulated_ranks == num_ranks) == (num_ranks == 96 and batch_size < 32)
+    assert {len(batch) for step in batches for batch in step} == {source.simulated_ranks}
+
+
+def test_many_ranks_are_sampled_and_the_figures_are_of_all(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("knapformer.tools.doctor.source._MAX_RANKS", 64)
+    path = file_of(tmp_path / "l.csv", "length\n" + "4096\n512\n" * 9)
+    arguments = [path, "--steps", 3, "--mode", "lora", "--rank-speed", ",".join(["1"] * 1000), "--topologies"]
+    found = diagnosis(capsys, *arguments, "--ranks", 1000)
+    assert (found["ranks"], found["simulated_ranks"]) == (1000, 56)
+    topologies = {option["topology"] for option in found["topologies"]}
+    assert {"g1n1000", "g8/4/2/1n125"} <= topologies and not any(name.startswith("g16") for name in topologies)
+    drawn = by_key(found)["as_drawn"]
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(1000)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["doctor", *map(str, arguments), "--ranks", "1000"]) == 0
+    out, err = capsys.readouterr()
+    assert "Simulated: 56 of the 1,000 ranks, in 3 steps." in out and "Ranks: 1,000, " in out
+    assert "simulating" in err

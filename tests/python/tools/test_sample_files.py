@@ -1,7 +1,9 @@
 """Lengths from standard input, whose format its beginning tells; what columns mean."""
 
 import io
+import json
 
+import numpy as np
 import pytest
 from knapformer.tools.presets import PRESETS
 from knapformer.tools.sample_files import lengths_of, read_samples
@@ -60,12 +62,9 @@ CLIP = 52 * 30 * 21  # tokens of 832 x 480 pixels and 81 frames in Wan: patches 
         ("a.csv", "img_width,img_height,n_frames\n832,480,81\n"),
         ("a.csv", "resolution,num_frames,fps,duration\n832x480,81,16,9\n"),
         ("a.csv", 'resolution,frames\n"(832, 480)",81\n'),
-        ("a.csv", 'shape,text_tokens\n"(81, 480, 832, 3)",7\n'),
-        ("a.csv", 'shape,frames\n"[3, 480, 832]",81\n'),
         ("a.tsv", "W\tH\tFrames\n832\t480\t81.0\n"),
         ("a.csv", 'num_tokens,caption\n"32,760",a\n'),
         ("a.jsonl", '{"resolution": [832, 480], "nb_frames": 81, "size": 123456}\n'),
-        ("a.json", '[{"shape": [81, 3, 480, 832], "length_s": 5}]'),
         # sd-scripts writes train_resolution, SimpleTuner target_size; both by the name of a file.
         ("meta_lat.json", '{"a": {"caption": "x", "train_resolution": [832, 480], "num_frames": 81}}'),
         ("meta.json", '{"a": {"original_size": [1920, 1080], "target_size": [832, 480], "crop_coordinates": [0, 0], '
@@ -136,10 +135,8 @@ def test_what_cannot_be_meant_is_refused(tmp_path, name, text, message):
 
 def test_rows_that_do_not_say_one_thing_are_left_out(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text(
-        'shape,frames\n"[21, 16, 60, 104]",81\n"[9, 480, 832, 3]",81\n1,024,9\n"[480, 832]",0\n"[480, 832]",5\n'
-    )
-    samples = read_samples(str(path), PRESETS["wan-14b"])
+    path.write_text('size_px,frames\n"[480]",81\n832x480x3,81\n1,024,9\n832x480,0\n"[832, 480]",5\n')
+    samples = read_samples(str(path), PRESETS["wan-14b"], {"size": "size_px", "frames": "frames"})
     assert (list(samples.lengths), samples.num_rows, samples.bad_rows) == ([52 * 30 * 2], 5, 4)
     with pytest.raises(kf.ArgumentError, match=r"1 of 2 rows \(50.0%\) cannot be read, the first of them row 2"):
         path.write_text("num_tokens\n7\nx\n")
@@ -158,3 +155,101 @@ def test_what_is_read_and_assumed_is_said(tmp_path, heading, model, said):
     path = tmp_path / "a.csv"
     path.write_text(f"{heading}\n832,480\n")
     assert said in read_samples(str(path), PRESETS[model]).read_as
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "tokens"),
+    [  # counted by hand: latents over patches, and captions where they are in the sequence
+        ("flux", (1024, 1024, 1, 512), 64 * 64 + 512),
+        ("flux", (1000, 520, 1, 0), 62 * 32),
+        ("wan-14b", (1280, 720, 81, 512), 80 * 45 * 21),
+        ("hunyuan-video", (1280, 720, 129, 256), 80 * 45 * 33 + 256),
+        ("ltx-video", (768, 512, 121, 128), 24 * 16 * 16),
+    ],
+)
+def test_sizes_become_tokens(model, size, tokens):
+    assert PRESETS[model].num_tokens(*size) == tokens
+
+
+def write_all_formats(folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    lengths = [5, 70, 900, 12]
+    texts = {
+        "plain.txt": "5\n70\n\n900\n12\n",
+        "list.json": "[5, 70, 900, 12]",
+        "objects.json": json.dumps([{"id": "a", "num_tokens": n} for n in lengths]),
+        "lines.jsonl": "".join(json.dumps({"num_tokens": n, "caption": "x"}) + "\n" for n in lengths),
+        "table.csv": "caption,num_tokens\n" + "".join(f'"a, ""b""",{n}\n' for n in lengths),
+        "table.tsv": "num_tokens\tcaption\n" + "".join(f"{n}\ta, b\n" for n in lengths),
+        "bare.csv": "5\n70\n900\n12\n",
+        "steps.json": "[[[5], [70]], [[900, 12], []]]",
+        "steps.jsonl": "[[5], [70]]\n[[900, 12], []]\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    np.save(folder / "array.npy", np.array(lengths, dtype=np.int32))
+    table = pyarrow.table({"caption": ["x"] * 4, "num_tokens": pyarrow.array(lengths, pyarrow.int32())})
+    parquet.write_table(table, folder / "table.parquet")
+    return lengths
+
+
+def test_every_format_is_read(tmp_path):
+    lengths = write_all_formats(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 11
+    for path in files:
+        samples = read_samples(str(path), None)
+        assert list(samples.lengths) == lengths, path.name
+        assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
+
+
+@pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])
+def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
+    """It begins with a byte order mark."""
+    (tmp_path / name).write_bytes(f"\ufeff{heading}5\r\n70\r\n".encode())
+    samples = read_samples(str(tmp_path / name), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
+
+
+@pytest.mark.parametrize("heading", ["num_tokens\r\n", ""])
+def test_so_does_standard_input(monkeypatch, heading):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{heading}5\r\n70\r\n", newline=""))
+    samples = read_samples("-", None)
+    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
+
+
+def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
+    path = tmp_path / "sizes.csv"
+    path.write_text("w,h,n_frames\n512,512,1\n512,x,1\n0,512,1\n512\n1024,512,1\n8,8,1\n")
+    samples = read_samples(str(path), PRESETS["flux"])
+    assert list(samples.lengths) == [1024, 2048]
+    assert samples.bad_rows == 4
+    assert samples.first_bad == "row 2: height: got 'x', expected an integer"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('7\n{"a": 1}\n-3\n2.5\ntrue\nnonsense\n9\n')
+    samples = read_samples(str(lines), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 5)
+    lines.write_text("7\n" + "[" * 100_000 + "\n9\n")  # nested deeper than the parser goes
+    samples = read_samples(str(lines), None)
+    assert (list(samples.lengths), samples.bad_rows) == ([7, 9], 1)
+
+
+def test_a_quote_left_open_is_named(tmp_path):
+    """It makes one field of the lines behind it."""
+    path = tmp_path / "captions.csv"
+    path.write_text("caption,num_tokens\na,5\n" + '"b,70\n' + "c,900\n" * 30_000)
+    with pytest.raises(kf.ArgumentError, match=r"captions.csv: line [0-9]+: field larger than .* every quote"):
+        read_samples(str(path), None)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_an_array_file_that_is_none_is_refused(tmp_path, empty):
+    path = tmp_path / "a.npy"
+    path.touch()
+    if not empty:
+        with path.open("wb") as file:
+            np.savez(file, lengths=[5, 70])  # several arrays
+    with pytest.raises(kf.ArgumentError, match=r"LENGTHS: .*a.npy: "):
+        read_samples(str(path), None)

@@ -15,6 +15,7 @@ from command_ranks import simulate
 from knapformer._core import DEFAULT_GAMMA
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
+from knapformer.tools.cli import main
 from knapformer.tools.measure.device import use_device
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS
 from knapformer.tools.simulate.worker import joined
@@ -173,10 +174,26 @@ def test_a_run_that_torchrun_starts(tmp_path: Path) -> None:
     assert done.stdout.count("FBL s ┃") == 1  # rank 0 alone reports
 
 
-def test_torchrun_with_other_ranks_than_asked_for() -> None:
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = start([sys.executable, "-m", "knapformer", *SIMULATE], **env)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--ranks: got 2, expected 4" in done.stderr
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, [],
+            "--ranks: got 2, expected 4",
+        ),
+        ({}, ["--device", "cuda"], "device: got 'cuda'"),
+    ],
+)  # fmt: skip
+def test_ranks_and_devices_that_are_not_there(
+    environment: dict[str, str], options: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*SIMULATE, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
 
 
 def test_a_failing_rank_ends_the_run_in_one_line(tmp_path: Path) -> None:
@@ -221,8 +238,3 @@ def test_it_says_that_there_are_too_few_gpus(
     assert use_device("auto", torch.get_num_threads(), local_rank, num_local=2) == torch.device("cpu")
     said = capsys.readouterr().err
     assert said == ("" if local_rank else "knapformer: runs on the CPU, as it sees 1 GPUs for 2 ranks\n")
-
-
-def test_devices_that_are_not_there() -> None:
-    done = start([sys.executable, "-m", "knapformer", *SIMULATE, "--device", "cuda"], CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "device: got 'cuda'" in done.stderr
