@@ -167,13 +167,13 @@ def table_of(
         parts[-1].append(heading)
     tables = []
     for part in parts:
-        table = Table(caption=caption if part is parts[-1] else None, caption_justify="left")
+        table = Table()
         for heading in part:
             table.add_column(heading, justify="left" if heading == left else "right", no_wrap=True)
         for row in rows:
             table.add_row(*(row[heading] for heading in part))
         tables.append(table)
-    return Group(*tables)
+    return Group(*tables, *([] if caption is None else [caption]))
 
 
 def show(*parts: str | Group) -> None:
