@@ -255,8 +255,8 @@ def exchanges_of_two_nodes(rank: int, world_size: int) -> Any:
     found: list[Any] = []
     for group in node_groups(num_local=2):
         assert group is not None
-        num_bytes, seconds = time_exchanges([1 << 14, 1 << 16], torch.device("cpu"), 2, group)
-        found.append((dist.get_process_group_ranks(group), num_bytes, seconds))
+        times = time_exchanges([1 << 14, 1 << 16], torch.device("cpu"), 2, group)
+        found.append((dist.get_process_group_ranks(group), times.num_bytes, times.seconds))
     alone = [group is None for group in node_groups(num_local=1)]
     return found, alone
 

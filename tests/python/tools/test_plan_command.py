@@ -38,8 +38,7 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
     made = plan(step, "g1n32", 3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
     assert (status, err) == (0, "") and StepPlan.from_json(path.read_text()) == made
-    rows = [row for row in rows_of_tables(out) if "part" in row]
-    cells = [first | second for first, second in zip(rows[:4], rows[4:], strict=True)]
+    cells = [row for row in rows_of_tables(out) if "part" in row]
     assert [row["part"] for row in cells] == ["0", "1", "2", "step"]
     for row, of in zip(cells, made.plans, strict=False):
         assert (row["sequences"], row["tokens"]) == (f"{of.num_sequences:,}", f"{of.num_tokens:,}")

@@ -9,7 +9,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from knapformer.tools.files import show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import device_name, environment
-from knapformer.tools.measure.exchange import node_groups, time_exchanges
+from knapformer.tools.measure.exchange import ExchangeTimes, node_groups, time_exchanges
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, fits, time_steps
 from knapformer.tools.ways import Planning
@@ -58,7 +57,7 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
         progress.describe("measuring blocks")
         rounds = (args.repeats, args.warmup)
         times = time_works(works, lengths, device, *rounds, progress.advance)
-        exchanges: dict[str, _ExchangeTimes] = {}
+        exchanges: dict[str, ExchangeTimes] = {}
         steps: StepTimes | None = None
         if dist.is_initialized():
             seconds = torch.tensor(times.seconds, dtype=torch.float64)
@@ -136,24 +135,14 @@ def _load_own_block(
     return made
 
 
-@dataclass(frozen=True)
-class _ExchangeTimes:
-    num_ranks: int
-    num_bytes: list[float]  # that a rank sends
-    seconds: list[float]
-
-
-def _time_exchanges(device: torch.device) -> dict[str, _ExchangeTimes]:
+def _time_exchanges(device: torch.device) -> dict[str, ExchangeTimes]:
     """Exchanges inside the node and between nodes, where this world has them, by Calibration's field. Collective."""
-    measured = {}
-    for name, group in zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"])), strict=True):
-        if group is not None:
-            num_bytes, seconds = time_exchanges(_EXCHANGE_SIZES[device.type], device, _EXCHANGE_ROUNDS, group)
-            measured[name] = _ExchangeTimes(dist.get_world_size(group), num_bytes, seconds)
-    return measured
+    groups = zip(("node", "network"), node_groups(int(os.environ["LOCAL_WORLD_SIZE"])), strict=True)
+    sizes = _EXCHANGE_SIZES[device.type]
+    return {name: time_exchanges(sizes, device, _EXCHANGE_ROUNDS, group) for name, group in groups if group is not None}
 
 
-def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, _ExchangeTimes]) -> Calibration:
+def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, ExchangeTimes]) -> Calibration:
     warnings, costs = list(calibration.warnings), dict[str, ExchangeCost]()
     for name, measured in exchanges.items():
         try:

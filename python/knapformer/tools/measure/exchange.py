@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,10 +17,17 @@ _HEADS_PER_RANK, _HEAD_DIM, _DTYPE = 3, 128, torch.bfloat16
 _MEAN_TENSORS = 2  # the mean of three on the way there and one on the way back
 
 
+@dataclass(frozen=True)
+class ExchangeTimes:
+    num_ranks: int
+    num_bytes: list[float]  # that a rank sends
+    seconds: list[float]  # medians, of the slowest rank
+
+
 def time_exchanges(
     sizes: Sequence[int], device: torch.device, num_rounds: int, group: dist.ProcessGroup | None = None
-) -> tuple[list[float], list[float]]:
-    """For each size, the bytes that a rank sends in an all-to-all, and its median seconds on the slowest rank.
+) -> ExchangeTimes:
+    """For each size, what a rank sends in an all-to-all, and its time.
 
     An all-to-all is what attention exchanges in one bag of all ranks of `group`, packing included, as the cluster model
     counts it: the mean of the way there (queries, keys and values) and the way back (outputs), which pack differently.
@@ -44,7 +52,7 @@ def time_exchanges(
     slowest = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     sent = [_MEAN_TENSORS * n * row_bytes * (num_ranks - 1) / num_ranks for n in tokens]
-    return sent, (slowest.median(1).values / 2).tolist()
+    return ExchangeTimes(num_ranks, sent, (slowest.median(1).values / 2).tolist())
 
 
 def node_groups(num_local: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -15,9 +15,8 @@ from knapformer.tools.ways import PLANNED_STEP
 
 _MAX_TABLE_RANKS = 64  # of more no table is printed
 _PART = {
-    "part": "part:", "predicted s": "s:.4g", "longest": "longest:.4f", "fullest": "fullest:.2f",
-    "max tokens": "max_tokens:,", "sequences": "sequences:,", "tokens": "tokens:,", "exchanged": "exchanged:.1%",
-    "moved": "moved:.1%",
+    "part": "part:", "predicted s": "s:.4g", "longest": "longest:.4f", "max tokens": "max_tokens:,",
+    "sequences": "sequences:,", "tokens": "tokens:,",
 }  # fmt: skip
 _RANK = {
     "rank": "rank:", "bag": "bag:", "sequences": "sequences:,", "tokens": "tokens_before:,",
@@ -46,19 +45,16 @@ def print_made(plan: Plan | StepPlan, took: str) -> None:
 def _print_step(step: StepPlan, took: str) -> None:
     first = step.plans[0]
     over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
-    rows = [
-        _part(str(k), plan, [plan], predicted_s, plan.num_sequences, plan.attention_tokens_moved)
-        for k, (plan, predicted_s) in enumerate(zip(step.plans, step.predicted_times, strict=True))
-    ]
-    exchanged = step.exchanged_fraction * step.num_tokens
-    rows.append(_part("step", step, step.plans, step.predicted_time, len(step.micro_batches), exchanged))
+    each = zip(step.plans, step.predicted_times, strict=True)
+    rows = [_part(str(k), plan, [plan], seconds, plan.num_sequences) for k, (plan, seconds) in enumerate(each)]
+    rows.append(_part("step", step, step.plans, step.predicted_time, len(step.micro_batches)))
     show(
         f"{first.topology}, {first.num_ranks} ranks, {step.num_micro_batches} micro-batches, "
         f"{len(step.micro_batches):,} sequences, {step.num_tokens:,} tokens, {took}",
         table_of([cells_of(row, _PART) for row in rows], keys=("part",)),
-        "Part: a micro-batch, or the whole step. Longest, fullest: work and tokens of a rank over the mean rank of a "
-        "micro-batch. Exchanged: of the tokens, in each all-to-all of attention. Moved: held by another rank than drew "
-        "it.",
+        "Part: a micro-batch, or the whole step. Longest: work of a rank over the mean rank.",
+        f"In each all-to-all of attention {step.exchanged_fraction:.1%} of the tokens are exchanged; "
+        f"{step.tokens_moved / max(step.num_tokens, 1):.1%} are held by another rank than drew them.",
         f"Predicted: {step.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} over the "
         f"best plan of this topology. Ranks wait for each other "
         f"{'in every micro-batch' if step.sync == 'micro_batch' else 'once a step'}.",
@@ -66,16 +62,14 @@ def _print_step(step: StepPlan, took: str) -> None:
 
 
 def _part(
-    part: str, of: Plan | StepPlan, plans: Sequence[Plan], predicted_s: float, num_sequences: int, exchanged: float
+    part: str, of: Plan | StepPlan, plans: Sequence[Plan], predicted_s: float, num_sequences: int
 ) -> dict[str, Any]:
-    """plans: of the part, whose work and tokens are over those of the mean rank of a micro-batch."""
-    num_ranks, tokens = plans[0].num_ranks, max(of.num_tokens, 1)
-    mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / num_ranks
+    """plans: of the part, whose work is over that of the mean rank of a micro-batch."""
+    mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / plans[0].num_ranks
     return {
         "part": part, "s": predicted_s, "sequences": num_sequences, "tokens": of.num_tokens,
         "longest": math.fsum(max(plan.workload_after) for plan in plans) / mean if mean else None,
-        "fullest": of.max_tokens * num_ranks * len(plans) / tokens, "max_tokens": of.max_tokens,
-        "exchanged": exchanged / tokens, "moved": of.tokens_moved / tokens,
+        "max_tokens": of.max_tokens,
     }  # fmt: skip
 
 
