@@ -171,7 +171,7 @@ def caps_rows(num_steps: int) -> list[dict[str, object]]:
             found: dict[str, float] = {}
             for alternative in alternatives(case, sharing(ranked(case), 3)):
                 result = simulate(alternative, case)
-                if alternative.ours:
+                if alternative.key == "sampler" or alternative.topology:
                     name = "bags" if alternative.key.startswith("bags") else alternative.name
                     fits = result.problem is None
                     found[name] = max(found.get(name, 0), gain(result, home)[0] if fits else 0)
