@@ -30,33 +30,15 @@ _FILES: dict[str, Any] = {
     "cluster": {"cluster": Cluster("h100").to_dict(), "model": TrainedModel().to_dict()},
 }
 _TEXTS = [
-    "",
-    " ",
-    "g4n1",
-    "g2/1n2",
-    "g4/3n1",
-    "auto",
-    "causal",
-    "window:1:-1",
-    "density:nan",
-    "h100",
-    "high",
-    "1,1,1,1",
-]
-_TEXTS += ["/", "\udc80", "é", "-"]
+    "", " ", "g4n1", "g2/1n2", "g4/3n1", "auto", "causal", "window:1:-1", "density:nan", "h100", "high", "1,1,1,1", "/",
+    "\udc80", "é", "-",
+]  # fmt: skip
 _NUMBERS = [0, 1, 2, 3, -1, 0.5, 1e-320, 1e308, float("nan"), float("inf"), 2**31, 2**63, -(2**64), 10**400]
 # --ranks, --steps and the like ask for as much work as they say: a command that takes long is not wrong.
 _OPTIONS = [
-    "--gamma",
-    "--d-model",
-    "--mask",
-    "--max-tokens-per-rank",
-    "--rank-speed",
-    "--ranks-per-node",
-    "--shard-ranks",
-    "--blocks",
-]
-_OPTIONS += ["--parameters", "--heads", "--mode", "--solver", "--seed"]
+    "--gamma", "--d-model", "--mask", "--max-tokens-per-rank", "--rank-speed", "--ranks-per-node", "--shard-ranks",
+    "--blocks", "--parameters", "--heads", "--mode", "--solver", "--seed",
+]  # fmt: skip
 _COMMANDS = (
     ["plan", "--topology", "g4/2/1n1", "--effort", "low", "--lengths", "{lengths}"],
     ["plan", "--topology", "g2n2", "--effort", "low", "--micro-batches", "2", "--lengths", "{lengths}"],
