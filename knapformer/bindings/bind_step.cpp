@@ -121,9 +121,8 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                                                          [&](const std::exception& error) { self.report(error); });
             const Ulysses ulysses = self.ulysses_on(device, applied);
             const auto of_op = [](const ExchangeArguments& arguments) {
-              OpSegments segments(arguments.segments);
-              return std::make_tuple(std::move(segments.tables), std::move(segments.layout), arguments.group,
-                                     arguments.label);
+              OpArguments made(arguments);
+              return std::make_tuple(std::move(made.tables), std::move(made.layout), std::move(made.names));
             };
             std::vector<at::Tensor> rows;
             std::vector<bool> travels;
@@ -140,6 +139,6 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
 
 Returns (rows, seq_lens, travels, to_sequences, to_rows). The first three have an entry for each level of attention:
 (rows of this rank, 0); the lengths of the sequences that attention sees, int32 on the CPU; whether the level's rows
-travel. The others are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, group,
-label). Not collective.)");
+travel. The others are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). Not
+collective.)");
 }

@@ -67,7 +67,7 @@ int64_t Ulysses::num_query_heads(size_t level, HeadCounts heads) const {
 
 ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
                                        HeadCounts heads) const {
-  ExchangeArguments arguments{.heads = heads, .group = group, .label = "attention("};
+  ExchangeArguments arguments{.heads = heads, .group = group, .call = "attention"};
   arguments.segments.reserve(tables.levels.size());
   size_t next_table = 0;
   for (size_t level = 0; level < tables.levels.size(); ++level) {
@@ -78,13 +78,11 @@ ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const cha
     segment.sharing = {
         .shared_end = HeadSharing::kSend, .degree = degree, .index_in_group = tables.levels[level].index_in_group};
     segment.roles.reserve(tensors.size());
-    for (const auto& [name, role] : tensors) {  // "attention(q/2,k/2,v/2,q/4,...)"
+    for (const auto& [name, role] : tensors) {
       segment.roles.push_back(role);
-      if (arguments.label.back() != '(') arguments.label += ',';
-      arguments.label.append(name).append("/").append(std::to_string(degree));
+      arguments.names.push_back(text(name, "/", degree));
     }
   }
-  arguments.label += ')';
   return arguments;
 }
 

@@ -110,13 +110,13 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     RankPlan& s = *rank_plan_;
     check_rows(x, "x", s.route.tokens.send.num_rows, kOwnToken, 1);
     check_has_memory(x, "x");
-    std::string label = "route(x";
+    ExchangeArguments arguments{.group = {}, .call = "route", .names = {"x"}};
     const auto check_list = [&](const char* list, at::TensorList tensors, int64_t num_rows, const char* rows) {
       for (size_t i = 0; i < tensors.size(); ++i) {
         const std::string name = text(list, "[", i, "]");
         check_rows(tensors[i], name, num_rows, rows, 1);
         check_device(tensors[i], name, x, "x");
-        label.append(",").append(name);
+        arguments.names.push_back(name);
       }
     };
     check_list("features", features, s.route.tokens.send.num_rows, kOwnToken);
@@ -130,7 +130,7 @@ Step::Routed Step::route(const at::Tensor& x, at::TensorList features, at::Tenso
     const RankPlan::PackedTables& tables = tables_on(x.device());
     std::vector<at::Tensor> of_tokens = {x};
     of_tokens.insert(of_tokens.end(), features.begin(), features.end());
-    ExchangeArguments arguments{.group = ranks_->all()->name(), .label = label + ")"};
+    arguments.group = ranks_->all()->name();
     arguments.add(tables.tokens, of_tokens, std::vector(of_tokens.size(), HeadRole::kNone));
     arguments.add(tables.sequences, sequence_features.vec(), std::vector(sequence_features.size(), HeadRole::kNone));
     const std::vector<at::Tensor> moved = exchange(std::move(arguments));
@@ -149,7 +149,7 @@ Step::Returned Step::reverse_route(const at::Tensor& x) const {
     check_has_memory(x, "x");
     Returned returned{.seq_lens = s.seq_lens, .x = as_view(x)};
     if (!is_identity(s.route.tokens)) {
-      ExchangeArguments arguments{.group = ranks_->all()->name(), .label = "reverse_route(x)"};
+      ExchangeArguments arguments{.group = ranks_->all()->name(), .call = "reverse_route", .names = {"x"}};
       arguments.add(tables_on(x.device()).tokens.inverse(), {x}, {HeadRole::kNone});
       returned.x = exchange(std::move(arguments))[0];
     }
@@ -201,7 +201,8 @@ Step::AttentionInputs Step::pre_attn(const at::Tensor& q, const at::Tensor& k, c
       return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
     }
     ExchangeArguments arguments = ulysses(q.device()).to_sequences(s.heads);
-    arguments.label = "pre_attn(q,k,v)";
+    arguments.call = "pre_attn";
+    arguments.names = {"q", "k", "v"};
     arguments.tensors = {q, k, v};
     const std::vector<at::Tensor> moved = exchange(std::move(arguments));
     return {.seq_lens = s.attn_lens[0], .q = moved[0], .k = moved[1], .v = moved[2]};
@@ -225,7 +226,8 @@ Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
     AttentionOutput back{.chunk_lens = s.chunk_lens, .o = as_view(o)};
     if (level.degree > 1) {
       ExchangeArguments arguments = composer.to_rows(s.heads);
-      arguments.label = "post_attn(o)";
+      arguments.call = "post_attn";
+      arguments.names = {"o"};
       arguments.tensors = {o};
       back.o = exchange(std::move(arguments))[0];
     }

@@ -29,8 +29,8 @@ from knapformer.balancer import SequenceBalancer
 # (q, k, v, layout) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Any], Tensor | tuple[Tensor, Tensor]]
 
-# The op's tables, layout, group and label, as the balancer gives them.
-OpArguments: TypeAlias = tuple[list[Tensor], list[int], str, str]
+# The op's tables, layout and names, as the balancer gives them.
+OpArguments: TypeAlias = tuple[list[Tensor], list[int], list[str]]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class AttentionTables:
         if not tensors:
             return levels
         differentiable = [int(t.requires_grad) for t in tensors] if torch.is_grad_enabled() else []
-        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments, [0, 0], [])
+        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments, [])
         result = []
         for level, travels in zip(levels, self.travels, strict=True):
             result.append(moved[: len(level)] if travels else level)

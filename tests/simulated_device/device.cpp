@@ -26,7 +26,6 @@ namespace {
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kNumDevices = 2;
 thread_local c10::DeviceIndex current_device = 0;
-std::atomic<int64_t> allocations[kNumDevices];
 
 class Allocator final : public c10::Allocator {
  public:
@@ -34,7 +33,6 @@ class Allocator final : public c10::Allocator {
   c10::DataPtr allocate_on(size_t num_bytes, c10::DeviceIndex index) {
     const c10::Device device(kType, index);
     if (num_bytes == 0) return {nullptr, nullptr, &release, device};
-    ++allocations[index];
     void* address = DeviceMemory::instance().allocate(num_bytes);
     if (current_stream != 0) {
       const std::lock_guard lock(mutex_);
@@ -324,7 +322,5 @@ TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch:
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace
-
-int64_t num_allocations(int index) { return allocations[index]; }
 
 }  // namespace simulated_device

@@ -7,9 +7,7 @@
 
 namespace py = pybind11;
 
-namespace simulated_device {
-int64_t num_allocations(int index);
-}
+namespace simulated_device {}
 
 PYBIND11_MODULE(_simulated_device, module) {
   using namespace simulated_device;
@@ -27,7 +25,6 @@ PYBIND11_MODULE(_simulated_device, module) {
     counted["launched"] = c.launched();
     return counted;
   });
-  module.def("num_allocations", &num_allocations, "Since the process began, on the device of this index.");
   module.def("fail_to_pack", [](bool fails) { Counters::instance().fails_to_pack = fails; });
   module.def("make_backend", [](c10::intrusive_ptr<c10d::Backend> hosts) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<LateCollectives>(std::move(hosts));

@@ -6,31 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <string_view>
 
 namespace knapformer {
-namespace {
-
-/// The names of the tensors in a label, one after another: "route(x,ids)" -> "x", "ids", and then empty names.
-class NamesIn {
- public:
-  explicit NamesIn(std::string_view label) : label_(label), comma_(std::min(label.find('('), last())) {}
-
-  std::string_view next() {
-    if (comma_ >= last()) return {};
-    const size_t begin = comma_ + 1;
-    comma_ = std::min(label_.find_first_of(",)", begin), last());
-    return label_.substr(begin, comma_ - begin);
-  }
-
- private:
-  size_t last() const { return label_.empty() ? 0 : label_.size() - 1; }
-
-  std::string_view label_;
-  size_t comma_;
-};
-
-}  // namespace
 
 HeadSharing HeadSharing::inverse() const {
   HeadSharing swapped = *this;
@@ -43,6 +20,12 @@ void ExchangeArguments::add(PackedTable table, const std::vector<at::Tensor>& in
   if (inputs.empty()) return;
   tensors.insert(tensors.end(), inputs.begin(), inputs.end());
   segments.push_back({.table = std::move(table), .roles = std::move(roles), .sharing = sharing});
+}
+
+std::string ExchangeArguments::label() const {
+  std::string label = call;
+  for (size_t i = 0; i < names.size(); ++i) label.append(i == 0 ? "(" : ",").append(names[i]);
+  return names.empty() ? label : label + ")";
 }
 
 bool ExchangeArguments::any_gradient() const {
@@ -93,8 +76,9 @@ void ExchangeArguments::follow_others(bool in_backward) {
   if (listening.part == Listening::kNone) return;
   const bool may_repeat = !in_backward && torch::autograd::get_current_graph_task_id() >= 0;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
-  const std::string gradients = comm->watchdog().guard(
-      [&] { return comm->gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat, label); });
+  const std::string gradients = comm->watchdog().guard([&] {
+    return comm->gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat, label());
+  });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;
@@ -117,29 +101,24 @@ void ExchangeArguments::follow_other_levels() {
 
 ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
   // A backward that is differentiated itself is another call.
-  const char* call = at::GradMode::is_enabled() ? " backward, differentiable" : " backward";
   ExchangeArguments back{.heads = heads,
                          .joined_end = HeadSharing{.shared_end = joined_end}.inverse().shared_end,
                          .num_local_rows = num_local_rows,
                          .group = group,
-                         .label = call_name(label) + call};
-  NamesIn names(label);
-  std::string kept_names;
+                         .call = call + (at::GradMode::is_enabled() ? " backward, differentiable" : " backward")};
   size_t next = 0;
   for (const SegmentArguments& segment : segments) {
     SegmentArguments kept{.table = segment.table.inverse(), .roles = {}, .sharing = segment.sharing.inverse()};
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
-      const std::string_view name = names.next();
       if (!has_gradient(number)) continue;
       // Where the gradients come in one tensor for each slot, it is that of the first segment.
       if (joined_end != HeadSharing::kRecv || &segment == &segments.front()) back.tensors.push_back(gradients[number]);
       kept.roles.push_back(role);
-      if (!name.empty()) kept_names.append(kept_names.empty() ? "" : ",").append(name).append(".grad");
+      if (!names.empty()) back.names.push_back(names[number] + ".grad");
     }
     if (!kept.roles.empty()) back.segments.push_back(std::move(kept));
   }
-  if (label.find('(') != std::string::npos) back.label.append("(").append(kept_names).append(")");
   back.differentiable.assign(back.tensors.size(), 0);
   if (at::GradMode::is_enabled()) {
     back.follow_other_levels();
@@ -187,9 +166,7 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
   std::string& fields = fingerprint.fields;
   fields.reserve(256);
   // All ranks are in the same gradient mode, also those without rows.
-  fields.append("call\t")
-      .append(label, 0, label.find('('))
-      .append(differentiable.empty() ? " without gradients\n" : "\n");
+  fields.append("call\t").append(call).append(differentiable.empty() ? " without gradients\n" : "\n");
   const auto append_number = [&](int64_t number) {
     std::array<char, 20> digits;
     fields.append(digits.data(), std::to_chars(digits.begin(), digits.end(), number).ptr);
@@ -201,17 +178,11 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
     append_number(heads.num_kv_heads);
     fields.append(" key/value\n");
   }
-  NamesIn names(label);
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
     for (const HeadRole role : segment.roles) {
       const at::Tensor& tensor = input_of(i);
-      if (const std::string_view name = names.next(); !name.empty()) {
-        fields.append(name);
-      } else {
-        fields.append("tensor ");
-        append_number(static_cast<int64_t>(i));
-      }
+      fields.append(names.empty() ? text("tensor ", i) : names[i]);
       fields.append("\t").append(c10::toString(tensor.scalar_type())).append(" (rows");
       for (int64_t dim = 1; dim < tensor.dim(); ++dim) {
         int64_t size = tensor.size(dim);

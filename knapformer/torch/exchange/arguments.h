@@ -61,8 +61,9 @@ struct ExchangeArguments {
   std::vector<at::Tensor> local = {};
   /// For each tensor, 1 where its gradient travels. Empty in no_grad mode.
   std::vector<int64_t> differentiable = {};
-  std::string group;  // CommGroup::name
-  std::string label;  // the call and its tensors, for messages: "route(x,features[0])"
+  std::string group;                    // CommGroup::name
+  std::string call;                     // for messages, as the names of the tensors
+  std::vector<std::string> names = {};  // one for each slot of each segment, or none
 
   /// Adds a segment and its tensors. A segment without tensors is left out.
   void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
@@ -77,6 +78,8 @@ struct ExchangeArguments {
   /// at the receive end does where it does in any segment.
   bool has_gradient(size_t number) const;
 
+  /// "route(x,features[0])"
+  std::string label() const;
   /// Where an end is joined: how many slots each segment has.
   size_t num_slots() const { return segments.front().roles.size(); }
   /// The tensor that has a slot's rows, by the number of the slot over all segments.

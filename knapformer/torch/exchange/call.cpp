@@ -58,7 +58,7 @@ int64_t SegmentEnd::wire_bytes(const Slot& slot, int32_t peer) const {
 }
 
 ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
-    : joined_end_(arguments.joined_end), num_local_rows_(arguments.num_local_rows), label_(arguments.label) {
+    : joined_end_(arguments.joined_end), num_local_rows_(arguments.num_local_rows), label_(arguments.label()) {
   const std::string& label = label_;
   if (arguments.tensors.empty()) throw ArgumentError(text(label, ": got no tensors, expected at least one"));
   device_ = arguments.tensors[0].device();

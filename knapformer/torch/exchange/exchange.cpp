@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
@@ -22,96 +23,88 @@ using Tensors = std::vector<at::Tensor>;
 
 static constexpr size_t kTables = 6;  // tensors of a segment's table
 
-OpSegments::OpSegments(const std::vector<SegmentArguments>& segments) {
-  tables.reserve(kTables * segments.size());
-  for (const auto& [table, roles, sharing] : segments) {
+OpArguments::OpArguments(const ExchangeArguments& a)
+    : layout{a.joined_end, a.num_local_rows, static_cast<int64_t>(a.segments.size())}, names{a.group, a.call} {
+  tables.reserve(kTables * a.segments.size());
+  for (const auto& [table, roles, sharing] : a.segments) {
     tables.insert(tables.end(), {table.send.table, table.send.rows, table.send.index, table.recv.table, table.recv.rows,
                                  table.recv.index});
     layout.insert(layout.end(),
                   {sharing.shared_end, sharing.degree, sharing.index_in_group, static_cast<int64_t>(roles.size())});
     for (const HeadRole role : roles) layout.push_back(static_cast<int64_t>(role));
   }
+  names.insert(names.end(), a.names.begin(), a.names.end());
 }
 
 namespace {
 
 constexpr const char* kSchema =
-    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str group, str label, "
-    "int[] joined, Tensor[] local)";
+    "(Tensor[] tensors, int[] differentiable, int[] heads, Tensor[] tables, int[] layout, str[] names, Tensor[] local)";
+
+using Names = at::ArrayRef<std::string>;
 
 template <class Result>
-using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::TensorList, at::IntArrayRef,
-                           std::string_view, std::string_view, at::IntArrayRef, at::TensorList);
-
-[[noreturn]] void throw_schema(std::string_view label, std::string_view argument) {
-  throw ArgumentError(text(label, ": got ", argument, " that do not fit the tensors, expected those of one call"));
-}
+using OpSignature = Result(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::TensorList, at::IntArrayRef, Names,
+                           at::TensorList);
 
 ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads,
-                                 at::TensorList tables, at::IntArrayRef layout, std::string_view group,
-                                 std::string_view label, at::IntArrayRef joined, at::TensorList local) {
-  constexpr size_t kNumbers = 4;  // of a segment, beside its roles
-  if (heads.size() != 2) throw_schema(label, "heads");
-  if (joined.size() != 2 || joined[0] < HeadSharing::kNeither || joined[0] > HeadSharing::kRecv || joined[1] < 0) {
-    throw_schema(label, "joined");
-  }
-  if (!differentiable.empty() && differentiable.size() != tensors.size()) throw_schema(label, "differentiable");
+                                 at::TensorList tables, at::IntArrayRef layout, Names names, at::TensorList local) {
+  const auto check = [&](bool fits, const char* argument) {
+    if (fits) return;
+    throw ArgumentError(text("exchange: got ", argument, " that do not fit the tensors, expected those of one call"));
+  };
+  auto next = layout.begin();
+  const auto take = [&](int64_t min, int64_t max) {
+    check(next != layout.end() && *next >= min && *next <= max, "layout");
+    return *next++;
+  };
+  constexpr int64_t kAny = std::numeric_limits<int32_t>::max();
+  check(heads.size() == 2, "heads");
+  check(names.size() >= 2, "names");
+  check(differentiable.empty() || differentiable.size() == tensors.size(), "differentiable");
   ExchangeArguments arguments{.tensors = tensors.vec(),
                               .heads = {.num_heads = heads[0], .num_kv_heads = heads[1]},
-                              .joined_end = static_cast<HeadSharing::End>(joined[0]),
-                              .num_local_rows = joined[1],
+                              .joined_end = static_cast<HeadSharing::End>(take(0, HeadSharing::kRecv)),
+                              .num_local_rows = take(0, std::numeric_limits<int64_t>::max()),
                               .local = local.vec(),
                               .differentiable = differentiable.vec(),
-                              .group = std::string(group),
-                              .label = std::string(label)};
-  size_t num_tensors = 0;
-  arguments.segments.reserve(tables.size() / kTables);
-  for (size_t i = 0, t = 0; i < layout.size(); t += kTables) {
-    if (i + kNumbers > layout.size() || layout[i + 3] < 1 || t + kTables > tables.size()) throw_schema(label, "layout");
-    const int64_t* numbers = layout.data() + i;
-    const auto num_roles = static_cast<size_t>(numbers[3]);
-    i += kNumbers + num_roles;
-    if (i > layout.size()) throw_schema(label, "layout");
-    SegmentArguments& segment = arguments.segments.emplace_back();
-    segment.table = {.send = {.table = tables[t], .rows = tables[t + 1], .index = tables[t + 2]},
-                     .recv = {.table = tables[t + 3], .rows = tables[t + 4], .index = tables[t + 5]}};
-    segment.sharing = {.shared_end = static_cast<HeadSharing::End>(numbers[0]),
-                       .degree = static_cast<int32_t>(numbers[1]),
-                       .index_in_group = static_cast<int32_t>(numbers[2])};
-    segment.roles.reserve(num_roles);
-    for (size_t r = 0; r < num_roles; ++r) {
-      segment.roles.push_back(static_cast<HeadRole>(numbers[kNumbers + r]));
-      if (segment.roles.back() != HeadRole::kNone && heads[0] < 1) throw_schema(label, "heads");
+                              .group = names[0],
+                              .call = names[1],
+                              .names = names.slice(2).vec()};
+  arguments.segments.resize(static_cast<size_t>(take(0, static_cast<int64_t>(tables.size() / kTables))));
+  size_t num_slots = 0, first_table = 0;
+  for (SegmentArguments& segment : arguments.segments) {
+    const at::Tensor* t = &tables[std::exchange(first_table, first_table + kTables)];
+    segment.table = {.send = {.table = t[0], .rows = t[1], .index = t[2]},
+                     .recv = {.table = t[3], .rows = t[4], .index = t[5]}};
+    segment.sharing = {.shared_end = static_cast<HeadSharing::End>(take(0, HeadSharing::kRecv)),
+                       .degree = static_cast<int32_t>(take(1, kAny)),
+                       .index_in_group = static_cast<int32_t>(take(0, kAny))};
+    segment.roles.resize(static_cast<size_t>(take(1, kAny)));
+    for (HeadRole& role : segment.roles) {
+      role = static_cast<HeadRole>(take(0, heads[0] < 1 ? 0 : static_cast<int64_t>(HeadRole::kKeyValue)));
     }
-    num_tensors += num_roles;
+    num_slots += segment.roles.size();
+    check(arguments.joined_end == HeadSharing::kNeither || segment.roles.size() == arguments.num_slots(), "layout");
   }
-  if (joined[0] != HeadSharing::kNeither) {
-    for (const SegmentArguments& segment : arguments.segments) {
-      if (segment.roles.size() != arguments.num_slots()) throw_schema(label, "layout");
-    }
-  }
-  if (joined[0] == HeadSharing::kSend) num_tensors /= std::max<size_t>(1, arguments.segments.size());
-  if (num_tensors != tensors.size() || tables.size() != kTables * arguments.segments.size()) {
-    throw_schema(label, "layout");
-  }
+  const bool splits = arguments.joined_end == HeadSharing::kSend && num_slots > 0;
+  check(next == layout.end() && (splits ? arguments.num_slots() : num_slots) == tensors.size(), "layout");
+  check(arguments.names.empty() || arguments.names.size() == num_slots, "names");
   return arguments;
 }
 
 /// Makes a function of the dispatcher's signature from one that takes ExchangeArguments.
 template <auto kCall>
 auto kernel(at::TensorList tensors, at::IntArrayRef differentiable, at::IntArrayRef heads, at::TensorList tables,
-            at::IntArrayRef layout, std::string_view group, std::string_view label, at::IntArrayRef joined,
-            at::TensorList local) {
-  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, group, label, joined, local));
+            at::IntArrayRef layout, Names names, at::TensorList local) {
+  return kCall(arguments_from(tensors, differentiable, heads, tables, layout, names, local));
 }
 
 template <class Result>
 Result call_op(const c10::TypedOperatorHandle<OpSignature<Result>>& op, const ExchangeArguments& a) {
-  const OpSegments segments(a.segments);
+  const OpArguments of_op(a);
   const int64_t heads[] = {a.heads.num_heads, a.heads.num_kv_heads};
-  const int64_t joined[] = {a.joined_end, a.num_local_rows};
-  return op.call(a.tensors, a.differentiable, heads, segments.tables, segments.layout, a.group, a.label, joined,
-                 a.local);
+  return op.call(a.tensors, a.differentiable, heads, of_op.tables, of_op.layout, of_op.names, a.local);
 }
 
 template <class Signature>
@@ -322,7 +315,7 @@ void refuse_transforms(const ExchangeArguments& arguments) {
       std::ranges::any_of(arguments.tensors, has_tangent) || std::ranges::any_of(arguments.local, has_tangent);
   if (!transformed && !dual) return;
   CommGroup::find(arguments.group)->watchdog().guard([&] {
-    throw ArgumentError(text(arguments.label, ": got tensors ",
+    throw ArgumentError(text(arguments.label(), ": got tensors ",
                              transformed ? "inside torch.func or vmap" : "with tangents",
                              ", expected plain ones: take gradients one by one, by backward() or torch.autograd.grad"));
   });

@@ -4,12 +4,10 @@
 //            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
-//            int[] layout,           of each segment: shared end, degree, index in group (HeadSharing); how
-//                                    many tensors it has, and the HeadRole of each
-//            str group,              CommGroup::name
-//            str label,              "route(x,features[0])": the call and its tensors, for messages
-//            int[] joined,           the joined end of ExchangeArguments, and its rows that do not travel
-//            Tensor[] local) -> Tensor[]        these rows, where the receive end is joined
+//            int[] layout,           joined end, rows that do not travel, number of segments; of each segment: shared
+//                                    end, degree, index in group (HeadSharing), number of tensors, their HeadRoles
+//            str[] names,            CommGroup::name, the call, the tensors: for messages
+//            Tensor[] local) -> Tensor[]        rows that do not travel, where the receive end is joined
 //
 //   exchange_start(the same, no local) -> Tensor   packs and launches; a tensor without bytes stands for what is in
 //                                                  flight
@@ -66,12 +64,13 @@ auto in_backward(Body body) {
   }
 }
 
-/// `tables` and `layout` of the op, for callers of the op itself (a traced graph).
-struct OpSegments {
+/// Arguments of the op that its caller does not make from tensors alone (a traced graph's).
+struct OpArguments {
   std::vector<at::Tensor> tables;
   std::vector<int64_t> layout;
+  std::vector<std::string> names;
 
-  explicit OpSegments(const std::vector<SegmentArguments>& segments);
+  explicit OpArguments(const ExchangeArguments& arguments);
 };
 
 }  // namespace knapformer

@@ -16,7 +16,7 @@ void delete_in_flight(void* in_flight) { delete static_cast<InFlight*>(in_flight
 }  // namespace
 
 InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(arguments.group)) {
-  RECORD_USER_SCOPE(text("knapformer::start ", arguments.label));
+  RECORD_USER_SCOPE(text("knapformer::start ", arguments.label()));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
     engine_.emplace(*call_);
@@ -25,7 +25,7 @@ InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(
     // does in a group's first collective, they do not.
     group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
     at::Tensor received = call_->received(), sent = call_->sent();
-    work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), arguments.label);
+    work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), call_->label());
     engine_->move_own();
   });
 }
@@ -49,7 +49,7 @@ InFlight& InFlight::of(const at::Tensor& started) {
 
 std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
   return group_->watchdog().guard([&] {
-    if (!call_) throw StateError(text(arguments_.label, ": has been finished before, expected once"));
+    if (!call_) throw StateError(text(arguments_.label(), ": has been finished before, expected once"));
     const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
     call->set_local(local);
     group_->wait(*work_, call->device(), call->label());

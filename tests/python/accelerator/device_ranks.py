@@ -165,24 +165,6 @@ def devices_mix(rank: int, world: int, topologies: list[str]) -> tuple[list[tupl
     return pairs, ""
 
 
-def loader_agrees(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    """The results of batches that are planned ahead, on the CPU and on the device."""
-    group = sim.new_group()
-    results = []
-    for device in ("cpu", "sim"):
-        balancer = SequenceBalancer(f"g{world}n1", group=group)
-        batches = [[torch.arange(n, dtype=torch.float32) + 1 for n in (30 + 5 * rank, 3)] for _ in range(3)]
-        loader = BalancedLoader(batches, balancer, 8, seq_lens=lambda batch: [len(t) for t in batch], empty=list)
-        seen = []
-        for batch, _ in loader:
-            x = torch.cat(batch).unsqueeze(1).to(device) if batch else torch.empty(0, 1, device=device)
-            _, y, _ = balancer.route(x)
-            _, back = balancer.reverse_route(y * 2)
-            seen.append(back.cpu())
-        results.append(torch.cat(seen))
-    return [(results[0], results[1])]
-
-
 class CopiesOfTables(NamedTuple):
     """A pass over a loader: the results of its steps, and which threads copied index tables to the device."""
 

@@ -17,7 +17,6 @@ from accelerator.device_ranks import (
     devices_mix,
     frozen_in_turn_agrees,
     lens_of,
-    loader_agrees,
     samples_in_pinned_memory,
     steps_without_a_cpu_backend,
     tables_of_a_loader,
@@ -55,13 +54,6 @@ def test_ranks_of_one_backend_may_be_on_different_devices() -> None:
 def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:
     for on_device, on_cpu in run_ranks(tables_serve_two_streams, 2):
         assert torch.equal(on_device, on_cpu)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_loader_that_plans_ahead(world: int) -> None:
-    for of_rank in run_ranks(loader_agrees, world):
-        for on_cpu, on_device in of_rank:
-            assert torch.equal(on_device, on_cpu)
 
 
 @pytest.mark.parametrize(("told", "device"), [(False, "sim:1"), (True, "sim:1"), (True, "sim")])

@@ -322,7 +322,9 @@ def check_op_is_well_formed(rank: int, world_size: int) -> None:
         assert len(calls) == 2
         for args in calls:
             tensors = [t.clone().requires_grad_() for t in args[0]]
-            with_gradients = (tensors, [1] * len(tensors), *args[2:6], args[6] + " with gradients", *args[7:])
+            group, call, *names = args[5]
+            names = [group, f"{call} with gradients", *names]
+            with_gradients = (tensors, [1] * len(tensors), *args[2:5], names, *args[6:])
             torch.library.opcheck(torch.ops.knapformer.exchange.default, with_gradients)
 
 

@@ -18,7 +18,7 @@ PackedTable packed(int64_t sent, int64_t received) {
 /// x and ids travel by one table, s by another; q by a third, with heads shared at the sending end.
 ExchangeArguments example() {
   ExchangeArguments arguments{
-      .heads = {.num_heads = 5, .num_kv_heads = 5}, .group = "group", .label = "route(x,ids,s,q)"};
+      .heads = {.num_heads = 5, .num_kv_heads = 5}, .group = "group", .call = "route", .names = {"x", "ids", "s", "q"}};
   arguments.add(packed(4, 6), {at::zeros({4, 3}).set_requires_grad(true), at::zeros({4}, at::kLong)},
                 {HeadRole::kNone, HeadRole::kNone});
   arguments.add(packed(2, 9), {at::zeros({2, 7})}, {HeadRole::kNone});
@@ -56,7 +56,7 @@ TEST(ExchangeArguments, InverseMovesGradientsBack) {
   const ExchangeArguments arguments = example();
   const at::NoGradGuard backward;
   const ExchangeArguments inverse = arguments.inverse({at::zeros({6, 3}), {}, {}, at::zeros({8, 2, 2})});
-  EXPECT_EQ(inverse.label, "route backward(x.grad,q.grad)");
+  EXPECT_EQ(inverse.label(), "route backward(x.grad,q.grad)");
   EXPECT_EQ(inverse.group, "group");
   EXPECT_EQ(inverse.tensors.size(), 2u);
   EXPECT_EQ(inverse.segments.size(), 2u);

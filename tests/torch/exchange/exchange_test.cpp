@@ -154,7 +154,7 @@ PackedTable packed(const ExchangeTable& table, ExchangeEngine engine) {
 }
 
 ExchangeArguments arguments_of(const CommGroup& group, const std::string& label) {
-  return {.group = group.name(), .label = label};
+  return {.group = group.name(), .call = label};
 }
 
 /// Of tensors that travel by one table.
@@ -195,8 +195,11 @@ TEST_P(ExchangePatterns, MovesEveryDtypeBitForBitInOneCollective) {
     std::vector<at::Tensor> inputs;
     for (size_t i = 0; i < kDtypes.size(); ++i) inputs.push_back(make_input(rank, i));
     inputs.push_back(at::empty({inputs[0].size(0), 0}, at::kFloat));  // no columns at all
-    const std::vector<at::Tensor> outputs =
-        exchange_by(packed(world.tables[static_cast<size_t>(rank)], engine()), inputs, *group, "test");
+    const PackedTable table = packed(world.tables[static_cast<size_t>(rank)], engine());
+    ExchangeArguments arguments = arguments_of(*group, "test");  // in two segments
+    arguments.add(table, {inputs.begin(), inputs.begin() + 7}, std::vector(7, HeadRole::kNone));
+    arguments.add(table, {inputs.begin() + 7, inputs.end()}, std::vector(inputs.size() - 7, HeadRole::kNone));
+    const std::vector<at::Tensor> outputs = exchange(std::move(arguments));
     ASSERT_EQ(outputs.size(), inputs.size());
     const auto& expected = world.expected[static_cast<size_t>(rank)];
     for (size_t i = 0; i < kDtypes.size(); ++i) {
@@ -228,7 +231,7 @@ TEST_P(ExchangePatterns, BackwardIsTheInverseTable) {
     const at::Tensor fixed = at::full({rows}, 2.0, at::kFloat);
     const at::Tensor y = at::full({rows, 2}, 1.0, at::kFloat).set_requires_grad(true);
     const std::vector<at::Tensor> outputs =
-        exchange_by(packed(world.tables[r], engine()), {x, fixed, y}, *group, "test(x,fixed,y)");
+        exchange_by(packed(world.tables[r], engine()), {x, fixed, y}, *group, "test");
     EXPECT_TRUE(outputs[0].requires_grad() && !outputs[1].requires_grad() && outputs[2].requires_grad());
     // Each output row's gradient names the row that it came from.
     at::Tensor weight = at::empty_like(outputs[0]);
@@ -246,36 +249,6 @@ TEST_P(ExchangePatterns, BackwardIsTheInverseTable) {
     EXPECT_TRUE(at::equal(y.grad(), at::ones_like(y)));
   });
   for (int32_t rank = 0; rank < num_ranks(); ++rank) EXPECT_EQ(ranks.counts(rank).all_to_all, 2);
-}
-
-TEST_P(ExchangePatterns, SegmentsShareOneCollective) {
-  const World first = make_world(pattern(), 3), second = make_world(pattern(), 4);
-  InProcessWorld ranks(num_ranks());
-  ranks.run_all([&](int32_t rank) {
-    const auto group = make_group(ranks, rank);
-    const auto r = static_cast<size_t>(rank);
-    const auto numbered = [](int64_t of_rank, int64_t rows, int64_t offset) {
-      return at::arange(rows, at::kInt) + of_rank * 1000 + offset;
-    };
-    ExchangeArguments arguments = arguments_of(*group, "test");
-    arguments.add(packed(first.tables[r], engine()),
-                  {numbered(rank, first.tables[r].send.num_rows, 0),
-                   numbered(rank, first.tables[r].send.num_rows, 500).to(at::kLong)},
-                  std::vector(2, HeadRole::kNone));
-    arguments.add(packed(second.tables[r], engine()),
-                  {numbered(rank, second.tables[r].send.num_rows, 0).to(at::kShort).unsqueeze(1)}, {HeadRole::kNone});
-    const std::vector<at::Tensor> outputs = exchange(std::move(arguments));
-    for (size_t row = 0; row < first.expected[r].size(); ++row) {
-      const int64_t number = first.expected[r][row].first * 1000 + first.expected[r][row].second;
-      ASSERT_EQ(outputs[0][static_cast<int64_t>(row)].item<int64_t>(), number);
-      ASSERT_EQ(outputs[1][static_cast<int64_t>(row)].item<int64_t>(), number + 500);
-    }
-    for (size_t row = 0; row < second.expected[r].size(); ++row) {
-      ASSERT_EQ(outputs[2][static_cast<int64_t>(row)].item<int64_t>(),
-                second.expected[r][row].first * 1000 + second.expected[r][row].second);
-    }
-  });
-  for (int32_t rank = 0; rank < num_ranks(); ++rank) EXPECT_EQ(ranks.counts(rank).all_to_all, 1);
 }
 
 class ExchangeEngines : public ::testing::TestWithParam<ExchangeEngine> {};
@@ -341,7 +314,7 @@ TEST_P(ExchangeEngines, DifferentiatesTwice) {
     const auto group = make_group(ranks, rank);
     const auto r = static_cast<size_t>(rank);
     const at::Tensor x = (at::arange(5, at::kDouble) + 10 * rank + 1).set_requires_grad(true);
-    const at::Tensor y = exchange_by(packed(world.tables[r], GetParam()), {x}, *group, "test(x)")[0];
+    const at::Tensor y = exchange_by(packed(world.tables[r], GetParam()), {x}, *group, "test")[0];
     // d/dx of sum(y^3) is 3 x^2, of its sum 6 x.
     const at::Tensor first =
         torch::autograd::grad({y.pow(3).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
@@ -358,25 +331,21 @@ TEST_P(ExchangeEngines, ShapesAreKnownWithoutRunningIt) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_shapes", "");
   ExchangeArguments arguments;
   arguments.add(table, {x}, {HeadRole::kNone});
-  const OpSegments segments(arguments.segments);
-  torch::jit::Stack stack = {std::vector<at::Tensor>{x},
-                             std::vector<int64_t>{0},
-                             std::vector<int64_t>{0, 0},
-                             segments.tables,
-                             segments.layout,
-                             std::string("no such group"),
-                             std::string("test"),
-                             std::vector<int64_t>{0, 0},
-                             std::vector<at::Tensor>{}};
-  torch::jit::Stack joined = stack;
-  op.callBoxed(stack);
-  const at::Tensor out = stack.at(0).toTensorVector().at(0);
+  const auto outputs_of = [&](const ExchangeArguments& given) {
+    const OpArguments of_op(given);
+    torch::jit::Stack stack = {
+        given.tensors, std::vector<int64_t>{0}, std::vector<int64_t>{0, 0}, of_op.tables, of_op.layout, of_op.names,
+        given.local};
+    op.callBoxed(stack);
+    return stack.at(0).toTensorVector().at(0);
+  };
+  const at::Tensor out = outputs_of(arguments);
   EXPECT_TRUE(out.is_meta());
   EXPECT_EQ(out.sizes(), (std::vector<int64_t>{6, 7}));
-  joined[7] = std::vector<int64_t>{HeadSharing::kRecv, 2};
-  joined[8] = std::vector<at::Tensor>{at::empty({2, 7}, x.options())};
-  op.callBoxed(joined);
-  EXPECT_EQ(joined.at(0).toTensorVector().at(0).sizes(), (std::vector<int64_t>{8, 7}));
+  arguments.joined_end = HeadSharing::kRecv;
+  arguments.num_local_rows = 2;
+  arguments.local = {at::empty({2, 7}, x.options())};
+  EXPECT_EQ(outputs_of(arguments).sizes(), (std::vector<int64_t>{8, 7}));
 }
 
 TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
@@ -385,7 +354,7 @@ TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
   const auto errors = ranks.run([&](int32_t rank) {
     const auto group = make_group(ranks, rank);
     static_cast<void>(exchange_by(packed(world.tables[static_cast<size_t>(rank)], ExchangeEngine::kCpu),
-                                  {at::zeros({4})}, *group, "test(x)"));
+                                  {at::zeros({4})}, *group, "test"));
   });
   for (const auto& error : errors)
     EXPECT_NE(testing::describe(error).find("got 4 rows, expected 5"), std::string::npos);
@@ -395,39 +364,34 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   const World world = make_world(swap_pattern(), 9);
   ExchangeArguments arguments;
   arguments.add(packed(world.tables[0], ExchangeEngine::kCpu), {at::zeros({5})}, {HeadRole::kNone});
-  const OpSegments right(arguments.segments);
+  const OpArguments right(arguments);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange", "");
   const auto call = [&](const std::vector<at::Tensor>& tables, const std::vector<int64_t>& layout,
                         const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads,
-                        const std::vector<int64_t>& joined = {0, 0}) {
-    torch::jit::Stack stack = {arguments.tensors,
-                               differentiable,
-                               heads,
-                               tables,
-                               layout,
-                               std::string("group"),
-                               std::string("test"),
-                               joined,
+                        const std::vector<std::string>& names) {
+    torch::jit::Stack stack = {arguments.tensors,        differentiable, heads, tables, layout, names,
                                std::vector<at::Tensor>{}};
     op.callBoxed(stack);
   };
-  std::vector<int64_t> short_layout = right.layout, many = right.layout;
-  short_layout.pop_back();
-  many[3] = 2;
-  many.push_back(0);
-  EXPECT_THROW(call(right.tables, short_layout, {0}, {0, 0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, many, {0}, {0, 0}), ArgumentError);
-  std::vector<int64_t> with_role = right.layout;
-  with_role.back() = static_cast<int64_t>(HeadRole::kQuery);
-  EXPECT_THROW(call(right.tables, with_role, {0}, {0, 0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, {}, {0}, {0, 0}), ArgumentError);
-  EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0, 0}, {0, 0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {3, 0}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {1, -1}), ArgumentError);
-  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}), StateError);  // no such group
+  const auto changed = [&](size_t i, int64_t value) {
+    std::vector<int64_t> layout = right.layout;
+    layout[i] = value;
+    return layout;
+  };
+  std::vector<int64_t> longer = right.layout, shorter = right.layout;
+  longer.push_back(0);
+  shorter.pop_back();
+  // {joined end, local rows, segments, shared end, degree, index, roles, role}
+  for (const std::vector<int64_t>& layout :
+       {std::vector<int64_t>{}, longer, shorter, changed(0, 3), changed(1, -1), changed(2, 2), changed(3, 3),
+        changed(4, 0), changed(6, 2), changed(7, static_cast<int64_t>(HeadRole::kQuery))}) {
+    EXPECT_THROW(call(right.tables, layout, {0}, {0, 0}, right.names), ArgumentError) << layout;
+  }
+  EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}, right.names), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0, 0}, {0, 0}, right.names), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0}, right.names), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"group"}), ArgumentError);
+  EXPECT_THROW(call(right.tables, right.layout, {0}, {0, 0}, {"no such group", "test"}), StateError);
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
   std::vector<std::unique_ptr<ExchangeCall>> calls;
   std::deque<Engine> engines;
   for (const RankInputs& inputs : ranks) {
-    ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .group = {}, .label = "test"});
+    ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .group = {}, .call = "test"});
     for (const SegmentOfRank& segment : inputs) {
       const PackedTable table = pack_tables(std::vector{&segment.table}, engine, at::kCPU)[0];
       arguments.add(segment.inverse ? table.inverse() : table, segment.tensors, segment.roles,
