@@ -27,9 +27,6 @@ int64_t row_bytes_of(at::IntArrayRef shape, int64_t item_bytes) {
   return bytes;
 }
 
-/// The widest word that divides a number of bytes.
-int64_t word_of(int64_t num_bytes) { return num_bytes == 0 ? 1 : std::min(num_bytes & -num_bytes, kMaxWordBytes); }
-
 /// Checks that the tables say what the arguments say of them.
 void check_tables(const Segment& segment, const HeadSharing& sharing, const Segment& first, const std::string& label) {
   const int32_t num_peers = first.send.num_peers(), index = sharing.index_in_group;
@@ -131,7 +128,6 @@ void ExchangeCall::add_slot(Segment& segment, const at::Tensor& tensor, HeadRole
     slot.output_shape[1] = num_heads_at(HeadSharing::kRecv, *shares, sharing);
   }
   slot.output_row_bytes = row_bytes_of(slot.output_shape, item_bytes);
-  slot.word_bytes = word_of(shares == nullptr ? slot.input_row_bytes : slot.head_bytes);
   slot.input_stride_bytes = slot.input.size(0) > 1 ? slot.input.stride(0) * item_bytes : slot.input_row_bytes;
 }
 
@@ -139,11 +135,17 @@ int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segmen
                                int64_t first_byte) {
   for (size_t s = 0; s < segments_.size(); ++s) {
     const SegmentEnd& of_segment = segments_[s].*end;
-    WireBlock& block = blocks.emplace_back(WireBlock{.segment = s, .end = &of_segment, .peer = peer});
-    block.first_byte = first_byte;
-    block.num_rows = of_segment.peer_rows(peer);
-    block.row_bytes = of_segment.for_each_slot(segments_[s].slots, peer, [](const Slot&, int64_t) {});
-    first_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
+    for (size_t i = 0; i < segments_[s].slots.size(); ++i) {
+      const WireBlock& block =
+          blocks.emplace_back(WireBlock{.segment = s,
+                                        .slot = i,
+                                        .end = &of_segment,
+                                        .peer = peer,
+                                        .first_byte = first_byte,
+                                        .num_rows = of_segment.peer_rows(peer),
+                                        .row_bytes = of_segment.wire_bytes(segments_[s].slots[i], peer)});
+      first_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
+    }
   }
   return first_byte;
 }
@@ -151,7 +153,7 @@ int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segmen
 void ExchangeCall::allocate_wire() {
   int64_t next_byte = 0;
   for (auto* blocks : {&sent_blocks_, &received_blocks_}) {
-    blocks->reserve(segments_.size() * static_cast<size_t>(num_peers()));
+    blocks->reserve(static_cast<size_t>(num_slots_) * static_cast<size_t>(num_peers()));
   }
   const auto add_others = [&](std::vector<WireBlock>& blocks, SegmentEnd Segment::*end) {
     std::vector<int64_t> bytes(static_cast<size_t>(num_peers()), 0);

@@ -5,12 +5,11 @@
 // from one part to the other:
 //
 //   bytes of the buffer = | sent to others, by peer | own | received from others, by peer |
-//   those of a peer     = | segment 0: rows in wire order     | segment 1: ... |
-//   a row               = | slot 0   | slot 1   | slot 2   |    bytes of that row, all columns or the peer's heads
+//   those of a peer     = | segment 0, slot 0: rows in wire order | segment 0, slot 1 | ... | segment 1, slot 0 | ... |
+//   a row               = | all columns of the slot's tensor, or the peer's heads |
 //
-// By padding, the columns of a slot begin at a multiple of the slot's word, and a segment's rows of a peer at a
-// multiple of 16 bytes. So one narrow feature does not make the wide features beside it move byte by byte, neither here
-// nor in the transport.
+// The rows of a slot begin at a multiple of 16 bytes. So one narrow feature does not make the wide features beside it
+// move byte by byte, neither here nor in the transport.
 #pragma once
 
 #include <ATen/core/DimVector.h>
@@ -51,7 +50,6 @@ struct Slot {
   int64_t input_row_bytes = 0;         // all columns, as in the next
   int64_t output_row_bytes = 0;
   int64_t input_stride_bytes = 0;  // between rows
-  int64_t word_bytes = 1;          // the widest word that divides its rows or heads: the same on all ranks
 };
 
 /// One end of a segment.
@@ -68,10 +66,6 @@ struct SegmentEnd : PackedEndView {
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
-  /// visit(slot, the byte of a row on the wire where the slot's columns begin). Returns the bytes of a row with all
-  /// slots.
-  template <class Slots, class Visit>
-  int64_t for_each_slot(Slots& slots, int32_t peer, Visit visit) const;
   /// visit(run) for each run of columns that meets `peer` here.
   template <class Visit>
   void for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const;
@@ -90,14 +84,14 @@ struct Segment {
   }
 };
 
-/// Rows of a segment that meet one peer, in the buffer.
+/// Rows of a slot that meet one peer, in the buffer.
 struct WireBlock {
-  size_t segment = 0;
+  size_t segment = 0, slot = 0;
   const SegmentEnd* end = nullptr;
   int32_t peer = 0;
   int64_t first_byte = 0;  // of the buffer
   int64_t num_rows = 0;
-  int64_t row_bytes = 0;  // of all slots, padding included
+  int64_t row_bytes = 0;
 };
 
 class ExchangeCall {
@@ -130,6 +124,9 @@ class ExchangeCall {
 
   /// The buffer: uint8, on the tensors' device.
   const at::Tensor& wire() const { return wire_; }
+  Slot& slot_of(const WireBlock& block) { return segments_[block.segment].slots[block.slot]; }
+  /// Whether several values on the wire belong to one of the slot's output.
+  bool sums(const WireBlock& block) { return segments_[block.segment].sums(slot_of(block)); }
   /// In the order of the buffer, own rows included.
   const std::vector<WireBlock>& sent_blocks() const { return sent_blocks_; }
   const std::vector<WireBlock>& received_blocks() const { return received_blocks_; }
@@ -159,21 +156,6 @@ class ExchangeCall {
   std::vector<at::Tensor> local_;
   std::string label_;
 };
-
-template <class Slots, class Visit>
-int64_t SegmentEnd::for_each_slot(Slots& slots, int32_t peer, Visit visit) const {
-  int64_t next_byte = 0, widest = 1;
-  for (auto& slot : slots) {
-    const int64_t num_bytes = wire_bytes(slot, peer);
-    if (num_bytes > 0) {
-      next_byte = round_up(next_byte, slot.word_bytes);
-      widest = std::max(widest, slot.word_bytes);
-    }
-    visit(slot, next_byte);
-    next_byte += num_bytes;
-  }
-  return round_up(next_byte, widest);
-}
 
 template <class Visit>
 void SegmentEnd::for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const {

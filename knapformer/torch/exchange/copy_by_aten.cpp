@@ -69,21 +69,18 @@ void copy_by_aten(const RowCopies& copies) {
   }
 }
 
-void add_block(const ExchangeCall& call, const WireBlock& block, Slot& slot, int64_t first_byte) {
+void add_block(ExchangeCall& call, const WireBlock& block) {
   const SegmentEnd& recv = *block.end;
+  Slot& slot = call.slot_of(block);
   if (!slot.sum.defined()) {
     slot.sum = at::zeros(slot.output.sizes(), slot.output.options().dtype(at::toOpMathType(slot.output.scalar_type())));
   }
-  const int64_t width = recv.wire_bytes(slot, block.peer);
-  if (width == 0 || block.num_rows == 0) return;
+  if (block.row_bytes == 0 || block.num_rows == 0) return;
   std::vector<int64_t> shape = slot.output.sizes().vec();
   shape[0] = block.num_rows;
   if (recv.heads_shared()) shape[1] = -1;
-  const Rows wire = rows_on_wire(call, block, first_byte);
-  const int64_t word = std::gcd(width, word_of(wire));
-  // Copied even where it is contiguous: a view as another dtype must begin at a multiple of its element size.
-  const at::Tensor values = words_of(wire, block.num_rows, width, word)
-                                .clone(at::MemoryFormat::Contiguous)
+  const at::Tensor values = call.wire()
+                                .narrow(0, block.first_byte, block.num_rows * block.row_bytes)
                                 .view(slot.output.scalar_type())
                                 .view(shape)
                                 .to(slot.sum.scalar_type());

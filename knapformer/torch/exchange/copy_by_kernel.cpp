@@ -130,14 +130,14 @@ struct Arrived {
 
 std::vector<Arrived> arrived_for(ExchangeCall& call, const Segment& segment, const Slot& slot) {
   std::vector<Arrived> all;
-  for_each_slot(call, call.received_blocks(), [&](const WireBlock& block, Segment&, Slot& of_block, int64_t byte) {
-    if (&of_block != &slot || block.num_rows == 0) return;
+  for (const WireBlock& block : call.received_blocks()) {
+    if (&call.slot_of(block) != &slot || block.num_rows == 0) continue;
     // Own rows are read from the input, where their columns may lie apart (add_rows).
     const bool own = block.peer == call.this_peer();
     all.push_back({.peer = block.peer,
-                   .rows = own ? rows_of(slot, segment.send, block.peer) : rows_on_wire(call, block, byte),
+                   .rows = own ? rows_of(slot, segment.send, block.peer) : rows_on_wire(call, block),
                    .num_rows = block.num_rows});
-  });
+  }
   return all;
 }
 

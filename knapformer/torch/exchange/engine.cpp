@@ -29,8 +29,8 @@ Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
           .peer = peer};
 }
 
-Rows rows_on_wire(const ExchangeCall& call, const WireBlock& block, int64_t first_byte) {
-  return {.first = static_cast<std::byte*>(call.wire().mutable_data_ptr()) + first_byte,
+Rows rows_on_wire(const ExchangeCall& call, const WireBlock& block) {
+  return {.first = static_cast<std::byte*>(call.wire().mutable_data_ptr()) + block.first_byte,
           .stride = block.row_bytes,
           .tensor = &call.wire()};
 }
@@ -39,8 +39,9 @@ Engine::Engine(ExchangeCall& call) : call_(call), way_(call.engine()) {
   if (way_ == ExchangeEngine::kKernel && !kernel_adds(call)) way_ = ExchangeEngine::kDevice;
 }
 
-void Engine::add_wire_copies(RowCopies& copies, const Slot& slot, const WireBlock& block, int64_t first_byte) const {
-  const Rows rows = rows_of(slot, *block.end, block.peer), wire = rows_on_wire(call_, block, first_byte);
+void Engine::add_wire_copies(RowCopies& copies, const WireBlock& block) const {
+  const Slot& slot = call_.slot_of(block);
+  const Rows rows = rows_of(slot, *block.end, block.peer), wire = rows_on_wire(call_, block);
   int64_t next = 0;
   block.end->for_each_column_run(slot, block.peer, [&](ColumnRun run) {
     if (block.end->kind == HeadSharing::kSend) {
@@ -53,33 +54,34 @@ void Engine::add_wire_copies(RowCopies& copies, const Slot& slot, const WireBloc
 }
 
 /// Both ends list the same rows in the same order, and the same columns in the same order, cut differently.
-void Engine::add_own_copies(RowCopies& copies, const Slot& slot, const Segment& segment, int64_t num_rows) const {
-  const int32_t own = call_.this_peer();
-  const Rows from = rows_of(slot, segment.send, own), to = rows_of(slot, segment.recv, own);
-  for_each_common_run<ColumnRun>(columns_of(slot, segment.send, own), columns_of(slot, segment.recv, own),
+void Engine::add_own_copies(RowCopies& copies, const WireBlock& block) const {
+  const Segment& segment = call_.segments()[block.segment];
+  const Slot& slot = call_.slot_of(block);
+  const Rows from = rows_of(slot, segment.send, block.peer), to = rows_of(slot, segment.recv, block.peer);
+  for_each_common_run<ColumnRun>(columns_of(slot, segment.send, block.peer), columns_of(slot, segment.recv, block.peer),
                                  &ColumnRun::first_byte, &ColumnRun::num_bytes,
                                  [&](int64_t from_byte, int64_t to_byte, int64_t width) {
-                                   add(copies, from, from_byte, to, to_byte, width, num_rows);
+                                   add(copies, from, from_byte, to, to_byte, width, block.num_rows);
                                  });
 }
 
 void Engine::add_own(RowCopies& copies) {
   call_.allocate_outputs();
-  for_each_slot(call_, call_.sent_blocks(), [&](const WireBlock& block, Segment& segment, Slot& slot, int64_t byte) {
-    if (block.peer != call_.this_peer()) return;
-    if (!segment.sums(slot)) {
-      add_own_copies(copies, slot, segment, block.num_rows);
+  for (const WireBlock& block : call_.sent_blocks()) {
+    if (block.peer != call_.this_peer()) continue;
+    if (!call_.sums(block)) {
+      add_own_copies(copies, block);
     } else if (way_ != ExchangeEngine::kKernel) {  // which reads them from the input
-      add_wire_copies(copies, slot, block, byte);
+      add_wire_copies(copies, block);
     }
-  });
+  }
 }
 
 void Engine::pack() {
   RowCopies copies;
-  for_each_slot(call_, call_.sent_blocks(), [&](const WireBlock& block, Segment&, Slot& slot, int64_t byte) {
-    if (block.peer != call_.this_peer()) add_wire_copies(copies, slot, block, byte);
-  });
+  for (const WireBlock& block : call_.sent_blocks()) {
+    if (block.peer != call_.this_peer()) add_wire_copies(copies, block);
+  }
   if (way_ == ExchangeEngine::kKernel) add_own(copies);  // in the same launch
   run(copies);
 }
@@ -102,14 +104,13 @@ void Engine::unpack() {
         {.first = static_cast<std::byte*>(to.mutable_data_ptr()), .stride = row_bytes, .tensor = &to}, 0, row_bytes,
         num_rows);
   }
-  for_each_slot(call_, call_.received_blocks(),
-                [&](const WireBlock& block, Segment& segment, Slot& slot, int64_t byte) {
-                  if (segment.sums(slot)) {
-                    if (way_ != ExchangeEngine::kKernel) add_block(call_, block, slot, byte);
-                  } else if (block.peer != call_.this_peer()) {
-                    add_wire_copies(copies, slot, block, byte);
-                  }
-                });
+  for (const WireBlock& block : call_.received_blocks()) {
+    if (call_.sums(block)) {
+      if (way_ != ExchangeEngine::kKernel) add_block(call_, block);
+    } else if (block.peer != call_.this_peer()) {
+      add_wire_copies(copies, block);
+    }
+  }
   if (way_ == ExchangeEngine::kKernel) {
     copy_by_kernel(call_, copies, /*sums=*/true);
   } else {

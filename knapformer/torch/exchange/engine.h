@@ -52,8 +52,8 @@ class Engine {
   void unpack();
 
  private:
-  void add_wire_copies(RowCopies& copies, const Slot& slot, const WireBlock& block, int64_t first_byte) const;
-  void add_own_copies(RowCopies& copies, const Slot& slot, const Segment& segment, int64_t num_rows) const;
+  void add_wire_copies(RowCopies& copies, const WireBlock& block) const;
+  void add_own_copies(RowCopies& copies, const WireBlock& block) const;
   void add_own(RowCopies& copies);
   void run(const RowCopies& copies) const;
 
@@ -61,20 +61,10 @@ class Engine {
   ExchangeEngine way_;
 };
 
-/// visit(block, its segment, slot, where in the buffer the slot's columns of the block begin), in the buffer's order.
-template <class Visit>
-void for_each_slot(ExchangeCall& call, const std::vector<WireBlock>& blocks, Visit visit) {
-  for (const WireBlock& block : blocks) {
-    Segment& segment = call.segments()[block.segment];
-    block.end->for_each_slot(segment.slots, block.peer,
-                             [&](Slot& slot, int64_t byte) { visit(block, segment, slot, block.first_byte + byte); });
-  }
-}
-
 /// The rows of a slot's input (or output) that meet `peer` at a send end (or receive end).
 Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer);
-/// The rows of a block, from a byte of the buffer on.
-Rows rows_on_wire(const ExchangeCall& call, const WireBlock& block, int64_t first_byte);
+/// The rows of a block in the buffer.
+Rows rows_on_wire(const ExchangeCall& call, const WireBlock& block);
 
 /// Cuts two lists of runs, which have the same total length, wherever either list is cut, and visits the pieces:
 /// visit(begin of the piece in one list, begin in the other, length).
@@ -102,9 +92,8 @@ void copy_by_kernel(ExchangeCall& call, const RowCopies& copies, bool sums);
 /// Whether it adds all types whose sums the call needs.
 bool kernel_adds(const ExchangeCall& call);
 
-/// Without the kernel: adds what arrived from a block's peer for a slot, at `first_byte` of the buffer, to the slot's
-/// sum, which begins as zeros. Sums are taken in float32 for half types, in one fixed order (this rank's own, then by
-/// peer), so that a run gives the same bits each time.
-void add_block(const ExchangeCall& call, const WireBlock& block, Slot& slot, int64_t first_byte);
+/// Without the kernel: adds what arrived in a block to its slot's sum, which begins as zeros. Sums are taken in float32
+/// for half types, in one fixed order (this rank's own, then by peer), so that a run gives the same bits each time.
+void add_block(ExchangeCall& call, const WireBlock& block);
 
 }  // namespace knapformer
