@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "knapformer/core/planners/balanced/effort.h"
 #include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
@@ -255,9 +256,35 @@ class Search {
 
 }  // namespace
 
-double improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options) {
-  if (node_of_item.empty() || options.num_moves <= 0) return trees.slowest();
-  return Search(trees, node_of_item, options).run();
+void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, double time, SearchOptions options) {
+  constexpr int kMaxRounds = 4;
+  constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
+  for (int round = 0; round < kMaxRounds; ++round) {
+    const double before = time;
+    if (node_of_item.empty() || options.num_moves == 0 || before <= options.good_enough) return;
+    // The floor is as far below the bound that what remains to be gained is this part of the range.
+    trees.set_reference(before - kRangeOverGain * std::max(before - options.bound, kMinGain), before);
+    time = Search(trees, node_of_item, options).run();
+    if (time > (before + options.bound) / 2) return;
+    options.key += uint64_t{1} << 32;
+  }
+}
+
+int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
+  // In a small instance a move is worth more, and there is time for more of them.
+  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 120;
+  // Where construction does not keep the limit of tokens, low effort searches as well.
+  if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
+  const int64_t moves = std::clamp(kPerItem * std::ssize(trees.items()), kMin, kMax);
+  return effort == Effort::kHigh ? 50 * moves : moves;
+}
+
+uint64_t random_key(const PlanInput& input, int32_t replica) {
+  const auto [first, last] = input.sequences_of(replica);
+  uint64_t key = 0x6B6E6170666F726Du;
+  for (int32_t s = first.value; s < last.value; ++s)
+    key = (key ^ static_cast<uint64_t>(input.seq_lens[SequenceId(s)])) * Random::kGamma;
+  return key;
 }
 
 }  // namespace knapformer

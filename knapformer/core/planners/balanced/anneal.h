@@ -18,7 +18,10 @@ namespace knapformer {
 
 struct SearchOptions {
   int64_t num_moves = 0;
+  /// random_key, or another number that follows from the input.
   uint64_t key = 0;
+  /// No placement has a lower time of its slowest group.
+  double bound = 0;
   /// Stops when the slowest group takes no longer than this: what is left to gain does not matter.
   double good_enough = 0;
   /// In units of energy, at the first and the last step.
@@ -26,7 +29,13 @@ struct SearchOptions {
   double last_temperature = 0.05;
 };
 
-/// Improves `node_of_item`, whose items are in the trees. Returns the time of the slowest group.
-double improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options);
+/// Improves `node_of_item`, whose items are in the trees, and again while a round gains much: the energy of a round is
+/// scaled to the time at its start. `time`: of the slowest group, as far as it can be lowered.
+void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, double time, SearchOptions options);
+
+/// The moves of an effort (Effort::moves).
+int64_t num_moves(const PlacementTrees& trees, int64_t effort);
+/// What a replica's plan depends on: its own lengths.
+uint64_t random_key(const PlanInput& input, int32_t replica);
 
 }  // namespace knapformer

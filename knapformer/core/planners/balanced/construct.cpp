@@ -2,15 +2,20 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
+#include "knapformer/core/planners/balanced/effort.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/core/util/infinity.h"
 
 namespace knapformer {
 
 Construction::Construction(PlacementTrees& trees) : trees_(trees) {
   constexpr double kOneSpeed = 1.05;
   const auto load = [&](int32_t v) { return trees.node(v).load_per_token; };
+  // Where a limit may keep sequences out of the micro-batch with the most time left, each micro-batch has its own
+  // queues.
+  const bool is_limited = std::isfinite(trees.node(0).token_capacity);
+  const auto micro_batch = [&](int32_t v) { return is_limited ? trees.micro_batch_of(trees.node(v).bag) : 0; };
   std::vector<int32_t> nodes;
   for (const int32_t degree : trees.degrees()) {
     first_queue_.push_back(queues_.size());
@@ -19,10 +24,11 @@ Construction::Construction(PlacementTrees& trees) : trees_(trees) {
       const auto [first, last] = trees.nodes_of(bag, degree);
       for (int32_t v = first; v < last; ++v) nodes.push_back(v);
     }
-    std::stable_sort(nodes.begin(), nodes.end(), [&](int32_t a, int32_t b) { return load(a) < load(b); });
+    std::ranges::stable_sort(nodes, {}, [&](int32_t v) { return std::pair(micro_batch(v), load(v)); });
     for (auto first = nodes.begin(), last = first; first != nodes.end(); first = last) {
-      const double min_load = load(*first);
-      last = std::find_if(first, nodes.end(), [&](int32_t v) { return load(v) > kOneSpeed * min_load; });
+      last = std::find_if(first, nodes.end(), [&](int32_t v) {
+        return load(v) > kOneSpeed * load(*first) || micro_batch(v) != micro_batch(*first);
+      });
       std::sort(first, last);
       queues_.push_back({.nodes = {first, last}, .occupancy = WinnerTree(static_cast<size_t>(last - first))});
     }
@@ -43,12 +49,17 @@ bool Construction::place_alone(const TreeItem& item, int32_t v) {
   for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent) {
     if (trees_.state(x).num_sequences > 0) return false;
   }
-  if (trees_.group_time(v) + trees_.cost(item, v) > target_ || trees_.state(v).tokens + item.tokens > n.token_capacity)
-    return false;
+  const bool fits = fit_by_ == FitBy::kAlone || trees_.group_time(v) + trees_.cost(item, v) <= target_;
+  if (!fits || trees_.state(v).tokens + item.tokens > n.token_capacity) return false;
   trees_.add(item, v);
   trees_.update_node(v);
   is_stale_[n.bag] = 1;
   return true;
+}
+
+bool Construction::has_room(int32_t v) const {
+  while (v >= 0 && trees_.state(v).subtree_tokens <= trees_.node(v).token_capacity) v = trees_.node(v).parent;
+  return v < 0;
 }
 
 double Construction::occupancy(int32_t v) const {
@@ -58,7 +69,7 @@ double Construction::occupancy(int32_t v) const {
   double tokens = trees_.state(v).subtree_tokens;
   for (int32_t x = n.parent; x >= 0; x = trees_.node(x).parent)
     tokens += trees_.state(x).tokens * n.degree / trees_.node(x).degree;
-  return std::max(load, target_ * tokens / n.token_capacity);
+  return std::max(load, n.head_start + (target_ - n.head_start) * tokens / n.token_capacity);
 }
 
 int32_t Construction::freest(Queue& queue) {
@@ -76,20 +87,21 @@ int32_t Construction::freest_for(const TreeItem& item, size_t k) {
   const size_t first = first_queue_[k], last = first_queue_[k + 1];
   if (last - first == 1) return freest(queues_[first]);
   int32_t best = -1;
-  double min_load = kInfinity;
+  auto best_key = std::pair(true, kInfinity);
   for (size_t q = first; q < last; ++q) {
     const int32_t v = freest(queues_[q]);
-    const double now = occupancy(v) + trees_.cost(item, v);
-    if (now < min_load) {
-      min_load = now;
-      best = v;
-    }
+    const bool is_full = trees_.state(v).subtree_tokens + item.tokens > trees_.node(v).token_capacity;
+    const auto key = std::pair(is_full, occupancy(v) + trees_.cost(item, v));
+    if (best >= 0 && key >= best_key) continue;
+    best = v;
+    best_key = key;
   }
   return best;
 }
 
 int32_t Construction::place(const TreeItem& item) {
   const size_t num_degrees = trees_.degrees().size();
+  checks_.count(256 * static_cast<int64_t>(num_degrees));
   int32_t best = -1;
   double best_time = kInfinity;
   for (size_t k = 0; k < num_degrees; ++k) {
@@ -101,8 +113,8 @@ int32_t Construction::place(const TreeItem& item) {
     trees_.save(v, v, paths_);
     trees_.add(item, v);
     trees_.update(paths_);
-    const double time = fit_by_ == FitBy::kTime ? trees_.group_time(v) : trees_.even_group_time(v);
-    if (time <= target_) return v;
+    const double time = fit_by_ == FitBy::kEvenTime ? trees_.even_group_time(v) : trees_.group_time(v);
+    if (fit_by_ == FitBy::kAlone ? has_room(v) : time <= target_) return v;
     trees_.restore(paths_);
     if (time < best_time) {
       best_time = time;
@@ -126,6 +138,30 @@ double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>
   for (const TreeItem& item : trees_.items()) node_of_item.push_back(place(item));
   trees_.update_all();
   return trees_.slowest();
+}
+
+void Construction::place_under_targets(FitBy fit_by, double bound, double estimate, int32_t num_targets,
+                                       double first_margin, Placed& best) {
+  std::vector<int32_t> trial;
+  double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
+  double margin = first_margin;
+  bool is_met = false;
+  for (int32_t i = 0; i < num_targets && best.time > bound * Effort::kGoodEnough; ++i) {
+    const double target = estimate * (1 + margin);
+    const double time = place_all(target, fit_by, trial);
+    if (time < best.time) {
+      best.node_of_item.swap(trial);
+      best.time = time;
+    }
+    if (time <= target) {
+      high = std::min(margin, time / estimate - 1);
+      is_met = true;
+    } else {
+      low = margin;
+    }
+    margin = is_met ? (low + high) / 2 : 2 * margin;
+    if (is_met && high - low < 0.0005) break;
+  }
 }
 
 }  // namespace knapformer

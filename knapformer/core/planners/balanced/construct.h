@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "knapformer/core/planners/balanced/placement_tree.h"
+#include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/winner_tree.h"
 
 namespace knapformer {
@@ -19,13 +20,22 @@ class Construction {
  public:
   explicit Construction(PlacementTrees& trees);
 
-  /// The time of a group that is compared with the target: its present time, or the time as if its exchange were even
-  /// already (see PlacementTrees::even_group_time).
-  enum class FitBy { kTime, kEvenTime };
+  /// The time that is compared with the target: that of the group, the same as if its exchange were even already (see
+  /// PlacementTrees::even_group_time), or that of the sequence alone, which is then shared only if it must be.
+  enum class FitBy { kTime, kEvenTime, kAlone };
 
   /// Empties the trees and places all their items. Returns the time of the slowest group, which may be above the
   /// target.
   double place_all(double target, FitBy fit_by, std::vector<int32_t>& node_of_item);
+
+  struct Placed {
+    std::vector<int32_t> node_of_item;
+    double time = kInfinity;
+  };
+  /// Places all items under targets around an estimate of the time: doubling the margin while the placement misses its
+  /// target, halving it while it meets it. Keeps the best placement.
+  void place_under_targets(FitBy fit_by, double bound, double estimate, int32_t num_targets, double first_margin,
+                           Placed& best);
 
  private:
   /// Groups of one degree and about one speed. Groups only fill up, so an outdated load is too low. It is therefore
@@ -39,9 +49,11 @@ class Construction {
   int32_t freest(Queue& queue);
   /// The group of the k-th degree that would be done first if the item were added to its load.
   int32_t freest_for(const TreeItem& item, size_t k);
-  /// Adds the item if v is one of the smallest groups, is not connected to others, and then stays within the target and
-  /// its token capacity. The nodes above v are updated later. Returns whether it added the item.
+  /// Adds the item if v is one of the smallest groups, is not connected to others, and then fits the target and its
+  /// token capacity. The nodes above v are updated later. Returns whether it added the item.
   bool place_alone(const TreeItem& item, int32_t v);
+  /// Whether v, and every group around it, is within its token capacity.
+  bool has_room(int32_t v) const;
   void refresh_bag_of(int32_t v);
   /// Adds the item at the first node that fits it, or else at the node that exceeds the target least. Returns the node.
   int32_t place(const TreeItem& item);
@@ -52,6 +64,7 @@ class Construction {
   std::vector<Queue> queues_;        // ascending by degree
   std::vector<size_t> first_queue_;  // by degree, then the number of queues
   PlacementTrees::Paths paths_;
+  InterruptChecks checks_;
   std::vector<char> is_stale_;  // by bag: nodes above the smallest groups are out of date
 };
 

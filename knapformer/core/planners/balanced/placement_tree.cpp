@@ -1,13 +1,16 @@
 #include "knapformer/core/planners/balanced/placement_tree.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 
-PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective) : objective_(objective) {
+PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective,
+                               std::span<const double> levels_s)
+    : objective_(objective) {
   const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
@@ -17,6 +20,11 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
   for (int32_t s = first.value; s < last.value; ++s) total_s += rates.work_s(input, SequenceId(s));
   const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
   unit_s_ = total_s > 0 ? total_s / total_speed : 1;
+  double highest_s = 0;
+  if (!levels_s.empty()) {
+    highest_s = std::ranges::max(levels_s);
+    unit_s_ *= highest_s / std::accumulate(levels_s.begin(), levels_s.end(), 0.0);
+  }
 
   const std::vector<SequenceId> order = input.by_descending_work(replica);
   items_.reserve(order.size());
@@ -53,13 +61,18 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
   degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
 
   first_bag_ = replica * topology.num_bags_per_replica();
-  for (int32_t b = 0; b < topology.num_bags_per_replica(); ++b) add_bag(input, topology.bag(BagId(first_bag_ + b)), b);
+  num_bags_per_micro_batch_ = topology.num_bags_per_replica();
+  for (size_t k = 0; k < std::max(levels_s.size(), size_t{1}); ++k) {
+    const double head_start = levels_s.empty() ? 0 : (highest_s - levels_s[k]) / unit_s_;
+    for (int32_t b = 0; b < num_bags_per_micro_batch_; ++b)
+      add_bag(input, topology.bag(BagId(first_bag_ + b)), head_start);
+  }
   states_.resize(nodes_.size());
   update_all();
 }
 
-void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, int32_t index) {
-  const auto root = static_cast<int32_t>(nodes_.size());
+void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, double head_start) {
+  const auto root = static_cast<int32_t>(nodes_.size()), index = static_cast<int32_t>(roots_.size());
   roots_.push_back(root);
   shape_of_bag_.push_back(bag.shape);
   const auto& levels = levels_[bag.shape];
@@ -73,6 +86,7 @@ void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, int32_t ind
       Node n;
       n.degree = level.degree;
       n.bag = index;
+      n.head_start = head_start;
       n.first_rank = bag.first_rank.value + i * level.degree;
       if (k + 1 < levels.size()) n.parent = root + levels[k + 1].offset + i / (levels[k + 1].degree / level.degree);
       if (k > 0) {
@@ -138,6 +152,12 @@ void PlacementTrees::clear() {
   update_all();
 }
 
+void PlacementTrees::load(std::span<const int32_t> node_of_item) {
+  clear();
+  for (size_t i = 0; i < node_of_item.size(); ++i) add(items_[i], node_of_item[i]);
+  update_all();
+}
+
 void PlacementTrees::update_all() {
   for (int32_t v = num_nodes() - 1; v >= 0; --v) update(v);  // children come after their parent
 }
@@ -159,7 +179,7 @@ int32_t PlacementTrees::top_of_group(int32_t v) const {
 double PlacementTrees::group_time(int32_t top, double exchange) const {
   const State& group = state(top);
   if (objective_ == Objective::kFlat) return group.max_token_time + group.max_attention;
-  return group.max_token_time + attention_phase(group, exchange) + node(top).latency;
+  return node(top).head_start + group.max_token_time + attention_phase(group, exchange) + node(top).latency;
 }
 
 double PlacementTrees::group_time(int32_t v) const {
@@ -183,7 +203,9 @@ void PlacementTrees::set_reference(double floor, double reference) {
 
 Placement PlacementTrees::placement(int32_t v) const {
   const Node& n = node(v);
-  return {.bag = BagId(first_bag_ + n.bag), .first_rank = Rank(n.first_rank), .degree = n.degree};
+  return {.bag = BagId(first_bag_ + n.bag % num_bags_per_micro_batch_),
+          .first_rank = Rank(n.first_rank),
+          .degree = n.degree};
 }
 
 int32_t PlacementTrees::node_of(const Placement& place) const {

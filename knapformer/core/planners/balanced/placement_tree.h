@@ -71,13 +71,14 @@ class PlacementTrees {
     int32_t parent = -1;
     int32_t first_child = -1;
     int32_t num_children = 0;
-    int32_t bag = 0;                        // within the replica
+    int32_t bag = 0;                        // within the replica, counted on through the micro-batches
     int32_t first_rank = 0;                 // of the whole group
     double time_per_token = 0;              // of the per-token phase, spread over the node's ranks
     double attention_share = 1;             // the largest share of a rank, over the slowest rank's speed
     double exchange_per_token = 0;          // of a chunk, on the rank that holds it
     double load_per_token = 0;              // per-token phase and exchange of each rank, if cut evenly
     double latency = 0;                     // of the exchanges of a group
+    double head_start = 0;                  // what its micro-batch's level is below the highest: added to its times
     double token_capacity = kInfinity;      // see set_token_limit
     int32_t depth = 0;                      // 0 at the root
     double above_exchange[kMaxAbove] = {};  // exchange_per_token of the nodes above, the root first
@@ -100,9 +101,12 @@ class PlacementTrees {
     int32_t num_sequences = 0;
   };
 
-  /// Builds the trees of the replica's bags. `unit_s` is the time unit, in seconds.
-  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective);
+  /// Builds the trees of the replica's bags. `levels_s`: of several micro-batches, each of which has all bags, the time
+  /// that each is to take. What counts is how far a bag is above its level: so a bag's time is that of its sequences,
+  /// and what its level is below the highest one.
+  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, std::span<const double> levels_s = {});
 
+  /// The time unit, in seconds.
   double unit_s() const { return unit_s_; }
   int32_t num_bags() const { return static_cast<int32_t>(roots_.size()); }
   int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
@@ -129,6 +133,8 @@ class PlacementTrees {
   }
 
   void clear();
+  /// Puts every item at its node, and takes all others out.
+  void load(std::span<const int32_t> node_of_item);
   void add(const TreeItem& item, int32_t v) { change(item, v, 1.0); }
   void remove(const TreeItem& item, int32_t v) { change(item, v, -1.0); }
   /// Brings v and the nodes above it up to date.
@@ -146,7 +152,7 @@ class PlacementTrees {
   /// The load of v's fullest rank, as if all sequences above v were cut evenly. It tells the ranks of one connected
   /// group apart.
   double load(int32_t v) const {
-    double load = state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
+    double load = node(v).head_start + state(v).max_token_time + state(v).max_attention + state(v).max_exchange;
     for (int32_t x = node(v).parent; x >= 0; x = node(x).parent)
       load += state(x).tokens * node(x).load_per_token + state(x).attention;
     return load;
@@ -190,11 +196,12 @@ class PlacementTrees {
   }
 
   Placement placement(int32_t v) const;
+  int32_t micro_batch_of(int32_t bag) const { return bag / num_bags_per_micro_batch_; }
   /// The node of a placement.
   int32_t node_of(const Placement& place) const;
 
  private:
-  void add_bag(const PlanInput& input, const Bag& bag, int32_t index);
+  void add_bag(const PlanInput& input, const Bag& bag, double head_start);
   double energy_of_rank(double time) const {
     double x = std::max(0.0, time - floor_) * inverse_range_;
     x *= x;
@@ -223,7 +230,7 @@ class PlacementTrees {
     double forward_exchange = 0, backward_exchange = 0;
   };
   Overlap overlap_;
-  int32_t first_bag_ = 0;
+  int32_t first_bag_ = 0, num_bags_per_micro_batch_ = 0;
   std::vector<Node> nodes_;
   std::vector<State> states_;
   std::vector<int32_t> roots_;
@@ -331,7 +338,7 @@ inline void PlacementTrees::update(int32_t v) {
       state.above[k] = exchange - whole;
       state.above_exposed[k] = exposed - overlap_.exposed * whole;
     }
-    time = token_time + attention_phase(state, exchange) + (shared ? n.latency : 0);
+    time = n.head_start + token_time + attention_phase(state, exchange) + (shared ? n.latency : 0);
     if (objective_ == Objective::kFlat) {
       constexpr double kPenalty = 1000;
       const double work = token_time + attention;

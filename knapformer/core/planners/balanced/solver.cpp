@@ -85,62 +85,6 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
-struct Constructed {
-  std::vector<int32_t> node_of_item;
-  double time = kInfinity;
-};
-
-/// Constructs under targets around an estimate of the time: doubling the margin while the placement misses its target,
-/// halving it while it meets it. Keeps the best placement.
-void construct(Construction& fit, Construction::FitBy fit_by, double bound, double estimate, int32_t num_targets,
-               double first_margin, Constructed& best) {
-  std::vector<int32_t> trial;
-  double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
-  double margin = first_margin;
-  bool is_met = false;
-  for (int32_t i = 0; i < num_targets && best.time > bound * Effort::kGoodEnough; ++i) {
-    const double target = estimate * (1 + margin);
-    const double time = fit.place_all(target, fit_by, trial);
-    if (time < best.time) {
-      best.node_of_item.swap(trial);
-      best.time = time;
-    }
-    if (time <= target) {
-      high = std::min(margin, time / estimate - 1);
-      is_met = true;
-    } else {
-      low = margin;
-    }
-    margin = is_met ? (low + high) / 2 : 2 * margin;
-    if (is_met && high - low < 0.0005) break;
-  }
-}
-
-/// A replica's plan depends on its own lengths alone.
-uint64_t random_key(const PlanInput& input, int32_t replica) {
-  const auto [first, last] = input.sequences_of(replica);
-  uint64_t key = 0x6B6E6170666F726Du;
-  for (int32_t s = first.value; s < last.value; ++s)
-    key = (key ^ static_cast<uint64_t>(input.seq_lens[SequenceId(s)])) * 0x9E3779B97F4A7C15u;
-  return key;
-}
-
-int64_t num_moves(const PlacementTrees& trees, int64_t effort) {
-  // In a small instance a move is worth more, and there is time for more of them.
-  constexpr int64_t kMin = 2000, kMax = 100'000, kPerItem = 120;
-  // Where construction does not keep the limit of tokens, low effort searches as well.
-  if (effort >= 0) return trees.keeps_limit() ? effort : std::max(effort, kMin);
-  const auto num_items = static_cast<int64_t>(trees.items().size());
-  const int64_t moves = std::clamp(kPerItem * num_items, kMin, kMax);
-  return effort == Effort::kHigh ? 50 * moves : moves;
-}
-
-void load(PlacementTrees& trees, const std::vector<int32_t>& node_of_item) {
-  trees.clear();
-  for (size_t i = 0; i < node_of_item.size(); ++i) trees.add(trees.items()[i], node_of_item[i]);
-  trees.update_all();
-}
-
 class BalancedSolver {
  public:
   /// `effort` as in Effort::moves.
@@ -167,66 +111,42 @@ class BalancedSolver {
   }
 
  private:
-  struct SearchRange {
-    double bound = 0;  // no placement takes less time
-    double time = 0;   // of the placement to start from
-    /// Whether high effort starts from the result of default effort, or from the same placement as that.
-    bool high_goes_on = false;
-    SearchOptions options;  // but for what each round sets
-  };
   /// What a plan of flat bags is to be better in: even work, without slower blocks (the published measure), or, as a
   /// candidate beside a nested plan, the whole step.
   enum class FlatGoal { kEven, kStep };
 
-  /// Improves the placement; at high effort by at least as much as at default effort.
-  void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-              const SearchRange& range) const {
-    if (effort_ != Effort::kHigh) return improve_in_rounds(trees, node_of_item, replica, range, effort_);
-    const std::vector<int32_t> start = node_of_item;
-    improve_in_rounds(trees, node_of_item, replica, range, Effort::kDefault);
-    SearchRange from_here = range;
-    from_here.time = trees.slowest();
-    if (range.high_goes_on) return improve_in_rounds(trees, node_of_item, replica, from_here, Effort::kHigh);
-    std::vector<int32_t> other = start;
-    load(trees, other);
-    improve_in_rounds(trees, other, replica, range, Effort::kHigh);
-    if (trees.slowest() < from_here.time) {
+  /// Improves the placement, whose slowest group takes `time`. At high effort by at least as much as at default effort:
+  /// from the result of that (`goes_on`), or from the same placement.
+  void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica, double time,
+              SearchOptions options, bool goes_on) const {
+    options.key = random_key(input_, replica);
+    const auto anneal = [&](std::vector<int32_t>& nodes, double start, int64_t effort) {
+      options.num_moves = num_moves(trees, effort);
+      improve(trees, nodes, start, options);
+    };
+    if (effort_ != Effort::kHigh) return anneal(node_of_item, time, effort_);
+    std::vector<int32_t> other = node_of_item;
+    anneal(node_of_item, time, Effort::kDefault);
+    const double by_default = trees.slowest();
+    if (goes_on) return anneal(node_of_item, by_default, Effort::kHigh);
+    trees.load(other);
+    anneal(other, time, Effort::kHigh);
+    if (trees.slowest() < by_default) {
       node_of_item.swap(other);
     } else {
-      load(trees, node_of_item);
-    }
-  }
-
-  /// Anneals, and again while a round gains much: its energy was scaled to the time at its start.
-  void improve_in_rounds(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-                         const SearchRange& range, int64_t effort) const {
-    constexpr uint64_t kMaxRounds = 4;
-    constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
-    double time = range.time;
-    for (uint64_t round = 0; round < kMaxRounds; ++round) {
-      const double before = time;
-      const int64_t moves = num_moves(trees, effort);
-      if (moves == 0 || before <= range.options.good_enough) return;
-      // The floor is as far below the bound that what remains to be gained is this part of the range.
-      trees.set_reference(before - kRangeOverGain * std::max(before - range.bound, kMinGain), before);
-      SearchOptions options = range.options;
-      options.num_moves = moves;
-      options.key = random_key(input_, replica) + (round << 32);
-      improve(trees, node_of_item, options);
-      time = trees.slowest();
-      if (time > (before + range.bound) / 2) return;
+      trees.load(node_of_item);
     }
   }
 
   /// A few moves, hardly any of which are uphill.
   void descend(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-               const SearchRange& range) const {
+               SearchOptions options) const {
     constexpr int64_t kPerItem = 4;
     constexpr double kCold = 0.01;
-    SearchRange cold = range;
-    cold.time = trees.slowest();
-    cold.options.first_temperature = kCold;
-    improve_in_rounds(trees, node_of_item, replica, cold, kPerItem * std::ssize(node_of_item));
+    options.key = random_key(input_, replica);
+    options.first_temperature = kCold;
+    options.num_moves = kPerItem * std::ssize(node_of_item);
+    improve(trees, node_of_item, trees.slowest(), options);
   }
 
   /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
@@ -305,9 +225,9 @@ class BalancedSolver {
     const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
     const bool is_low = effort_ == Effort::kLow;
     Construction fit(trees);
-    Constructed constructed;
+    Construction::Placed constructed;
     const auto construct_by = [&](Construction::FitBy by, int32_t num_targets) {
-      construct(fit, by, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004, constructed);
+      fit.place_under_targets(by, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004, constructed);
     };
     if (fit_by == Construction::FitBy::kTime) construct_by(fit_by, is_low ? few_targets : 4);
     if (fit_by == Construction::FitBy::kEvenTime || !is_low)
@@ -315,28 +235,25 @@ class BalancedSolver {
     std::vector<int32_t> best = std::move(constructed.node_of_item);
     if (best == starts_[replica]) return {};  // the search would find the same
     starts_[replica] = best;
-    SearchRange range{.bound = bound,
-                      .high_goes_on = true,
-                      .options = {.good_enough = bound * Effort::kGoodEnough, .last_temperature = 0.0005}};
+    SearchOptions options{.bound = bound, .good_enough = bound * Effort::kGoodEnough, .last_temperature = 0.0005};
     const auto time_from = [&](std::vector<int32_t>& placement) {
-      load(trees, placement);
-      range.time = trees.slowest();
-      search(trees, placement, replica, range);
-      if (is_low && is_small && trees.keeps_limit() && range.time > bound * kFar)
-        descend(trees, placement, replica, range);
+      trees.load(placement);
+      const double time = trees.slowest();
+      search(trees, placement, replica, time, options, /*goes_on=*/true);
+      if (is_low && is_small && trees.keeps_limit() && time > bound * kFar) descend(trees, placement, replica, options);
       return trees.slowest();
     };
     const double time = time_from(best);
-    if (std::isfinite(trees.node(0).token_capacity) && time > range.options.good_enough) {
+    if (std::isfinite(trees.node(0).token_capacity) && time > options.good_enough) {
       // Tokens are most even where every sequence is shared by as many ranks as possible; it takes a hot start from
       // there.
       std::vector<int32_t> spread;
       fit.place_all(0, Construction::FitBy::kTime, spread);
-      range.options.first_temperature = 32;
+      options.first_temperature = 32;
       if (time_from(spread) < time) {
         best.swap(spread);
       } else {
-        load(trees, best);
+        trees.load(best);
       }
     }
     return best;
@@ -345,7 +262,7 @@ class BalancedSolver {
   std::vector<int32_t> placed_flat(PlacementTrees& trees, int32_t replica) const {
     std::vector<int32_t> nodes;  // greedy
     for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements_[item.id.index()]));
-    load(trees, nodes);
+    trees.load(nodes);
     if (num_moves(trees, effort_) == 0) return nodes;
     // Tokens that do not divide make ranks of a bag differ by one, which the trees does not see.
     double mean_time = 0, time_of_a_token = 0;
@@ -361,8 +278,8 @@ class BalancedSolver {
       trees.set_flat_goal({.of_time = goal.of_time});
       const double time = trees.slowest();  // without what is beyond a limit
       trees.set_flat_goal(goal);
-      search(trees, nodes, replica,
-             {.bound = bound, .time = time, .options = {.good_enough = bound * kEvenEnough, .last_temperature = 1e-6}});
+      search(trees, nodes, replica, time,
+             {.bound = bound, .good_enough = bound * kEvenEnough, .last_temperature = 1e-6}, /*goes_on=*/false);
     };
     if (!trees.keeps_limit()) search_for({}, 1);
     trees.set_flat_goal({});

@@ -1,18 +1,16 @@
 // The planner of a whole optimizer step: it decides which micro-batch computes each sequence, and on which ranks.
 //
 //   1. lower bound        cost/accumulation.h: that of one micro-batch with all sequences
-//   2. pack               micro_batch_packing.h: whole sequences, over all micro-batches at once, for a few sets of
-//                         levels; with StepSync::kStep the ranks' sums are balanced, and then cut into micro-batches.
-//                         If the step is then far above its bound, also with even levels, and shared sequences in any
-//                         micro-batch
-//   3. plan               a micro-batch that needs sharing, or is not even enough, by the named planner
+//   2. pack               packing.h: over all micro-batches at once, under a few sets of levels. With StepSync::kStep
+//                         the ranks' sums are balanced, as if there were one micro-batch, and then cut into several
+//   3. plan               a micro-batch that is not even enough, by the named planner
 //   4. compare            with the given order, each micro-batch planned by itself
-//   5. fit                fit_by_tokens.h: if nothing so far keeps the limit of tokens
+//   5. fit                packing.h, by tokens: if nothing so far keeps the limit of tokens
 //
 // By construction the step is predicted to take no longer than the given micro-batches (micro_batches_as_given),
 // planned by the same planner with the same effort, or at low effort if there are more than 4,096 sequences. They are
-// not planned at all if more than 4,096 sequences stay whole and the step without route is within 0.04 % of the lower
-// bound (0.1 % at low effort): they could be shorter by no more than that.
+// not planned where their lower bounds prove that they are no faster; or, of more than 4,096 sequences, faster by at
+// most 0.1 %.
 //
 // Without a limit of tokens, time alone decides; among steps that take about equally long, the one with the lowest
 // levels is taken, which hold the fewest tokens. Fewer and longer micro-batches are faster and need more memory: give

@@ -243,7 +243,7 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
 INSTANTIATE_TEST_SUITE_P(
     Mixes, StepGoals,
     testing::Values(StepGoal{"mixed", 0.41, 2, 1.044, 0.25}, StepGoal{"joint", 0.41, 2, 1.025, 0.15},
-                    StepGoal{"mixed", 1.0, 2, 1.035, 0.25}, StepGoal{"joint", 1.0, 2, 1.019, 0.15},
+                    StepGoal{"mixed", 1.0, 2, 1.036, 0.25}, StepGoal{"joint", 1.0, 2, 1.019, 0.15},
                     StepGoal{"mixed", 0.41, 3, 1.0005, 0.001}, StepGoal{"joint", 0.41, 3, 1.0005, 0.001},
                     StepGoal{"mixed", 1.0, 3, 1.0005, 0.001}, StepGoal{"joint", 1.0, 3, 1.02, 0.15},
                     StepGoal{"mixed", 0.41, 4, 1.0004, 0.0005}, StepGoal{"joint", 0.41, 4, 1.0004, 0.0005},
