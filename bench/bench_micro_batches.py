@@ -97,13 +97,15 @@ def main() -> None:
                     step = step_of(mix, seed, k)
                     start = time.perf_counter()
                     plan = knapformer.plan(
-                        step, TOPOLOGY, D_MODEL, gamma, effort=args.effort, cluster=cluster, model=MODEL,
+                        step, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort=args.effort, cluster=cluster, model=MODEL,
                         micro_batches=k, sync=args.sync,
                     )  # fmt: skip
                     elapsed_s = time.perf_counter() - start
                     ideal = ideal_s(step, gamma)
                     given = [
-                        knapformer.plan(part, TOPOLOGY, D_MODEL, gamma, effort="low", cluster=cluster, model=MODEL)
+                        knapformer.plan(
+                            part, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort="low", cluster=cluster, model=MODEL
+                        )
                         for part in parts_as_given(step, k)
                     ]
                     figures.append((

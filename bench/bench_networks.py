@@ -33,7 +33,7 @@ def main() -> None:
 
                 def plan(bag: str, size: int) -> knapformer.Plan:
                     topology = f"g{bag}n{workload.num_ranks // size}"  # noqa: B023
-                    return knapformer.plan(lengths, topology, D_MODEL, workload.gamma, cluster=cluster)  # noqa: B023
+                    return knapformer.plan(lengths, topology, d_model=D_MODEL, gamma=workload.gamma, cluster=cluster)  # noqa: B023
 
                 best = plan("8/4/2/1", 8)
                 nested.append(best.predicted_time)

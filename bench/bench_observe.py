@@ -56,7 +56,7 @@ def learned(rank: int, mix: str, topology: str, given: float, noise: float) -> d
         balancer.observe(1e-14 * work * max(0.1, rng.gauss(1, noise)))
         gammas.append(plan.workload.gamma)
         if rank == 0:
-            right = knapformer.plan(lengths, topology, D_MODEL, TRUE_GAMMA)
+            right = knapformer.plan(lengths, topology, d_model=D_MODEL, gamma=TRUE_GAMMA)
             over.append(max(plan.on(gamma=TRUE_GAMMA).workload_after) / max(right.workload_after))
     return {"gammas": gammas, "over": over}
 

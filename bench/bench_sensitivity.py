@@ -57,7 +57,7 @@ def gamma_rows(num_steps: int) -> list[dict[str, object]]:
                 def plans(lengths: Lengths, gamma: float) -> Sequence[knapformer.Plan]:
                     settings = {"cluster": CLUSTER, "model": MODEL, "effort": "default"}
                     step = knapformer.plan(
-                        lengths, topology, D_MODEL, gamma, micro_batches=micro_batches, **settings  # noqa: B023
+                        lengths, topology, d_model=D_MODEL, gamma=gamma, micro_batches=micro_batches, **settings  # noqa: B023
                     )  # fmt: skip
                     return step.plans
 
@@ -140,16 +140,19 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
         found = speedups(planning, steps)
         flat = {
             topology: statistics.fmean(
-                sum(p.predicted_time for p in knapformer.plan(
-                    step, topology, D_MODEL, 0.41, cluster=planning.cluster, model=planning.model.replace(routed=True),
-                    micro_batches=1).plans)
+                knapformer.plan(
+                    step, topology, d_model=D_MODEL, gamma=0.41, cluster=planning.cluster,
+                    model=planning.model.replace(routed=True),
+                ).predicted_time
                 for step in steps
             )
             for topology in ("g8n4", "g8/4/2/1n4")
         }  # fmt: skip
         home = statistics.fmean(
             knapformer.plan_home(
-                knapformer.plan(step, f"g1n{NUM_RANKS}", D_MODEL, 0.41, cluster=planning.cluster, model=planning.model)
+                knapformer.plan(
+                    step, f"g1n{NUM_RANKS}", d_model=D_MODEL, gamma=0.41, cluster=planning.cluster, model=planning.model
+                )
             ).predicted_time
             for step in steps
         )

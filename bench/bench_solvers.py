@@ -222,7 +222,7 @@ def milp(seq_lens: Lengths, gamma: float, seconds: float) -> Shares:
         length = flat[sequence]
         return (work(length, gamma) / size + exchange_s(length / size, size, True) * FLOPS_PER_S) / mean
 
-    places = plan(np.array([work(length, gamma) for length in flat]), cost, len(seq_lens), seconds)
+    places = plan(np.array([work(length, gamma) for length in flat]), cost, d_model=len(seq_lens), gamma=seconds)
     return [even(first, size, length) for (first, size), length in zip(places, flat, strict=True)]
 
 
@@ -300,7 +300,14 @@ def run_seed(
     ) -> tuple[knapformer.Plan, float]:
         return timed(
             lambda: knapformer.plan(
-                seq_lens, topology, D_MODEL, gamma, solver, effort=effort, cluster=cluster, model=MODEL
+                seq_lens,
+                topology,
+                d_model=D_MODEL,
+                gamma=gamma,
+                solver=solver,
+                effort=effort,
+                cluster=cluster,
+                model=MODEL,
             ),
             repeats,
         )

@@ -83,7 +83,7 @@ def bound(lengths: list[int], reached: float, seconds: float) -> float:
 
 def max_over_mean(seed: int, solver: str) -> float:
     """Work of the fullest rank, over the mean."""
-    plan = knapformer.plan(WORKLOAD.lengths(seed), "g4n8", D_MODEL, solver=solver, effort="high", cluster=FREE)
+    plan = knapformer.plan(WORKLOAD.lengths(seed), "g4n8", d_model=D_MODEL, solver=solver, effort="high", cluster=FREE)
     return plan.max_over_mean_after
 
 

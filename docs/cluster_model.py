@@ -55,7 +55,7 @@ def plans_of(mix: str, topology: str, solver: str, num_steps: int = NUM_STEPS) -
     for step in range(num_steps):
         seq_lens = data.draw_lengths(0, step, NUM_RANKS)
         text = f"g1n{NUM_RANKS}" if topology == "none" else topology
-        flat = plan(seq_lens, text, WIDTH, GAMMA, solver)
+        flat = plan(seq_lens, text, d_model=WIDTH, gamma=GAMMA, solver=solver)
         plans.append(plan_home(flat) if topology == "none" else flat)
     return plans
 

@@ -116,7 +116,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     balancer = None
     if arguments.balancer not in ("none", "sampler"):
         cluster = CPU_CLUSTER if device.type == "cpu" else None
-        balancer = SequenceBalancer(arguments.balancer, arguments.gamma, cluster=cluster)
+        balancer = SequenceBalancer(arguments.balancer, gamma=arguments.gamma, cluster=cluster, d_model=options.d_model)
     balanced = arguments.balancer != "none"
     runs = {"balanced" if balanced else "not balanced": TrainingRun(options, device, balancer)}
     if arguments.compare:
@@ -178,7 +178,7 @@ def _batches(
     loader = DataLoader(samples, batch_sampler=lists, collate_fn=partial(pack, dtype=options.dtype))
     if name == "not balanced" or balancer is None:
         return iter(loader)
-    planned = BalancedLoader(loader, balancer, options.d_model, empty=lambda: pack([], options.dtype))
+    planned = BalancedLoader(loader, balancer, empty=lambda: pack([], options.dtype))
     return (batch for batch, _ in planned)  # `balancer` holds the plan of a batch while it is worked on
 
 

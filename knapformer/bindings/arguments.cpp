@@ -81,7 +81,17 @@ std::string text_from(py::handle object, std::string_view argument) {
   return *std::move(value);
 }
 
+std::string solver_from(py::handle object) {
+  return object.is_none() ? std::string(planners().front().name) : text_from(object, "solver");
+}
+
+int64_t width_from(py::handle object) {
+  if (object.is_none()) throw_argument("d_model", "None", "the width of the blocks, in features");
+  return integer_from(object, "d_model");
+}
+
 Effort effort_from(py::handle object) {
+  if (object.is_none()) return {};
   if (const std::optional<std::string> name = as_text(object)) return Effort::parse(*name);
   return {.moves = integer_from<int64_t>(object, "effort", 0, Effort::kMaxMoves, Effort::expected())};
 }
@@ -97,16 +107,15 @@ TrainedModel model_from(py::handle object) {
   return instance_from<TrainedModel>(object, "model", "a TrainedModel, or None");
 }
 
-PlanInput settings_from(py::handle gamma, py::handle num_heads, py::handle max_tokens_per_rank, py::handle rank_speed,
-                        py::handle cluster, py::handle model) {
-  // Not by designated initializers: where one throws, GCC 12 destroys members before it twice.
+PlanInput settings_from(py::handle cost, py::handle max_tokens_per_rank) {
   PlanInput input;
-  input.workload.gamma = number_from(gamma, "gamma");
-  input.cluster = cluster_from(cluster);
-  input.model = model_from(model);
-  input.rank_speed = numbers_from(rank_speed, "rank_speed");
+  input.workload.gamma = number_from(cost.attr("gamma"), "gamma");
+  input.cluster = cluster_from(cost.attr("cluster"));
+  input.model = model_from(cost.attr("model"));
+  input.rank_speed = numbers_from(cost.attr("rank_speed"), "rank_speed");
   input.max_tokens_per_rank = integer_from(max_tokens_per_rank, "max_tokens_per_rank");
-  if (const auto heads = integer_from<int32_t>(num_heads, "num_heads"); heads != 0) input.model.num_heads = heads;
+  const auto heads = integer_from<int32_t>(cost.attr("num_heads"), "num_heads");
+  if (heads != 0) input.model.num_heads = heads;
   return input;
 }
 

@@ -53,17 +53,20 @@ T& instance_from(pybind11::handle object, std::string_view argument, std::string
   if (!pybind11::isinstance<T>(object)) throw_argument(argument, shown(object), expected);
   return object.cast<T&>();
 }
-/// A name, or a number of moves.
+/// None stands for the default.
+std::string solver_from(pybind11::handle object);
+/// d_model.
+int64_t width_from(pybind11::handle object);
+/// A name, a number of moves, or None for the default.
 Effort effort_from(pybind11::handle object);
 /// A Cluster or a name of one; None stands for the default.
 Cluster cluster_from(pybind11::handle object);
 /// None stands for the default.
 TrainedModel model_from(pybind11::handle object);
 
-/// The settings that all plans of a run share, from the arguments of `plan`, `rank_topologies` and the balancer.
-/// num_heads: 0 for the model's.
-PlanInput settings_from(pybind11::handle gamma, pybind11::handle num_heads, pybind11::handle max_tokens_per_rank,
-                        pybind11::handle rank_speed, pybind11::handle cluster, pybind11::handle model);
+/// The settings that all plans of a run share. cost: a knapformer.Cost, of which d_model, mask, sync and effort are
+/// left to the caller.
+PlanInput settings_from(pybind11::handle cost, pybind11::handle max_tokens_per_rank);
 
 /// The function for interrupt_check: throws what a signal raises. It acts on the main thread alone, to which Python
 /// gives signals.

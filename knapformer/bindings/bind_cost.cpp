@@ -3,8 +3,8 @@
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
-#include "knapformer/core/cost/bounds.h"
 #include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -141,7 +141,15 @@ void bind_step_time(py::module_& m) {
       });
 }
 
-const Plan& plan_from(py::handle plan) { return instance_from<Plan>(plan, "plan", "a Plan"); }
+/// Of one micro-batch.
+const Plan& plan_from(py::handle plan) {
+  const auto& step = instance_from<StepPlan>(plan, "plan", "a Plan");
+  if (step.num_micro_batches() > 1)
+    throw_argument("plan", text("one of ", step.num_micro_batches(), " micro-batches"), "one of its plans");
+  return step.plans()[0];
+}
+
+StepPlan step_of(Plan plan) { return StepPlan(std::make_shared<const Plan>(std::move(plan))); }
 
 }  // namespace
 
@@ -186,6 +194,6 @@ void bind_cost(py::module_& m) {
     const py::gil_scoped_release release;
     return predict_step(of, on, trained, ranks);
   });
-  m.def("plan_home", [](py::handle plan) { return plan_home(plan_from(plan).input()); });
-  m.def("plan_home_bags", [](py::handle plan) { return plan_home_bags(plan_from(plan).input()); });
+  m.def("plan_home", [](py::handle plan) { return step_of(plan_home(plan_from(plan).input())); });
+  m.def("plan_home_bags", [](py::handle plan) { return step_of(plan_home_bags(plan_from(plan).input())); });
 }

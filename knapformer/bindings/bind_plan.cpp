@@ -1,12 +1,14 @@
+// StepPlan, which is Python's Plan: a step of one micro-batch is one, too.
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
+#include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
-#include "knapformer/core/cost/step_time.h"
-#include "knapformer/core/plan/plan.h"
-#include "knapformer/core/plan/plan_json.h"
+#include "knapformer/core/plan/step_plan.h"
+#include "knapformer/core/plan/step_plan_json.h"
+#include "knapformer/core/planners/whole_step/fill_ranks.h"
 #include "knapformer/core/util/error.h"
 
 namespace py = pybind11;
@@ -14,94 +16,159 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the co
 
 namespace {
 
-template <class T>
-auto listed(std::span<const T> (Plan::*values)() const) {
-  return [values](const Plan& plan) { return std::vector<T>((plan.*values)().begin(), (plan.*values)().end()); };
+/// visit(id, plan, its id in that plan) for each sequence of the step, with the plan of its micro-batch.
+template <class Visit>
+void for_each_sequence(const StepPlan& step, Visit visit) {
+  std::vector<int32_t> next(static_cast<size_t>(step.num_micro_batches()));
+  for (size_t s = 0; s < step.micro_batches().size(); ++s) {
+    const int32_t k = step.micro_batches()[s];
+    visit(SequenceId(s), step.plans()[k], SequenceId(next[k]++));
+  }
 }
 
-/// By rank, a value for each chunk there, in row order.
+/// By sequence, a value of its placement.
+template <class Field>
+auto per_sequence(Field field) {
+  return [field](const StepPlan& step) {
+    std::vector<int32_t> out;
+    for_each_sequence(step, [&](SequenceId, const Plan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
+    return out;
+  };
+}
+
+/// By rank, a value for each chunk there: the micro-batches one after another, in row order.
 template <class Field>
 auto per_chunk(Field field) {
-  return [field](const Plan& plan) {
-    std::vector<std::vector<int64_t>> out(static_cast<size_t>(plan.num_ranks()));
-    for (int32_t r = 0; r < plan.num_ranks(); ++r) {
-      for (const int32_t index : plan.chunks_on(Rank(r))) out[r].push_back(field(plan.chunk(index)));
+  return [field](const StepPlan& step) {
+    std::vector<std::vector<int64_t>> out(static_cast<size_t>(step.num_ranks()));
+    for (int32_t k = 0; k < step.num_micro_batches(); ++k) {
+      const std::vector<SequenceId> ids = step.sequences_of(k);
+      const Plan& plan = step.plans()[k];
+      for (int32_t r = 0; r < step.num_ranks(); ++r) {
+        for (const int32_t index : plan.chunks_on(Rank(r)))
+          out[r].push_back(field(plan.chunk(index), ids[plan.chunk(index).sequence.index()]));
+      }
     }
     return out;
   };
 }
 
-py::list chunks(const Plan& plan) {
-  py::list out(plan.chunks().size());
-  for (size_t i = 0; i < plan.chunks().size(); ++i) {
-    const Chunk& c = plan.chunks()[i];
-    out[i] = py::make_tuple(c.sequence.value, c.rank.value, c.first_token, c.num_tokens);
-  }
-  return out;
-}
-
-std::vector<double> sequence_works(const Plan& plan) {
-  std::vector<double> works;
-  for (int32_t s = 0; s < plan.num_sequences(); ++s) works.push_back(plan.input().work(SequenceId(s)));
-  return works;
-}
-
-Plan on(const Plan& plan, const py::object& cluster, const py::object& model, const py::object& gamma) {
-  PlanInput input = plan.input();
-  if (!cluster.is_none()) input.cluster = cluster_from(cluster);
-  if (!model.is_none()) input.model = model_from(model);
-  if (!gamma.is_none()) input.workload.gamma = number_from(gamma, "gamma");
-  input.validate();
-  return Plan(std::move(input), plan.solver(), {plan.placements().begin(), plan.placements().end()}, plan.chunk_lens());
-}
-
-std::vector<double> chunk_works(const Plan& plan) {
-  const PlanInput& input = plan.input();
-  const AttentionShares shares = input.attention_shares();
-  std::vector<double> works;
-  works.reserve(plan.chunks().size());
-  for (const Chunk& chunk : plan.chunks()) {
-    const Placement& place = plan.placement(chunk.sequence);
-    const int32_t index = chunk.rank.value - place.first_rank.value;
-    works.push_back(input.token_work(chunk.num_tokens) +
-                    shares.part(input.attention_work(chunk.sequence), place.degree, index));
-  }
-  return works;
-}
-
-template <class Field>
-auto per_sequence(Field field) {
-  return [field](const Plan& plan) {
-    std::vector<int32_t> out;
-    out.reserve(plan.placements().size());
-    for (const Placement& p : plan.placements()) out.push_back(field(p));
-    return out;
+/// By rank, a value of the plan's, summed over the micro-batches.
+template <class T>
+auto summed(std::span<const T> (Plan::*values)() const) {
+  return [values](const StepPlan& step) {
+    std::vector<T> sums(static_cast<size_t>(step.num_ranks()));
+    for (const Plan& plan : step.plans())
+      for (size_t r = 0; r < sums.size(); ++r) sums[r] += (plan.*values)()[r];
+    return sums;
   };
 }
 
-std::string describe(const Plan& plan) {
-  return text("Plan(topology='", plan.topology().str(), "', solver='", plan.solver(), "', num_ranks=", plan.num_ranks(),
-              ", num_sequences=", plan.num_sequences(), ", num_tokens=", plan.num_tokens(),
-              ", wir_before=", plan.balance_before().wir(), ", wir_after=", plan.balance_after().wir(), ")");
+LoadBalance balance_before(const StepPlan& step) { return LoadBalance::of(summed(&Plan::workload_before)(step)); }
+LoadBalance balance_after(const StepPlan& step) { return LoadBalance::of(summed(&Plan::workload_after)(step)); }
+
+py::list chunks(const StepPlan& step) {
+  py::list out;
+  for_each_sequence(step, [&](SequenceId id, const Plan& plan, SequenceId in_plan) {
+    for (const Chunk& c : plan.chunks(in_plan))
+      out.append(py::make_tuple(id.value, c.rank.value, c.first_token, c.num_tokens));
+  });
+  return out;
+}
+
+std::vector<double> sequence_works(const StepPlan& step) {
+  std::vector<double> works;
+  for (int32_t s = 0; s < step.seq_lens().num_sequences(); ++s)
+    works.push_back(step.input().sequences.work(SequenceId(s)));
+  return works;
+}
+
+std::vector<double> chunk_works(const StepPlan& step) {
+  const PlanInput& input = step.input().sequences;
+  const AttentionShares shares = input.attention_shares();
+  std::vector<double> works;
+  for_each_sequence(step, [&](SequenceId id, const Plan& plan, SequenceId in_plan) {
+    const Placement& place = plan.placement(in_plan);
+    for (const Chunk& chunk : plan.chunks(in_plan))
+      works.push_back(input.token_work(chunk.num_tokens) +
+                      shares.part(input.attention_work(id), place.degree, chunk.rank.value - place.first_rank.value));
+  });
+  return works;
+}
+
+StepPlan on(const StepPlan& step, const py::object& cluster, const py::object& model, const py::object& gamma) {
+  StepInput input = step.input();
+  if (!cluster.is_none()) input.sequences.cluster = cluster_from(cluster);
+  if (!model.is_none()) input.sequences.model = model_from(model);
+  if (!gamma.is_none()) input.sequences.workload.gamma = number_from(gamma, "gamma");
+  input.validate();
+  std::vector<PlanInput> inputs = micro_batch_inputs(input, step.micro_batches());
+  std::vector<Plan> plans;
+  for (int32_t k = 0; k < step.num_micro_batches(); ++k) {
+    const Plan& plan = step.plans()[k];
+    plans.emplace_back(std::move(inputs[k]), plan.solver(),
+                       std::vector(plan.placements().begin(), plan.placements().end()), plan.chunk_lens());
+  }
+  return {std::move(input), {step.micro_batches().begin(), step.micro_batches().end()}, std::move(plans)};
+}
+
+int32_t micro_batch_from(const StepPlan& plan, py::handle micro_batch) {
+  return integer_from<int32_t>(micro_batch, "micro_batch", 0, plan.num_micro_batches() - 1);
+}
+
+Rank rank_from(const StepPlan& plan, py::handle rank) {
+  return Rank(integer_from<int32_t>(rank, "rank", 0, plan.num_ranks() - 1));
+}
+
+std::vector<std::tuple<int32_t, int64_t, int64_t>> chunks_on(const StepPlan& plan, const py::object& rank,
+                                                             const py::object& micro_batch) {
+  std::vector<std::tuple<int32_t, int64_t, int64_t>> held;
+  for (const Chunk& chunk : plan.chunks_on(rank_from(plan, rank), micro_batch_from(plan, micro_batch)))
+    held.emplace_back(chunk.sequence.value, chunk.first_token, chunk.first_token + chunk.num_tokens);
+  return held;
+}
+
+std::string to_json(const StepPlan& plan) {
+  std::vector<PlanPrediction> of_plans;
+  for (const Plan& micro_batch : plan.plans()) of_plans.push_back(prediction_of(micro_batch));
+  return step_plan_to_json(plan, prediction_of(plan), of_plans);
+}
+
+std::string describe(const StepPlan& plan) {
+  const std::string several =
+      plan.num_micro_batches() == 1
+          ? ""
+          : text("num_micro_batches=", plan.num_micro_batches(), ", sync='", step_sync_name(plan.input().sync), "', ");
+  return text("Plan(", several, "topology='", plan.input().sequences.topology.str(), "', solver='", plan.solver(),
+              "', num_ranks=", plan.num_ranks(), ", num_sequences=", plan.seq_lens().num_sequences(),
+              ", num_tokens=", plan.num_tokens(), ", wir_before=", balance_before(plan).wir(),
+              ", wir_after=", balance_after(plan).wir(), ")");
 }
 
 }  // namespace
 
 void bind_plan(py::module_& m) {
-  py::class_<Plan, std::shared_ptr<Plan>>(
-      m, "Plan", "Which ranks hold which tokens of every sequence. Constant; equal inputs give equal plans.")
-      .def_property_readonly("topology", &Plan::topology, "The bags, over all ranks.")
+  py::class_<StepPlan, std::shared_ptr<StepPlan>>(
+      m, "Plan",
+      "Which ranks hold which tokens of every sequence of a step, and in which of its micro-batches. Constant; equal "
+      "inputs give equal plans.\n\nA plan of several micro-batches numbers the sequences of the whole step. What is "
+      "said per rank is then the sum, or the list, of all micro-batches; `plans` has them one by one.")
       .def_property_readonly(
-          "workload", [](const Plan& p) { return p.input().workload; }, "The FLOP formula that the plan was made with.")
+          "topology", [](const StepPlan& p) { return p.input().sequences.topology; }, "The bags, over all ranks.")
       .def_property_readonly(
-          "d_model", [](const Plan& p) { return p.input().d_model; }, "Width of the blocks, in features.")
-      .def_property_readonly("solver", &Plan::solver, "The name of the solver that made the plan.")
-      .def_property_readonly("num_ranks", &Plan::num_ranks, "How many ranks all replicas have.")
-      .def_property_readonly("num_sequences", &Plan::num_sequences, "How many sequences all ranks have.")
-      .def_property_readonly("num_tokens", &Plan::num_tokens, "How many tokens all sequences have.")
+          "workload", [](const StepPlan& p) { return p.input().sequences.workload; },
+          "The FLOP formula that the plan was made with.")
+      .def_property_readonly(
+          "d_model", [](const StepPlan& p) { return p.input().sequences.d_model; }, "Width of the blocks, in features.")
+      .def_property_readonly("solver", &StepPlan::solver, "The name of the solver that made the plan.")
+      .def_property_readonly("num_ranks", &StepPlan::num_ranks, "How many ranks all replicas have.")
+      .def_property_readonly(
+          "num_sequences", [](const StepPlan& p) { return p.seq_lens().num_sequences(); },
+          "How many sequences all ranks have.")
+      .def_property_readonly("num_tokens", &StepPlan::num_tokens, "How many tokens all sequences have.")
       .def_property_readonly(
           "seq_lens",
-          [](const Plan& p) {
+          [](const StepPlan& p) {
             std::vector<std::vector<int64_t>> lens;
             for (int32_t r = 0; r < p.num_ranks(); ++r) {
               const auto of_rank = p.seq_lens().lens(Rank(r));
@@ -110,6 +177,46 @@ void bind_plan(py::module_& m) {
             return lens;
           },
           "Per home rank, the lengths of its sequences, in tokens.")
+      .def_property_readonly("num_micro_batches", &StepPlan::num_micro_batches,
+                             "How many the step has; some may be empty.")
+      .def_property_readonly(
+          "micro_batches",
+          [](const StepPlan& p) { return std::vector<int32_t>(p.micro_batches().begin(), p.micro_batches().end()); },
+          "Per sequence, the micro-batch that computes it.")
+      .def_property_readonly(
+          "sync", [](const StepPlan& p) { return step_sync_name(p.input().sync); },
+          "Where ranks wait for each other: in every 'micro_batch', or once, at the end of the 'step'.")
+      .def_property_readonly(
+          "plans",
+          [](const py::object& self) {
+            const auto& step = self.cast<const StepPlan&>();
+            py::list plans;
+            for (int32_t k = 0; k < step.num_micro_batches(); ++k)
+              plans.append(step.num_micro_batches() == 1 ? self : py::cast(std::make_shared<StepPlan>(step.plan(k))));
+            return plans;
+          },
+          "Per micro-batch, a plan of its sequences, which numbers these alone: see sequences_of.")
+      .def(
+          "sequences_of",
+          [](const StepPlan& p, const py::object& micro_batch) {
+            std::vector<int32_t> ids;
+            for (const SequenceId id : p.sequences_of(micro_batch_from(p, micro_batch))) ids.push_back(id.value);
+            return ids;
+          },
+          py::arg("micro_batch"), "The sequences of a micro-batch. Entry n is sequence n of the micro-batch's own plan.")
+      .def("chunks_on", &chunks_on, py::arg("rank"), py::arg("micro_batch") = 0,
+           "What a rank holds in a micro-batch, in the order of its rows: (sequence, begin, end) of each chunk, in "
+           "tokens of the sequence.")
+      .def(
+          "home_sequences",
+          [](const StepPlan& p, const py::object& rank, const py::object& micro_batch) {
+            return p.home_sequences(rank_from(p, rank), micro_batch_from(p, micro_batch));
+          },
+          py::arg("rank"), py::arg("micro_batch"),
+          "The indices, in a rank's own list, of the sequences that a micro-batch computes; ascending.")
+      .def("fill_ranks", &fill_ranks,
+           "The plan, changed so that every rank has a sequence in every micro-batch, as far as there are sequences "
+           "for it: short ones move, and shared ones where a rank takes no whole ones.")
       .def_property_readonly("bag_of_sequence", per_sequence([](const Placement& p) { return p.bag.value; }),
                              "Per sequence, the number of the bag that holds it.")
       .def_property_readonly("first_rank_of_sequence",
@@ -117,50 +224,56 @@ void bind_plan(py::module_& m) {
                              "Per sequence, the first of the consecutive ranks that hold it.")
       .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
                              "How many consecutive ranks share each sequence.")
-      .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c) { return c.num_tokens; }),
+      .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }),
                              "Per rank, the tokens of the chunks that it holds, in row order.")
-      .def_property_readonly("sequences_on", per_chunk([](const Chunk& c) { return c.sequence.value; }),
+      .def_property_readonly("sequences_on", per_chunk([](const Chunk&, SequenceId id) { return id.value; }),
                              "Per rank, the sequence of each of its chunks, in row order.")
       .def_property_readonly("chunks", &chunks, "Tuples (sequence, rank, first token, tokens), in sequence order.")
-      .def_property_readonly("workload_before", listed(&Plan::workload_before),
+      .def_property_readonly("workload_before", summed(&Plan::workload_before),
                              "Per rank, FLOPs of one block forward where every sequence stays at home.")
-      .def_property_readonly("workload_after", listed(&Plan::workload_after),
+      .def_property_readonly("workload_after", summed(&Plan::workload_after),
                              "Per rank, FLOPs of one block forward under the plan.")
-      .def_property_readonly("tokens_before", listed(&Plan::tokens_before),
+      .def_property_readonly("tokens_before", summed(&Plan::tokens_before),
                              "Per rank, the tokens of its own sequences.")
-      .def_property_readonly("tokens_after", listed(&Plan::tokens_after),
+      .def_property_readonly("tokens_after", summed(&Plan::tokens_after),
                              "Per rank, the tokens that it holds under the plan.")
       .def_property_readonly(
-          "wir_before", [](const Plan& p) { return p.balance_before().wir(); },
+          "wir_before", [](const StepPlan& p) { return balance_before(p).wir(); },
           "Highest over lowest workload of a rank; infinite where a rank has none.")
       .def_property_readonly(
-          "wir_after", [](const Plan& p) { return p.balance_after().wir(); }, "The same under the plan.")
+          "wir_after", [](const StepPlan& p) { return balance_after(p).wir(); }, "The same under the plan.")
       .def_property_readonly(
-          "max_over_mean_before", [](const Plan& p) { return p.balance_before().max_over_mean(); },
+          "max_over_mean_before", [](const StepPlan& p) { return balance_before(p).max_over_mean(); },
           "Highest workload of a rank over the mean, where every sequence stays at home; 1 is even.")
       .def_property_readonly(
-          "max_over_mean_after", [](const Plan& p) { return p.balance_after().max_over_mean(); },
+          "max_over_mean_after", [](const StepPlan& p) { return balance_after(p).max_over_mean(); },
           "The same under the plan.")
-      .def_property_readonly("tokens_moved", &Plan::tokens_moved, "Tokens held by another rank than their home.")
-      .def_property_readonly("attention_tokens_moved", &Plan::attention_tokens_moved,
+      .def_property_readonly("max_tokens", &StepPlan::max_tokens, "Tokens of the fullest rank of any micro-batch.")
+      .def_property_readonly("tokens_moved", &StepPlan::tokens_moved, "Tokens held by another rank than their home.")
+      .def_property_readonly("attention_tokens_moved", &StepPlan::attention_tokens_moved,
                              "Tokens that leave their rank in each all-to-all of an attention.")
+      .def_property_readonly("exchanged_fraction", &StepPlan::exchanged_fraction,
+                             "attention_tokens_moved over num_tokens.")
       .def_property_readonly(
-          "predicted_time", [](const Plan& p) { return predict_step(p).total_s(); },
-          "Predicted seconds of a step: total_s of predict_step.")
+          "predicted_time", [](const StepPlan& p) { return predict_accumulated(p).total_s; },
+          "Predicted seconds of the step.")
       .def_property_readonly(
-          "lower_bound", [](const Plan& p) { return lower_bound_s(p.input()); },
-          "No plan of these sequences and this topology takes fewer seconds.")
+          "predicted_times", [](const StepPlan& p) { return predict_accumulated(p).micro_batch_s; },
+          "Per micro-batch, predicted seconds. They add up to predicted_time where ranks wait in every micro-batch.")
       .def_property_readonly(
-          "gap", [](const Plan& p) { return prediction_of(p).gap(); },
+          "lower_bound", [](const StepPlan& p) { return lower_bound_s(p.input()); },
+          "No plan of these sequences, this topology and this number of micro-batches takes fewer seconds.")
+      .def_property_readonly(
+          "gap", [](const StepPlan& p) { return prediction_of(p).gap(); },
           "predicted_time / lower_bound - 1: how far from the best this plan may be.")
       .def_property_readonly(
-          "ideal_time", [](const Plan& p) { return predict_step(p).ideal_step_s(); },
-          "Seconds of a step with the work spread evenly and no exchange, plus the fixed time.")
-      .def_property_readonly("max_tokens", &Plan::max_tokens, "Tokens of the fullest rank.")
+          "ideal_time", [](const StepPlan& p) { return predict_accumulated(p).ideal_s; },
+          "Seconds of the step with the work spread evenly and no exchange, plus the fixed time of each micro-batch.")
       .def_property_readonly(
-          "cluster", [](const Plan& p) { return p.input().cluster; }, "The cluster that times are predicted with.")
+          "cluster", [](const StepPlan& p) { return p.input().sequences.cluster; },
+          "The cluster that times are predicted with.")
       .def_property_readonly(
-          "model", [](const Plan& p) { return p.input().model; }, "The model that a step runs.")
+          "model", [](const StepPlan& p) { return p.input().sequences.model; }, "The model that a step runs.")
       .def("on", &on, py::arg("cluster") = py::none(), py::arg("model") = py::none(), py::arg("gamma") = py::none(),
            "The same decision on another cluster, for another model, or at another gamma: None leaves the plan's own. "
            "Raises ArgumentError.")
@@ -168,17 +281,16 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("chunk_works", &chunk_works,
                              "For each of `chunks`, FLOPs of one block forward that are done on its rank.")
       .def_property_readonly(
-          "attention_pairs", [](const Plan& p) { return p.input().attention_pairs; },
+          "attention_pairs", [](const StepPlan& p) { return p.input().sequences.attention_pairs; },
           "Per sequence, how many (query, key) pairs its mask leaves. Empty: full attention everywhere.")
-      .def("validate", &Plan::validate, "Checks every promise of a plan; raises StateError with the first one broken.")
-      .def(
-          "to_json", [](const Plan& p) { return plan_to_json(p, prediction_of(p)); },
-          "The plan as text, to be read by from_json.")
+      .def("validate", &StepPlan::validate,
+           "Checks every promise of a plan; raises StateError with the first one broken.")
+      .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const py::object& json) { return plan_from_json(text_from(json, "json")); }, py::arg("json"),
+          "from_json", [](const py::object& json) { return step_plan_from_json(text_from(json, "json")); }, py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
-      .def(py::pickle([](const Plan& p) { return py::str(plan_to_json(p, {})); },
-                      [](const py::str& s) { return plan_from_json(s.cast<std::string>()); }))
+      .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },
+                      [](const py::str& s) { return step_plan_from_json(s.cast<std::string>()); }))
       .def("__repr__", &describe);
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <variant>
 
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
@@ -96,47 +95,40 @@ void choose_topology(StepInput& input, const std::string& chosen, const std::str
                                              input.sequences.seq_lens.num_ranks());
 }
 
-std::variant<Plan, StepPlan> plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle d_model,
-                                     py::handle masks, py::handle work, py::handle solver, py::handle effort,
-                                     py::handle micro_batches, py::handle sync, py::handle gamma, py::handle num_heads,
-                                     py::handle max_tokens_per_rank, py::handle rank_speed, py::handle cluster,
-                                     py::handle model) {
-  StepInput step;
-  step.sequences = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
-  step.sequences.d_model = integer_from(d_model, "d_model");
+StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle cost, py::handle micro_batches,
+                 py::handle max_tokens_per_rank, py::handle masks, py::handle work, py::handle solver) {
+  StepInput step{.sequences = settings_from(cost, max_tokens_per_rank)};
+  step.sequences.d_model = width_from(cost.attr("d_model"));
   step.sequences.seq_lens = lengths_from(seq_lens_per_rank, "seq_lens_per_rank");
-  step.sequences.attention_pairs = pairs_from(masks, step.sequences.seq_lens);
+  step.sequences.attention_pairs = pairs_from(masks.is_none() ? cost.attr("mask") : masks, step.sequences.seq_lens);
   if (!work.is_none()) give_work(step.sequences, work);
-  const bool is_step = !micro_batches.is_none(), is_auto = as_text(micro_batches) == "auto";
-  if (is_step && !is_auto) {
+  const bool is_auto = as_text(micro_batches) == "auto";
+  if (!is_auto) {
     constexpr int32_t kMax = StepInput::kMaxMicroBatches;
     step.num_micro_batches =
         integer_from<int32_t>(micro_batches, "micro_batches", 1, kMax, text("1 to ", kMax, ", or 'auto'"));
   }
-  if (!is_step && !sync.is_none()) throw_argument("sync", shown(sync), "micro_batches beside it");
-  if (!sync.is_none()) step.sync = parse_step_sync(text_from(sync, "sync"));
-  const std::string solver_name = text_from(solver, "solver"), chosen = text_from(topology, "topology");
-  const Effort moves = effort_from(effort);
+  step.sync = parse_step_sync(text_from(cost.attr("sync"), "sync"));
+  const std::string solver_name = solver_from(solver), chosen = text_from(topology, "topology");
+  const Effort moves = effort_from(cost.attr("effort"));
   const py::gil_scoped_release release;
   choose_topology(step, chosen, solver_name, /*fewest=*/is_auto);
-  if (!is_step) return make_plan(std::move(step.sequences), solver_name, moves);
   return is_auto ? plan_fewest_micro_batches(std::move(step), solver_name, moves)
                  : plan_step(std::move(step), solver_name, moves);
 }
 
-std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle d_model, py::handle mask, py::handle work,
-                                               py::handle gamma, py::handle num_heads, py::handle max_tokens_per_rank,
-                                               py::handle rank_speed, py::handle cluster, py::handle model) {
-  PlanInput common = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model);
-  common.d_model = integer_from(d_model, "d_model");
-  text_from(mask, "mask");
+std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle cost, py::handle max_tokens_per_rank,
+                                               py::handle work) {
+  PlanInput common = settings_from(cost, max_tokens_per_rank);
+  common.d_model = width_from(cost.attr("d_model"));
+  const std::string mask = text_from(cost.attr("mask"), "mask");
   std::vector<PlanInput> inputs;
   for_each_item(batches, "batches", "a list of batches: of each, for each rank a list of lengths",
                 [&](py::handle batch) {
                   const std::string argument = text("batches[", inputs.size(), "]");
                   PlanInput& input = inputs.emplace_back(common);
                   input.seq_lens = lengths_from(batch, argument);
-                  input.attention_pairs = pairs_from(mask, input.seq_lens);
+                  input.attention_pairs = pairs_from(py::cast(mask), input.seq_lens);
                 });
   if (!work.is_none()) give_work(inputs, work);
   const py::gil_scoped_release release;

@@ -6,18 +6,8 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
-/// None of micro-batches: not an optimizer step that is planned whole.
-std::optional<StepShape> shape_from(const py::object& micro_batches, const py::object& sync) {
-  const StepSync parsed = parse_step_sync(text_from(sync, "sync"));
-  if (micro_batches.is_none()) return std::nullopt;
-  constexpr int32_t kMax = StepInput::kMaxMicroBatches;
-  return StepShape{.num_micro_batches = integer_from<int32_t>(micro_batches, "micro_batches", 1, kMax), .sync = parsed};
-}
-
-/// As Python's methods return it: a Plan or a StepPlan.
-template <class OfStep>
-py::object plan_object(const SequenceBalancer& self, const OfStep& of_step) {
-  return of_step ? py::cast(of_step) : py::cast(self.current().plan());
+int32_t micro_batches_from(const py::object& count) {
+  return integer_from<int32_t>(count, "micro_batches", 1, StepInput::kMaxMicroBatches);
 }
 
 }  // namespace
@@ -47,35 +37,29 @@ void bind_planning(BalancerClass& balancer) {
   balancer
       .def("plan_routing",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model, const py::object& masks,
-              const py::object& micro_batches, const py::object& sync, const py::object& work) {
-             const std::shared_ptr<StepPlan> of_step = convert_then_call(
+              const py::object& micro_batches, const py::object& work) {
+             return convert_then_call(
                  self,
                  [&] {
-                   return std::tuple(lengths_from(seq_lens), integer_from(d_model, "d_model"),
-                                     shape_from(micro_batches, sync),
-                                     StepData{.masks = masks_from(masks), .work = work_from(work)});
+                   return std::tuple(lengths_from(seq_lens), width_from(d_model),
+                                     StepData{.masks = masks_from(masks),
+                                              .work = work_from(work),
+                                              .num_micro_batches = micro_batches_from(micro_batches)});
                  },
-                 [&](const std::vector<int64_t>& lens, int64_t width, const std::optional<StepShape>& shape,
-                     const StepData& data) -> std::shared_ptr<StepPlan> {
-                   if (shape) return self.plan_step(lens, width, *shape, data);
-                   self.plan_routing(lens, width, data);
-                   return nullptr;
-                 });
-             return plan_object(self, of_step);
+                 [&](const auto&... arguments) { return self.plan_routing(arguments...); });
            })
       .def("start_planning",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
-              const py::object& micro_batches, const py::object& sync, bool ended, std::optional<std::string> failure,
-              const py::object& masks, const py::object& work, std::shared_ptr<Samples> samples,
-              const py::object& max_bytes_in_flight) {
+              const py::object& micro_batches, bool ended, std::optional<std::string> failure, const py::object& masks,
+              const py::object& work, std::shared_ptr<Samples> samples, const py::object& max_bytes_in_flight) {
              return convert_then_call(
                  self,
                  [&] {
                    return std::tuple(
-                       samples ? samples->seq_lens() : lengths_from(seq_lens), integer_from(d_model, "d_model"),
+                       samples ? samples->seq_lens() : lengths_from(seq_lens), width_from(d_model),
                        StepData{.masks = masks_from(masks),
                                 .work = work_from(work),
-                                .shape = shape_from(micro_batches, sync),
+                                .num_micro_batches = micro_batches_from(micro_batches),
                                 .ended = ended,
                                 .failure = std::move(failure),
                                 .samples = samples,
@@ -85,14 +69,13 @@ void bind_planning(BalancerClass& balancer) {
            })
       .def("finish_planning",
            [](SequenceBalancer& self, const py::object& ahead) {
-             const std::shared_ptr<StepPlan> of_step = convert_then_call(
+             return convert_then_call(
                  self,
                  [&] {
                    return std::tuple<PlanningAhead&>(
                        instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned"));
                  },
                  [&](PlanningAhead& started) { return self.finish_planning(started); });
-             return plan_object(self, of_step);
            })
       .def("start_moving",
            [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
@@ -106,21 +89,19 @@ void bind_planning(BalancerClass& balancer) {
            })
       .def("step",
            [](SequenceBalancer& self, const py::object& plan, const py::object& micro_batch) {
-             const bool is_whole = py::isinstance<StepPlan>(plan);
              return convert_then_call(
                  self,
                  [&] {
-                   const auto number = integer_from(micro_batch, "micro_batch");
-                   if (!is_whole && number != 0) throw_argument("micro_batch", number, "0, as plan is of one");
-                   return std::tuple<const Plan*, const StepPlan*, int64_t>(
-                       is_whole ? nullptr : &instance_from<Plan>(plan, "plan", "a Plan or a StepPlan"),
-                       is_whole ? &plan.cast<const StepPlan&>() : nullptr, number);
+                   return std::tuple<const StepPlan&, int32_t>(instance_from<StepPlan>(plan, "plan", "a Plan"),
+                                                               integer_from<int32_t>(micro_batch, "micro_batch"));
                  },
-                 [&](const Plan* one, const StepPlan* whole, int64_t number) {
-                   return whole != nullptr ? self.step(*whole, number) : self.step(*one);
-                 });
+                 [&](const StepPlan& of, int32_t number) { return self.step(of, number); });
            })
-      .def("use", [](SequenceBalancer& self, const Step& step) { return self.follow(step), self.current().plan(); })
+      .def("use",
+           [](SequenceBalancer& self, const Step& step) {
+             self.follow(step);
+             return step.step_plan();
+           })
       .def("current_for",
            [](SequenceBalancer& self, const std::string& call) {
              const py::gil_scoped_release release;  // what is in force may be told to the store
@@ -134,8 +115,8 @@ void bind_planning(BalancerClass& balancer) {
           "topology", [](const SequenceBalancer& self) { return self.topology().str(); },
           "The topology's text. StateError where it is 'auto' and no lengths have been planned.")
       .def_property_readonly(
-          "plan", [](const SequenceBalancer& self) { return self.current().plan(); },
-          "The plan in force. StateError where there is none.")
+          "plan", [](const SequenceBalancer& self) { return self.current().step_plan(); },
+          "The plan of the micro-batch in force. StateError where there is none.")
       .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
                              "int32 on the CPU: tokens of this rank's sequences in the plan in force.")
       .def_property_readonly(

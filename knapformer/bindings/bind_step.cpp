@@ -49,7 +49,7 @@ void bind_step(py::module_& m) {
 
 What balancer.step returns, and balancer.current. Its methods are those of SequenceBalancer, which go by the step in
 force; a step that is held goes by itself, whatever is planned after it.)")
-      .def_property_readonly("plan", &Step::plan, "The Plan.")
+      .def_property_readonly("plan", &Step::step_plan, "The Plan of this micro-batch.")
       .def_property_readonly("number", &Step::number, R"(By which messages name the step: ranks count, as they plan.
 
 A plan has one, an optimizer step's plan one for each micro-batch; no other step of the balancer has the same.)")

@@ -6,6 +6,5 @@
 void bind_model(pybind11::module_& m);            // FLOPs, masks, the fit; bags of ranks; seeded lengths
 void bind_cost_parameters(pybind11::module_& m);  // clusters and models
 void bind_plan(pybind11::module_& m);             // Plan
-void bind_step_plan(pybind11::module_& m);        // StepPlan, of several micro-batches
 void bind_planner(pybind11::module_& m);          // the planners, and topologies
 void bind_cost(pybind11::module_& m);             // the predicted step time

@@ -47,7 +47,6 @@ PYBIND11_MODULE(_core, m) {
   bind_model(m);
   bind_cost_parameters(m);
   bind_plan(m);
-  bind_step_plan(m);
   bind_planner(m);
   bind_cost(m);
 }

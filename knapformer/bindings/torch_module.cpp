@@ -45,22 +45,20 @@ void drop_without_gil(ProcessGroupPtr group) {
 
 BalancerClass bind_balancer(py::module_& m) {
   return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
-      .def(py::init([](const py::object& topology, const py::object& gamma, const py::object& solver,
-                       const py::object& effort, const py::object& mask, const py::object& cluster,
-                       const py::object& rank_speed, const py::object& max_tokens_per_rank, const py::object& num_heads,
-                       const py::object& model, const py::object& engine, const py::object& group,
+      .def(py::init([](const py::object& topology, const py::object& cost, const py::object& solver,
+                       const py::object& max_tokens_per_rank, const py::object& engine, const py::object& group,
                        const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group) {
         const ProcessGroupPtr joined = group_from(group);
         std::string bags;
         BalancerOptions options = convert_or_report(
             [&] {
               bags = text_from(topology, "topology");
-              return BalancerOptions{
-                  .plan = settings_from(gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model),
-                  .solver = text_from(solver, "solver"),
-                  .effort = effort_from(effort),
-                  .mask = Mask::parse(text_from(mask, "mask")),
-                  .engine = engine_from(engine)};
+              return BalancerOptions{.plan = settings_from(cost, max_tokens_per_rank),
+                                     .solver = solver_from(solver),
+                                     .effort = effort_from(cost.attr("effort")),
+                                     .mask = Mask::parse(text_from(cost.attr("mask"), "mask")),
+                                     .sync = parse_step_sync(text_from(cost.attr("sync"), "sync")),
+                                     .engine = engine_from(engine)};
             },
             [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
         const py::gil_scoped_release release;

@@ -3,21 +3,13 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 namespace {
-
-/// The entry of a plan that was made here; null for another. Plans are the same object or are not the same.
-template <class Made, class OfPlan>
-Made* entry_of(std::vector<Made>& made, const OfPlan& plan) {
-  for (Made& entry : made) {
-    if (entry.plan.lock().get() == &plan) return &entry;
-  }
-  return nullptr;
-}
 
 }  // namespace
 
@@ -40,7 +32,7 @@ const Topology& SequenceBalancer::topology() const {
 const Step& SequenceBalancer::current() const {
   if (current_) return *current_;
   if (last_step_) {
-    throw StateError("follow: has not been called, expected after an optimizer step is planned, before anything moves");
+    throw StateError("follow: has not been called, expected after several micro-batches are planned, before anything moves");
   }
   throw StateError("plan_routing: has made no plan, expected one before anything moves");
 }
@@ -70,32 +62,24 @@ void SequenceBalancer::clear() {
   last_step_.reset();
 }
 
-void SequenceBalancer::take(const Planned& planned) {
-  const auto is_gone = [](const auto& made) { return made.plan.expired(); };
-  std::erase_if(made_plans_, is_gone);
-  std::erase_if(made_steps_, is_gone);
-  if (planned.plan && entry_of(made_plans_, *planned.plan->plan) == nullptr) {
-    made_plans_.push_back({planned.plan->plan, planned.plan, planned.plan->number});
-  }
-  if (planned.step && entry_of(made_steps_, *planned.step->plan) == nullptr) {
-    made_steps_.push_back({planned.step->plan, planned.step, planned.step->first_number});
-  }
+SequenceBalancer::Made* SequenceBalancer::made(const StepPlan& plan) {
+  const auto found = std::ranges::find_if(made_, [&](const Made& made) { return made.plan.lock().get() == &plan; });
+  return found == made_.end() ? nullptr : &*found;
+}
+
+std::shared_ptr<StepPlan> SequenceBalancer::take(const Planned& planned) {
+  std::erase_if(made_, [](const Made& made) { return made.plan.expired(); });
   last_step_ = planned.step;
-  if (planned.plan) follow({ranks_, planned.plan});
+  const std::shared_ptr<StepPlan>& plan = last_step_->plan;
+  if (made(*plan) == nullptr) made_.push_back({plan, last_step_, last_step_->first_number});
+  if (plan->num_micro_batches() == 1) follow({ranks_, last_step_->micro_batch(0, ranks_->rank())});
+  return plan;
 }
 
-const Plan& SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data) {
+std::shared_ptr<StepPlan> SequenceBalancer::plan_routing(std::span<const int64_t> seq_lens, int64_t d_model,
+                                                         const StepData& data) {
   clear();
-  take(planner_.plan("plan_routing", seq_lens, d_model, data));
-  return plan();
-}
-
-std::shared_ptr<StepPlan> SequenceBalancer::plan_step(std::span<const int64_t> seq_lens, int64_t d_model,
-                                                      const StepShape& shape, StepData data) {
-  clear();
-  data.shape = shape;
-  take(planner_.plan("plan_step", seq_lens, d_model, data));
-  return last_step_->plan;
+  return take(planner_.plan(seq_lens, d_model, data));
 }
 
 std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
@@ -105,8 +89,7 @@ std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const 
 
 std::shared_ptr<StepPlan> SequenceBalancer::finish_planning(PlanningAhead& ahead) {
   clear();
-  take(planner_.finish(ahead));
-  return last_step_ ? last_step_->plan : nullptr;
+  return take(planner_.finish(ahead));
 }
 
 void SequenceBalancer::check_fits(const Plan& plan) const {
@@ -115,7 +98,7 @@ void SequenceBalancer::check_fits(const Plan& plan) const {
                  text("one of ", topology().str(), " on ", num_ranks(), " ranks, as the balancer's"));
 }
 
-Step SequenceBalancer::agreed(std::shared_ptr<Plan> plan) {
+Step SequenceBalancer::agreed(const std::shared_ptr<const Plan>& plan) {
   RECORD_USER_SCOPE("knapformer::follow");
   check_fits(*plan);
   if (current_) current_->await_agreement();
@@ -123,39 +106,24 @@ Step SequenceBalancer::agreed(std::shared_ptr<Plan> plan) {
   planner_.feedback().begin_step();
   const int64_t number = ranks_->take_numbers(1);
   ranks_->enter_step(Fingerprint("follow", number));
-  std::shared_ptr<RankPlan> on_rank = RankPlan::make(std::move(plan), ranks_->rank(), number);
+  std::shared_ptr<RankPlan> on_rank =
+      PlannedStep(std::make_shared<StepPlan>(plan), number).micro_batch(0, ranks_->rank());
   if (ranks_->all()) on_rank->agreement.emplace(*ranks_->all(), *on_rank->plan);
   return {ranks_, std::move(on_rank)};
 }
 
-Step SequenceBalancer::step(const Plan& plan) {
-  return ranks_->collective([&]() -> Step {
-    auto* made = entry_of(made_plans_, plan);
-    if (made == nullptr) return agreed(std::make_shared<Plan>(plan));
-    ranks_->enter_step(Fingerprint("follow, of a plan again", made->number));
-    std::shared_ptr<RankPlan> on_rank = made->on_rank.lock();
-    if (!on_rank) made->on_rank = on_rank = RankPlan::make(made->plan.lock(), ranks_->rank(), made->number);
-    return {ranks_, on_rank};
-  });
-}
-
-Step SequenceBalancer::step(const StepPlan& plan, int64_t micro_batch) {
+Step SequenceBalancer::step(const StepPlan& plan, int32_t micro_batch) {
   return ranks_->collective([&]() -> Step {
     if (micro_batch < 0 || micro_batch >= plan.num_micro_batches()) {
       throw_argument("micro_batch", micro_batch, text("0 to ", plan.num_micro_batches() - 1));
     }
-    auto* made = entry_of(made_steps_, plan);
-    if (made == nullptr) return agreed(std::make_shared<Plan>(plan.plans()[micro_batch]));
-    ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), made->number + micro_batch));
+    Made* known = made(plan);
+    if (known == nullptr) return agreed(plan.plan(micro_batch));
+    ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), known->first_number + micro_batch));
     before_step_ = traffic();
-    std::shared_ptr<PlannedStep> on_rank = made->on_rank.lock();
+    std::shared_ptr<PlannedStep> on_rank = known->on_rank.lock();
     if (!on_rank) {
-      const auto count = static_cast<size_t>(plan.num_micro_batches());
-      on_rank =
-          std::make_shared<PlannedStep>(PlannedStep{.plan = made->plan.lock(),
-                                                    .first_number = made->number,
-                                                    .micro_batches = std::vector<std::shared_ptr<RankPlan>>(count)});
-      made->on_rank = on_rank;
+      known->on_rank = on_rank = std::make_shared<PlannedStep>(known->plan.lock(), known->first_number);
     }
     return {ranks_, on_rank->micro_batch(micro_batch, ranks_->rank())};
   });

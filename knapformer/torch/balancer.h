@@ -61,17 +61,13 @@ class SequenceBalancer {
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;
 
   /// Gathers all ranks' lengths and plans. seq_lens: tokens of this rank's sequences, each at least 1. d_model: width
-  /// of the blocks, in features. The step is in force until the next plan; exchanges that ran under the one before keep
-  /// their backward. Where these lengths cannot keep max_tokens_per_rank it throws ArgumentError on all ranks, and
-  /// plans other lengths as before.
-  const Plan& plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data = {});
-  /// The same of an optimizer step, whose micro-batches are planned together: follow takes each of them.
-  std::shared_ptr<StepPlan> plan_step(std::span<const int64_t> seq_lens, int64_t d_model, const StepShape& shape,
-                                      StepData data = {});
+  /// of the blocks, in features. A step of one micro-batch is in force until the next plan; of several, step gives each
+  /// of them, and follow puts it in force. Exchanges that ran under the plan before keep their backward. Where these
+  /// lengths cannot keep max_tokens_per_rank it throws ArgumentError on all ranks, and plans other lengths as before.
+  std::shared_ptr<StepPlan> plan_routing(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data = {});
 
-  /// As plan_routing (or, with a shape, plan_step) in two halves, of which the first launches the gather of lengths and
-  /// returns, while another step computes. Steps that were started may be finished in any order, and again, as long as
-  /// all ranks do the same. finish_planning returns the plan of an optimizer step, or null: then the step is in force.
+  /// As plan_routing in two halves, of which the first launches the gather of lengths and returns, while another step
+  /// computes. Steps that were started may be finished in any order, and again, as long as all ranks do the same.
   std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
                                                 const StepData& data);
   std::shared_ptr<StepPlan> finish_planning(PlanningAhead& ahead);
@@ -84,8 +80,7 @@ class SequenceBalancer {
   /// and where ranks hold their chunks from the start it is left out. That takes one all-gather of a number, in which
   /// ranks make sure that they have the same plan: the step's first exchange waits for it. Throws ArgumentError where
   /// the plan is of another topology or number of ranks. Collective.
-  Step step(const Plan& plan);
-  Step step(const StepPlan& plan, int64_t micro_batch);
+  Step step(const StepPlan& plan, int32_t micro_batch = 0);
   /// Puts the step in force: what follows goes by it, observe and metrics are of it.
   const Plan& follow(Step step);
   /// The one in force. Throws StateError where there is none.
@@ -120,7 +115,7 @@ class SequenceBalancer {
                        const KernelMask& mask = Mask()) {
     return watched(current_for("attention").attention(q, k, v, attend, mask));
   }
-  const Plan& plan() const { return *current().plan(); }
+  const Plan& plan() const { return current().plan(); }
   const at::Tensor& seq_lens() const { return current().seq_lens(); }
   const at::Tensor& chunk_lens() const { return current().chunk_lens(); }
 
@@ -159,27 +154,27 @@ class SequenceBalancer {
 
  private:
   /// A plan that this balancer made, on all ranks alike, and its tables as long as somebody holds them.
-  template <class OfPlan, class OnRank>
   struct Made {
-    std::weak_ptr<OfPlan> plan;
-    std::weak_ptr<OnRank> on_rank;
-    int64_t number;  // of its step, or of its first micro-batch's
+    std::weak_ptr<StepPlan> plan;
+    std::weak_ptr<PlannedStep> on_rank;
+    int64_t first_number;  // of its micro-batches' steps
   };
+  /// Null for another plan. Plans are the same object or are not the same.
+  Made* made(const StepPlan& plan);
   /// Nothing is in force: a plan is to come.
   void clear();
-  /// Keeps in mind what was planned, and puts it in force where it is no optimizer step.
-  void take(const Planned& planned);
+  /// Keeps in mind what was planned, and puts it in force where it has one micro-batch.
+  std::shared_ptr<StepPlan> take(const Planned& planned);
   Ranks::Traffic traffic() const;
   void check_fits(const Plan& plan) const;
   /// Of a plan that every rank made by itself.
-  Step agreed(std::shared_ptr<Plan> plan);
+  Step agreed(const std::shared_ptr<const Plan>& plan);
 
   std::shared_ptr<Ranks> ranks_;
   StepPlanner planner_;
   std::optional<Step> current_;
   std::shared_ptr<PlannedStep> last_step_;  // keeps its tables
-  std::vector<Made<Plan, RankPlan>> made_plans_;
-  std::vector<Made<StepPlan, PlannedStep>> made_steps_;
+  std::vector<Made> made_;
   Ranks::Traffic before_step_;
   /// Number of the step whose backward pass ran last; 0: none since the plan. Shared with hooks, which may outlive
   /// this.

@@ -50,12 +50,8 @@ Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topol
   fingerprint.add("solver", options.solver);
   fingerprint.add("effort", options.effort.str());
   fingerprint.add("mask", options.mask.str());
+  fingerprint.add("sync", step_sync_name(options.sync));
   return fingerprint;
-}
-
-void add_shape(Fingerprint& fingerprint, const StepShape& shape) {
-  fingerprint.add("micro_batches", std::to_string(shape.num_micro_batches));
-  fingerprint.add("sync", step_sync_name(shape.sync));
 }
 
 }  // namespace knapformer

@@ -24,14 +24,10 @@ struct BalancerOptions {
   Effort effort = {};
   /// Of all sequences.
   Mask mask = {};
+  /// Of steps of several micro-batches.
+  StepSync sync = StepSync::kMicroBatch;
   /// Unset: the one for the tensors' device (exchange/packing_op.h).
   std::optional<ExchangeEngine> engine = std::nullopt;
-};
-
-/// Into how many micro-batches an optimizer step is planned, the same on all ranks.
-struct StepShape {
-  int32_t num_micro_batches = 1;
-  StepSync sync = StepSync::kMicroBatch;
 };
 
 /// In place of a topology: the best one for the first lengths, as rank_topologies has it.
@@ -40,7 +36,5 @@ inline constexpr std::string_view kAutoTopology = "auto";
 /// Of a balancer with these options: ranks of different ones would plan differently. named: the topology, or
 /// kAutoTopology, for which `topology` then stands. Throws ArgumentError where an option is wrong.
 Fingerprint fingerprint_of(const BalancerOptions& options, const Topology& topology, std::string_view named);
-
-void add_shape(Fingerprint& fingerprint, const StepShape& shape);
 
 }  // namespace knapformer

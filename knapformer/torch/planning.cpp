@@ -12,7 +12,6 @@
 #include <iterator>
 #include <utility>
 
-#include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/packing_op.h"
@@ -64,12 +63,15 @@ void PlanAgreement::await(CommGroup& group) {
   }
 }
 
-std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank, int64_t number) {
+std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank,
+                                         int64_t number) {
   const auto begin = std::chrono::steady_clock::now();
-  RouteTables route = make_route_tables(*plan, rank);
-  AttentionTables attention = make_attention_tables(*plan, rank);
-  auto step = std::make_shared<RankPlan>(RankPlan{
-      .number = number, .plan = std::move(plan), .route = std::move(route), .attention = std::move(attention)});
+  const std::shared_ptr<const Plan> plan = of_step->plan(micro_batch);
+  auto step = std::make_shared<RankPlan>(RankPlan{.number = number,
+                                                  .of_step = std::move(of_step),
+                                                  .plan = plan,
+                                                  .route = make_route_tables(*plan, rank),
+                                                  .attention = make_attention_tables(*plan, rank)});
   step->seq_lens = lengths_tensor(step->plan->seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
   for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
@@ -77,9 +79,12 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<Plan> plan, Rank rank, 
   return step;
 }
 
-const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int64_t number, Rank rank) {
+const std::shared_ptr<RankPlan>& PlannedStep::micro_batch(int32_t number, Rank rank) {
   std::shared_ptr<RankPlan>& known = micro_batches[static_cast<size_t>(number)];
-  if (!known) known = RankPlan::make(std::make_shared<Plan>(plan->plans()[number]), rank, first_number + number);
+  if (!known) {
+    known = RankPlan::make(plan, number, rank, first_number + number);
+    known->planning_s += std::exchange(planning_s, 0);
+  }
   return known;
 }
 
@@ -151,7 +156,7 @@ GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, 
   return own;
 }
 
-PlanInput Planning::input(GatheredLengths gathered) const {
+StepInput Planning::input(GatheredLengths gathered) const {
   PlanInput input = options.plan;
   input.seq_lens = std::move(gathered.lengths);
   input.attention_pairs = std::move(gathered.attention_pairs);
@@ -165,7 +170,7 @@ PlanInput Planning::input(GatheredLengths gathered) const {
     if (pairs == kDefaultPairs) pairs = options.mask.pairs(input.seq_lens.lens()[s]);
   }
   if (!gathered.work.empty()) input.give_work(std::move(gathered.work));
-  return input;
+  return {.sequences = std::move(input), .num_micro_batches = num_micro_batches, .sync = options.sync};
 }
 
 Planned Planning::plan(GatheredLengths gathered) const {
@@ -175,20 +180,9 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .statuses = std::move(gathered.statuses),
                   .observed = std::move(gathered.observed)};
   try {
-    if (shape) {
-      planned.step = std::make_shared<PlannedStep>(PlannedStep{
-          .plan = std::make_shared<StepPlan>(plan_step({.sequences = input(std::move(gathered)),
-                                                        .num_micro_batches = shape->num_micro_batches,
-                                                        .sync = shape->sync},
-                                                       options.solver, options.effort)),
-          .first_number = first_number,
-          .micro_batches = std::vector<std::shared_ptr<RankPlan>>(static_cast<size_t>(shape->num_micro_batches))});
-    } else {
-      planned.plan =
-          RankPlan::make(std::make_shared<Plan>(make_plan(input(std::move(gathered)), options.solver, options.effort)),
-                         rank, first_number);
-      planned.plan->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    }
+    planned.step = std::make_shared<PlannedStep>(
+        std::make_shared<StepPlan>(plan_step(input(std::move(gathered)), options.solver, options.effort)), first_number);
+    planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   } catch (const ArgumentError& error) {
     planned.refused = error;
   }
@@ -198,12 +192,8 @@ Planned Planning::plan(GatheredLengths gathered) const {
 Planned Planning::plan_with_tables(GatheredLengths gathered, std::span<const TablesDevice> devices) const {
   Planned planned = plan(std::move(gathered));
   RECORD_USER_SCOPE("knapformer::make_tables");
-  const auto pack = [&](RankPlan& plan) {
-    for (const TablesDevice& device : devices) plan.pack_ahead(device);
-  };
-  if (planned.plan) pack(*planned.plan);
-  for (int64_t k = 0; planned.step && k < planned.step->plan->num_micro_batches(); ++k) {
-    pack(*planned.step->micro_batch(k, rank));
+  for (int32_t k = 0; planned.step && k < planned.step->plan->num_micro_batches(); ++k) {
+    for (const TablesDevice& device : devices) planned.step->micro_batch(k, rank)->pack_ahead(device);
   }
   return planned;
 }

@@ -54,10 +54,10 @@ struct TablesDevice {
 /// The mask that an attention kernel applies. Unset: to each sequence the one that was planned for it.
 using KernelMask = std::optional<Mask>;
 
-/// A plan's step on one rank.
+/// A micro-batch on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<RankPlan> make(std::shared_ptr<Plan> plan, Rank rank, int64_t number);
+  static std::shared_ptr<RankPlan> make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank, int64_t number);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
@@ -71,7 +71,8 @@ struct RankPlan {
   void pack_ahead(const TablesDevice& on);
 
   int64_t number;  // of the step: the same on all ranks, and no other step of this balancer has it
-  std::shared_ptr<Plan> plan;
+  std::shared_ptr<StepPlan> of_step;
+  std::shared_ptr<const Plan> plan;  // of the micro-batch
   RouteTables route;
   AttentionTables attention;
   at::Tensor seq_lens = {}, chunk_lens = {};  // int32 CPU: tokens of this rank's sequences and chunks
@@ -101,18 +102,21 @@ struct RankPlan {
 GatheredLengths own_lengths(std::span<const int64_t> seq_lens, int64_t d_model, std::span<const Mask> masks,
                             std::span<const double> work, Rank rank);
 
-/// An optimizer step on one rank, planned whole.
+/// A plan on one rank.
 struct PlannedStep {
+  PlannedStep(std::shared_ptr<StepPlan> of, int64_t first)
+      : plan(std::move(of)), first_number(first), micro_batches(static_cast<size_t>(plan->num_micro_batches())) {}
+
   std::shared_ptr<StepPlan> plan;
   int64_t first_number;                                  // of its micro-batches' steps
   std::vector<std::shared_ptr<RankPlan>> micro_batches;  // null where its tables are yet to be made
+  double planning_s = 0;                                 // without the tables; counted with the first that are made
 
-  const std::shared_ptr<RankPlan>& micro_batch(int64_t number, Rank rank);
+  const std::shared_ptr<RankPlan>& micro_batch(int32_t number, Rank rank);
 };
 
 struct Planned {
-  // A plan, that of a whole step, or a refusal; none where lengths have to be gathered once more.
-  std::shared_ptr<RankPlan> plan = {};
+  // A plan or a refusal; none where lengths have to be gathered once more.
   std::shared_ptr<PlannedStep> step = {};
   std::optional<ArgumentError> refused = {};  // no plan can be made, on any rank
   std::optional<StateError> failed = {};      // a rank has no data to plan for
@@ -121,7 +125,7 @@ struct Planned {
   std::vector<DataStatus> statuses = {};  // of each rank
   std::vector<ObservedStep> observed = {};
 
-  bool is_known() const { return plan || step || refused; }
+  bool is_known() const { return step || refused; }
 };
 
 /// All that planning follows beside the lengths: copies, so that it may outlive a balancer.
@@ -130,11 +134,11 @@ struct Planning {
   Topology topology;
   BalancerOptions options;  // with what was learned from steps in them
   Rank rank;
-  int64_t first_number = 0;             // of the steps that will be planned
-  std::optional<StepShape> shape = {};  // of an optimizer step that is planned whole
+  int64_t first_number = 0;  // of the steps that will be planned
+  int32_t num_micro_batches = 1;
 
   /// What a plan of these lengths is made from.
-  PlanInput input(GatheredLengths gathered) const;
+  StepInput input(GatheredLengths gathered) const;
   Planned plan(GatheredLengths gathered) const;
   /// With the tables of every micro-batch, packed for these devices.
   Planned plan_with_tables(GatheredLengths gathered, std::span<const TablesDevice> devices) const;

@@ -56,6 +56,11 @@ constexpr const char* kChunkToken = "token of the chunks that this rank holds";
 
 }  // namespace
 
+std::shared_ptr<StepPlan> Step::step_plan() const {
+  const std::shared_ptr<StepPlan>& of = rank_plan_->of_step;
+  return of->num_micro_batches() == 1 ? of : std::make_shared<StepPlan>(rank_plan_->plan);
+}
+
 void Step::await_agreement() const {
   if (rank_plan_->agreement) std::exchange(rank_plan_->agreement, std::nullopt)->await(*ranks_->all());
 }

@@ -77,7 +77,10 @@ class Step {
   /// themselves. mask: as in pre_attn. Valid as long as the step. Not collective.
   Ulysses ulysses_on(at::Device device, const KernelMask& mask = Mask()) const;
 
-  const std::shared_ptr<Plan>& plan() const { return rank_plan_->plan; }
+  /// Of the micro-batch.
+  const Plan& plan() const { return *rank_plan_->plan; }
+  /// The same as a step of its own: where the plan has one micro-batch, the plan itself.
+  std::shared_ptr<StepPlan> step_plan() const;
   /// int32 CPU: tokens of this rank's sequences, and of the chunks that this rank holds.
   const at::Tensor& seq_lens() const { return rank_plan_->seq_lens; }
   const at::Tensor& chunk_lens() const { return rank_plan_->chunk_lens; }

@@ -25,13 +25,13 @@ StepPlanner::StepPlanner(std::shared_ptr<Ranks> ranks)
   if (ranks_->all()) gatherer_ = std::make_shared<LengthGatherer>(ranks_->all());
 }
 
-Planning StepPlanner::planning_of(int64_t d_model, const std::optional<StepShape>& shape) const {
+Planning StepPlanner::planning_of(int64_t d_model, int32_t num_micro_batches) const {
   Planning planning{.d_model = d_model,
                     .topology = ranks_->topology(),
                     .options = ranks_->options(),
                     .rank = ranks_->rank(),
-                    .first_number = ranks_->take_numbers(shape ? std::max<int64_t>(shape->num_micro_batches, 1) : 1),
-                    .shape = shape};
+                    .first_number = ranks_->take_numbers(std::max(num_micro_batches, 1)),
+                    .num_micro_batches = num_micro_batches};
   planning.options.plan.workload.gamma = feedback_.observer().gamma();
   planning.options.plan.rank_speed = feedback_.observer().rank_speed();
   return planning;
@@ -39,7 +39,7 @@ Planning StepPlanner::planning_of(int64_t d_model, const std::optional<StepShape
 
 void StepPlanner::begin_step(std::string_view call, const Planning& planning) {
   Fingerprint fingerprint(call, planning.first_number);
-  if (planning.shape) add_shape(fingerprint, *planning.shape);
+  fingerprint.add("micro_batches", std::to_string(planning.num_micro_batches));
   ranks_->enter_step(fingerprint);
   feedback_.begin_step();
 }
@@ -48,9 +48,8 @@ void StepPlanner::choose_topology(const GatheredLengths& lengths, Planning& plan
   if (ranks_->is_decided() || lengths.lengths.num_sequences() == 0) return;
   std::optional<Topology> best;
   try {
-    const StepInput input{.sequences = planning.input(lengths),
-                          .num_micro_batches = planning.shape ? planning.shape->num_micro_batches : 1};
-    best = Topology::parse(best_topology(input, planning.options.solver, /*fewest=*/false), ranks_->num_ranks());
+    best = Topology::parse(best_topology(planning.input(lengths), planning.options.solver, /*fewest=*/false),
+                           ranks_->num_ranks());
   } catch (const ArgumentError&) {
     return;  // what is wrong with them is said where they are planned, on all ranks alike
   }
@@ -68,14 +67,13 @@ Planned StepPlanner::accepted(Planned planned) {
   return planned;
 }
 
-Planned StepPlanner::plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model,
-                          const StepData& data) {
+Planned StepPlanner::plan(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data) {
   return accepted(ranks_->collective([&] {
-    RECORD_USER_SCOPE(text("knapformer::", call));
+    RECORD_USER_SCOPE("knapformer::plan_routing");
     GatheredLengths lengths = own_lengths(seq_lens, d_model, data.masks, data.work, ranks_->rank());
     lengths.observed = {feedback_.take()};
-    Planning planning = planning_of(d_model, data.shape);
-    begin_step(call, planning);
+    Planning planning = planning_of(d_model, data.num_micro_batches);
+    begin_step("plan_routing", planning);
     if (gatherer_) lengths = gatherer_->finish(gatherer_->start(std::move(lengths), d_model));
     choose_topology(lengths, planning);
     return planning.plan(std::move(lengths));
@@ -90,12 +88,12 @@ std::shared_ptr<PlanningAhead> StepPlanner::start(std::span<const int64_t> seq_l
     own.statuses = {status_of(data)};
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
-    ahead->planning_ = planning_of(d_model, data.shape);
+    ahead->planning_ = planning_of(d_model, data.num_micro_batches);
     ahead->thread_ = planning_thread_;
     Fingerprint fingerprint("start_planning");
-    if (data.shape) add_shape(fingerprint, *data.shape);
+    fingerprint.add("micro_batches", std::to_string(data.num_micro_batches));
     if (data.samples) {
-      KNAPFORMER_ASSERT(data.shape && std::ranges::equal(data.samples->seq_lens(), seq_lens));
+      KNAPFORMER_ASSERT(std::ranges::equal(data.samples->seq_lens(), seq_lens));
       ahead->samples_ = data.samples;
       ahead->max_bytes_in_flight_ = data.max_bytes_in_flight;
       own.sample_bytes = data.samples->bytes();

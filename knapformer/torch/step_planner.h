@@ -27,10 +27,10 @@ namespace knapformer {
 struct StepData {
   std::vector<Mask> masks = {};             // of each sequence, where they differ from BalancerOptions::mask; or empty
   std::vector<double> work = {};            // of each, in place of the formula's (PlanInput::give_work); or empty
-  std::optional<StepShape> shape = {};      // of an optimizer step that is planned whole
+  int32_t num_micro_batches = 1;            // of the step, the same on all ranks
   bool ended = false;                       // this rank's data has ended: see PlanningAhead::num_ended
   std::optional<std::string> failure = {};  // its data has failed, and why: finishing throws on all ranks
-  std::shared_ptr<const Samples> samples = {};  // of an optimizer step, which move: start_moving
+  std::shared_ptr<const Samples> samples = {};  // which move: start_moving
   int64_t max_bytes_in_flight = 0;              // of them, as in SampleExchange
 };
 
@@ -64,7 +64,7 @@ class StepPlanner {
   explicit StepPlanner(std::shared_ptr<Ranks> ranks);
 
   /// Gathers all ranks' lengths and plans. Throws ArgumentError on all ranks where these cannot be planned.
-  Planned plan(std::string_view call, std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data);
+  Planned plan(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data);
   /// The first half of plan: launches the gather of lengths and returns. The rest runs on a thread of its own.
   std::shared_ptr<PlanningAhead> start(std::span<const int64_t> seq_lens, int64_t d_model, const StepData& data);
   /// The second half. Steps that were started may be finished in any order, and again, as long as all ranks do the
@@ -84,7 +84,7 @@ class StepPlanner {
 
  private:
   /// By the options, with what was learned from steps in them.
-  Planning planning_of(int64_t d_model, const std::optional<StepShape>& shape) const;
+  Planning planning_of(int64_t d_model, int32_t num_micro_batches) const;
   void begin_step(std::string_view call, const Planning& planning);
   /// Where the topology is "auto", and these lengths are the first. Collective then.
   void choose_topology(const GatheredLengths& lengths, Planning& planning);

@@ -18,7 +18,6 @@ from knapformer._core import (
     RankTime,
     Sample,
     StateError,
-    StepPlan,
     StepTime,
     Topology,
     TopologyOption,
@@ -27,6 +26,7 @@ from knapformer._core import (
     WorkloadModel,
 )
 from knapformer.calibration import Calibration
+from knapformer.cost import Cost
 from knapformer.lengths_log import record
 from knapformer.planning import (
     attention_pairs,
@@ -42,7 +42,7 @@ from knapformer.planning import (
 if TYPE_CHECKING:
     from knapformer.adapters.balance import balance, unbalance
     from knapformer.balancer import SequenceBalancer, Step
-    from knapformer.loader import BalancedLoader
+    from knapformer.loader import BalancedLoader, BalancedStepLoader
     from knapformer.sampler import BalancedBatchSampler
 
 __version__ = "1.0.0"  # the only place: pyproject.toml reads it here, and a checkout needs no installation
@@ -51,8 +51,10 @@ __all__ = [
     "ArgumentError",
     "BalancedBatchSampler",
     "BalancedLoader",
+    "BalancedStepLoader",
     "Calibration",
     "Cluster",
+    "Cost",
     "DataMix",
     "Plan",
     "RankTime",
@@ -60,7 +62,6 @@ __all__ = [
     "SequenceBalancer",
     "StateError",
     "Step",
-    "StepPlan",
     "StepTime",
     "Topology",
     "TopologyOption",
@@ -85,6 +86,7 @@ __all__ = [
 _LAZY = {
     "BalancedBatchSampler": "knapformer.sampler",
     "BalancedLoader": "knapformer.loader",
+    "BalancedStepLoader": "knapformer.loader",
     "SequenceBalancer": "knapformer.balancer",
     "Step": "knapformer.balancer",
     "balance": "knapformer.adapters",

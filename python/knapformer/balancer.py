@@ -10,17 +10,21 @@ import atexit
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import knapformer._torch as _torch
-from knapformer._core import DEFAULT_GAMMA, ArgumentError, Cluster, Plan, StepPlan, TrainedModel
+from knapformer._core import ArgumentError, Plan
 from knapformer._torch import PlanningAhead, Samples, Step
+from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
 from knapformer.nodes import node_topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SequenceBalancer", "Step"]
 
@@ -44,8 +48,8 @@ def _shapes_of_exchange(tensors: list[torch.Tensor], *arguments: Any) -> list[to
 class SequenceBalancer(_torch.SequenceBalancer):
     """Balances the work of data-parallel ranks: tokens move at the start of the model, and back at its end.
 
-        balancer = SequenceBalancer("g8/4/2/1n1", gamma=0.49)
-        plan = balancer.plan_routing(seq_lens, d_model)       # every step
+        balancer = SequenceBalancer("g8/4/2/1n1", d_model=3072)
+        plan = balancer.plan_routing(seq_lens)                # every step
         chunk_lens, x, features = balancer.route(x, features)
         for block in blocks:
             ...
@@ -57,15 +61,13 @@ class SequenceBalancer(_torch.SequenceBalancer):
         torchrun, Slurm or MPI count them in the environment. "auto": the balancer takes the best of
         `knapformer.rank_topologies` for the first lengths that it plans, and keeps it; the attribute `topology` then
         has its text. A call of `rank_topologies` can take a larger sample of lengths.
-    gamma: cost of a FLOP of attention over that of a FLOP of the matrix products: a number, or a
-        `knapformer.Calibration`.
+    cost, settings: a `Cost`, or its fields as keyword arguments.
     group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
         process alone where torch.distributed is not initialised. The group may be shared with others (FSDP), as long as
         all ranks call into it in the same order.
-    solver: one of `knapformer.solver_names()`: "balanced", or "greedy" (the published one; flat topologies only).
-    effort, cluster, rank_speed, max_tokens_per_rank, num_heads, model: as in `knapformer.plan`. mask: the mask of all
-        sequences, as there. Planning lengths that cannot keep max_tokens_per_rank raises ArgumentError on every rank;
-        other lengths are planned as before.
+    solver: "balanced" (None), or "greedy", the published one, for flat topologies.
+    max_tokens_per_rank: as in `knapformer.plan`. Planning lengths that cannot keep it raises ArgumentError on every
+        rank; other lengths are planned as before.
 
     Lengths come back as int32 CPU tensors, the same object all through a step: `max()` and sums do not wait for an
     accelerator, and one non-blocking copy a step brings to the device what a varlen kernel needs there.
@@ -78,83 +80,65 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def __init__(
         self,
         topology: str | None = None,
-        gamma: SupportsFloat = DEFAULT_GAMMA,
+        cost: Cost | None = None,
         group: dist.ProcessGroup | None = None,
         *,
-        solver: str = "balanced",
-        effort: int | str = "default",
-        mask: str = "full",
-        cluster: Cluster | str | None = None,
-        rank_speed: Sequence[float] = (),
+        solver: str | None = None,
         max_tokens_per_rank: int = 0,
-        num_heads: int = 0,
-        model: TrainedModel | None = None,
         engine: str | None = None,
+        **settings: Unpack[CostSettings],
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         _release_groups_at_exit(os.getpid())
-        if topology is None:
-            try:
-                topology = node_topology(group)
-            except ArgumentError as error:
-                _torch.refuse_balancer(group, str(error))
-                raise
+        try:
+            self.cost = Cost.of(cost, settings)
+            topology = node_topology(group) if topology is None else topology
+        except ArgumentError as error:
+            _torch.refuse_balancer(group, str(error))
+            raise
         super().__init__(
-            topology, gamma, solver, effort, mask, cluster, rank_speed, max_tokens_per_rank, num_heads, model, engine,
+            topology, self.cost, solver, max_tokens_per_rank, engine,
             group, lambda ranks: bag_group(group, [int(rank) for rank in ranks]), lambda: cpu_group(group),
         )  # fmt: skip
-
-    @overload
-    def plan_routing(
-        self, seq_lens: Lengths, d_model: SupportsIndex, masks: Iterable[str] | None = ..., *,
-        micro_batches: None = ..., work: Iterable[SupportsFloat] | None = ...,
-    ) -> Plan: ...  # fmt: skip
-
-    @overload
-    def plan_routing(
-        self, seq_lens: Lengths, d_model: SupportsIndex, masks: Iterable[str] | None = ..., *,
-        micro_batches: SupportsIndex, sync: str = ..., work: Iterable[SupportsFloat] | None = ...,
-    ) -> StepPlan: ...  # fmt: skip
 
     def plan_routing(
         self,
         seq_lens: Lengths,
-        d_model: SupportsIndex,
+        d_model: SupportsIndex | None = None,
         masks: Iterable[str] | None = None,
         *,
-        micro_batches: SupportsIndex | None = None,
-        sync: str = "micro_batch",
+        micro_batches: SupportsIndex = 1,
         work: Iterable[SupportsFloat] | None = None,
-    ) -> Plan | StepPlan:
-        """Learns the lengths of all ranks' sequences, and plans where their tokens go. Its step is then in force, until
+    ) -> Plan:
+        """Learns the lengths of all ranks' sequences, and plans where their tokens go. The step is then in force, until
         the next plan.
 
         seq_lens: tokens of each of this rank's sequences, at least 1 each; a list or an integer tensor (a tensor on an
             accelerator costs a wait for the accelerator). May be empty.
-        d_model: width of the blocks, in features; the same on all ranks.
-        masks: one for each of these sequences, as in `knapformer.attention_pairs`. None: the balancer's own mask.
-        micro_batches, sync: as in `knapformer.plan`, the same on all ranks: the sequences are those of an optimizer
-            step, whose micro-batches are planned together. Micro-batch k computes plan.home_sequences(rank, k) of this
-            rank's sequences: pack these, call follow(plan, k), and go on.
+        d_model: width of the blocks, in features; the same on all ranks. None: the cost's.
+        masks: one for each of these sequences, as in `knapformer.attention_pairs`. None: the cost's mask.
+        micro_batches: as in `knapformer.plan`, the same on all ranks: the sequences are those of an optimizer step,
+            whose micro-batches are planned together. Micro-batch k computes plan.home_sequences(rank, k) of this rank's
+            sequences: pack these, call follow(plan, k), and go on; nothing is in force before.
         work: the work of each of these sequences, as in `knapformer.plan`, in place of what the formula gives for its
             length; from every rank that has sequences, or from none. With given work, observe learns only the speeds of
             ranks.
 
-        Returns the Plan, or the StepPlan, the same on all ranks. Lengths that cannot keep max_tokens_per_rank raise
-        ArgumentError on all ranks; then no plan is in force until the next one is made.
+        Returns the Plan, the same on all ranks. Lengths that cannot keep max_tokens_per_rank raise ArgumentError on all
+        ranks; then no plan is in force until the next one is made.
 
         Collective over the balancer's group, one collective; on CPU tensors where the group has a CPU backend.
         """
-        return super().plan_routing(seq_lens, d_model, masks, micro_batches, sync, work)
+        d_model = self.cost.d_model if d_model is None else d_model
+        return super().plan_routing(seq_lens, d_model, masks, micro_batches, work)
 
     def start_planning(
         self,
         seq_lens: Lengths,
-        d_model: SupportsIndex,
+        d_model: SupportsIndex | None = None,
         *,
-        micro_batches: SupportsIndex | None = None,
-        sync: str = "micro_batch",
+        micro_batches: SupportsIndex = 1,
         ended: bool = False,
         failure: str | None = None,
         masks: Iterable[str] | None = None,
@@ -169,16 +153,17 @@ class SequenceBalancer(_torch.SequenceBalancer):
 
         ended: this rank's data has ended (PlanningAhead.num_ended).
         failure: why this rank's data has failed; then finish_planning raises StateError on all ranks.
-        samples, max_bytes_in_flight: of an optimizer step, what this rank loaded, in place of seq_lens: start_moving
-            sends it to the ranks that compute it.
+        samples, max_bytes_in_flight: what this rank loaded, in place of seq_lens: start_moving sends it to the ranks
+            that compute it.
 
         Collective over the balancer's group, one collective.
         """
+        d_model = self.cost.d_model if d_model is None else d_model
         return super().start_planning(
-            seq_lens, d_model, micro_batches, sync, ended, failure, masks, work, samples, max_bytes_in_flight
+            seq_lens, d_model, micro_batches, ended, failure, masks, work, samples, max_bytes_in_flight
         )
 
-    def finish_planning(self, ahead: PlanningAhead) -> Plan | StepPlan:
+    def finish_planning(self, ahead: PlanningAhead) -> Plan:
         """The second half of plan_routing: waits for the rest of planning. Returns what that returns, and puts in force
         what that does. A plan may be finished again, after others. ArgumentError for an object of another balancer.
 
@@ -198,14 +183,14 @@ class SequenceBalancer(_torch.SequenceBalancer):
         Collective."""
         return super().finish_moving(ahead)
 
-    def step(self, plan: Plan | StepPlan, micro_batch: SupportsIndex = 0) -> Step:
+    def step(self, plan: Plan, micro_batch: SupportsIndex = 0) -> Step:
         """The step of a plan on this rank. Its methods are those below: they go by it, whatever is planned after it.
 
         plan: one that this balancer made. Or one that every rank made by itself, by any settings, from lengths that are
             known before the data is loaded (BalancedBatchSampler.plan): of the balancer's topology and number of ranks,
             the same on all ranks. route takes tokens from the plan's home ranks to their chunks. Where ranks load their
             own chunks, in the order of chunk_lens, nothing is routed, and attention works on these tokens at once.
-        micro_batch: of a StepPlan.
+        micro_batch: of a plan of several.
 
         All ranks call it with the same. Micro-batches may come in any order, and several times. No collective for a
         plan of this balancer's. For another one an all-gather of a number, for which the next exchange waits: ranks
@@ -213,9 +198,9 @@ class SequenceBalancer(_torch.SequenceBalancer):
         """
         return super().step(plan, micro_batch)
 
-    def follow(self, plan: Plan | StepPlan | Step, micro_batch: SupportsIndex = 0) -> Plan:
+    def follow(self, plan: Plan | Step, micro_batch: SupportsIndex = 0) -> Plan:
         """Puts a step in force, for the calls after this one: that of a plan, as `step` gives it, or a step that was
-        held. Returns its Plan."""
+        held. Returns the plan of that micro-batch."""
         return super().use(plan if isinstance(plan, Step) else self.step(plan, micro_batch))
 
     def route(

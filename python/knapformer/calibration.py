@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel
+from knapformer._core import ArgumentError, Cluster, TrainedModel, WorkloadModel, attention_pairs
 from knapformer.json_file import read_json
-from knapformer.planning import attention_pairs
 
 T = TypeVar("T")
 _FORMAT = "knapformer.calibration"

@@ -11,7 +11,7 @@ reduction of DDP or FSDP (a mean over ranks by default), the gradient is that of
 The count takes an all-reduce of one number, on the CPU where the group has a CPU backend. So every rank has to call, in
 the same order, also a rank without data: its part of the loss is 0 and stays attached to the model. No all-reduce is
 needed where the count is known: from the plan (`plan`), or from the caller (`total`). With gradient accumulation the
-count is that of all micro-batches: `total=step.num_tokens` where a StepPlan has planned them, else the caller's:
+count is that of all micro-batches: `total=plan.num_tokens` where one plan has all of them, else the caller's:
 
     total = count_over_ranks(sum(len(batch.target) for batch in micro_batches))
     for batch in micro_batches:
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer._core import ArgumentError, Plan, StateError, StepPlan
+from knapformer._core import ArgumentError, Plan, StateError
 from knapformer.device_copies import to_device
 from knapformer.sample_values import checked_integers, integer
 from knapformer.trainers import check_nothing_divides
@@ -56,7 +56,7 @@ def token_mean(
 
     per_token: (tokens,), the loss of each token of this rank; may be empty. Leave out tokens that bear no loss.
     plan: saves the all-reduce where every token that was planned bears a loss. Not of one of several micro-batches,
-        whose mean is not that of the step: `total=step_plan.num_tokens`.
+        whose mean is not that of the step: `total=plan.num_tokens` of the whole step's plan.
     total: the number of tokens of all ranks, where it is known; saves the all-reduce, too.
     group: the ranks that gradients are reduced over. None: the world; one rank where torch.distributed is not in use.
     gradient_reduction: what the training loop does with gradients over these ranks.
@@ -187,14 +187,13 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 
 def _checked_plan(plan: Plan, total: int | None, group: dist.ProcessGroup | None, counted: str) -> Plan:
-    if isinstance(plan, StepPlan):
-        of_step = {"num_tokens": "step.num_tokens", "num_sequences": "len(step.micro_batches)"}[counted]
-        raise ArgumentError(
-            "plan: got that of a step of micro-batches, expected one plan; for the mean over the step give "
-            f"total={of_step}"
-        )
     if not isinstance(plan, Plan):
         raise ArgumentError(f"plan: got {type(plan).__name__}, expected a Plan")
+    if plan.num_micro_batches > 1:
+        raise ArgumentError(
+            f"plan: got that of {plan.num_micro_batches} micro-batches, expected that of one; for the mean over the "
+            f"step give total=plan.{counted}"
+        )
     if total is not None:
         raise ArgumentError("plan, total: got both, expected one of them")
     if plan.num_ranks != _num_ranks(group):

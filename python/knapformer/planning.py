@@ -3,98 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import SupportsFloat, SupportsIndex, overload
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeAlias
 
 from knapformer import _core
-from knapformer._core import DEFAULT_GAMMA, Cluster, Plan, StepPlan, StepTime, TopologyOption, TrainedModel, WorkloadFit
+from knapformer._core import Cluster, Plan, StepTime, TopologyOption, TrainedModel, WorkloadFit
+from knapformer.cost import Cost, CostSettings
 
-Lengths = Iterable[Iterable[SupportsIndex]]  # for each rank
-Work = Iterable[Iterable[SupportsFloat]]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-
-@overload
-def plan(
-    seq_lens_per_rank: Lengths, topology: str, d_model: SupportsIndex, gamma: SupportsFloat = ..., solver: str = ...,
-    effort: int | str = ..., masks: str | Iterable[Iterable[str]] = ..., max_tokens_per_rank: SupportsIndex = ...,
-    rank_speed: Iterable[SupportsFloat] = ..., cluster: Cluster | str | None = ..., num_heads: SupportsIndex = ...,
-    model: TrainedModel | None = ..., *, work: Work | None = ..., micro_batches: None = ...,
-) -> Plan: ...  # fmt: skip
-
-
-@overload
-def plan(
-    seq_lens_per_rank: Lengths, topology: str, d_model: SupportsIndex, gamma: SupportsFloat = ..., solver: str = ...,
-    effort: int | str = ..., masks: str | Iterable[Iterable[str]] = ..., max_tokens_per_rank: SupportsIndex = ...,
-    rank_speed: Iterable[SupportsFloat] = ..., cluster: Cluster | str | None = ..., num_heads: SupportsIndex = ...,
-    model: TrainedModel | None = ..., *, work: Work | None = ..., micro_batches: int | str, sync: str | None = ...,
-) -> StepPlan: ...  # fmt: skip
+Lengths: TypeAlias = Iterable[Iterable[SupportsIndex]]  # for each rank
+Work: TypeAlias = Iterable[Iterable[SupportsFloat]]
 
 
 def plan(
     seq_lens_per_rank: Lengths,
     topology: str,
-    d_model: SupportsIndex,
-    gamma: SupportsFloat = DEFAULT_GAMMA,
-    solver: str = "balanced",
-    effort: int | str = "default",
-    masks: str | Iterable[Iterable[str]] = "full",
-    max_tokens_per_rank: SupportsIndex = 0,
-    rank_speed: Iterable[SupportsFloat] = (),
-    cluster: Cluster | str | None = None,
-    num_heads: SupportsIndex = 0,
-    model: TrainedModel | None = None,
+    cost: Cost | None = None,
     *,
+    micro_batches: SupportsIndex | str = 1,
+    max_tokens_per_rank: SupportsIndex = 0,
+    masks: str | Iterable[Iterable[str]] | None = None,
     work: Work | None = None,
-    micro_batches: int | str | None = None,
-    sync: str | None = None,
-) -> Plan | StepPlan:
-    """Plans the sequences of all ranks: a `Plan`, or with `micro_batches` a `StepPlan` of a whole optimizer step.
+    solver: str | None = None,
+    **settings: Unpack[CostSettings],
+) -> Plan:
+    """Plans the sequences of all ranks: those of a step, or of an optimizer step of several micro-batches.
 
     seq_lens_per_rank: for each rank the lengths of its sequences, in tokens.
     topology: its text, or 'auto' for the best of `rank_topologies` for these lengths.
-    d_model: width of the blocks, in features.
-    gamma: cost of a FLOP of attention over that of a FLOP of the matrix products: a number, or a `Calibration`.
-    solver: one of `solver_names()`.
-    effort: of the solver 'balanced': 'low', 'default', 'high', or a number of moves. The plan depends on it and not on
-        the machine.
-    masks: one mask for all sequences, or one for each, in lists like the lengths' (see `attention_pairs`).
-    max_tokens_per_rank: a limit that every rank keeps, in each micro-batch; lengths that cannot keep it are refused. 0:
-        none.
-    rank_speed: per rank, relative. Empty: all are equal.
-    cluster: a `Cluster`, or the name of one. None: the default.
-    num_heads: in place of the model's. Where the number of a group's ranks does not divide it, some ranks have more
-        attention to compute.
-    model: None: the default `TrainedModel`.
-    work: the work of each sequence, in lists like the lengths', in place of what the formula gives for its length:
-        FLOPs of one block forward, as from `WorkloadModel.work` (seconds over seconds per FLOP), positive. Tokens still
-        count for the exchanges and for max_tokens_per_rank.
+    cost, settings: a `Cost`, or its fields as keyword arguments. d_model is always needed.
     micro_batches: how many the step has, of which each rank's list holds all sequences; 'auto': as few as keep
         max_tokens_per_rank. The step is predicted to take no longer than if each rank's list were cut in consecutive
         parts and each part planned by itself. Without max_tokens_per_rank time alone counts: few micro-batches may hold
         most tokens.
-    sync: with micro_batches, where ranks wait for each other: in every 'micro_batch' (FSDP2, ZeRO-3; the default) or
-        once, at the end of the 'step' (DDP, ZeRO-1 and 2 with no_sync).
+    max_tokens_per_rank: a limit that every rank keeps, in each micro-batch; lengths that cannot keep it are refused. 0:
+        none.
+    masks: in place of the cost's mask, one for all sequences or one for each, in lists like the lengths' (see
+        `attention_pairs`).
+    work: the work of each sequence, in lists like the lengths', in place of what the formula gives for its length:
+        FLOPs of one block forward, as from `WorkloadModel.work` (seconds over seconds per FLOP), positive. Tokens still
+        count for the exchanges and for max_tokens_per_rank.
+    solver: one of `solver_names()`. None: the first of them.
 
     Raises ArgumentError, naming the argument. The same input gives the same plan, bit for bit, on any machine.
     """
     return _core.plan(
-        seq_lens_per_rank, topology, d_model, masks, work, solver, effort, micro_batches, sync,
-        gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model,
-    )  # fmt: skip
+        seq_lens_per_rank, topology, Cost.of(cost, settings), micro_batches, max_tokens_per_rank, masks, work, solver
+    )
 
 
 def rank_topologies(
     batches: Iterable[Lengths],
-    d_model: SupportsIndex,
-    gamma: SupportsFloat = DEFAULT_GAMMA,
-    num_heads: SupportsIndex = 0,
-    mask: str = "full",
-    max_tokens_per_rank: SupportsIndex = 0,
-    rank_speed: Iterable[SupportsFloat] = (),
-    cluster: Cluster | str | None = None,
-    model: TrainedModel | None = None,
+    cost: Cost | None = None,
     *,
+    max_tokens_per_rank: SupportsIndex = 0,
     work: Iterable[Work] | None = None,
+    **settings: Unpack[CostSettings],
 ) -> list[TopologyOption]:
     """Topologies for a sample of batches, best predicted time first, with reasons.
 
@@ -102,12 +67,10 @@ def rank_topologies(
     within a thousandth of the time, the one that exchanges less comes first. Topologies that cannot keep
     max_tokens_per_rank come last, with an infinite predicted_time.
 
-    batches: of each, for each rank a list of lengths, in tokens. mask: one for all sequences. work: a list like
-    `batches`, of numbers. The other arguments are as in `plan`. Raises ArgumentError.
+    batches: of each, for each rank a list of lengths, in tokens. work: a list like `batches`, of numbers. The other
+    arguments are as in `plan`; effort and sync have no effect. Raises ArgumentError.
     """
-    return _core.rank_topologies(
-        batches, d_model, mask, work, gamma, num_heads, max_tokens_per_rank, rank_speed, cluster, model
-    )
+    return _core.rank_topologies(batches, Cost.of(cost, settings), max_tokens_per_rank, work)
 
 
 def predict_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import warnings
@@ -9,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,9 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from knapformer import __version__
-from knapformer._core import (
-    DEFAULT_GAMMA,
-    MAX_MAGNITUDE,
-    MAX_SEQUENCE_TOKENS,
-    ArgumentError,
-    Cluster,
-    Plan,
-    StateError,
-    StepPlan,
-    Topology,
-    TrainedModel,
-)
+from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
 from knapformer.agreement import check_equal_on_ranks
+from knapformer.cost import Cost, CostSettings
 from knapformer.planning import plan
 from knapformer.sample_values import (
     checked_integers,
@@ -42,6 +33,9 @@ from knapformer.sample_values import (
 )
 from knapformer.trainers import keep_lists
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
@@ -53,7 +47,7 @@ class _Pass:
     epoch: int
     first: int  # the position in the epoch's order where it begins
     order: Tensor | None = None  # of all the epoch's samples, once it is needed
-    planned: OrderedDict[int, tuple[Tensor, StepPlan]] = field(default_factory=OrderedDict)  # of the last steps
+    planned: OrderedDict[int, tuple[Tensor, Plan]] = field(default_factory=OrderedDict)  # of the last steps
     num_lists: int = 0  # yielded
     num_seen: int = 1  # steps that the caller has come to, as its calls show
     is_running: bool = False  # an iterator is at it
@@ -93,8 +87,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     lengths: tokens of every sample, text and visual, each at least 1: a list, a tensor or an array, such as a memory
         map, of any integers. An array or a tensor is not copied.
+    cost, settings: a `Cost`, or its fields as keyword arguments, of which d_model is always needed. The model's
+        `routed` is ignored: nothing is routed.
     batch_size: mean number of samples of a rank in a micro-batch.
-    d_model: width of the blocks, in features.
     micro_batches: the number of them in an optimizer step: so many lists make a step, on every rank.
     topology: of bags of ranks, as a SequenceBalancer takes it ("g2/1n4"), the same in all steps: not "auto", but
         what `rank_topologies` puts first. For models that compute a part of a sample and call the balancer's attention;
@@ -121,8 +116,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         of the length. Not with same_shape, which plans the cost of stacking. None: the formula.
     max_tokens_per_rank: in a micro-batch; 0 for no limit. Set it: without a limit, a list may hold many times the mean.
         A sample that is longer is refused at once, unless ranks of a bag can share it.
-    model: a TrainedModel. None: the default. Its `routed` is ignored: nothing is routed.
-    gamma, mask, rank_speed, cluster, num_heads, sync, effort: as in `plan`.
 
     Raises ArgumentError, naming the argument; in iteration, too, where a step's samples cannot keep
     max_tokens_per_rank. At the begin of a pass: StateError on all ranks, where samplers differ, with what differs, or
@@ -132,9 +125,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def __init__(
         self,
         lengths: Sequence[int] | Tensor | Any,
+        cost: Cost | None = None,
         *,
         batch_size: int,
-        d_model: int,
         micro_batches: int = 1,
         topology: str | None = None,
         same_shape: bool = False,
@@ -150,16 +143,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         allow_empty: bool = False,
         max_tokens_per_rank: int = 0,
-        gamma: SupportsFloat = DEFAULT_GAMMA,
-        mask: str = "full",
-        rank_speed: Sequence[float] = (),
-        cluster: Cluster | str | None = None,
-        model: TrainedModel | None = None,
-        num_heads: int = 0,
-        sync: str = "micro_batch",
-        effort: int | str = "low",
+        **settings: Unpack[CostSettings],
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "rank")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "rank", "cost", "settings")}
+        cost = Cost.of(cost, settings)
         self._is_compared = num_replicas is None and dist.is_initialized()
         num_replicas, rank = _place(num_replicas, rank)
         batch_size = integer("batch_size", batch_size, 1)
@@ -170,8 +157,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "topology: got 'auto', expected one for all steps, as the balancer that follows has; "
                 "knapformer.rank_topologies and knapformer doctor --topologies name the best"
             )
-        if not isinstance(model, TrainedModel | None):
-            raise ArgumentError(f"model: got {model!r}, expected a TrainedModel")
+        if not isinstance(cost.model, TrainedModel | None):
+            raise ArgumentError(f"model: got {cost.model!r}, expected a TrainedModel")
         for name, is_refused, where in (
             ("shapes", not same_shape, "without same_shape=True"),
             ("topology", same_shape, "with same_shape=True"),
@@ -203,23 +190,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._seed = seed
         self._drop_last = drop_last
         self._allow_empty = allow_empty
-        self._settings: dict[str, Any] = {
-            "topology": f"g1n{num_replicas}" if topology is None else topology,
-            "d_model": d_model,
-            "gamma": gamma,
-            "effort": effort,
-            "masks": mask,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "rank_speed": rank_speed,
-            "cluster": cluster,
-            "model": (model or TrainedModel()).replace(routed=False),
-            "num_heads": num_heads,
-            "micro_batches": micro_batches,
-            "sync": sync,
-        }
+        self._topology = f"g1n{num_replicas}" if topology is None else topology
+        self._max_tokens_per_rank = max_tokens_per_rank
+        self._cost = dataclasses.replace(
+            cost,
+            model=(cost.model or TrainedModel()).replace(routed=False),
+            effort="low" if cost.effort is None else cost.effort,
+        )
         of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work}
         drawn = {"weights": self._weights, "repeats": self._repeats}
-        self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas}
+        self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas} | vars(self._cost)
         self._check_settings()
         self._next_pass = _Pass(epoch=0, first=0)
         self._pass = self._next_pass  # of which the methods speak
@@ -299,7 +279,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
         return int(values.sum())
 
-    def step_plan(self, step: int) -> StepPlan:
+    def step_plan(self, step: int) -> Plan:
         """The plan of an optimizer step of this pass. Its sequence ids number the step's samples."""
         return self._planned_step(self._pass, self._asked(step))[1]
 
@@ -433,20 +413,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
             )
 
+    def _plan(self, lengths: list[list[Any]], work: list[list[Any]]) -> Plan:
+        return plan(
+            lengths,
+            self._topology,
+            self._cost,
+            micro_batches=self._micro_batches,
+            max_tokens_per_rank=self._max_tokens_per_rank,
+            work=None if self._work is None else work,
+        )
+
     def _check_settings(self) -> None:
         """Refuses what is wrong for any samples, and a longest sample that no step can hold."""
-        num_ranks, limit = self._num_ranks, self._settings["max_tokens_per_rank"]
+        num_ranks, limit = self._num_ranks, self._max_tokens_per_rank
         none: list[list[Any]] = [[]] * num_ranks
-        plan(none, work=None if self._work is None else none, **self._settings)
+        self._plan(none, none)
         lengths, drawn = self._lengths, self._repeats if self._weights is None else self._weights
         if limit > 0 and drawn is not None:
             lengths = chosen(lengths, drawn.double().nonzero().flatten())
         if limit == 0 or len(lengths) == 0:
             return
         longest = extremes(lengths)[1]
-        alone = [[longest], *none[1:]]
         try:
-            plan(alone, work=None if self._work is None else [[1.0], *none[1:]], **self._settings)
+            self._plan([[longest], *none[1:]], [[1.0], *none[1:]])
         except ArgumentError as error:
             sharing = -(-longest // limit)
             remedy = f"; {sharing} ranks could share it: give a topology with bags of so many"
@@ -475,7 +464,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]
 
-    def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, StepPlan]:
+    def _planned_step(self, of: _Pass, step: int) -> tuple[Tensor, Plan]:
         """The step's samples, in the order of the plan's ids, and its plan."""
         done = of.planned
         if step in done:
@@ -487,8 +476,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             _, shape = chosen(self._shapes, samples).unique(return_inverse=True)
             longest = counted.new_zeros(len(samples)).scatter_reduce_(0, shape, counted, "amax")
             counted = longest[shape]
-        work = None if self._work is None else self._by_rank(self._work[samples])
-        planned = plan(self._by_rank(counted), work=work, **self._settings)
+        work = [] if self._work is None else self._by_rank(self._work[samples])
+        planned = self._plan(self._by_rank(counted), work)
         if not self._allow_empty:
             planned = planned.fill_ranks()
             self._check_none_is_empty(step, planned)
@@ -499,13 +488,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
             done.popitem(last=False)
         return done[step]
 
-    def _check_none_is_empty(self, step: int, planned: StepPlan) -> None:
+    def _check_none_is_empty(self, step: int, planned: Plan) -> None:
         """The same on all ranks, so that none of them waits for one that has nothing to collate."""
         for micro_batch, of_micro_batch in enumerate(planned.plans):
             held = of_micro_batch.sequences_on
             if [] in held:
                 raise ArgumentError(
-                    f"topology: got {self._settings['topology']}, by which rank {held.index([])} has no sample in "
+                    f"topology: got {self._topology}, by which rank {held.index([])} has no sample in "
                     f"micro-batch {micro_batch} of step {step}; expected allow_empty=True, or bags of one size without "
                     "a limit"
                 )
@@ -514,7 +503,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Values of a step's samples, as a list for each rank: as even as possible, the longer lists first."""
         return [of_rank.tolist() for of_rank in values.tensor_split(self._num_ranks)]
 
-    def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: StepPlan) -> Tensor:
+    def _gathered_shapes(self, samples: Tensor, counted: Tensor, planned: Plan) -> Tensor:
         """The samples in another order: those that count equally many tokens trade places, which changes no list's
         work. After that, for each such count, the lists in their order hold the shapes in their order. So S shapes on L
         lists are at most S + L - 1 groups."""

@@ -84,7 +84,7 @@ def on_ranks(case: Case, naive: bool = False) -> Outcome:
         plan = total = None
         if case.count == "plan":
             everyone = [list(of_rank) for of_rank in step]
-            plan = balancer.plan if balancer else knapformer.plan(everyone, "g1n1", CONFIG.d_model)
+            plan = balancer.plan if balancer else knapformer.plan(everyone, "g1n1", d_model=CONFIG.d_model)
         elif case.count == "total":
             total = count_over_ranks(len(x) if case.mean == "token" else len(seq_lens))
         if naive:
@@ -192,8 +192,8 @@ def run_sampled(rank: int, world_size: int, cases: list[SampledStep]) -> list[di
 
 def run_misuse(rank: int, world_size: int) -> list[str]:
     """The error messages that a rank gets for plans that do not fit, and for arguments wrong on rank 0 alone."""
-    plan = knapformer.plan([[3, 4], [5]], "g1n2", 64)
-    alone_plan = knapformer.plan([[3]], "g1n1", 64)
+    plan = knapformer.plan([[3, 4], [5]], "g1n2", d_model=64)
+    alone_plan = knapformer.plan([[3]], "g1n1", d_model=64)
     of_second = dist.new_group([1])
     messages = []
     for call in (

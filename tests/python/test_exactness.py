@@ -117,7 +117,9 @@ def test_nested_plans_share_at_several_degrees_with_uneven_chunks(world: int) ->
         for step in steps:
             lens = [[text + image for text, image in samples] for samples in step]
             for model in MODELS:
-                made = plan(lens, topology, load_config(model).d_model, GAMMA, "balanced", cluster=CLUSTER)
+                made = plan(
+                    lens, topology, d_model=load_config(model).d_model, gamma=GAMMA, solver="balanced", cluster=CLUSTER
+                )
                 degrees |= set(made.degree_of_sequence)
                 chunks: dict[int, list[int]] = {}
                 for sequence, _, _, tokens in made.chunks:

@@ -136,13 +136,13 @@ def test_what_is_no_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_loader_writes_what_it_draws(micro_batches: int | None, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("knapformer._torch")
-    balancer = kf.SequenceBalancer("g1n1")
+    balancer = kf.SequenceBalancer("g1n1", d_model=16)
     with kf.record(tmp_path) as log:
         if micro_batches is None:
             batches = [{"seq_lens": torch.tensor(lens)} for lens in ([3, 4], [5])]
-            loader = kf.BalancedLoader(batches, balancer, 16, end="shortest", record=log)
+            loader = kf.BalancedLoader(batches, balancer, end="shortest", record=log)
         else:
             samples = [[{"x": torch.zeros(n, 2)} for n in lens] for lens in ([3, 4], [5])]
-            loader = kf.BalancedLoader(samples, balancer, 16, micro_batches=2, per_token=["x"], record=log)
+            loader = kf.BalancedStepLoader(samples, balancer, 2, per_token=["x"], record=log)
         assert len(list(loader)) == 2
     assert list(read_log(tmp_path)) == [[[3, 4]], [[5]]]

@@ -117,7 +117,7 @@ def test_accumulated_over_micro_batches() -> None:
 
 def test_the_plan_of_a_step_is_refused_with_what_to_give() -> None:
     """And not taken for one plan: the mean over a micro-batch is not that over the step."""
-    step = knapformer.plan([[3, 4, 2]], "g1n1", 8, micro_batches=2)
+    step = knapformer.plan([[3, 4, 2]], "g1n1", d_model=8, micro_batches=2)
     ones = torch.ones(9)
     for mean, count in (
         (lambda **counts: token_mean(ones, **counts), 9),
@@ -152,7 +152,7 @@ def test_one_process_without_torch_distributed() -> None:
     loss = sample_mean(per_token, [1, 2])
     assert loss.item() == 2.5 and global_mean(loss).item() == 2.5
     assert torch.autograd.grad(loss, per_token)[0].tolist() == [0.5, 0.25, 0.25]
-    assert token_mean(per_token, plan=knapformer.plan([[1, 2]], "g1n1", 8)).item() == 3.0
+    assert token_mean(per_token, plan=knapformer.plan([[1, 2]], "g1n1", d_model=8)).item() == 3.0
     # Of three samples this rank has a whole one, two of the four tokens of another, and none of the third.
     parts = sample_mean(per_token, [1, 2, 0], sample_lens=[1, 4, 5], total=3)
     assert torch.autograd.grad(parts, per_token)[0].tolist() == pytest.approx([1 / 3, 1 / 12, 1 / 12])
@@ -172,7 +172,7 @@ def test_sums_in_bfloat16_are_not_rounded_to_it() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    three, plan = torch.ones(3), knapformer.plan([[1, 2]], "g1n1", 8)
+    three, plan = torch.ones(3), knapformer.plan([[1, 2]], "g1n1", d_model=8)
     for call, message in (
         (lambda: token_mean(torch.zeros(2, 3)), r"per_token: got torch.float32 of shape \(2, 3\), expected"),
         (lambda: token_mean([1.0]), "per_token: got list, expected real numbers"),

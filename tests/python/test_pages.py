@@ -106,5 +106,5 @@ def test_given_work() -> None:
 
 def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
     predict, _ = blocks_of("docs/commands.md")
-    made = run(predict, plan=knapformer.plan(LENGTHS, "g8n4", 3072))
+    made = run(predict, plan=knapformer.plan(LENGTHS, "g8n4", d_model=3072))
     assert made["step"].total_s > 0 and len(capsys.readouterr().out.split()) == 4

@@ -23,7 +23,9 @@ GOLDEN = [
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=[g["name"] for g in GOLDEN])
 def test_greedy_makes_the_golden_plans(golden):
-    plan = kf.plan(golden["seq_lens"], golden["topology"], golden["d_model"], gamma=golden["gamma"], solver="greedy")
+    plan = kf.plan(
+        golden["seq_lens"], golden["topology"], d_model=golden["d_model"], gamma=golden["gamma"], solver="greedy"
+    )
     plan.validate()
     assert plan.bag_of_sequence == golden["bag_of_sequence"]
     assert plan.wir_before == pytest.approx(golden["wir_before"], rel=1e-9)
@@ -52,7 +54,7 @@ def test_every_token_is_on_exactly_one_rank(data):
     per_replica = kf.Topology(topology).num_ranks
     num_ranks = per_replica * data.draw(st.integers(1, 2))
     seq_lens = data.draw(st.lists(lengths, min_size=num_ranks, max_size=num_ranks))
-    plan = kf.plan(seq_lens, topology, 64, gamma=data.draw(st.floats(0, 4)))
+    plan = kf.plan(seq_lens, topology, d_model=64, gamma=data.draw(st.floats(0, 4)))
     plan.validate()
     tokens = [[] for _ in range(plan.num_sequences)]
     for sequence, _, first, count in plan.chunks:
@@ -65,9 +67,9 @@ def test_every_token_is_on_exactly_one_rank(data):
 
 
 def test_plans_are_values():
-    plan = kf.plan([[100, 200], [], [30], [4]], "g2n2", 64, gamma=0.41)
-    assert plan == kf.plan([[100, 200], [], [30], [4]], "g2n2", 64, gamma=0.41, micro_batches=None)
-    assert plan != kf.plan([[100, 200], [], [30], [5]], "g2n2", 64, gamma=0.41)
+    plan = kf.plan([[100, 200], [], [30], [4]], "g2n2", d_model=64, gamma=0.41)
+    assert plan == kf.plan([[100, 200], [], [30], [4]], "g2n2", d_model=64, gamma=0.41, micro_batches=1)
+    assert plan != kf.plan([[100, 200], [], [30], [5]], "g2n2", d_model=64, gamma=0.41)
     assert kf.Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "g2n2" in repr(plan)
@@ -167,8 +169,10 @@ def test_wrong_types_are_errors_of_one_line_that_name_the_argument(argument, cha
 
 def test_numbers_may_be_of_any_kind():
     numpy = pytest.importorskip("numpy")
-    plan = kf.plan([[300, 100], [200]], "g2n1", 64, gamma=0.5)
-    assert plan == kf.plan([numpy.array([300, 100]), (200,)], "g2n1", numpy.int32(64), numpy.float32(0.5), cluster=None)
+    plan = kf.plan([[300, 100], [200]], "g2n1", d_model=64, gamma=0.5)
+    assert plan == kf.plan(
+        [numpy.array([300, 100]), (200,)], "g2n1", d_model=numpy.int32(64), gamma=numpy.float32(0.5), cluster=None
+    )
 
 
 def test_bags_are_ranges_of_ranks():
@@ -189,53 +193,54 @@ def test_every_property_says_what_it_is(kind):
 
 def test_options_reach_the_plan():
     lengths = [[4000, 100, 100], [300], [], [50, 60]]
-    plan = kf.plan(lengths, "g4/2/1n1", 64)
+    plan = kf.plan(lengths, "g4/2/1n1", d_model=64)
     assert plan.solver == "balanced" and plan.attention_pairs == [] and plan.lower_bound <= plan.predicted_time
-    causal = kf.plan(lengths, "g4/2/1n1", 64, masks="causal")
+    causal = kf.plan(lengths, "g4/2/1n1", d_model=64, masks="causal")
     assert causal.attention_pairs == [kf.attention_pairs("causal", n) for n in (4000, 100, 100, 300, 50, 60)]
     assert causal.predicted_time < plan.predicted_time
     mixed = kf.plan(
-        lengths, "g4/2/1n1", 64, masks=[["causal", "full", "window:8:0"], ["prefix:7"], [], ["full", "full"]]
+        lengths, "g4/2/1n1", d_model=64, masks=[["causal", "full", "window:8:0"], ["prefix:7"], [], ["full", "full"]]
     )
     assert mixed.attention_pairs[1:3] == [100 * 100, kf.attention_pairs("window:8:0", 100)]
-    held = kf.plan(lengths, "g4/2/1n1", 64, max_tokens_per_rank=1153)  # of 4,610
+    held = kf.plan(lengths, "g4/2/1n1", d_model=64, max_tokens_per_rank=1153)  # of 4,610
     assert held.max_tokens == 1153
-    fast = kf.plan([[100] * 8] * 4, "g1n4", 64, rank_speed=[1, 1, 1, 5])
+    fast = kf.plan([[100] * 8] * 4, "g1n4", d_model=64, rank_speed=[1, 1, 1, 5])
     assert fast.tokens_after[3] == 5 * fast.tokens_after[0]
     slow_links = kf.Cluster(node_bytes_per_s=1e6, network_bytes_per_s=1e6)
-    assert max(kf.plan([[300, 100], [200]], "g2/1n1", 64, cluster=slow_links).degree_of_sequence) == 1
-    assert kf.plan(lengths, "g4/2/1n1", 64, effort="low").predicted_time >= plan.lower_bound
+    assert max(kf.plan([[300, 100], [200]], "g2/1n1", d_model=64, cluster=slow_links).degree_of_sequence) == 1
+    assert kf.plan(lengths, "g4/2/1n1", d_model=64, effort="low").predicted_time >= plan.lower_bound
 
 
 def test_auto_chooses_from_lengths_and_heads():
-    assert str(kf.plan([[100], [100], [100], [100]], "auto", 3072).topology) == "g1n4"
+    assert str(kf.plan([[100], [100], [100], [100]], "auto", d_model=3072).topology) == "g1n4"
     lengths = [[30000], [100], [100], [100]]
-    assert len(kf.plan(lengths, "auto", 3072).topology.bags[0]) == 4
+    assert len(kf.plan(lengths, "auto", d_model=3072).topology.bags[0]) == 4
     # Six heads on four ranks: two of the ranks compute two heads each, a third of attention in place of a quarter.
-    even, uneven = (kf.plan(lengths, "g4n1", 3072, num_heads=heads) for heads in (8, 6))
+    even, uneven = (kf.plan(lengths, "g4n1", d_model=3072, num_heads=heads) for heads in (8, 6))
     attention_s = [max(r.forward.shared_attention_s for r in kf.predict_step(p).ranks) for p in (even, uneven)]
     assert attention_s[1] == pytest.approx(attention_s[0] * (2 / 6) / (1 / 4))
     node_of_two = kf.Cluster(ranks_per_node=1)
     assert all(
-        len(kf.Topology(o.topology).bags[0]) <= 2 for o in kf.rank_topologies([lengths], 3072, cluster=node_of_two)
+        len(kf.Topology(o.topology).bags[0]) <= 2
+        for o in kf.rank_topologies([lengths], d_model=3072, cluster=node_of_two)
     )
-    ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], 3072)
+    ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], d_model=3072)
     assert [o.predicted_time for o in ranking] == sorted(o.predicted_time for o in ranking)
     assert "longest sequence alone" in next(o for o in ranking if o.topology == "g1n4").reason
     with pytest.raises(kf.ArgumentError, match=r"^batches: got"):
-        kf.rank_topologies([], 3072)
+        kf.rank_topologies([], d_model=3072)
 
     # With work that is even, whatever the lengths, nothing is gained by sharing; with the formula's nothing changes.
     batches = [lengths, [[5], [6], [7], [8]]]
     even_work = [[[1e12 / len(of_rank)] * len(of_rank) for of_rank in batch] for batch in batches]
-    assert kf.rank_topologies(batches, 3072, work=even_work)[0].topology == "g1n4" != ranking[0].topology
+    assert kf.rank_topologies(batches, d_model=3072, work=even_work)[0].topology == "g1n4" != ranking[0].topology
     formula = kf.WorkloadModel()
     own = [[[formula.work(n, 3072) for n in of_rank] for of_rank in batch] for batch in batches]
-    assert [str(o) for o in kf.rank_topologies(batches, 3072, work=own)] == [str(o) for o in ranking]
+    assert [str(o) for o in kf.rank_topologies(batches, d_model=3072, work=own)] == [str(o) for o in ranking]
     with pytest.raises(kf.ArgumentError, match=r"^work: got 1 lists, expected one for each of the 2 batches"):
-        kf.rank_topologies(batches, 3072, work=own[:1])
+        kf.rank_topologies(batches, d_model=3072, work=own[:1])
     with pytest.raises(kf.ArgumentError, match=r"^work: got 3 lists, expected one for each of the 4 ranks"):
-        kf.rank_topologies(batches, 3072, work=[own[0][:3], own[1]])
+        kf.rank_topologies(batches, d_model=3072, work=[own[0][:3], own[1]])
 
 
 def test_planning_needs_no_torch():
@@ -243,7 +248,7 @@ def test_planning_needs_no_torch():
 import sys
 sys.modules["torch"] = None  # an import of torch raises ImportError
 import knapformer
-plan = knapformer.plan([[100], [5]], "g2n1", 64)
+plan = knapformer.plan([[100], [5]], "g2n1", d_model=64)
 assert plan.num_tokens == 105
 knapformer.DataMix.parse("joint").draw_lengths(0, 0, 32)
 try:
@@ -277,14 +282,14 @@ def test_mixes_and_planner_reproduce_the_published_wir(mix):
         wir = []
         for step in range(50):
             seq_lens = kf.DataMix.parse(mix).draw_lengths(0, step, 32)
-            plan = kf.plan(seq_lens, topology or "g1n32", 3072, gamma=0.41, solver="greedy")
+            plan = kf.plan(seq_lens, topology or "g1n32", d_model=3072, gamma=0.41, solver="greedy")
             wir.append(plan.wir_after if topology else plan.wir_before)
         assert sum(wir) / len(wir) == pytest.approx(published, rel=0.05), topology
 
 
 def test_what_would_leave_the_range_of_numbers_is_refused() -> None:
     with pytest.raises(kf.ArgumentError, match=r"gamma: got 1e\+308, expected a number from 0 to 1e\+30"):
-        kf.plan([[8], [4]], "g2n1", 16, gamma=1e308)
+        kf.plan([[8], [4]], "g2n1", d_model=16, gamma=1e308)
     for field in ("flops_per_s", "node_bytes_per_s", "network_bytes_per_s"):
         with pytest.raises(kf.ArgumentError, match=f"{field}: got 1e-300, expected a number from 1e-30 to"):
             kf.Cluster(**{field: 1e-300})
@@ -292,18 +297,18 @@ def test_what_would_leave_the_range_of_numbers_is_refused() -> None:
 
 def test_heads_that_bags_do_not_divide_are_planned_and_priced() -> None:
     for topology in ("g2n2", "g4/2/1n1", "g1n2+g2n1", "auto"):
-        given = kf.plan([[8], [4], [], []], topology, 16, num_heads=3)
-        assert given == kf.plan([[8], [4], [], []], topology, 16, model=kf.TrainedModel(num_heads=3))
+        given = kf.plan([[8], [4], [], []], topology, d_model=16, num_heads=3)
+        assert given == kf.plan([[8], [4], [], []], topology, d_model=16, model=kf.TrainedModel(num_heads=3))
         assert given.model.num_heads == 3
         with pytest.raises(kf.ArgumentError, match="num_heads: got -1"):
-            kf.plan([[8], [4], [], []], topology, 16, num_heads=-1)
+            kf.plan([[8], [4], [], []], topology, d_model=16, num_heads=-1)
 
 
 def test_a_plan_at_another_gamma_is_the_same_decision():
     lengths = [[4000, 300], [2000]]
-    alone = kf.plan(lengths, "g1n2", 64, gamma=0.4)
-    assert alone.on(gamma=0.9).predicted_time == kf.plan(lengths, "g1n2", 64, gamma=0.9).predicted_time
-    shared = kf.plan(lengths, "g2n1", 64, gamma=0.4)
+    alone = kf.plan(lengths, "g1n2", d_model=64, gamma=0.4)
+    assert alone.on(gamma=0.9).predicted_time == kf.plan(lengths, "g1n2", d_model=64, gamma=0.9).predicted_time
+    shared = kf.plan(lengths, "g2n1", d_model=64, gamma=0.4)
     other = shared.on(gamma=0.9)
     assert other.chunks == shared.chunks
     assert other.workload.gamma == 0.9
@@ -344,7 +349,7 @@ def two_streams(topology="g2/1n2", **options):
     lens = [[video + audio for video, audio in of_rank] for of_rank in TWO_STREAMS]
     formula = kf.WorkloadModel()
     works = [[formula.work(video, 64) + formula.work(audio, 32) for video, audio in of_rank] for of_rank in TWO_STREAMS]
-    return lens, works, kf.plan(lens, topology, 64, work=works, **options)
+    return lens, works, kf.plan(lens, topology, d_model=64, work=works, **options)
 
 
 def test_given_work_is_what_ranks_have():
@@ -375,7 +380,7 @@ def test_given_work_takes_its_time(unit):
     lens = [[random.randrange(1, 5000) for _ in range(5)] for _ in range(4)]
     works = [[unit * 1e12 * random.random() for _ in of_rank] for of_rank in lens]
     model = kf.TrainedModel(mode="inference", num_blocks=3)
-    plan = kf.plan(lens, "g1n4", 512, work=works, model=model)
+    plan = kf.plan(lens, "g1n4", d_model=512, work=works, model=model)
     sums = [0.0] * 4
     flat = [work for of_rank in works for work in of_rank]
     for sequence, rank, _, _ in plan.chunks:
@@ -397,7 +402,7 @@ def test_given_work_is_balanced_close_to_the_best_of_all_placements():
             for ranks in itertools.product(range(3), repeat=6)
         )
         for solver, slack in (("balanced", 1.001), ("greedy", 4 / 3)):
-            plan = kf.plan(lens, "g1n3", 256, work=works, cluster=cluster, solver=solver)
+            plan = kf.plan(lens, "g1n3", d_model=256, work=works, cluster=cluster, solver=solver)
             assert best * (1 - 1e-9) <= max(plan.workload_after) <= best * slack
 
 
@@ -405,10 +410,10 @@ def test_a_plan_of_given_work_is_a_value():
     _, works, plan = two_streams()
     assert kf.Plan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
     assert json.loads(plan.to_json())["work"] == [work for of_rank in works for work in of_rank]
-    assert plan != two_streams(gamma=0.5)[2] and plan != kf.plan(plan.seq_lens, "g2/1n2", 64)
+    assert plan != two_streams(gamma=0.5)[2] and plan != kf.plan(plan.seq_lens, "g2/1n2", d_model=64)
     _, _, step = two_streams(micro_batches=6)  # more than sequences: one is empty
     step.validate()
-    assert kf.StepPlan.from_json(step.to_json()) == step == pickle.loads(pickle.dumps(step))
+    assert kf.Plan.from_json(step.to_json()) == step == pickle.loads(pickle.dumps(step))
     wrong = json.loads(plan.to_json()) | {"token_part": 1.0, "work": [1.0] * 5}
     with pytest.raises(kf.ArgumentError, match=r"^token_part: got 1, expected a number from 0 to "):
         kf.Plan.from_json(json.dumps(wrong))
@@ -416,10 +421,10 @@ def test_a_plan_of_given_work_is_a_value():
 
 def test_tokens_count_for_the_limit_beside_given_work():
     lens, works = [[1000, 10, 10], [10]], [[1e3, 1e9, 1e9], [1e9]]
-    plan = kf.plan(lens, "g1n2", 64, work=works, max_tokens_per_rank=1010)
+    plan = kf.plan(lens, "g1n2", d_model=64, work=works, max_tokens_per_rank=1010)
     assert plan.max_tokens <= 1010
     with pytest.raises(kf.ArgumentError, match=r"^max_tokens_per_rank: got 999"):
-        kf.plan(lens, "g1n2", 64, work=works, max_tokens_per_rank=999)
+        kf.plan(lens, "g1n2", d_model=64, work=works, max_tokens_per_rank=999)
 
 
 @pytest.mark.parametrize("step", [{}, {"micro_batches": 2}])
@@ -440,4 +445,4 @@ def test_tokens_count_for_the_limit_beside_given_work():
 )
 def test_errors_of_work_name_the_argument(argument, change, step):
     with pytest.raises(kf.ArgumentError, match=rf"^{argument}: got .*, expected "):
-        kf.plan([[5, 5], [5]], "g1n2", 64, **change, **step)
+        kf.plan([[5, 5], [5]], "g1n2", d_model=64, **change, **step)

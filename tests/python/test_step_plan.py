@@ -39,27 +39,51 @@ def test_times():
     assert plan.ideal_time <= plan.lower_bound * (1 + 1e-9) <= plan.predicted_time * (1 + 2e-9)
     assert plan.gap == pytest.approx(plan.predicted_time / plan.lower_bound - 1)
     # Each rank's list cut in two, each half planned by itself.
-    first = kf.plan([lens[: (len(lens) + 1) // 2] for lens in STEP], "g2/1n2", 64)
-    second = kf.plan([lens[(len(lens) + 1) // 2 :] for lens in STEP], "g2/1n2", 64)
+    first = kf.plan([lens[: (len(lens) + 1) // 2] for lens in STEP], "g2/1n2", d_model=64)
+    second = kf.plan([lens[(len(lens) + 1) // 2 :] for lens in STEP], "g2/1n2", d_model=64)
     assert plan.predicted_time <= first.predicted_time + second.predicted_time
 
 
 def test_a_gap_is_never_below_zero():
-    assert kf.plan([[159]], "g1n1", 3072, micro_batches=3).gap == 0
+    assert kf.plan([[159]], "g1n1", d_model=3072, micro_batches=3).gap == 0
 
 
 def test_it_is_a_value():
     plan = step_plan()
     assert plan == step_plan() != step_plan(sync="step")
-    assert kf.StepPlan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
+    assert kf.Plan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
     assert "num_micro_batches=2" in repr(plan)
-    with pytest.raises(kf.ArgumentError, match=r"^plan: got"):
-        kf.StepPlan.from_json(plan.plans[0].to_json())
+    part = plan.plans[1]
+    assert kf.Plan.from_json(part.to_json()) == part == pickle.loads(pickle.dumps(part)) == part.plans[0]
+    with pytest.raises(kf.ArgumentError, match=r"^plan: got one of 2 micro-batches, expected one of its plans"):
+        kf.predict_step(plan)
 
 
-def test_without_micro_batches_there_is_a_plan():
-    assert isinstance(kf.plan(STEP, "g2/1n2", 64), kf.Plan)
-    assert isinstance(step_plan(micro_batches=1), kf.StepPlan)
+def test_what_is_said_per_sequence_and_rank_is_that_of_all_micro_batches():
+    plan = step_plan()
+    parts = [(part, plan.sequences_of(k)) for k, part in enumerate(plan.plans)]
+    chunks = [(ids[s], *place) for part, ids in parts for s, *place in part.chunks]
+    assert plan.chunks == sorted(chunks)
+    assert sum(plan.chunk_works) == pytest.approx(sum(sum(part.chunk_works) for part, _ in parts))
+    assert sum(plan.sequence_works) == pytest.approx(sum(plan.workload_after))
+    assert sum(plan.sequence_works) == pytest.approx(sum(plan.workload_before))
+    for rank in range(4):
+        held = [chunk for k in range(2) for chunk in plan.chunks_on(rank, k)]
+        assert plan.sequences_on[rank] == [sequence for sequence, _, _ in held]
+        assert plan.chunk_lens[rank] == [end - begin for _, begin, end in held]
+        assert plan.tokens_after[rank] == sum(plan.chunk_lens[rank])
+        assert plan.workload_after[rank] == pytest.approx(sum(part.workload_after[rank] for part, _ in parts))
+    assert plan.tokens_before == [sum(lens) for lens in STEP] and plan.seq_lens == STEP
+    assert plan.wir_after == max(plan.workload_after) / min(plan.workload_after)
+    for name in ("bag_of_sequence", "first_rank_of_sequence", "degree_of_sequence"):
+        for part, ids in parts:
+            assert [getattr(plan, name)[s] for s in ids] == getattr(part, name)
+    moved = plan.on(cluster="a100", gamma=1.0)
+    assert moved.chunks == plan.chunks and moved.plans[1] == plan.plans[1].on(cluster="a100", gamma=1.0)
+
+
+def test_one_micro_batch_is_planned_as_a_plan_and_fits_where_a_step_does():
+    assert step_plan(micro_batches=1) == step_plan(micro_batches=1).plans[0] == kf.plan(STEP, "g2/1n2", d_model=64)
 
 
 def test_as_few_micro_batches_as_keep_the_limit():

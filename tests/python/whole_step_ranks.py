@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from knapformer import BalancedBatchSampler, BalancedLoader, Cluster, Plan, SequenceBalancer
+from knapformer import BalancedBatchSampler, BalancedStepLoader, Cluster, Plan, SequenceBalancer
 
 LENGTHS = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 90, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
 CHANNELS, WIDTH, HEADS = 3, 16, 4
@@ -210,9 +210,7 @@ def by_loader(case: Case, step: Step, balancer: SequenceBalancer) -> int:
         samples.append({"x": x, "number": torch.tensor(number), "target": target.float()})
     size = -(-len(samples) // case.micro_batches) or 1
     batches = [samples[first : first + size] for first in range(0, len(samples), size)]
-    loader = BalancedLoader(
-        batches, balancer, WIDTH, micro_batches=case.micro_batches, per_token=["x", "target"], per_sample=["number"]
-    )
+    loader = BalancedStepLoader(batches, balancer, case.micro_batches, per_token=["x", "target"], per_sample=["number"])
     num_lists = 0
     for chunks, plan in loader:
         assert plan == balancer.plan == loader.step_plan.plans[num_lists]
@@ -247,7 +245,7 @@ WAYS = {"sampler": by_sampler, "loader": by_loader, "model": in_model}
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
     outcomes = []
     for case in cases:
-        balancer = SequenceBalancer(case.topology, cluster=CLUSTER)
+        balancer = SequenceBalancer(case.topology, cluster=CLUSTER, d_model=WIDTH)
         step = Step(case, balancer)
         shared = WAYS[case.way](case, step, balancer)
         outcomes.append(Outcome(step.gradients(), step.pieces, shared))

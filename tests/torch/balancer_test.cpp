@@ -112,7 +112,8 @@ TEST_P(Balancer, RoutesForthAndBack) {
     InProcessWorld world(GetParam().num_ranks);
     world.run_all([&](int32_t rank) {
       const auto balancer = make_balancer(world, rank, GetParam());
-      const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      const Plan& plan = balancer->plan();
       const std::vector<Token> home = home_tokens(plan, rank), held = chunk_tokens(plan, rank);
       const at::Tensor x = numbered(home, 3, 1.0).set_requires_grad(true);
       const at::Tensor ids = numbered(home, 1, 1.0).squeeze(1).to(at::kLong);
@@ -145,7 +146,8 @@ TEST_P(Balancer, SideDataReachesEveryChunkAndSumsBack) {
     for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
       world.run_all([&](int32_t rank) {
         const auto balancer = make_balancer(world, rank, GetParam());
-        const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+        balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+        const Plan& plan = balancer->plan();
         const int64_t first = plan.seq_lens().first_of(Rank(rank)).value;
         const auto count = static_cast<int64_t>(lists[static_cast<size_t>(rank)].size());
         const at::Tensor x = at::zeros({plan.tokens_before()[static_cast<size_t>(rank)], 1});
@@ -197,7 +199,8 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
   };
   world.run_all([&](int32_t rank) {
     const auto balancer = make_balancer(world, rank, setup);
-    const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+    balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+    const Plan& plan = balancer->plan();
     const std::vector<Token> held = chunk_tokens(plan, rank), seen = attention_tokens(plan, rank);
     const Bag& bag = plan.topology().bag(plan.topology().bag_of(Rank(rank)));
     const HeadPartition partition = partition_heads(heads.query, heads.key_value, bag.num_ranks);
@@ -270,7 +273,8 @@ TEST_P(Balancer, StartsTheCollectivesThatItPromises) {
     const int64_t an_attention = bag.num_ranks > 1 ? 1 : 0;
     int64_t expected = 0;
     for (int32_t step = 0; step < 3; ++step) {
-      const Plan& plan = balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      balancer->plan_routing(lists[static_cast<size_t>(rank)], 8);
+      const Plan& plan = balancer->plan();
       EXPECT_EQ(counts.all_gather, step + 1);
       const at::Tensor x = numbered(home_tokens(plan, rank), 4, 1).set_requires_grad(true);
       const auto routed =

@@ -37,7 +37,8 @@ TEST(Metrics, CountWhatTheGroupsCount) {
       const testing::CollectiveCounts& counts = world.counts(rank);
       const int64_t bytes = counts.bytes_sent, collectives = counts.all_to_all + counts.all_gather;
       const std::vector<int64_t> lens = {10 + 30 * rank, 5 + step};
-      const Plan& plan = balancer->plan_routing(lens, 16);
+      balancer->plan_routing(lens, 16);
+      const Plan& plan = balancer->plan();
       const at::Tensor x = at::ones({lens[0] + lens[1], 8}).set_requires_grad(true);
       const auto routed = balancer->route(x);
       const at::Tensor q = routed.x.view({-1, 2, 4});
@@ -97,7 +98,8 @@ TEST(Observe, TeachesAllRanksTheSame) {
     const auto balancer = make_balancer(world, rank, "g2/1n2", {.plan = {.workload = {.gamma = 1.0}}});
     for (const SequenceLengths& step : steps) {
       const auto own = step.lens(Rank(rank));
-      const Plan& plan = balancer->plan_routing(own, 64);
+      balancer->plan_routing(own, 64);
+      const Plan& plan = balancer->plan();
       const auto r = static_cast<size_t>(rank);
       gammas[r].push_back(plan.input().workload.gamma);
       speeds[r] = plan.input().rank_speed;
@@ -122,7 +124,7 @@ TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
   for (int64_t step = 0; step < 20; ++step) {
     std::vector<int64_t> lens;
     for (int64_t i = 0; i < 100; ++i) lens.push_back(64 + (37 * i + 911 * step) % 4096);
-    const auto planned = balancer.plan_step(lens, 64, {.num_micro_batches = 100});
+    const auto planned = balancer.plan_routing(lens, 64, {.num_micro_batches = 100});
     for (int64_t micro_batch = 0; micro_batch < 100; ++micro_batch) {
       const Plan& plan = balancer.follow(balancer.step(*planned, micro_batch));
       if (micro_batch == 0) balancer.observe(busy_seconds(plan, 0.4, {1.0})[0]);
@@ -137,7 +139,7 @@ TEST(Observe, IsOfAllMicroBatchesSinceTheLastTime) {
     for (int64_t step = 0; step < 40; ++step) {
       std::vector<int64_t> lens;
       for (int64_t i = 0; i < 8; ++i) lens.push_back(64 + (3701 * i + 911 * step) % 16384);
-      const auto planned = balancer.plan_step(lens, 64, {.num_micro_batches = 4});
+      const auto planned = balancer.plan_routing(lens, 64, {.num_micro_batches = 4});
       double busy_s = 0;
       for (int64_t micro_batch = 0; micro_batch < 4; ++micro_batch) {
         busy_s += busy_seconds(balancer.follow(balancer.step(*planned, micro_batch)), 0.4, {1.0})[0];

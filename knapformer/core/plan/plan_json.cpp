@@ -9,8 +9,6 @@
 namespace knapformer {
 namespace {
 
-constexpr std::string_view kPlanFormat = "knapformer.plan/2";
-
 /// JSON has no infinity: null stands for it.
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
 

@@ -18,6 +18,8 @@ struct PlanPrediction {
   double gap() const { return lower_bound_s > 0 ? std::max(predicted_time_s / lower_bound_s - 1, 0.0) : 0; }
 };
 
+inline constexpr std::string_view kPlanFormat = "knapformer.plan/2";
+
 /// Input, decision and what follows from the decision; docs/plan_format.md describes the fields.
 std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction);
 /// Reads the plan that plan_to_json wrote. What follows from the decision is computed anew, and the plan is validated.

@@ -1,4 +1,4 @@
-// StepPlan: an optimizer step of several micro-batches, planned at once. Like a Plan, it does not change.
+// StepPlan: an optimizer step of one or several micro-batches, planned at once. Like a Plan, it does not change.
 //
 // With gradient accumulation a step's gradient is the sum over its micro-batches, so any of them may compute a
 // sequence. The plan says which micro-batch computes each sequence, and each micro-batch has a Plan of its sequences,
@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <ranges>
 #include <span>
 #include <string>
 #include <string_view>
@@ -55,29 +57,37 @@ void append_chunk_lens(const Plan& plan, SequenceId id, Ragged<int64_t>& chunk_l
 
 class StepPlan {
  public:
-  /// `plans`: one for each micro-batch, with its input from micro_batch_inputs.
+  /// `plans`: one for each micro-batch, with its input from micro_batch_inputs. With one, sync makes no difference, and
+  /// is kMicroBatch.
   StepPlan(StepInput input, std::vector<int32_t> micro_batches, std::vector<Plan> plans);
+  /// A step of one micro-batch.
+  explicit StepPlan(std::shared_ptr<const Plan> plan);
 
   const StepInput& input() const { return input_; }
   int32_t num_micro_batches() const { return input_.num_micro_batches; }
   /// The micro-batch of every sequence of the step, by id.
   std::span<const int32_t> micro_batches() const { return micro_batches_; }
   /// The plan of every micro-batch. The ids of a plan count up through its own sequences.
-  std::span<const Plan> plans() const { return plans_; }
+  auto plans() const {
+    return plans_ | std::views::transform([](const auto& plan) -> const Plan& { return *plan; });
+  }
+  const std::shared_ptr<const Plan>& plan(int32_t micro_batch) const { return plans_[micro_batch]; }
+  const SequenceLengths& seq_lens() const { return input_.sequences.seq_lens; }
+  int32_t num_ranks() const { return seq_lens().num_ranks(); }
+  const std::string& solver() const { return plans_.front()->solver(); }
   /// The step's ids of a micro-batch's sequences, ascending. The index is the id in the micro-batch's plan.
   std::vector<SequenceId> sequences_of(int32_t micro_batch) const;
-  /// The step's ids of the sequences of which a rank holds a chunk in a micro-batch, in the order of the rank's rows.
-  std::vector<SequenceId> sequences_on(Rank rank, int32_t micro_batch) const;
-
+  /// What a rank holds in a micro-batch, in the order of its rows, with the step's ids.
+  std::vector<Chunk> chunks_on(Rank rank, int32_t micro_batch) const;
   /// The indices, ascending, of those sequences in a rank's own list that a micro-batch computes.
   std::vector<int32_t> home_sequences(Rank rank, int32_t micro_batch) const;
 
-  int64_t num_tokens() const;
+  int64_t num_tokens() const { return sum_of(&Plan::num_tokens); }
   /// Tokens of the fullest rank of any micro-batch.
   int64_t max_tokens() const;
   /// Sums over the micro-batches of Plan::tokens_moved and Plan::attention_tokens_moved.
-  int64_t tokens_moved() const;
-  double attention_tokens_moved() const;
+  int64_t tokens_moved() const { return sum_of(&Plan::tokens_moved); }
+  double attention_tokens_moved() const { return sum_of(&Plan::attention_tokens_moved); }
   /// The part of all tokens that leaves its rank in each all-to-all of attention; 0 without tokens.
   double exchanged_fraction() const;
 
@@ -85,12 +95,19 @@ class StepPlan {
   /// and every plan (Plan::validate). Throws StateError with the first promise that is broken.
   void validate() const;
 
-  bool operator==(const StepPlan&) const = default;
+  bool operator==(const StepPlan& other) const;
 
  private:
+  template <class Value>
+  Value sum_of(Value (Plan::*value)() const) const {
+    Value sum = 0;
+    for (const Plan& plan : plans()) sum += (plan.*value)();
+    return sum;
+  }
+
   StepInput input_;
   std::vector<int32_t> micro_batches_;
-  std::vector<Plan> plans_;
+  std::vector<std::shared_ptr<const Plan>> plans_;
 };
 
 }  // namespace knapformer

@@ -14,10 +14,11 @@ constexpr std::string_view kStepPlanFormat = "knapformer.step_plan/1";
 
 std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
                               std::span<const PlanPrediction> of_plans) {
+  if (plan.num_micro_batches() == 1) return plan_to_json(plan.plans()[0], of_plans[0]);
   Json json;
   json["format"] = kStepPlanFormat;
   json["sync"] = step_sync_name(plan.input().sync);
-  const SequenceLengths& seq_lens = plan.input().sequences.seq_lens;
+  const SequenceLengths& seq_lens = plan.seq_lens();
   std::vector<std::vector<int64_t>> lists;
   for (int32_t r = 0; r < seq_lens.num_ranks(); ++r) {
     const auto lens = seq_lens.lens(Rank(r));
@@ -39,7 +40,8 @@ std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& predic
 }
 
 StepPlan step_plan_from_json(std::string_view json_text) {
-  const Json json = parse_json(json_text, kStepPlanFormat);
+  const Json json = parse_json(json_text, kPlanFormat, kStepPlanFormat);
+  if (json["format"] == kPlanFormat) return StepPlan(std::make_shared<const Plan>(plan_from_json(json_text)));
   StepInput input;
   input.sync = parse_step_sync(json_field<std::string>(json, "sync"));
   SequenceLengths seq_lens =

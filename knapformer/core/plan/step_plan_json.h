@@ -11,7 +11,7 @@
 namespace knapformer {
 
 /// Input, decision and what follows from the decision; docs/plan_format.md describes the fields. `of_plans`: the
-/// prediction of each micro-batch.
+/// prediction of each micro-batch. A step of one micro-batch is written as its plan.
 std::string step_plan_to_json(const StepPlan& plan, const PlanPrediction& prediction,
                               std::span<const PlanPrediction> of_plans);
 /// Reads the plan that step_plan_to_json wrote. What follows from the decision is computed anew, and the plan is

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from knapformer.compile import AttentionTables
 from torch import Tensor
 
-from knapformer import BalancedLoader, SequenceBalancer
+from knapformer import BalancedLoader, BalancedStepLoader, SequenceBalancer
 
 
 def lens_of(rank: int) -> list[int]:
@@ -95,7 +95,7 @@ def balancers_agree(rank: int, world: int, topologies: list[str]) -> dict[str, l
     group = sim.new_group()
     results = {}
     for topology in topologies:
-        balancer = SequenceBalancer(topology, group=group)
+        balancer = SequenceBalancer(topology, group=group, d_model=8)
         on_cpu = balanced_step(balancer, rank, "cpu")
         on_device = [balanced_step(balancer, rank, "sim") for _ in range(2)]
         results[topology] = [pair for step in on_device for pair in zip(on_cpu, step, strict=True)]
@@ -108,7 +108,7 @@ def attention_beside_others(rank: int, world: int, topologies: list[str]) -> lis
 
     def step(topology: str, backend: str) -> list[tuple[Tensor, Tensor]]:
         group = sim.new_group(backend=backend)
-        balancer = SequenceBalancer(topology, group=group)
+        balancer = SequenceBalancer(topology, group=group, d_model=8)
         lens = lens_of(rank)
         balancer.plan_routing(lens, 24)
 
@@ -132,7 +132,7 @@ def attention_beside_others(rank: int, world: int, topologies: list[str]) -> lis
 def frozen_in_turn_agrees(rank: int, world: int) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
     """What makes x is frozen in turn, where all ranks but the last have no rows. Gradients on the last rank, paired
     with those that a rank alone would have; and what made the host wait for the device."""
-    balancer, pairs, syncs = SequenceBalancer(f"g{world}/1n1", group=sim.new_group()), [], []
+    balancer, pairs, syncs = SequenceBalancer(f"g{world}/1n1", group=sim.new_group(), d_model=8), [], []
     has_rows = rank == world - 1
     tokens = torch.arange(14.0 if has_rows else 0.0, dtype=torch.float64).view(-1, 2).to("sim")
     for trains in (True, False, True, True, False):
@@ -156,10 +156,10 @@ def devices_mix(rank: int, world: int, topologies: list[str]) -> tuple[list[tupl
     group, pairs = sim.new_group(backend="late"), []
     device = "cpu" if rank % 2 else "sim"
     for topology in topologies:
-        balancer = SequenceBalancer(topology, group=group)
+        balancer = SequenceBalancer(topology, group=group, d_model=8)
         pairs += zip(balanced_step(balancer, rank, "cpu"), balanced_step(balancer, rank, device), strict=True)
     try:
-        balanced_step(SequenceBalancer(topologies[0], group=sim.new_group()), rank, device)
+        balanced_step(SequenceBalancer(topologies[0], group=sim.new_group(), d_model=8), rank, device)
     except Exception as error:
         return pairs, f"{type(error).__name__}: {error}"
     return pairs, ""
@@ -183,14 +183,14 @@ def tables_of_a_loader(
     lens = [[40 + 5 * rank + step, 3] for step in range(6 * (micro_batches or 1))]
     results = {}
     for device in ("cpu", name):
-        balancer = SequenceBalancer(f"g{world}n1", group=group)
+        balancer = SequenceBalancer(f"g{world}n1", group=group, d_model=8)
         options: dict[str, Any] = {"device": device} if told else {}
         loader: Any
         if micro_batches is None:
-            loader = BalancedLoader(lens, balancer, 8, seq_lens=lambda own: own, empty=list, **options)
+            loader = BalancedLoader(lens, balancer, seq_lens=lambda own: own, empty=list, **options)
         else:
             samples = [[{"x": torch.zeros(n)} for n in of_batch] for of_batch in lens]
-            loader = BalancedLoader(samples, balancer, 8, per_token=["x"], micro_batches=micro_batches, **options)
+            loader = BalancedStepLoader(samples, balancer, micro_batches, per_token=["x"], **options)
         values = []
         with sim.counted() as counted:
             for _, plan in loader:
@@ -212,10 +212,10 @@ def tables_of_a_loader(
 def samples_in_pinned_memory(rank: int, world: int) -> list[tuple[bool, bool]]:
     """For each chunk of a pass: whether another rank loaded it, and whether it lies in pinned memory. Rank 0 loads all
     samples of a step."""
-    balancer = SequenceBalancer(f"g1n{world}", group=sim.new_group())
+    balancer = SequenceBalancer(f"g1n{world}", group=sim.new_group(), d_model=8)
     lens = [40, 30, 20, 10] if rank == 0 else []
     batches = [[{"x": torch.arange(n, dtype=torch.float32)} for n in lens] for _ in range(3)]
-    loader: Any = BalancedLoader(batches, balancer, 8, per_token=["x"], micro_batches=1, device="sim")
+    loader: Any = BalancedStepLoader(batches, balancer, 1, per_token=["x"], device="sim")
     chunks = []
     for samples, _ in loader:
         for sample, (_, begin, end) in zip(samples, loader.chunks, strict=True):
@@ -240,7 +240,7 @@ def compiled_attention_agrees(rank: int, world: int, topology: str) -> list[tupl
         def segments(seq_lens: Tensor, device: str = device) -> Tensor:
             return torch.repeat_interleave(torch.arange(seq_lens.numel()), seq_lens.long()).to(device)
 
-        balancer = SequenceBalancer(topology, group=group)
+        balancer = SequenceBalancer(topology, group=group, d_model=8)
         balancer.plan_routing([40 + rank, 5, 3 * rank + 2], 16)
         own = torch.randn(sum(balancer.chunk_lens.tolist()), 4, 4, generator=torch.Generator().manual_seed(rank))
         x = own.to(device).requires_grad_()
@@ -259,7 +259,7 @@ def compiled_attention_agrees(rank: int, world: int, topology: str) -> list[tupl
 def a_rank_that_cannot_pack(rank: int, world: int) -> tuple[str, int]:
     """Rank 1 runs out of memory in the group's first exchange. What this rank raises, and how many collectives it has
     launched."""
-    balancer, message = SequenceBalancer("g1n2", group=sim.new_group()), ""
+    balancer, message = SequenceBalancer("g1n2", group=sim.new_group(), d_model=8), ""
     balancer.plan_routing([8] if rank == 0 else [2], 4)
     x = torch.ones(8 if rank == 0 else 2, 4).to("sim")
     sim.register().fail_to_pack(rank == 1)
@@ -275,7 +275,7 @@ def tables_serve_two_streams(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """Rows routed on the default stream, behind a step's first route, which put the tables on the device. That was on
     another stream, where nothing has waited for their copy, as rows without columns are not packed. And what the routed
     rows are on the CPU."""
-    balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group())
+    balancer = SequenceBalancer(f"g{world}n1", group=sim.new_group(), d_model=8)
     balancer.plan_routing(lens_of(rank), 24)
     x = torch.arange(float(sum(lens_of(rank)))) + 1000 * rank
     on_device = x.to("sim")
@@ -314,15 +314,15 @@ def steps_without_a_cpu_backend(
 ) -> tuple[list[Tensor], list[Tensor], sim.Counted, list[int], int]:
     """The results of a step on the device with a group for CPU and device, and with one for the device alone. For the
     latter also: what planning counted, CPU numbers that route exchanged, and how many groups a second balancer made."""
-    expected = balanced_step(SequenceBalancer("g2/1n1", group=sim.new_group()), rank, "sim")
+    expected = balanced_step(SequenceBalancer("g2/1n1", group=sim.new_group(), d_model=8), rank, "sim")
     alone = sim.new_group(backend="sim:late")
-    balancer = SequenceBalancer("g2/1n1", group=alone)
+    balancer = SequenceBalancer("g2/1n1", group=alone, d_model=8)
     with sim.counted() as counted:
         balancer.plan_routing(lens_of(rank), 24)
         balancer.finish_planning(balancer.start_planning(lens_of(rank), 24))
     _, numbers, _ = balancer.route(torch.full((sum(lens_of(rank)), 1), rank))
     before = len(c10d._world.pg_names)
-    again = SequenceBalancer("g2/1n1", group=alone)
+    again = SequenceBalancer("g2/1n1", group=alone, d_model=8)
     got = balanced_step(again, rank, "sim")
     return expected, got, counted, numbers.flatten().tolist(), len(c10d._world.pg_names) - before
 
@@ -332,7 +332,7 @@ def a_balancer_without_an_interface(rank: int, world: int) -> str:
     group = sim.new_group(backend="sim:late")
     os.environ["GLOO_SOCKET_IFNAME"] = "no such interface"
     try:
-        SequenceBalancer("g1n1", group=group)
+        SequenceBalancer("g1n1", group=group, d_model=8)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -109,12 +109,12 @@ def _train(rank: int, case: Case, victim: _Victim) -> None:
 
     from knapformer import BalancedLoader, SequenceBalancer
 
-    balancer = SequenceBalancer(TOPOLOGIES[case.bags, case.num_ranks], effort="low")
+    balancer = SequenceBalancer(TOPOLOGIES[case.bags, case.num_ranks], effort="low", d_model=D_MODEL)
     steps = iter(range(NUM_STEPS))
     batches: Iterator[Any] | None = None
     if case.call == "loader":
         data = ({"seq_lens": victim.lengths(step)} for step in range(NUM_STEPS))
-        batches = iter(BalancedLoader(data, balancer, D_MODEL, empty=lambda: {"seq_lens": []}))
+        batches = iter(BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []}))
     for step in steps:
         victim.step = step
         if batches is not None:

@@ -75,13 +75,13 @@ def _plans_of_round(balancer: SequenceBalancer, rank: int, first: int, seed: int
             yield lens
         return
     data = [{"seq_lens": _random_lengths(seed, rank, step)} for step in steps]
-    loader, state = BalancedLoader(data, balancer, WIDTH, empty=lambda: {"seq_lens": []}), {}  # type: ignore[var-annotated]
+    loader, state = BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []}), {}  # type: ignore[var-annotated]
     for i, (batch, _) in enumerate(loader):
         yield batch["seq_lens"]
         if i == STEPS_OF_ROUND // 2:
             state = loader.state_dict()
             break
-    loader = BalancedLoader(data, balancer, WIDTH, empty=lambda: {"seq_lens": []})
+    loader = BalancedLoader(data, balancer, empty=lambda: {"seq_lens": []})
     loader.load_state_dict(state)
     for batch, _ in loader:
         yield batch["seq_lens"]
@@ -104,7 +104,7 @@ def soak(rank: int, world_size: int, num_steps: int, seed: int, seconds: float, 
     end, held = time.monotonic() + seconds, []
     for first in range(0, num_steps, STEPS_OF_ROUND):
         topology = TOPOLOGIES[world_size][first // STEPS_OF_ROUND % 3]
-        balancer = SequenceBalancer(topology, effort="low")
+        balancer = SequenceBalancer(topology, effort="low", d_model=WIDTH)
         times, start = [], time.perf_counter()
         for step, lens in enumerate(_plans_of_round(balancer, rank, first, seed), first):
             _check_step(balancer, lens, step)

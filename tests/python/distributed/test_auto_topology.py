@@ -9,7 +9,7 @@ from balancer_checks import Check, causal_free_attention, own, run_checks
 from ranks import run_ranks
 
 import knapformer
-from knapformer import BalancedLoader, Cluster, SequenceBalancer, StateError
+from knapformer import BalancedLoader, BalancedStepLoader, Cluster, SequenceBalancer, StateError
 
 WIDTH = 12
 # Slow enough that one long sequence is worth sharing.
@@ -19,7 +19,7 @@ SHORT = {2: [[30], [30]], 4: [[30]] * 4}
 
 
 def best_of(lens: list[list[int]], **settings: object) -> str:
-    topology: str = knapformer.rank_topologies([lens], WIDTH, cluster=SLOW, **settings)[0].topology  # type: ignore[arg-type]
+    topology: str = knapformer.rank_topologies([lens], d_model=WIDTH, cluster=SLOW, **settings)[0].topology  # type: ignore[arg-type]
     return topology
 
 
@@ -27,12 +27,12 @@ def check_first_lengths_choose(rank: int, world_size: int) -> None:
     lens = LONG[world_size]
     best = best_of(lens)
     assert best.startswith(f"g{world_size}") and best != best_of(SHORT[world_size])
-    balancer = SequenceBalancer("auto", cluster=SLOW)
+    balancer = SequenceBalancer("auto", cluster=SLOW, d_model=WIDTH)
     for _ in range(2):  # nothing to choose by
         assert balancer.plan_routing([], WIDTH).num_sequences == 0
         with pytest.raises(StateError, match="topology: is chosen from the first lengths"):
             _ = balancer.topology
-    assert balancer.plan_routing(own(lens, rank), WIDTH) == knapformer.plan(lens, best, WIDTH, cluster=SLOW)
+    assert balancer.plan_routing(own(lens, rank), WIDTH) == knapformer.plan(lens, best, d_model=WIDTH, cluster=SLOW)
     assert balancer.topology == best
     # Attention in its bags is that of each rank alone.
     torch.manual_seed(rank)
@@ -44,29 +44,29 @@ def check_first_lengths_choose(rank: int, world_size: int) -> None:
     # Others would choose another; it stays.
     of_short = balancer.plan_routing(own(SHORT[world_size], rank), WIDTH)
     assert str(of_short.topology) == best == balancer.topology
-    balancer.follow(knapformer.plan(lens, best, WIDTH))
+    balancer.follow(knapformer.plan(lens, best, d_model=WIDTH))
 
 
 def check_steps_choose(rank: int, world_size: int) -> None:
     lens = LONG[world_size]
-    balancer = SequenceBalancer("auto", cluster=SLOW)
+    balancer = SequenceBalancer("auto", cluster=SLOW, d_model=WIDTH)
     steps = balancer.plan_routing(own(lens, rank), WIDTH, micro_batches=2)
-    assert steps == knapformer.plan(lens, balancer.topology, WIDTH, cluster=SLOW, micro_batches=2)
+    assert steps == knapformer.plan(lens, balancer.topology, d_model=WIDTH, cluster=SLOW, micro_batches=2)
     assert balancer.topology == best_of(lens)
 
 
 def check_a_loader_chooses(rank: int, world_size: int) -> None:
     """Also where the first lists of a rank are empty, and ahead of their use."""
     lens = LONG[world_size]
-    balancer = SequenceBalancer("auto", cluster=SLOW)
+    balancer = SequenceBalancer("auto", cluster=SLOW, d_model=WIDTH)
     batches = [{"seq_lens": own(lens, rank)}, {"seq_lens": own(SHORT[world_size], rank)}]
-    plans = [plan for _, plan in BalancedLoader(batches, balancer, WIDTH, empty=lambda: {"seq_lens": []})]
+    plans = [plan for _, plan in BalancedLoader(batches, balancer, empty=lambda: {"seq_lens": []})]
     best = best_of(lens)
-    assert plans == [knapformer.plan(of, best, WIDTH, cluster=SLOW) for of in (lens, SHORT[world_size])]
+    assert plans == [knapformer.plan(of, best, d_model=WIDTH, cluster=SLOW) for of in (lens, SHORT[world_size])]
 
-    balancer = SequenceBalancer("auto", cluster=SLOW)
+    balancer = SequenceBalancer("auto", cluster=SLOW, d_model=WIDTH)
     samples = [[{"x": torch.full((n, 2), float(n))} for n in own(lens, rank)], []]
-    loader = BalancedLoader(samples, balancer, WIDTH, micro_batches=2, per_token=["x"])
+    loader = BalancedStepLoader(samples, balancer, 2, per_token=["x"])
     tokens = sum(len(sample["x"]) for micro_batch, _ in loader for sample in micro_batch)
     counts = [0] * world_size
     dist.all_gather_object(counts, tokens)
@@ -75,17 +75,17 @@ def check_a_loader_chooses(rank: int, world_size: int) -> None:
 
 def check_what_cannot_be_planned_is_refused(rank: int, world_size: int) -> None:
     """By the limit of the best topology; and the balancer goes on."""
-    balancer = SequenceBalancer("auto", cluster=SLOW, max_tokens_per_rank=20)
+    balancer = SequenceBalancer("auto", cluster=SLOW, max_tokens_per_rank=20, d_model=WIDTH)
     with pytest.raises(knapformer.ArgumentError, match="max_tokens_per_rank: got 20"):
         balancer.plan_routing(own(LONG[world_size], rank), WIDTH)
     assert balancer.plan_routing([3], WIDTH).num_sequences == world_size
 
 
 def check_plans_to_follow_come_after(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))))
+    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))), d_model=WIDTH)
     dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
     with pytest.raises(StateError, match="topology: is chosen from the first lengths"):
-        balancer.follow(knapformer.plan([[5]] * world_size, f"g1n{world_size}", WIDTH))
+        balancer.follow(knapformer.plan([[5]] * world_size, f"g1n{world_size}", d_model=WIDTH))
 
 
 CHECKS: list[Check] = [
@@ -104,7 +104,7 @@ def test_the_first_lengths_choose_the_topology(world_size: int) -> None:
 
 def _one_of_two(rank: int, world_size: int) -> str:
     try:
-        SequenceBalancer("auto" if rank == 0 else "g1n2")
+        SequenceBalancer("auto" if rank == 0 else "g1n2", d_model=WIDTH)
     except Exception as error:
         return str(error)
     return ""
@@ -116,4 +116,4 @@ def test_it_is_auto_on_all_ranks_or_on_none() -> None:
 
 
 def test_a_process_alone_has_a_bag_of_one() -> None:
-    assert SequenceBalancer("auto").topology == "g1n1"
+    assert SequenceBalancer("auto", d_model=WIDTH).topology == "g1n1"

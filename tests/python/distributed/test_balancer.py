@@ -246,7 +246,7 @@ def check_a_refused_plan_is_not_the_end(rank: int, world_size: int) -> None:
             x = torch.randn(10, 4)
             assert torch.equal(balancer.reverse_route(balancer.route(x)[1])[1], x)
     balancer.plan_routing([10] * 2, 4, micro_batches=2)
-    with pytest.raises(StateError, match="follow: has not been called, expected after an optimizer step is planned"):
+    with pytest.raises(StateError, match="follow: has not been called, expected after several micro-batches"):
         balancer.plan  # noqa: B018
     balancer.plan_routing(torch.tensor([10] if rank == 0 else []), 4)  # floats, where a rank has none
     assert balancer.plan.seq_lens == [[10]] + [[]] * (world_size - 1)
@@ -333,22 +333,22 @@ def check_masks(rank: int, world_size: int) -> None:
     lens, topology = LENS[world_size], f"g{world_size}n1"
     names = [["causal", "full", "window:2:0", "prefix:1"][: len(own_lens)] for own_lens in lens]
     balancer = SequenceBalancer(topology)
-    assert balancer.plan_routing(own(lens, rank), 8, own(names, rank)) == plan(lens, topology, 8, masks=names)
-    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8)
+    assert balancer.plan_routing(own(lens, rank), 8, own(names, rank)) == plan(lens, topology, d_model=8, masks=names)
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, d_model=8)
     balancer = SequenceBalancer(topology, mask="causal")
-    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8, masks="causal")
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, d_model=8, masks="causal")
     some = [names[0], *(["causal"] * len(own_lens) for own_lens in lens[1:])]
     own_masks = own(names, rank) if rank == 0 else None
-    assert balancer.plan_routing(own(lens, rank), 8, own_masks) == plan(lens, topology, 8, masks=some)
+    assert balancer.plan_routing(own(lens, rank), 8, own_masks) == plan(lens, topology, d_model=8, masks=some)
     ahead = balancer.start_planning(own(lens, rank), 8, masks=own_masks)
-    assert balancer.finish_planning(ahead) == plan(lens, topology, 8, masks=some)
+    assert balancer.finish_planning(ahead) == plan(lens, topology, d_model=8, masks=some)
 
 
 def check_the_mask_of_the_kernel(rank: int, world_size: int) -> None:
     """A kernel that applies another mask than the plan counts with is an error on every rank, by every way to it."""
     lens, topology = LENS[world_size], f"g{world_size}n1"
     mixed = [["causal" if n > 5 else "full" for n in of_rank] for of_rank in lens]
-    causal = plan(lens, topology, 8, masks="causal")
+    causal = plan(lens, topology, d_model=8, masks="causal")
     with_work = {"work": [float(n) for n in own(lens, rank)]}
 
     def balancer(mask: str = "full", **options: Any) -> SequenceBalancer:
@@ -413,8 +413,8 @@ def check_given_work(rank: int, world_size: int) -> None:
     lens, topology = LENS[world_size], f"g{world_size}/1n1"
     work = [[1e6 * (7 * r + 3 * i + 1) for i in range(len(of_rank))] for r, of_rank in enumerate(lens)]
     balancer = SequenceBalancer(topology)
-    given = plan(lens, topology, 8, work=work)
-    assert balancer.plan_routing(own(lens, rank), 8, work=own(work, rank)) == given != plan(lens, topology, 8)
+    given = plan(lens, topology, d_model=8, work=work)
+    assert balancer.plan_routing(own(lens, rank), 8, work=own(work, rank)) == given != plan(lens, topology, d_model=8)
     x = torch.randn(sum(own(lens, rank)), 8, dtype=torch.float64, requires_grad=True)
     _, moved, _ = balancer.route(x, [])
     _, back = balancer.reverse_route(2 * moved)
@@ -424,15 +424,15 @@ def check_given_work(rank: int, world_size: int) -> None:
     ahead = balancer.start_planning(own(lens, rank), 8, work=own(work, rank))
     assert balancer.finish_planning(ahead) == given
     steps = balancer.plan_routing(own(lens, rank), 8, micro_batches=2, work=own(work, rank))
-    assert steps == plan(lens, topology, 8, micro_batches=2, work=work)
+    assert steps == plan(lens, topology, d_model=8, micro_batches=2, work=work)
     balancer.follow(given)
     assert balancer.plan == given
-    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, 8)
+    assert balancer.plan_routing(own(lens, rank), 8) == plan(lens, topology, d_model=8)
     # Work of the formula's own values changes nothing.
     formula = WorkloadModel(0.41)
     same = [formula.work(n, 8) for n in own(lens, rank)]
     of_formula = balancer.plan_routing(own(lens, rank), 8, work=same)
-    assert of_formula.chunks == plan(lens, topology, 8).chunks
+    assert of_formula.chunks == plan(lens, topology, d_model=8).chunks
 
 
 CHECKS: list[Check] = [

@@ -56,8 +56,8 @@ def message_of(call: Callable[[], object]) -> str:
 
 def check(rank: int, world_size: int) -> dict[str, str]:
     for topology in ("g4n1", "g2n2", "g4/2/1n1"):
-        balancer = SequenceBalancer(topology)
-        plans = [knapformer.plan(lens, topology, D_MODEL) for lens in (LENGTHS, LENGTHS[::-1], [[]] * 4)]
+        balancer = SequenceBalancer(topology, sync="step")
+        plans = [knapformer.plan(lens, topology, d_model=D_MODEL) for lens in (LENGTHS, LENGTHS[::-1], [[]] * 4)]
         for plan in (*plans, plans[0]):
             balancer.follow(plan)
             moves_as(balancer, plan)
@@ -65,8 +65,8 @@ def check(rank: int, world_size: int) -> dict[str, str]:
         # Beside plans that are gathered, and steps.
         balancer.plan_routing(LENGTHS[rank], D_MODEL)
         moves_as(balancer, plans[0])
-        step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=3, sync="step")
-        assert step == knapformer.plan(LENGTHS, topology, D_MODEL, micro_batches=3, sync="step")
+        step = balancer.plan_routing(LENGTHS[rank], D_MODEL, micro_batches=3)
+        assert step == knapformer.plan(LENGTHS, topology, d_model=D_MODEL, micro_batches=3, sync="step")
         for micro_batch in (0, 1, 2, 1):
             balancer.follow(step, micro_batch)
             moves_as(balancer, step.plans[micro_batch])
@@ -79,15 +79,15 @@ def check(rank: int, world_size: int) -> dict[str, str]:
         dist.barrier()  # a rank that is still making it would raise there what others say of their next call
         return made
 
-    plan = knapformer.plan(LENGTHS, "g4n1", D_MODEL)
-    other = knapformer.plan([[3, 70], [], [9], [1, 2, 6]], "g4n1", D_MODEL)
+    plan = knapformer.plan(LENGTHS, "g4n1", d_model=D_MODEL)
+    other = knapformer.plan([[3, 70], [], [9], [1, 2, 6]], "g4n1", d_model=D_MODEL)
     balancer = fresh()
     balancer.follow(other if rank == 2 else plan)
     told["other plan"] = message_of(lambda: balancer.route(at_home(other if rank == 2 else plan, rank)))
     balancer = fresh()
-    told["topology"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS, "g2n2", D_MODEL)))
+    told["topology"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS, "g2n2", d_model=D_MODEL)))
     balancer = fresh()
-    told["ranks"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS * 2, "g4n1", D_MODEL)))
+    told["ranks"] = message_of(lambda: balancer.follow(knapformer.plan(LENGTHS * 2, "g4n1", d_model=D_MODEL)))
     balancer = fresh()
     told["not a step"] = message_of(lambda: balancer.follow(plan, 1))
     balancer = fresh()
@@ -128,7 +128,7 @@ def test_follow_on_real_ranks() -> None:
 
 def test_one_rank_alone() -> None:
     balancer = SequenceBalancer("g1n1")
-    plan = knapformer.plan([[4, 2]], "g1n1", D_MODEL)
+    plan = knapformer.plan([[4, 2]], "g1n1", d_model=D_MODEL)
     balancer.follow(plan)
     moves_as(balancer, plan)
     step = balancer.plan_routing([4, 2, 1], D_MODEL, micro_batches=2)

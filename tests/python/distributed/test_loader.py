@@ -68,10 +68,10 @@ def same(a: Tokens, b: Tokens) -> bool:
 
 
 def check_uneven_numbers_of_batches(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     for counts in ([3, 6], [5, 0], [0, 0], [2, 2]):
         own = make_batches(rank, counts[rank])
-        loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+        loader = BalancedLoader(own, balancer, empty=empty)
         for _ in range(2):  # passes
             steps = 0
             for number, (batch, plan) in enumerate(loader):
@@ -81,7 +81,7 @@ def check_uneven_numbers_of_batches(rank: int, world_size: int) -> None:
                 travel(balancer, batch)
                 steps += 1
             assert steps == max(counts)
-        shortest = BalancedLoader(own, balancer, D_MODEL, end="shortest")
+        shortest = BalancedLoader(own, balancer, end="shortest")
         used = [batch for batch, _ in shortest]
         assert len(used) == min(counts) and all(map(same, used, own))
 
@@ -96,37 +96,35 @@ class Recording(SequenceBalancer):
 
 def check_masks(rank: int, world_size: int) -> None:
     """Long sequences are causal, short ones as the balancer's mask says; the other rank says nothing."""
-    balancer = SequenceBalancer(TOPOLOGY, mask="window:2:2")
+    balancer = SequenceBalancer(TOPOLOGY, mask="window:2:2", d_model=D_MODEL)
     masks = (lambda batch: ["causal" if length > 4 else "full" for length in batch.seq_lens]) if rank == 0 else None
-    for batch, of_loader in BalancedLoader(make_batches(rank, 4), balancer, D_MODEL, masks=masks, empty=empty):
+    for batch, of_loader in BalancedLoader(make_batches(rank, 4), balancer, masks=masks, empty=empty):
         lens = lens_of_all(batch.seq_lens, world_size)
         names = [["causal" if length > 4 else "full" for length in lens[0]], ["window:2:2"] * len(lens[1])]
-        assert of_loader == knapformer.plan(lens, TOPOLOGY, D_MODEL, masks=names)
+        assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, masks=names)
 
 
 def check_work(rank: int, world_size: int) -> None:
     """Of each batch's sequences, what the function says of it."""
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
 
     def work_of(lens: list[int]) -> list[float]:
         return [1e6 * (length % 5 + 1) for length in lens]
 
-    loader = BalancedLoader(
-        make_batches(rank, 4), balancer, D_MODEL, work=lambda batch: work_of(batch.seq_lens), empty=empty
-    )
+    loader = BalancedLoader(make_batches(rank, 4), balancer, work=lambda batch: work_of(batch.seq_lens), empty=empty)
     for batch, of_loader in loader:
         lens = lens_of_all(batch.seq_lens, world_size)
-        assert of_loader == knapformer.plan(lens, TOPOLOGY, D_MODEL, work=list(map(work_of, lens)))
+        assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, work=list(map(work_of, lens)))
 
 
 def check_planning_overlaps(rank: int, world_size: int) -> None:
     """The next step's plan is made inside this step, with no help of this thread; and its gather is the first of the
     step's collectives, so that it waits for none of them."""
-    balancer = Recording(TOPOLOGY)
+    balancer = Recording(TOPOLOGY, d_model=D_MODEL)
     own = make_batches(rank, 6)
     ready = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for number, (batch, _) in enumerate(BalancedLoader(own[:2] * 3, balancer, D_MODEL, empty=empty)):
+        for number, (batch, _) in enumerate(BalancedLoader(own[:2] * 3, balancer, empty=empty)):
             with torch.profiler.record_function(f"step {number}"):
                 travel(balancer, batch)
                 deadline = time.monotonic() + 20
@@ -144,9 +142,9 @@ def check_planning_overlaps(rank: int, world_size: int) -> None:
 
 def check_other_plans_between(rank: int, world_size: int) -> None:
     """An evaluation inside the loop, a loop that is left early, and a plan that is taken up again."""
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     own, others = make_batches(rank, 4), make_batches(rank, 4, seed=1)
-    loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+    loader = BalancedLoader(own, balancer, empty=empty)
     used = []
     for number, (batch, plan) in enumerate(loader):
         travel(balancer, batch)
@@ -217,18 +215,18 @@ def stateful(batches: list[Tokens], num_workers: int = 0) -> Any:
 
 def check_resume(rank: int, world_size: int, make: Callable[[list[Tokens]], Any], stops: list[int]) -> None:
     counts = [6, 4]
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     own = make_batches(rank, counts[rank])
-    whole = list(BalancedLoader(make(own), balancer, D_MODEL, empty=empty))
+    whole = list(BalancedLoader(make(own), balancer, empty=empty))
     assert len(whole) == 6
     for stop in stops:
-        loader = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        loader = BalancedLoader(make(own), balancer, empty=empty)
         states = [loader.state_dict()]
         for _ in loader:
             states.append(loader.state_dict())
             if len(states) == stop + 1:
                 break
-        resumed = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        resumed = BalancedLoader(make(own), balancer, empty=empty)
         resumed.load_state_dict(states[stop])
         assert resumed.state_dict() == states[stop]
         rest = list(resumed)
@@ -253,13 +251,13 @@ def numbered(rank: int, count: int) -> Any:
 
 def check_resume_between_passes(rank: int, world_size: int) -> None:
     """A pass that ends with the shortest rank leaves the others' loaders amid a pass of their own."""
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     counts = [6, 3]
-    loader = BalancedLoader(numbered(rank, counts[rank]), balancer, D_MODEL, end="shortest")
+    loader = BalancedLoader(numbered(rank, counts[rank]), balancer, end="shortest")
     first = list(loader)
     state = loader.state_dict()
     second = list(loader)
-    resumed = BalancedLoader(numbered(rank, counts[rank]), balancer, D_MODEL, end="shortest")
+    resumed = BalancedLoader(numbered(rank, counts[rank]), balancer, end="shortest")
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     again = list(resumed)
@@ -269,7 +267,7 @@ def check_resume_between_passes(rank: int, world_size: int) -> None:
 
 def check_a_look_at_the_first_batch_is_no_pass(rank: int, world_size: int) -> None:
     """Without a word, the pass after it would begin at the start again."""
-    loader = BalancedLoader(make_batches(rank, 4), SequenceBalancer(TOPOLOGY), D_MODEL, empty=empty)
+    loader = BalancedLoader(make_batches(rank, 4), SequenceBalancer(TOPOLOGY, d_model=D_MODEL), empty=empty)
     assert len([loader.state_dict() for _ in range(2) for _ in itertools.islice(loader, 1)]) == 2  # nothing was loaded
     state, whole = loader.state_dict(), list(loader)
     loader.load_state_dict(state)
@@ -291,7 +289,9 @@ def check_lengths_that_are_read_once(rank: int, world_size: int) -> None:
         "seq_lens": lambda batch: map(int, batch.seq_lens),
         "record": lambda lens: recorded.append(list(lens)),
     }
-    plans = [plan for _, plan in BalancedLoader(own, SequenceBalancer(TOPOLOGY), D_MODEL, empty=empty, **options)]
+    plans = [
+        plan for _, plan in BalancedLoader(own, SequenceBalancer(TOPOLOGY, d_model=D_MODEL), empty=empty, **options)
+    ]
     assert [plan.num_sequences for plan in plans] == [
         sum(map(len, lens_of_all(list(batch.seq_lens), world_size))) for batch in own
     ]
@@ -299,24 +299,24 @@ def check_lengths_that_are_read_once(rank: int, world_size: int) -> None:
 
 
 def check_wrong_states(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer(TOPOLOGY)
-    loader = BalancedLoader([empty()], balancer, D_MODEL, empty=empty)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
+    loader = BalancedLoader([empty()], balancer, empty=empty)
     with pytest.raises(ArgumentError, match=r"state: got that of rank_7_of_8, expected rank_\d_of_2"):
         loader.load_state_dict({"rank_7_of_8": {}})
     key = f"rank_{rank}_of_2"
     with pytest.raises(ArgumentError, match="state: got a state of the wrapped loader, expected none"):
         loader.load_state_dict({key: {"num_batches": 1, "loader": {}}})
     with pytest.raises(ArgumentError, match="state: got no state of the wrapped loader, expected one"):
-        BalancedLoader(Countable([]), balancer, D_MODEL, empty=empty).load_state_dict({key: {"num_batches": 1}})
+        BalancedLoader(Countable([]), balancer, empty=empty).load_state_dict({key: {"num_batches": 1}})
 
 
 def check_state_through_distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     for number, make in enumerate((list, Countable, stateful)):
         own = make_batches(rank, 4 - rank)
-        loader = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        loader = BalancedLoader(make(own), balancer, empty=empty)
         rest: list[tuple[Tokens, Plan]] = []
         path = Path(folder) / str(number)
         for step, pair in enumerate(loader):
@@ -324,7 +324,7 @@ def check_state_through_distributed_checkpoint(rank: int, world_size: int, folde
                 dcp.save({"loader": loader}, checkpoint_id=path)
             elif step > 1:
                 rest.append(pair)
-        resumed = BalancedLoader(make(own), balancer, D_MODEL, empty=empty)
+        resumed = BalancedLoader(make(own), balancer, empty=empty)
         dcp.load({"loader": resumed}, checkpoint_id=path)
         again = list(resumed)
         assert len(again) == len(rest) == 2
@@ -377,18 +377,18 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
     own = make_batches(rank, 4)
     broken = ValueError("picture 17 is truncated")
     loaders: list[Callable[[SequenceBalancer], BalancedLoader[Tokens]]] = [
-        lambda balancer: BalancedLoader(failing_after(own[:2], broken), balancer, D_MODEL, empty=empty),
-        lambda balancer: BalancedLoader(failing_after([], broken), balancer, D_MODEL, empty=empty),
-        lambda balancer: BalancedLoader(3, balancer, D_MODEL, empty=empty),  # type: ignore[arg-type]
-        lambda balancer: BalancedLoader(own, balancer, D_MODEL, empty=empty, seq_lens=bad_lens),
-        lambda balancer: BalancedLoader(own[:2], balancer, D_MODEL, empty=lambda: own[7]),
-        lambda balancer: BalancedLoader([Tokens(torch.arange(1), [-1])], balancer, D_MODEL, empty=empty),
-        lambda balancer: BalancedLoader([(1, 2)], balancer, D_MODEL, empty=empty),  # type: ignore[list-item]
+        lambda balancer: BalancedLoader(failing_after(own[:2], broken), balancer, empty=empty),
+        lambda balancer: BalancedLoader(failing_after([], broken), balancer, empty=empty),
+        lambda balancer: BalancedLoader(3, balancer, empty=empty),  # type: ignore[arg-type]
+        lambda balancer: BalancedLoader(own, balancer, empty=empty, seq_lens=bad_lens),
+        lambda balancer: BalancedLoader(own[:2], balancer, empty=lambda: own[7]),
+        lambda balancer: BalancedLoader([Tokens(torch.arange(1), [-1])], balancer, empty=empty),
+        lambda balancer: BalancedLoader([(1, 2)], balancer, empty=empty),  # type: ignore[list-item]
     ]
     for make in loaders:
-        balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]))
+        balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]), d_model=D_MODEL)
         dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
-        loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, D_MODEL, empty=empty)
+        loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, empty=empty)
         steps, begin = 0, time.monotonic()
         try:
             for batch, _ in loader:
@@ -421,7 +421,7 @@ def test_an_error_of_the_data_is_one_on_all_ranks() -> None:
 
 def leave(rank: int, world_size: int) -> float:
     """Rank 1 never comes to the gather of the next step: what rank 0 has started ends with its handle."""
-    balancer = SequenceBalancer(TOPOLOGY)
+    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
     for _ in range(2):  # calls that repeat need no word from the others
         balancer.finish_planning(balancer.start_planning([3], D_MODEL))
     if rank == 1:
@@ -438,7 +438,7 @@ def test_what_was_started_in_vain_ends_soon() -> None:
 
 
 def test_a_plan_ahead_goes_to_the_balancer_that_it_is_of() -> None:
-    balancer, other = SequenceBalancer("g1n1"), SequenceBalancer("g1n1")
+    balancer, other = SequenceBalancer("g1n1", d_model=D_MODEL), SequenceBalancer("g1n1", d_model=D_MODEL)
     sample = Samples([("x", True)], [[torch.ones(3, 1)]], [3])
     step, alone = (
         balancer.start_planning((), D_MODEL, micro_batches=1, samples=sample),
@@ -450,15 +450,15 @@ def test_a_plan_ahead_goes_to_the_balancer_that_it_is_of() -> None:
         with pytest.raises(ArgumentError, match="ahead: got another balancer's, expected what this one started"):
             call(step)
     balancer.start_moving(step)
-    assert balancer.finish_planning(step) == knapformer.plan([[3]], "g1n1", D_MODEL, micro_batches=1)
+    assert balancer.finish_planning(step) == knapformer.plan([[3]], "g1n1", d_model=D_MODEL, micro_batches=1)
     assert torch.equal(balancer.finish_moving(step)[0][0][0], torch.ones(3, 1))
-    assert balancer.finish_planning(alone) == knapformer.plan([[3]], "g1n1", D_MODEL)
+    assert balancer.finish_planning(alone) == knapformer.plan([[3]], "g1n1", d_model=D_MODEL)
 
 
 def test_one_rank_alone() -> None:
     own = make_batches(0, 5)
-    balancer = SequenceBalancer("g1n1")
-    loader = BalancedLoader(own, balancer, D_MODEL, empty=empty)
+    balancer = SequenceBalancer("g1n1", d_model=D_MODEL)
+    loader = BalancedLoader(own, balancer, empty=empty)
     used = []
     for batch, plan in loader:
         assert plan == knapformer.plan([batch.seq_lens], topology="g1n1", d_model=D_MODEL)
@@ -466,7 +466,7 @@ def test_one_rank_alone() -> None:
         used.append(batch)
     assert len(used) == 5 and all(map(same, used, own))
     with pytest.raises(ValueError, match="picture 17"):
-        list(BalancedLoader(failing_after(own, ValueError("picture 17")), balancer, D_MODEL, empty=empty))
+        list(BalancedLoader(failing_after(own, ValueError("picture 17")), balancer, empty=empty))
 
 
 @pytest.mark.parametrize(
@@ -475,4 +475,4 @@ def test_one_rank_alone() -> None:
 )
 def test_bad_options_are_value_errors(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        BalancedLoader([], SequenceBalancer("g1n1"), D_MODEL, **options)
+        BalancedLoader([], SequenceBalancer("g1n1", d_model=D_MODEL), **options)

@@ -119,7 +119,7 @@ def _check_gradients(model: _Model, expected: Tensor | list[Tensor]) -> None:
 
 def check_what_makes_x_is_frozen_in_turn(rank: int, world_size: int) -> None:
     for topology in _topologies(world_size):
-        balancer, model = SequenceBalancer(topology), _Model()
+        balancer, model = SequenceBalancer(topology, d_model=WIDTH), _Model()
         for step, lens, trains in _steps(world_size):
             model.embed.requires_grad_(trains)
             model.side.requires_grad_(step % 3 == 0)
@@ -140,7 +140,7 @@ def check_what_makes_x_is_frozen_in_turn(rank: int, world_size: int) -> None:
 def check_two_models_in_turn(rank: int, world_size: int) -> None:
     """As in a GAN: each is trained while the other is frozen, both in one step."""
     for topology in _topologies(world_size):
-        balancer, models = SequenceBalancer(topology), [_Model(), _Model()]
+        balancer, models = SequenceBalancer(topology, d_model=WIDTH), [_Model(), _Model()]
         lens = LENS[world_size][0]
         for step, turn in enumerate([0, 0, 1, 0, 1, 1]):
             balancer.plan_routing(lens[rank], WIDTH)
@@ -155,7 +155,7 @@ def check_two_models_in_turn(rank: int, world_size: int) -> None:
 def check_equal_calls_in_a_step(rank: int, world_size: int) -> None:
     """In the first step, too."""
     for requires in ([1, 1, 1, 0], [0, 1, 0, 0, 1], [1, 0, 1]):
-        balancer = SequenceBalancer(f"g{world_size}n1")
+        balancer = SequenceBalancer(f"g{world_size}n1", d_model=WIDTH)
         for step in range(3):
             balancer.plan_routing([3, 4] if rank == 0 else [], WIDTH)
             num_tokens = 7 if rank == 0 else 0
@@ -176,7 +176,7 @@ def check_equal_calls_in_a_step(rank: int, world_size: int) -> None:
 def check_micro_batches(rank: int, world_size: int) -> None:
     """Of steps planned whole, in which a rank has no rows in some or all micro-batches."""
     for topology in _topologies(world_size):
-        balancer, model = SequenceBalancer(topology), _Model()
+        balancer, model = SequenceBalancer(topology, d_model=WIDTH), _Model()
 
         def attention(q: Tensor, balancer: SequenceBalancer = balancer) -> Tensor:
             return balancer.attention(q, q, q, causal_free_attention)
@@ -199,10 +199,10 @@ def check_micro_batches(rank: int, world_size: int) -> None:
 
 def check_plans_made_ahead(rank: int, world_size: int) -> None:
     for topology in _topologies(world_size):
-        balancer, model = SequenceBalancer(topology), _Model()
+        balancer, model = SequenceBalancer(topology, d_model=WIDTH), _Model()
         batches = [{"seq_lens": lens[rank], "step": step} for step, lens, _ in _steps(world_size)]
         num_steps = 0
-        loader: Any = BalancedLoader(batches, balancer, WIDTH, empty=lambda: {"seq_lens": []})
+        loader: Any = BalancedLoader(batches, balancer, empty=lambda: {"seq_lens": []})
         for batch, _ in loader:
             step, lens = batch["step"], LENS[world_size][batch["step"] % 6]
             model.embed.requires_grad_(TRAINS[step])
@@ -218,7 +218,7 @@ def check_blocks_that_are_computed_again(rank: int, world_size: int) -> None:
         for kind in ("all", "kept", "reentrant"):
             reentrant = kind == "reentrant"
             options: dict[str, Any] = {"context_fn": keep_exchanges} if kind == "kept" else {}
-            balancer = SequenceBalancer(topology)
+            balancer = SequenceBalancer(topology, d_model=WIDTH)
             blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
             for step, frozen in enumerate([0, 0, 1, 2, 0, 1, 1, 2, 0]):
                 for i, block in enumerate(blocks):
@@ -242,7 +242,7 @@ def check_blocks_that_are_computed_again(rank: int, world_size: int) -> None:
 def check_gradients_of_gradients(rank: int, world_size: int) -> None:
     """Of a penalty of every second step, on ranks that hold nothing before or after."""
     for topology in _topologies(world_size):
-        balancer = SequenceBalancer(topology)
+        balancer = SequenceBalancer(topology, d_model=WIDTH)
         for lens in ([[3, 4]] + [[]] * (world_size - 1), [[]] * (world_size - 1) + [[5]]):
             for penalty in (True, False, True, True):
                 balancer.plan_routing(lens[rank], WIDTH)
@@ -257,7 +257,7 @@ def check_gradients_of_gradients(rank: int, world_size: int) -> None:
 
 
 def check_ranks_without_rows_that_want_gradients_of_their_own(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer(f"g{world_size}n1")
+    balancer = SequenceBalancer(f"g{world_size}n1", d_model=WIDTH)
     for wanted in (True, False, True):
         balancer.plan_routing([3] if rank == 1 else [], WIDTH)
         x = torch.ones(3 if rank == 1 else 0, WIDTH, requires_grad=rank != 1 or wanted)
@@ -268,7 +268,7 @@ def check_ranks_that_listen_beside_one_without_gradients(rank: int, world_size: 
     """Beside it, a rank whose sequences are all whole has no rows that travel: it is told, too."""
     if world_size != 4:
         return
-    balancer = SequenceBalancer("g4/2/1n1")
+    balancer = SequenceBalancer("g4/2/1n1", d_model=WIDTH)
     tokens_after = balancer.plan_routing([30, 300] if rank == 0 else [], 1024).tokens_after  # as if for so wide a model
     assert tokens_after == [300, 0, 15, 15]
     for _ in range(10):
@@ -280,7 +280,7 @@ def check_ranks_that_listen_beside_one_without_gradients(rank: int, world_size: 
 
 
 def check_what_a_rank_waits_until_it_is_told_is_in_its_metrics(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer(f"g{world_size}n1")
+    balancer = SequenceBalancer(f"g{world_size}n1", d_model=WIDTH)
     for trains in (True, False):
         balancer.plan_routing([3] if rank == 0 else [], WIDTH)
         dist.barrier()
@@ -314,7 +314,7 @@ def test_ranks_without_rows(world_size: int) -> None:
 
 
 def test_a_group_of_one() -> None:
-    balancer = SequenceBalancer("g1n1")
+    balancer = SequenceBalancer("g1n1", d_model=WIDTH)
     for lens, trains in (([3], True), ([], False), ([3], False), ([], True)):
         balancer.plan_routing(lens, WIDTH)
         x = torch.ones(sum(lens), WIDTH, requires_grad=trains)
@@ -357,7 +357,7 @@ MISTAKES: dict[str, tuple[Call, Call, str]] = {
 def _mistakes(rank: int, world_size: int) -> None:
     for name, (*calls, words) in MISTAKES.items():
         for num_steps in (0, 1, 3):  # before, by which the call is known
-            balancer = SequenceBalancer("g2n1", group=dist.new_group([0, 1]))
+            balancer = SequenceBalancer("g2n1", group=dist.new_group([0, 1]), d_model=WIDTH)
             start = time.monotonic()
             for step in range(num_steps + 1):
                 balancer.plan_routing([3] if rank == 0 else [], WIDTH)
@@ -375,7 +375,7 @@ def test_mistakes_become_errors_on_both_ranks_soon() -> None:
 
 
 def _absent(rank: int, world_size: int) -> None:
-    balancer = SequenceBalancer("g2n1")
+    balancer = SequenceBalancer("g2n1", d_model=WIDTH)
     for step in range(2):
         balancer.plan_routing([3] if rank == 0 else [], WIDTH)
         if step == 1 and rank == 0:

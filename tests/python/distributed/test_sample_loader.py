@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
-from knapformer import ArgumentError, BalancedLoader, Cluster, SequenceBalancer, StateError, plan
+from knapformer import ArgumentError, BalancedLoader, BalancedStepLoader, Cluster, SequenceBalancer, StateError, plan
 
 D_MODEL = 8
 CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -92,11 +92,9 @@ def check_every_sample_once(rank: int, world_size: int) -> None:
         ("g4/2/1n1", [7, 6, 0, 1], "longest", 8_000),
         ("g2n1", [6, 7, 6, 8], "shortest", 0),
     ):
-        balancer = SequenceBalancer(topology, cluster=CLUSTER)
+        balancer = SequenceBalancer(topology, cluster=CLUSTER, d_model=D_MODEL)
         own = batches_of(rank, counts[rank])
-        loader = BalancedLoader(
-            own, balancer, D_MODEL, micro_batches=3, end=end, max_bytes_in_flight=max_bytes, **FIELDS
-        )
+        loader = BalancedStepLoader(own, balancer, 3, end=end, max_bytes_in_flight=max_bytes, **FIELDS)
         for _ in range(2):  # passes
             lists = list(lists_of(loader))
             num_steps = (min if end == "shortest" else max)(-(-count // 3) for count in counts)
@@ -115,27 +113,29 @@ def check_every_sample_once(rank: int, world_size: int) -> None:
 
 def check_given_work(rank: int, world_size: int) -> None:
     """Steps are those of knapformer.plan with the work of each sample, also where a rank has none."""
-    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER, d_model=D_MODEL)
     own = batches_of(rank, [5, 3, 0, 6][rank])
 
     def work_of(batch: list[Sample]) -> list[float]:
         return [1e6 * (1 + number % 7) for number in numbers_of([batch])]
 
-    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=3, work=work_of, **FIELDS)
+    loader = BalancedStepLoader(own, balancer, 3, work=work_of, **FIELDS)
     steps = {id(loader.step_plan): loader.step_plan for _ in loader}
     assert len(steps) == 2
     for number, step in enumerate(steps.values()):
         drawn = [sample for batch in own[3 * number : 3 * number + 3] for sample in batch]
         lens = on_all([len(sample["x"]) for sample in drawn])
-        assert step == plan(lens, "g2n2", D_MODEL, micro_batches=3, work=on_all(work_of(drawn)), cluster=CLUSTER)
+        assert step == plan(
+            lens, "g2n2", d_model=D_MODEL, micro_batches=3, work=on_all(work_of(drawn)), cluster=CLUSTER
+        )
 
 
 def check_resume(rank: int, world_size: int) -> None:
     counts = [8, 5, 0, 2]
-    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER, d_model=D_MODEL)
 
     def new() -> BalancedLoader[Any]:
-        return BalancedLoader(batches_of(rank, counts[rank]), balancer, D_MODEL, micro_batches=2, **FIELDS)
+        return BalancedStepLoader(batches_of(rank, counts[rank]), balancer, 2, **FIELDS)
 
     whole = list(lists_of(new()))
     assert len(whole) == 8
@@ -166,11 +166,11 @@ def check_resume_after_a_pass_left_early(rank: int, world_size: int) -> None:
     """The wrapped loader is amid the pass that was left when the next one begins."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER, d_model=D_MODEL)
 
     def new() -> BalancedLoader[Any]:
         own = StatefulDataLoader(AsDataset(batches_of(rank, 8)), batch_size=None)
-        return BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+        return BalancedStepLoader(own, balancer, 2, **FIELDS)
 
     whole = list(lists_of(new()))
     loader = new()
@@ -185,9 +185,9 @@ def check_resume_after_a_pass_left_early(rank: int, world_size: int) -> None:
 
 def check_overlap(rank: int, world_size: int) -> None:
     """What moves the next step's samples is launched before a step begins, and the gather of the one after it."""
-    balancer = SequenceBalancer("g1n4")
+    balancer = SequenceBalancer("g1n4", d_model=D_MODEL)
     own = [[sample_of(1000 * rank + 10 * batch + i) for i in range(2)] for batch in range(6)]
-    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+    loader = BalancedStepLoader(own, balancer, 2, **FIELDS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for number, _ in enumerate(loader):
             with torch.profiler.record_function(f"list {number}"):
@@ -206,11 +206,11 @@ def check_overlap(rank: int, world_size: int) -> None:
 
 def check_bytes_in_flight(rank: int, world_size: int) -> None:
     """No all-to-all is larger than what is allowed; and a sample that is, is refused on all ranks, not for good."""
-    balancer = SequenceBalancer("g1n4", cluster=CLUSTER)
+    balancer = SequenceBalancer("g1n4", cluster=CLUSTER, d_model=D_MODEL)
     own = batches_of(rank, 12) if rank == 0 else []
     sizes: dict[int, list[int]] = {}
     for max_bytes in (0, 4_000):
-        loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=12, max_bytes_in_flight=max_bytes, **FIELDS)
+        loader = BalancedStepLoader(own, balancer, 12, max_bytes_in_flight=max_bytes, **FIELDS)
         with torch.profiler.profile(record_shapes=True) as profile:
             list(lists_of(loader))
         moved = [event for event in profile.events() if event.name == "c10d::alltoall_base_"]
@@ -218,32 +218,32 @@ def check_bytes_in_flight(rank: int, world_size: int) -> None:
     assert max(sizes[4_000]) <= 4_000, sizes
     assert rank > 0 or max(sizes[0]) > 4_000, sizes
     assert len(sizes[4_000]) > len(sizes[0])
-    small = BalancedLoader(own, balancer, D_MODEL, micro_batches=12, max_bytes_in_flight=500, **FIELDS)
+    small = BalancedStepLoader(own, balancer, 12, max_bytes_in_flight=500, **FIELDS)
     with pytest.raises(ArgumentError, match=r"max_bytes_in_flight: got 500, expected at least the \d+ bytes"):
         list(small)
-    list(lists_of(BalancedLoader(own, balancer, D_MODEL, micro_batches=12, **FIELDS)))
+    list(lists_of(BalancedStepLoader(own, balancer, 12, **FIELDS)))
 
 
 def check_refused_lengths(rank: int, world_size: int) -> None:
     """The second step of rank 0 cannot keep the limit of tokens: the first is computed, and the balancer lives on."""
-    balancer = SequenceBalancer("g1n4", max_tokens_per_rank=70)
+    balancer = SequenceBalancer("g1n4", max_tokens_per_rank=70, d_model=D_MODEL)
     own = [[sample_of(1)], [sample_of(2)], [sample_of(3)], []] if rank == 0 else []
-    loader = BalancedLoader(own, balancer, D_MODEL, micro_batches=2, **FIELDS)
+    loader = BalancedStepLoader(own, balancer, 2, **FIELDS)
     num_lists = 0
     with pytest.raises(ArgumentError, match="max_tokens_per_rank"):
         for _ in lists_of(loader):
             num_lists += 1
     assert num_lists == 2
-    list(lists_of(BalancedLoader(own[:2], balancer, D_MODEL, micro_batches=2, **FIELDS)))
+    list(lists_of(BalancedStepLoader(own[:2], balancer, 2, **FIELDS)))
 
 
 def check_evaluation_amid_a_step(rank: int, world_size: int) -> None:
     """Another loader on the same balancer plans steps of its own, in the middle of one of these."""
-    balancer = SequenceBalancer("g2n2", cluster=CLUSTER)
+    balancer = SequenceBalancer("g2n2", cluster=CLUSTER, d_model=D_MODEL)
 
     def new(first: int) -> BalancedLoader[Any]:
         own = [[sample_of(first + 1000 * rank + 10 * batch)] for batch in range(6)]
-        return BalancedLoader(own, balancer, D_MODEL, micro_batches=3, **FIELDS)
+        return BalancedStepLoader(own, balancer, 3, **FIELDS)
 
     whole, of_evaluation = list(lists_of(new(0))), list(lists_of(new(7)))
     for stop in (1, 2, 3):
@@ -258,19 +258,15 @@ def check_evaluation_amid_a_step(rank: int, world_size: int) -> None:
 def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
     """Where ranks share samples, what goes whole to each of them would count several times."""
     own = [[{"x": torch.ones(30, 2) * rank}]] * 3
-    options: dict[str, Any] = {
-        "micro_batches": 2,
-        "per_sample": ["x"],
-        "seq_lens": lambda of: [len(s["x"]) for s in of],
-    }
+    options: dict[str, Any] = {"per_sample": ["x"], "seq_lens": lambda of: [len(s["x"]) for s in of]}
     for topology in ("g4n1", "g4/2/1n1", "g1n2+g2n1"):
-        balancer = SequenceBalancer(topology, cluster=CLUSTER)
+        balancer = SequenceBalancer(topology, cluster=CLUSTER, d_model=D_MODEL)
         with pytest.raises(ArgumentError, match=r"per_token: got none, for a balancer of g.* or a balancer of g1n4"):
-            BalancedLoader(own, balancer, D_MODEL, **options)
-    loader = BalancedLoader(own, SequenceBalancer("g1n4"), D_MODEL, **options)
+            BalancedStepLoader(own, balancer, 2, **options)
+    loader = BalancedStepLoader(own, SequenceBalancer("g1n4", d_model=D_MODEL), 2, **options)
     assert sum(on_all(sum(len(samples) for samples, _ in loader))) == 12
-    chosen = SequenceBalancer("auto", cluster=CLUSTER)  # known once the first step is planned
-    loader = BalancedLoader([[{"x": torch.ones(3000, 2)}]] if rank == 0 else [], chosen, D_MODEL, **options)
+    chosen = SequenceBalancer("auto", cluster=CLUSTER, d_model=D_MODEL)  # known once the first step is planned
+    loader = BalancedStepLoader([[{"x": torch.ones(3000, 2)}]] if rank == 0 else [], chosen, 2, **options)
     with pytest.raises(ArgumentError, match="per_token: got none, for a balancer of g4"):
         list(loader)
 
@@ -278,12 +274,12 @@ def check_only_tensors_that_go_whole(rank: int, world_size: int) -> None:
 def check_auto_where_the_first_lists_are_empty(rank: int, world_size: int) -> None:
     empty: list[list[Sample]] = [[]] * 5
     own = [*empty, [sample_of(1)]] if rank == 0 else empty
-    loader = BalancedLoader(own, SequenceBalancer("auto", cluster=CLUSTER), D_MODEL, micro_batches=1, **FIELDS)
+    loader = BalancedStepLoader(own, SequenceBalancer("auto", cluster=CLUSTER, d_model=D_MODEL), 1, **FIELDS)
     assert [sum(on_all(len(pieces))) for pieces in lists_of(loader)] == [0, 0, 0, 0, 0, 1]
     broken = failing_after(empty, ValueError("picture 17 is truncated")) if rank == 0 else [*empty, []]
-    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))))
+    balancer = SequenceBalancer("auto", group=dist.new_group(list(range(world_size))), d_model=D_MODEL)
     dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
-    loader = BalancedLoader(broken, balancer, D_MODEL, micro_batches=1, **FIELDS)
+    loader = BalancedStepLoader(broken, balancer, 1, **FIELDS)
     with pytest.raises(ValueError if rank == 0 else StateError, match="picture 17 is truncated"):
         list(loader)
 
@@ -339,9 +335,9 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
     ]
     outcomes = []
     for make in broken:
-        balancer = SequenceBalancer("g1n2", group=dist.new_group([0, 1]))
+        balancer = SequenceBalancer("g1n2", group=dist.new_group([0, 1]), d_model=D_MODEL)
         dist.barrier()
-        loader = BalancedLoader(make() if rank == 1 else good, balancer, D_MODEL, micro_batches=2, **FIELDS)
+        loader = BalancedStepLoader(make() if rank == 1 else good, balancer, 2, **FIELDS)
         num_lists, begin = 0, time.monotonic()
         try:
             for _ in lists_of(loader):
@@ -375,8 +371,8 @@ def test_an_error_of_the_data_is_one_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("length", [3.9, "3", None])
 def test_lengths_that_are_no_integers_are_named(length: Any) -> None:
-    loader = BalancedLoader(
-        [[sample_of(0)]], SequenceBalancer("g1n1"), D_MODEL, micro_batches=1, seq_lens=lambda _: [length], **FIELDS
+    loader = BalancedStepLoader(
+        [[sample_of(0)]], SequenceBalancer("g1n1", d_model=D_MODEL), 1, seq_lens=lambda _: [length], **FIELDS
     )
     with pytest.raises(ArgumentError, match=f"seq_lens: got {length!r}, expected integers"):
         list(loader)
@@ -384,7 +380,7 @@ def test_lengths_that_are_no_integers_are_named(length: Any) -> None:
 
 def test_one_rank_alone() -> None:
     own = batches_of(0, 7)
-    loader = BalancedLoader(own, SequenceBalancer("g1n1"), D_MODEL, micro_batches=3, **FIELDS)
+    loader = BalancedStepLoader(own, SequenceBalancer("g1n1", d_model=D_MODEL), 3, **FIELDS)
     lists = list(lists_of(loader))
     assert len(lists) == 9
     assert sorted(number for pieces in lists for number, _, _ in pieces) == sorted(numbers_of(own))
@@ -395,7 +391,6 @@ def test_one_rank_alone() -> None:
     [
         ({"micro_batches": 0, "per_token": ["x"]}, "micro_batches: got 0, expected at least 1"),
         ({"micro_batches": 2}, "per_token: got none, expected names of tensors, or seq_lens"),
-        ({"per_token": ["x"]}, "per_token, per_sample: got names, expected none without micro_batches"),
         (
             {"micro_batches": 2, "per_token": ["x", "text"], "per_sample": ["text"]},
             "per_token, per_sample: got 'text' twice, expected each name once",
@@ -405,4 +400,4 @@ def test_one_rank_alone() -> None:
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        BalancedLoader([], SequenceBalancer("g1n1"), D_MODEL, empty=list, **options)
+        BalancedStepLoader([], SequenceBalancer("g1n1", d_model=D_MODEL), **options)

@@ -331,9 +331,22 @@ void check_token_limit(const StepInput& input) {
 StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
-  check_token_limit(input);
-  if (input.sequences.seq_lens.num_sequences() > kFewSequences) effort.moves = Effort::kLow;
-  return StepSolver(std::move(input), solver, effort).solve();
+  const bool is_single = input.num_micro_batches == 1;
+  if (is_single) {
+    std::optional<Plan> plan = plan_within_limit(input.sequences, solver, effort);
+    if (plan) {
+      std::vector<int32_t> micro_batches(plan->placements().size(), 0);
+      return {std::move(input), std::move(micro_batches), {*std::move(plan)}};
+    }
+  }
+  try {
+    check_token_limit(input);
+    if (input.sequences.seq_lens.num_sequences() > kFewSequences) effort.moves = Effort::kLow;
+    return StepSolver(input, solver, effort).solve();
+  } catch (const TokenLimitError&) {
+    if (is_single) make_plan(input.sequences, solver, effort);  // throws, and names a limit that it keeps
+    throw;
+  }
 }
 
 StepPlan plan_fewest_micro_batches(StepInput input, std::string_view solver, Effort effort) {

@@ -411,7 +411,7 @@ TEST(MicroBatches, EveryRankIsFilledWhereThereAreSequences) {
     for (int32_t k = 0; k < input.num_micro_batches; ++k) {
       for (int32_t r = 0; r < topology.num_ranks(); ++r) {
         const Bag& bag = topology.bag(topology.bag_of(Rank(r)));
-        const std::vector<SequenceId> held = filled.sequences_on(Rank(r), k);
+        const std::vector<Chunk> held = filled.chunks_on(Rank(r), k);
         const int32_t replica = r / topology.num_ranks_per_replica();
         if (held.empty() && topology.shapes()[bag.shape].degrees.front() == 1) ++num_empty[replica];
         if (held.size() < 2) continue;
@@ -431,7 +431,7 @@ TEST(MicroBatches, AsManySequencesAsRanksMakeOneEach) {
       .num_micro_batches = 2};
   const StepPlan filled = fill_ranks(plan_step(input, "balanced"));
   for (int32_t k = 0; k < 2; ++k) {
-    for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.sequences_on(Rank(r), k).size(), 1);
+    for (int32_t r = 0; r < 4; ++r) EXPECT_EQ(filled.chunks_on(Rank(r), k).size(), 1);
   }
 }
 
@@ -447,7 +447,7 @@ TEST(MicroBatches, SharedSequencesFillMicroBatchesToo) {
       filled.validate();
       EXPECT_LE(filled.max_tokens(), plan.max_tokens());
       for (int32_t k = 0; k < 3; ++k) {
-        for (int32_t r = 0; r < 4; ++r) EXPECT_GE(filled.sequences_on(Rank(r), k).size(), 1) << topology << k << r;
+        for (int32_t r = 0; r < 4; ++r) EXPECT_GE(filled.chunks_on(Rank(r), k).size(), 1) << topology << k << r;
       }
     }
   }
