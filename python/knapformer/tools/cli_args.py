@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, solver_names
+from knapformer import ArgumentError, Cluster, DataMix, Plan, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.installed_torch import torch_problem
-from knapformer.json_file import parse_json
 from knapformer.tools.sample_files import steps_of
 from knapformer.tools.ways import Lengths
 
@@ -226,14 +225,9 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     return mix, num_ranks
 
 
-def read_plan(path: str) -> Plan | StepPlan:
-    """The plan of a micro-batch, or of a step of several. Raises ArgumentError, OSError."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    content: Any = None
-    with contextlib.suppress(ArgumentError):  # Plan.from_json reports what is no JSON
-        content = parse_json(text.encode(), path)
-    is_step = isinstance(content, dict) and str(content.get("format")).startswith("knapformer.step_plan/")
-    return StepPlan.from_json(text) if is_step else Plan.from_json(text)
+def read_plan(path: str) -> Plan:
+    """Raises ArgumentError, OSError."""
+    return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
 def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:

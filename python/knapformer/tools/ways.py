@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import knapformer
-from knapformer import Cluster, DataMix, Plan, StepPlan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+from knapformer import Cluster, DataMix, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
@@ -68,13 +68,13 @@ class Planning:
     effort: int | str = "default"
 
     def plan(self, lengths: Lengths, topology: str, *, routed: bool | None = None, **others: Any) -> Any:
-        """A Plan or, with micro_batches, a StepPlan. routed: tokens travel in the model; otherwise ranks load what they
+        """A Plan or, with micro_batches, a Plan. routed: tokens travel in the model; otherwise ranks load what they
         compute; None: as the model says. others: in place of these arguments."""
         given: dict[str, Any] = {
             "solver": self.solver, "effort": self.effort, "masks": self.mask, "rank_speed": self.rank_speed,
             "cluster": self.cluster, "model": self.model if routed is None else self.model.replace(routed=routed),
         }  # fmt: skip
-        return knapformer.plan(lengths, topology, self.d_model, self.gamma, **(given | others))
+        return knapformer.plan(lengths, topology, d_model=self.d_model, gamma=self.gamma, **(given | others))
 
     def home(self, lengths: Lengths, **others: Any) -> Plan:
         """Every sequence at home. It does not depend on the solver: the fastest is taken."""
@@ -121,7 +121,7 @@ class Step:
     plans: Sequence[Plan]
     own_share: float = 1.0
     plan_s: float = 0.0
-    whole: StepPlan | None = None  # which `plans` are of
+    whole: Plan | None = None  # which `plans` are of
     times: Sequence[StepTime] | None = None
 
     @property

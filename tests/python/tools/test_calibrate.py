@@ -234,7 +234,9 @@ def test_ranks_measure_their_all_to_all(tmp_path: Path) -> None:
     predicted, beside = [], []
     medians = [sorted(seconds)[1] for seconds in steps["seconds"]]
     for lens, median in zip(steps["seq_lens"], medians, strict=True):
-        fsdp_s = kf.predict_step(kf.plan([lens, lens], "g1n2", 32, calibration, cluster=cluster, model=model)).fsdp_s
+        fsdp_s = kf.predict_step(
+            kf.plan([lens, lens], "g1n2", d_model=32, gamma=calibration, cluster=cluster, model=model)
+        ).fsdp_s
         work = sum(24 * n * 32**2 + calibration.gamma * 4 * n**2 * 32 for n in lens)
         blocks_s = 2 * calibration.seconds_per_flop * work
         predicted.append(blocks_s + fsdp_s)

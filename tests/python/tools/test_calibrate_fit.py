@@ -115,7 +115,9 @@ def test_the_file_round_trips_and_stands_in_for_gamma(tmp_path: Path, capsys: py
     assert calibration.node == ExchangeCost(2, 3e-5, 4e9, 0.01) and calibration.fixed == FixedCost(2, 0.03)
     assert dataclasses.replace(calibration, node=None, fixed=None) == fitted()
     lengths = [[1000, 50], [300]]
-    assert kf.plan(lengths, "g2n1", WIDTH, calibration) == kf.plan(lengths, "g2n1", WIDTH, calibration.gamma)
+    assert kf.plan(lengths, "g2n1", d_model=WIDTH, gamma=calibration) == kf.plan(
+        lengths, "g2n1", d_model=WIDTH, gamma=calibration.gamma
+    )
 
     plan = ["plan", "--topology", "g8n4", "--data", "joint", "--ranks", "32", "--json", "-"]
     assert main(["doctor", *plan[3:], "--steps", "2", "--calibration", str(path)]) == 0

@@ -25,7 +25,7 @@ _LENGTHS = [[40, 3], [5, 1], [7], []]
 _COST = ExchangeCost(num_ranks=2, latency_s=1e-5, bytes_per_s=1e10)
 _FILES: dict[str, Any] = {
     "lengths": _LENGTHS,
-    "plan": json.loads(plan(_LENGTHS, "g4/2/1n1", 8, effort="low").to_json()),
+    "plan": json.loads(plan(_LENGTHS, "g4/2/1n1", d_model=8, effort="low").to_json()),
     "calibration": Calibration(0.4, 1e-15, 8, True, 0.01, 0.02, 0.0, node=_COST).to_dict(),
     "cluster": {"cluster": Cluster("h100").to_dict(), "model": TrainedModel().to_dict()},
 }

@@ -242,7 +242,7 @@ def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     sample = [kf.DataMix.parse("joint").draw_lengths(0, step, 32) for step in range(2)]
     # FLUX's 24 heads; no fixed time of the published cluster.
     asked = kf.rank_topologies(
-        sample, 3072, num_heads=24, max_tokens_per_rank=20000, cluster=Cluster("h100", fixed_s=0)
+        sample, d_model=3072, num_heads=24, max_tokens_per_rank=20000, cluster=Cluster("h100", fixed_s=0)
     )
     assert [option["topology"] for option in ranking] == [option.topology for option in asked]
     times = [option["predicted_time_s"] for option in ranking]
@@ -252,8 +252,10 @@ def test_topologies_are_ranked_with_reasons(capsys, tmp_path):
     assert ranking[-1]["topology"] == "g1n32"
     assert all(f"{option.topology}: {option.reason}." in out for option in asked)
     assert next(o for o in ranking if o["topology"] == "g16n2")["over_ideal"] > 0.3  # of 24 heads some ranks have two
-    best = kf.plan(sample[0], ranking[0]["topology"], 3072).predicted_time
-    flat = min(kf.plan(sample[0], t, 3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4"))
+    best = kf.plan(sample[0], ranking[0]["topology"], d_model=3072).predicted_time
+    flat = min(
+        kf.plan(sample[0], t, d_model=3072, solver="greedy").predicted_time for t in ("g1n32", "g2n16", "g4n8", "g8n4")
+    )
     assert best < flat
     assert main([*arguments, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
@@ -271,7 +273,7 @@ def test_masks_widths_and_speeds_are_those_of_the_plans(capsys):
     seconds = []
     for step in range(2):
         plan = kf.plan(
-            mix.draw_lengths(0, step, 32), "g1n32", 1024, masks="causal", rank_speed=speeds,
+            mix.draw_lengths(0, step, 32), "g1n32", d_model=1024, masks="causal", rank_speed=speeds,
             cluster=Cluster("h100", fixed_s=0), model=TrainedModel(num_heads=24, routed=False),
         )  # fmt: skip
         seconds.append(kf.predict_step(kf.plan_home(plan)).total_s)

@@ -12,7 +12,7 @@ import pytest
 from knapformer.tools.ways import micro_batches_of_step
 from printed import MIXED, rows_of_tables, run
 
-from knapformer import Cluster, DataMix, Plan, StepPlan, TrainedModel, plan, predict_step, rank_topologies
+from knapformer import Cluster, DataMix, Plan, TrainedModel, plan, predict_step, rank_topologies
 
 
 def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_plan_of_a_mix_as_json_is_the_plan(capsys: pytest.CaptureFixture[str], t
     status, out, err = run(capsys, *args, "--json", str(path))
     lengths = DataMix.parse("mixed").draw_lengths(7, 3, 32)
     assert (status, err) == (0, "")
-    assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", 3072, gamma=0.41)
+    assert Plan.from_json(path.read_text()) == plan(lengths, "g8n4", d_model=3072, gamma=0.41)
     assert os.listdir(tmp_path) == ["plan.json"]
     assert "g8n4, 32 ranks" in out
     status, out, err = run(capsys, *args, "--json", "-")
@@ -36,8 +36,8 @@ def test_plan_of_a_whole_step(sync: str, capsys: pytest.CaptureFixture[str], tmp
     status, out, err = run(capsys, *args, *limit, "--json", str(path))
     batches = [DataMix.parse("mixed").draw_lengths(0, 6 + k, 32) for k in range(3)]
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
-    made = plan(step, "g1n32", 3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
-    assert (status, err) == (0, "") and StepPlan.from_json(path.read_text()) == made
+    made = plan(step, "g1n32", d_model=3072, micro_batches=3, sync=sync, max_tokens_per_rank=60000)
+    assert (status, err) == (0, "") and Plan.from_json(path.read_text()) == made
     cells = [row for row in rows_of_tables(out) if "part" in row]
     assert [row["part"] for row in cells] == ["0", "1", "2", "step"]
     for row, of in zip(cells, made.plans, strict=False):
@@ -58,13 +58,15 @@ def test_a_whole_step_keeps_to_the_fullest_rank_of_others(capsys: pytest.Capture
     """Unless --max-tokens-per-rank says otherwise."""
     args = ["plan", "--topology", "g1n32", "--data", "joint", "--micro-batches", "4", "--json", "-"]
     batches = [DataMix.parse("joint").draw_lengths(0, k, 32) for k in range(4)]
-    peak = max(plan(lens, "g1n32", 3072).max_tokens for lens in batches)
+    peak = max(plan(lens, "g1n32", d_model=3072).max_tokens for lens in batches)
     _, out, _ = run(capsys, *args)
-    kept = StepPlan.from_json(out)
+    kept = Plan.from_json(out)
     step = [[length for batch in batches for length in batch[rank]] for rank in range(32)]
-    assert kept == plan(step, "g1n32", 3072, micro_batches=4, max_tokens_per_rank=peak) and kept.max_tokens <= peak
+    assert (
+        kept == plan(step, "g1n32", d_model=3072, micro_batches=4, max_tokens_per_rank=peak) and kept.max_tokens <= peak
+    )
     _, out, _ = run(capsys, *args, "--max-tokens-per-rank", "60000")
-    assert StepPlan.from_json(out).max_tokens > peak
+    assert Plan.from_json(out).max_tokens > peak
 
 
 def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_plan_of_a_whole_step_is_drawn(capsys: pytest.CaptureFixture[str], tmp_p
     page, path = tmp_path / "x.html", tmp_path / "step.json"
     args = ["plan", "--topology", "g8n4", *MIXED, "--micro-batches", "3", "--report", str(page), "--json", str(path)]
     assert run(capsys, *args)[0] == 0
-    step, shown = StepPlan.from_json(path.read_text()), page.read_text()
+    step, shown = Plan.from_json(path.read_text()), page.read_text()
     step_s = [predict_step(of).total_s for of in step.plans]
     longest = step_s.index(max(step_s))
     assert f"of 3 micro-batches, number {longest} in detail" in shown
@@ -88,7 +90,7 @@ def test_plan_table_shows_every_rank(capsys: pytest.CaptureFixture[str], tmp_pat
     path = tmp_path / "lengths.json"
     path.write_text("[[10, 2000], [30], []]")
     status, out, _ = run(capsys, "plan", "--topology", "g1n1+g2n1", "--lengths", str(path), "--d-model", "8")
-    made = plan([[10, 2000], [30], []], "g1n1+g2n1", 8)
+    made = plan([[10, 2000], [30], []], "g1n1+g2n1", d_model=8)
     cells = [list(row.values()) for row in rows_of_tables(out) if "rank" in row]
     assert status == 0
     assert [row[:4] for row in cells] == [["0", "0", "2", "2,010"], ["1", "1", "1", "30"], ["2", "1", "0", "0"]]
@@ -106,7 +108,7 @@ def test_plan_takes_the_options_of_the_solver(capsys: pytest.CaptureFixture[str]
         "--cluster", "published", "--ranks-per-node", "4", "--heads", "24", "--mode", "lora", "--json", "-",
     )  # fmt: skip
     made = plan(
-        DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", 3072, effort=500, masks="causal",
+        DataMix.parse("mixed").draw_lengths(0, 0, 32), "g8/4/2/1n4", d_model=3072, effort=500, masks="causal",
         max_tokens_per_rank=9000, rank_speed=speed,
         cluster=Cluster.published(ranks_per_node=4), model=TrainedModel(num_heads=24, mode="lora"),
     )  # fmt: skip
@@ -119,8 +121,8 @@ def test_auto_is_the_best_topology(capsys: pytest.CaptureFixture[str]) -> None:
         status, out, _ = run(capsys, "plan", "--topology", "auto", *MIXED, *extra, "--json", "-")
         lengths = DataMix.parse("mixed").draw_lengths(0, 0, 32)
         made = Plan.from_json(out)
-        assert status == 0 and made == plan(lengths, str(made.topology), 3072, solver=made.solver)
-        assert made.solver == "greedy" or str(made.topology) == rank_topologies([lengths], 3072)[0].topology
+        assert status == 0 and made == plan(lengths, str(made.topology), d_model=3072, solver=made.solver)
+        assert made.solver == "greedy" or str(made.topology) == rank_topologies([lengths], d_model=3072)[0].topology
         assert made.topology.is_flat == (made.solver == "greedy")
 
 
@@ -137,8 +139,8 @@ def test_nothing_is_written_where_no_step_is_predicted(
     """Not a file without points."""
     monkeypatch.chdir(tmp_path)
     contents = {
-        "step": plan([[40, 3], [5]], "g2n1", 8, micro_batches=2).to_json(),
-        "nothing": plan([[], []], "g2n1", 8).to_json(),
+        "step": plan([[40, 3], [5]], "g2n1", d_model=8, micro_batches=2).to_json(),
+        "nothing": plan([[], []], "g2n1", d_model=8).to_json(),
         "lengths": "[[], []]",
     }
     for name, content in contents.items():

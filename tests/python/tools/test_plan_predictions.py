@@ -39,7 +39,7 @@ def predicted_s():
         seconds = []
         for step in range(50):
             seq_lens = kf.DataMix.parse(mix).draw_lengths(0, step, 32)
-            plan = kf.plan(seq_lens, topology or "g1n32", 3072, gamma=0.41, solver="greedy")
+            plan = kf.plan(seq_lens, topology or "g1n32", d_model=3072, gamma=0.41, solver="greedy")
             plan = plan if topology else plan_home(plan)
             seconds.append(predict_step(plan, Cluster.published(), TrainedModel()).total_s)
         out[mix, topology] = statistics.fmean(seconds)
@@ -52,7 +52,7 @@ def test_published_step_times_are_predicted(predicted_s):
 
 
 def test_only_the_host_term_separates_the_published_code_from_this_one():
-    plan = kf.plan(kf.DataMix.parse("low").draw_lengths(0, 0, 32), "g8n4", 3072, gamma=0.41, solver="greedy")
+    plan = kf.plan(kf.DataMix.parse("low").draw_lengths(0, 0, 32), "g8n4", d_model=3072, gamma=0.41, solver="greedy")
     published, own = predict_step(plan, Cluster.published()), predict_step(plan, Cluster())
     assert published.total_s - own.total_s == pytest.approx(published.host_s)
     # 32 samples on each of 8 ranks, each in a chunk for every rank of the bag, and each chunk in 8 pieces.
@@ -156,7 +156,9 @@ def test_predict_writes_what_the_model_says(tmp_path, capsys):
     found = [(p["num_ranks"], p["topology"]) for p in result["points"]]
     assert found == [(32, "none"), (32, "g8n4"), (64, "none"), (64, "g8n8")]
     mix = kf.DataMix.parse("joint")
-    steps = [kf.plan(mix.draw_lengths(0, step, 32), "g8n4", 3072, 0.41, "greedy") for step in range(2)]
+    steps = [
+        kf.plan(mix.draw_lengths(0, step, 32), "g8n4", d_model=3072, gamma=0.41, solver="greedy") for step in range(2)
+    ]
     point = result["points"][1]
     assert point["total_s"] == pytest.approx(statistics.fmean(predict_step(p).total_s for p in steps))
     assert point["route_bytes"] == pytest.approx(statistics.fmean(4 * p.tokens_moved * 3072 * 2 for p in steps))
@@ -177,7 +179,7 @@ def test_a_step_of_several_micro_batches(tmp_path):
     assert list(points) == ["none", "g8n4", "step planned, g8n4", "g1n32", "step planned, g1n32"]
     mix = kf.DataMix.parse("mixed")
     steps = [[mix.draw_lengths(0, 3 * step + k, 32) for k in range(3)] for step in range(2)]
-    by_micro_batch = [[kf.plan(lens, "g8n4", 3072, 0.41) for lens in of] for of in steps]
+    by_micro_batch = [[kf.plan(lens, "g8n4", d_model=3072, gamma=0.41) for lens in of] for of in steps]
     times = [[predict_step(plan) for plan in of] for of in by_micro_batch]
     flat = points["g8n4"]
     assert flat["total_s"] == pytest.approx(statistics.fmean(sum(t.total_s for t in of) for of in times))
@@ -197,7 +199,9 @@ def test_a_step_of_several_micro_batches(tmp_path):
         _predict(*arguments[:2], "--topology", "g1n32", "--micro-batches", "3", *limit, "--predictions", str(target))
         == 0
     )
-    planned = kf.plan(step, "g1n32", 3072, micro_batches=3, max_tokens_per_rank=60000, model=TrainedModel(routed=False))
+    planned = kf.plan(
+        step, "g1n32", d_model=3072, micro_batches=3, max_tokens_per_rank=60000, model=TrainedModel(routed=False)
+    )
     assert json.loads(target.read_text())["points"][-1]["total_s"] == pytest.approx(planned.predicted_time)
 
 
@@ -209,17 +213,17 @@ def test_lengths_from_a_file_are_those_of_steps(tmp_path, capsys):
     lengths.write_text(json.dumps(steps[0]))
     assert _predict(*arguments, "--micro-batches", "2") == 0
     none, flat, whole = json.loads(target.read_text())["points"]
-    parts = [kf.plan(lens, "g2n1", 3072) for lens in ([[80], [40, 60]], [[10], [20]])]
+    parts = [kf.plan(lens, "g2n1", d_model=3072) for lens in ([[80], [40, 60]], [[10], [20]])]
     assert none["total_s"] == pytest.approx(sum(predict_step(plan_home(plan)).total_s for plan in parts))
     assert flat["total_s"] == pytest.approx(sum(predict_step(plan).total_s for plan in parts))
     assert whole["tokens"] == 210
 
     lengths.write_text(json.dumps(steps))
     assert _predict(*arguments, "--steps", "2") == 0
-    mean_s = statistics.fmean(predict_step(kf.plan(lens, "g2n1", 3072)).total_s for lens in steps)
+    mean_s = statistics.fmean(predict_step(kf.plan(lens, "g2n1", d_model=3072)).total_s for lens in steps)
     assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(mean_s)
     assert _predict(*arguments, "--step", "1") == 0
-    one_s = predict_step(kf.plan(steps[1], "g2n1", 3072)).total_s
+    one_s = predict_step(kf.plan(steps[1], "g2n1", d_model=3072)).total_s
     assert json.loads(target.read_text())["points"][1]["total_s"] == pytest.approx(one_s)
     capsys.readouterr()
     for options, message in (

@@ -44,7 +44,7 @@ def planned_work(share: RankShare, workload: kf.WorkloadModel, num_heads: int) -
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (6, 6), (12, 4)])
 def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads: int) -> None:
-    plan = kf.plan(LENGTHS, topology, WIDTH, 0.41, solver)
+    plan = kf.plan(LENGTHS, topology, d_model=WIDTH, gamma=0.41, solver=solver)
     for of in (plan, plan_home(plan)):
         shares = shares_of(of, heads, kv_heads, text_of(of))
         assert [list(share.chunk_lens) for share in shares] == of.chunk_lens
@@ -65,7 +65,7 @@ def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads:
 
 
 def test_text_is_at_a_sequences_front() -> None:
-    plan = kf.plan([[10], [], [], []], "g4n1", WIDTH)
+    plan = kf.plan([[10], [], [], []], "g4n1", d_model=WIDTH)
     shares = shares_of(plan, 4, 4, [5])
     assert [share.chunk_lens for share in shares] == [(n,) for n in plan.chunk_lens[0] + plan.chunk_lens[1]] + [
         (n,) for n in plan.chunk_lens[2] + plan.chunk_lens[3]
@@ -77,7 +77,7 @@ def test_text_is_at_a_sequences_front() -> None:
 
 
 def test_text_beside_a_sequence_goes_whole_to_each_of_its_chunks() -> None:
-    plan = kf.plan([[10], [], [], [2]], "g4n1", WIDTH)
+    plan = kf.plan([[10], [], [], [2]], "g4n1", d_model=WIDTH)
     shares = shares_of(plan, 4, 4, [5, 3], text_beside=True)
     assert [share.text_lens for share in shares] == [
         tuple((5, 3)[sequence] for sequence in sequences) for sequences in plan.sequences_on
@@ -90,7 +90,7 @@ def cluster(**changes: float) -> Cluster:
 
 
 def test_figures_by_hand() -> None:
-    plans = [kf.plan(lens, "g2n1", WIDTH, solver="greedy") for lens in ([[100, 20], [40]], [[60], [60, 60]])]
+    plans = [kf.plan(lens, "g2n1", d_model=WIDTH, solver="greedy") for lens in ([[100, 20], [40]], [[60], [60, 60]])]
     model = TrainedModel(num_blocks=5, num_parameters=0, shard_ranks=1)
     measured = [[RankSeconds(3.0, 0.0, 1.0), RankSeconds(2.0, 0.0, 4.0)], [RankSeconds(2, 0, 2), RankSeconds(2, 0, 2)]]
     free = cluster(node_bytes_per_s=1e30)
@@ -153,7 +153,7 @@ def counted_flops(replayer: Replayer, share: RankShare) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(True, 2), (False, 1)])
 def test_what_is_run_is_the_planned_work(checkpointing: bool, forwards: int) -> None:
-    plan = kf.plan(LENGTHS, "g8/4/2/1n1", WIDTH, 1.0, "balanced")
+    plan = kf.plan(LENGTHS, "g8/4/2/1n1", d_model=WIDTH, gamma=1.0, solver="balanced")
     replayer = Replayer(CONFIG, CPU, torch.float32, checkpointing)
     for rank, share in enumerate(shares_of(plan, 8, 8, text_of(plan))):
         token_flops, attention_flops = counted_flops(replayer, share)
@@ -167,7 +167,7 @@ def test_what_is_run_is_the_planned_work(checkpointing: bool, forwards: int) -> 
 def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
     config = load_config("flux-tiny").replace(num_layers=3, num_single_layers=5)
     replayer = Replayer(config, CPU, torch.float32, True)
-    plan = kf.plan([[40, 8], [20]], "g2n1", config.d_model)
+    plan = kf.plan([[40, 8], [20]], "g2n1", d_model=config.d_model)
     (share, _) = shares_of(plan, 4, 4, [10, 0, 5])
     pieces = replayer._pieces_of([share])
     assert [(piece.field, piece.times) for piece in pieces] == [
@@ -183,7 +183,7 @@ def test_every_kind_of_block_is_run_as_often_as_the_model_has_it() -> None:
 def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
     config = load_config(name)
     replayer = Replayer(config, CPU, torch.float32, True)
-    plan = kf.plan([[30, 20]], "g1n1", config.d_model)
+    plan = kf.plan([[30, 20]], "g1n1", d_model=config.d_model)
     for piece in replayer._pieces_of(shares_of(plan, 4, config.num_kv_heads, [10, 5], config.text_beside)):
         piece.prepare()()
     for kind in replayer._kinds:
@@ -194,7 +194,7 @@ def test_no_gradient_is_lost_where_attention_is_left_out(name: str) -> None:
 def test_adapters_on_a_frozen_base_are_replayed() -> None:
     """Of the per-token layers a forward pass and one backward, and the adapters' own; of attention as ever."""
     pytest.importorskip("peft")
-    plan = kf.plan(LENGTHS, "g1n8", WIDTH, 1.0)
+    plan = kf.plan(LENGTHS, "g1n8", d_model=WIDTH, gamma=1.0)
     replayer = Replayer(CONFIG, CPU, torch.float32, False, "lora")
     for rank, share in enumerate(shares_of(plan, 8, 8, text_of(plan))):
         token_flops, attention_flops = counted_flops(replayer, share)
@@ -208,7 +208,7 @@ def test_adapters_on_a_frozen_base_are_replayed() -> None:
 @pytest.mark.usefixtures("flop_clock")
 def test_seconds_add_up_over_pieces_and_ranks_without_work_take_none() -> None:
     replayer = Replayer(CONFIG, CPU, torch.float32, True)
-    plan = plan_home(kf.plan([[600, 600], [20], []], "g1n3", WIDTH))
+    plan = plan_home(kf.plan([[600, 600], [20], []], "g1n3", d_model=WIDTH))
     shares = shares_of(plan, 8, 8, [0, 0, 0])
     calls = []
     seconds, noise = replayer.run(shares, 2, 1, lambda: calls.append(1))
@@ -246,7 +246,7 @@ def test_a_mix_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [v["topology"] for v in result["variants"]] == [None, "g4n1", "g2n2"]
     mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     lengths = [mix.draw_lengths(0, step, 4) for step in (0, 1)]
-    plans = [kf.plan(lens, "g4n1", 64, 0.5, "greedy") for lens in lengths]
+    plans = [kf.plan(lens, "g4n1", d_model=64, gamma=0.5, solver="greedy") for lens in lengths]
     assert four["work_per_rank"] == [plan.workload_after for plan in plans]
     assert none["wir"] == pytest.approx(statistics.fmean(plan.wir_before for plan in plans))
     tokens = statistics.fmean(plan.num_tokens for plan in plans)
@@ -276,7 +276,9 @@ def test_a_step_of_several_micro_batches_is_replayed(tmp_path: Path) -> None:
     step = [[s.num_tokens for of in samples for s in of[rank]] for rank in range(4)]
     model = TrainedModel(num_blocks=4, routed=False, num_heads=4, num_kv_heads=4, element_size=4)
     hardware = Cluster(fixed_s=0.0, host_s_per_piece=0.0)
-    planned = kf.plan(step, "g1n4", 64, 0.5, micro_batches=2, max_tokens_per_rank=4000, model=model, cluster=hardware)
+    planned = kf.plan(
+        step, "g1n4", d_model=64, gamma=0.5, micro_batches=2, max_tokens_per_rank=4000, model=model, cluster=hardware
+    )
     assert whole["work_per_rank"] == [plan.workload_after for plan in planned.plans]
     assert whole["exchanged_bytes"] == 0 < alone["exchanged_bytes"] and none["fsdp_bytes"] == whole["fsdp_bytes"] > 0
     # All of its tokens were computed, and no rank waits much.
@@ -292,7 +294,7 @@ def test_wan_is_replayed_and_its_videos_alone_are_planned(tmp_path: Path) -> Non
     assert run(*REPLAY, *more, "--solver", "greedy", "--gamma", "0.5") == 0
     mix = kf.DataMix.parse(DATA, max_text_tokens=30)
     patches = [[sample.visual_tokens for sample in mix.draw(0, 0, rank)] for rank in range(4)]
-    plan = kf.plan(patches, "g2n2", load_config("wan-tiny").d_model, 0.5, "greedy")
+    plan = kf.plan(patches, "g2n2", d_model=load_config("wan-tiny").d_model, gamma=0.5, solver="greedy")
     none, two = json.loads(out.read_text())["variants"]
     assert two["work_per_rank"] == [plan.workload_after] and none["work_per_rank"] == [plan.workload_before]
     assert min(two["token_s"], two["attention_s"], two["exchange_s"]) > 0

@@ -79,12 +79,14 @@ const waiting = setInterval(async () => {
 @functools.cache
 def _plan(num_ranks):
     if num_ranks == 2:  # a model for one processor
-        return kf.plan([[440, 430], [437]], "g2n1", 64, solver="greedy")
+        return kf.plan([[440, 430], [437]], "g2n1", d_model=64, solver="greedy")
     mix, topology = (
         ("g4b3i256f1s0,g2b2i512f1s0,g2b1i1024f1s0", "g4/2/1n2") if num_ranks == 8 else ("joint", "g8/4/2/1n*")
     )
     topology = topology.replace("*", str(num_ranks // 8))
-    return kf.plan(kf.DataMix.parse(mix).draw_lengths(0, 0, num_ranks), topology, 3072, gamma=0.41, solver="balanced")
+    return kf.plan(
+        kf.DataMix.parse(mix).draw_lengths(0, 0, num_ranks), topology, d_model=3072, gamma=0.41, solver="balanced"
+    )
 
 
 def _chromium(tmp_path, page, *arguments, dark=False, width=1280, height=2900):
@@ -161,7 +163,7 @@ def test_every_chart_is_drawn_and_legible(report, dark, width, tmp_path):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_step_of_many_micro_batches(width, tmp_path):
     lengths = kf.DataMix.parse("joint").draw_lengths(0, 0, 32)
-    step = kf.plan([lens * 40 for lens in lengths], "g8n4", 3072, gamma=0.41, micro_batches=40)
+    step = kf.plan([lens * 40 for lens in lengths], "g8n4", d_model=3072, gamma=0.41, micro_batches=40)
     write_report(str(tmp_path / "step.html"), step)
     _probed(tmp_path, tmp_path / "step.html", width=width)
 
@@ -228,8 +230,8 @@ def test_text_in_titles_is_escaped(tmp_path):
 def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text('{"topology": ')
-    (tmp_path / "empty.json").write_text(kf.plan([[], []], "g1n2", 64).to_json())
-    (tmp_path / "whole.json").write_text(kf.plan([[8], [4]], "g1n2", 64).to_json())
+    (tmp_path / "empty.json").write_text(kf.plan([[], []], "g1n2", d_model=64).to_json())
+    (tmp_path / "whole.json").write_text(kf.plan([[8], [4]], "g1n2", d_model=64).to_json())
     before = sorted(tmp_path.iterdir())
     assert main(["plan", "--report", "x.html", *arguments]) == 2
     error = capsys.readouterr().err

@@ -12,9 +12,9 @@ D = 16
 @pytest.fixture(params=["g4n2", "g2n4", "g1n8", "g8n1", "g4/2/1n2", "masked"])
 def plan(request):
     if request.param == "masked":
-        return kf.plan(LENGTHS, "g4/2/1n2", D, gamma=0.5, solver="balanced", masks="causal")
+        return kf.plan(LENGTHS, "g4/2/1n2", d_model=D, gamma=0.5, solver="balanced", masks="causal")
     solver = "balanced" if "/" in request.param else "greedy"
-    return kf.plan(LENGTHS, request.param, D, solver=solver)
+    return kf.plan(LENGTHS, request.param, d_model=D, solver=solver)
 
 
 def test_bars_hold_what_the_plan_says(plan):

@@ -22,7 +22,7 @@ LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
 
 def variants() -> tuple[Variant, Variant]:
-    plans = [plan(lengths, "g2n1", 16, gamma=1.0) for lengths in LENGTHS]
+    plans = [plan(lengths, "g2n1", d_model=16, gamma=1.0) for lengths in LENGTHS]
     measured = Measured([4.0, 2.0], [0.5, 0.25], [3.0, 1.0]), Measured([2.0, 1.0], [0.5, 0.3], [3.0, 1.0])
     home = Variant(NO_BALANCER, None, measured[0], [Step([plan_home(of)]) for of in plans])
     return home, Variant("g2n1", "g2n1", measured[1], [Step([of]) for of in plans])
@@ -68,7 +68,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 
 
 def test_an_infinite_ratio_is_null() -> None:
-    step = Step([plan_home(plan([[5], []], "g2n1", 16))])
+    step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
     alone = Variant(NO_BALANCER, None, Measured([1.0], [1.0], [1.0]), [step])
     assert math.isinf(step.wir) and figures(alone, alone, MODEL, "full", None)["wir"] is None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, StepPlan, Topology, plan_home
+from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, plan_home
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import show, write, write_json
@@ -109,18 +109,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 # What is planned with, the plan, predicted points, and how the plan was made: '' where it is one of several.
-_Made = tuple[Planning, Plan | StepPlan, list[Point], str]
+_Made = tuple[Planning, Plan, list[Point], str]
 
 
 def _from_file(args: argparse.Namespace) -> _Made:
     refuse(args, _OF_PLANNING, "a plan", "which has its own")
     plan = cli_args.read_plan(args.plan)
-    first = plan.plans[0] if isinstance(plan, StepPlan) else plan
+    first = plan.plans[0] if plan.num_micro_batches > 1 else plan
     planning = cost_args.planning(
         args, first, d_model=first.d_model, gamma=first.workload.gamma, solver=first.solver
     )  # fmt: skip
     took, points = f"{first.solver}, from {args.plan}", list[Point]()
-    if isinstance(plan, StepPlan):
+    if plan.num_micro_batches > 1:
         if (planning.cluster, planning.model) != (first.cluster, first.model):
             raise ArgumentError("--cluster: got one beside the plan of a step, which keeps its own, expected none")
         _check_predicts(args, "the plan of a step of micro-batches")
@@ -164,7 +164,7 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
     points = []
     if predicts and has_tokens:
         points = [point for draw in (first, *draws) for point in _points(args, draw)]
-    planner = "" if isinstance(plan, StepPlan) else f"{plan.solver} "
+    planner = "" if plan.num_micro_batches > 1 else f"{plan.solver} "
     return planning, plan, points, f"{planner}in {elapsed_s * 1e3:.3g} ms" if is_one else ""
 
 
@@ -203,7 +203,7 @@ def topology_for(text: str, num_ranks: int) -> str:
 
 
 def _plan_whole(args: argparse.Namespace, draw: Draw, topology: str, max_tokens: int) -> Any:
-    """A Plan, or a StepPlan with --micro-batches, of the draw's first step."""
+    """Of the first step of the draw."""
     step = {} if args.micro_batches is None else {"micro_batches": args.micro_batches, "sync": args.sync}
     return draw.planning.plan(lengths_of_step(draw.batches[0]), topology, max_tokens_per_rank=max_tokens, **step)
 
@@ -213,7 +213,7 @@ def _topology(args: argparse.Namespace, draw: Draw, asked: str) -> str:
     if asked != "auto":
         return topology_for(asked, draw.num_ranks)
     plan = _plan_whole(args, draw, asked, draw.max_tokens)
-    return str((plan if isinstance(plan, Plan) else plan.plans[0]).topology)
+    return str(plan.topology)
 
 
 def _peak_tflops(args: argparse.Namespace) -> float | None:
@@ -222,7 +222,7 @@ def _peak_tflops(args: argparse.Namespace) -> float | None:
     return args.peak_tflops or named
 
 
-def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan | StepPlan, float]:
+def _first_plan(args: argparse.Namespace, draw: Draw) -> tuple[Plan, float]:
     """The plan of the draw's step, and the seconds that planning took."""
     topology, limit = _topology(args, draw, args.topology[-1]), draw.max_tokens
     if args.micro_batches is not None and not limit:

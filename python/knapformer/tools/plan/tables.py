@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group
 
-from knapformer import Plan, StepPlan
+from knapformer import Plan
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.ways import PLANNED_STEP
 
@@ -31,9 +31,9 @@ _POINT = {
 }  # fmt: skip
 
 
-def print_made(plan: Plan | StepPlan, took: str) -> None:
+def print_made(plan: Plan, took: str) -> None:
     """took: how the plan was made."""
-    if isinstance(plan, StepPlan):
+    if plan.num_micro_batches > 1:
         _print_step(plan, took)
         return
     whole = f"{plan.topology}, {plan.num_ranks} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
@@ -42,7 +42,7 @@ def print_made(plan: Plan | StepPlan, took: str) -> None:
     show(f"{whole}, {took}", *ranks, _plan_sentence(plan))
 
 
-def _print_step(step: StepPlan, took: str) -> None:
+def _print_step(step: Plan, took: str) -> None:
     first = step.plans[0]
     over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
     each = zip(step.plans, step.predicted_times, strict=True)
@@ -61,9 +61,7 @@ def _print_step(step: StepPlan, took: str) -> None:
     )
 
 
-def _part(
-    part: str, of: Plan | StepPlan, plans: Sequence[Plan], predicted_s: float, num_sequences: int
-) -> dict[str, Any]:
+def _part(part: str, of: Plan, plans: Sequence[Plan], predicted_s: float, num_sequences: int) -> dict[str, Any]:
     """plans: of the part, whose work is over that of the mean rank of a micro-batch."""
     mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / plans[0].num_ranks
     return {

@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from knapformer import Plan, StepPlan
+from knapformer import Plan
 from knapformer.tools.report.placement import MAX_RANKS, Bars
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
@@ -52,7 +52,7 @@ def work_per_rank(plan: Plan) -> go.Figure:
     return figure
 
 
-def work_per_micro_batch(step: StepPlan) -> go.Figure:
+def work_per_micro_batch(step: Plan) -> go.Figure:
     """A cell for each rank and micro-batch."""
     work = np.array([plan.workload_after for plan in step.plans])
     figure = go.Figure()

@@ -6,7 +6,7 @@ import html
 import statistics
 from collections.abc import Mapping, Sequence
 
-from knapformer import ArgumentError, Plan, StepPlan, StepTime, plan_home, predict_step
+from knapformer import ArgumentError, Plan, StepTime, plan_home, predict_step
 from knapformer.json_file import read_json
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages
@@ -16,11 +16,7 @@ from knapformer.tools.ways import NO_BALANCER
 
 
 def write_report(
-    path: str,
-    plan: Plan | StepPlan,
-    *,
-    measured_s: Mapping[str, Sequence[float]] | None = None,
-    title: str | None = None,
+    path: str, plan: Plan, *, measured_s: Mapping[str, Sequence[float]] | None = None, title: str | None = None
 ) -> None:
     """Writes the report of a plan to `path`, whole or not at all. For a step it shows all micro-batches, and the
     one that takes longest in detail.
@@ -34,7 +30,7 @@ def write_report(
     if plan.num_tokens == 0:
         raise ArgumentError("plan: got one without sequences, expected at least one sequence to report on")
     page, detail, figures = HtmlPage(), "", list[tuple[str, str]]()
-    if isinstance(plan, StepPlan):
+    if plan.num_micro_batches > 1:
         whole, longest = plan, max(range(plan.num_micro_batches), key=plan.predicted_times.__getitem__)
         detail = f"; of {plan.num_micro_batches} micro-batches, number {longest} in detail, which takes longest"
         waits = "in each" if plan.sync == "micro_batch" else "once, at the end of the step"

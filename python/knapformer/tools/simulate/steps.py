@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from knapformer import ArgumentError, DataMix, Sample, StepPlan, Topology
+from knapformer import ArgumentError, DataMix, Plan, Sample, Topology
 from knapformer.models.config import BaseConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.ways import (
@@ -53,11 +53,13 @@ class StepData:
         lens = [[[self.config.planned_tokens(s.size) for s in of] for of in of_rank] for of_rank in self.samples]
         return [list(batch) for batch in zip(*lens, strict=True)]
 
-    def as_planned(self, plan: StepPlan) -> StepData:
+    def as_planned(self, plan: Plan) -> StepData:
         """The same samples, each in the place where `plan`, made from these lengths, computes it."""
         step = [sample for of_rank in self.samples for samples in of_rank for sample in samples]
         parts, ranks = range(plan.num_micro_batches), range(len(self.samples))
-        return StepData(self.config, [[[step[i] for i in plan.sequences_on(rank, k)] for k in parts] for rank in ranks])
+        return StepData(
+            self.config, [[[step[i] for i, _, _ in plan.chunks_on(rank, k)] for k in parts] for rank in ranks]
+        )
 
 
 def _sample(config: BaseConfig, length: int, text_tokens: int) -> Sample:
@@ -177,11 +179,11 @@ class Simulation:
         lists = [[equal] * len(data.batches)] * self.num_ranks
         return self._of_lengths(step, lists, text_tokens / sum(lens))
 
-    def _plan_step(self, data: StepData) -> StepPlan:
+    def _plan_step(self, data: StepData) -> Plan:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
         micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best."""
         fullest = max(sum(lens) for batch in data.batches for lens in batch)
-        planned: StepPlan = self.planning.plan(
+        planned: Plan = self.planning.plan(
             lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=self.micro_batches or 1,
             cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=self.max_tokens_per_rank or fullest,
         )  # fmt: skip
