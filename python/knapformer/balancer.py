@@ -57,7 +57,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         seq_lens, x = balancer.reverse_route(x)
 
     topology: text such as "g1n2+g2n1" (flat bags) or "g8/4/2/1n1" (in each bag of 8 a sequence is shared by 8, 4, 2 or
-        1 of its ranks), repeated over the ranks of `group`. None: nested bags over the ranks of each node, as
+        1 of its ranks), repeated over the ranks of `group`. None: a nested bag for each node, of its ranks, as
         torchrun, Slurm or MPI count them in the environment. "auto": the balancer takes the best of
         `knapformer.rank_topologies` for the first lengths that it plans, and keeps it; the attribute `topology` then
         has its text. A call of `rank_topologies` can take a larger sample of lengths.

@@ -54,7 +54,7 @@ def _ranks_per_node(rank: int, num_ranks: int) -> int | None:
 
 
 def node_topology(group: dist.ProcessGroup | None = None) -> str:
-    """Nested bags over the ranks of each node, with as many degrees as nest, down to 1: g8/4/2/1n1 for 8 ranks.
+    """A bag of each node's ranks, nested with as many degrees as nest, down to 1: g8/4/2/1n4 for 4 nodes of 8 ranks.
 
     group: the ranks. None: the default group, or this process alone. How many ranks a node has is what torchrun, Slurm
         or MPI say in environment variables. Where none says it, all ranks are taken to be on one node.
@@ -85,4 +85,4 @@ def node_topology(group: dist.ProcessGroup | None = None) -> str:
     while degrees[-1] > 1:
         smallest_factor = next(factor for factor in range(2, degrees[-1] + 1) if degrees[-1] % factor == 0)
         degrees.append(degrees[-1] // smallest_factor)
-    return f"g{'/'.join(map(str, degrees))}n1"
+    return f"g{'/'.join(map(str, degrees))}n{len(nodes) // on_first}"

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from knapformer import ArgumentError, SequenceBalancer, nodes
 
-EXPECTED = {"2": "g2/1n1", "4": "g4/2/1n1", "1": "g1n1", "3": None}
+EXPECTED = {"2": "g2/1n2", "4": "g4/2/1n1", "1": "g1n4", "3": None}
 
 
 def _topologies(rank: int, world_size: int) -> tuple[dict[str, str | None], str]:
@@ -28,7 +28,7 @@ def _topologies(rank: int, world_size: int) -> tuple[dict[str, str | None], str]
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     group = dist.new_group([0, 2])  # one of each node
     if rank in (0, 2):
-        assert node_topology(group) == "g1n1"
+        assert node_topology(group) == "g1n2"
     balancer = SequenceBalancer()
     balancer.plan_routing([100 if rank == 0 else 1], 8)
     balancer.route(torch.ones(100 if rank == 0 else 1, 8))
@@ -38,7 +38,7 @@ def _topologies(rank: int, world_size: int) -> tuple[dict[str, str | None], str]
 def test_bags_are_the_ranks_of_a_node() -> None:
     for found, used in run_ranks(_topologies, 4):
         assert found == {"": "g4/2/1n1", **EXPECTED}
-        assert used == "g2/1n1"  # repeated: two nodes
+        assert used == "g2/1n2"
 
 
 def _srun(num_tasks: int, per_node: str, local: int = 3) -> dict[str, str]:
@@ -54,14 +54,14 @@ def _mpirun(num_ranks: int, per_node: int, local: int = 3) -> dict[str, str]:
 
 STARTERS: dict[str, tuple[dict[str, str], str]] = {
     "nobody says": ({}, "g8/4/2/1n1"),
-    "torchrun, within Slurm": ({"LOCAL_WORLD_SIZE": "2", **_srun(8, "4(x2)")}, "g2/1n1"),
-    "DeepSpeed": ({"WORLD_SIZE": "8", "LOCAL_SIZE": "4", "LOCAL_RANK": "3"}, "g4/2/1n1"),
+    "torchrun, within Slurm": ({"LOCAL_WORLD_SIZE": "2", **_srun(8, "4(x2)")}, "g2/1n4"),
+    "DeepSpeed": ({"WORLD_SIZE": "8", "LOCAL_SIZE": "4", "LOCAL_RANK": "3"}, "g4/2/1n2"),
     "srun on one node": (_srun(8, "8"), "g8/4/2/1n1"),
-    "srun on nodes": (_srun(8, "4(x2)"), "g4/2/1n1"),
+    "srun on nodes": (_srun(8, "4(x2)"), "g4/2/1n2"),
     "srun of one task, which starts the ranks": (_srun(1, "1", 0), "g8/4/2/1n1"),
     "srun on unequal nodes": (_srun(8, "3(x2),2"), "for nodes with 3(x2),2 ranks (SLURM_STEP_TASKS_PER_NODE)"),
     "srun, node by node": (_srun(8, "4(x2)", 1), "rank 3, which is number 1 on its node (SLURM_LOCALID)"),
-    "mpirun": (_mpirun(8, 4), "g4/2/1n1"),
+    "mpirun": (_mpirun(8, 4), "g4/2/1n2"),
     "mpirun of a process a node, which starts the ranks": (_mpirun(2, 1, 0), "g8/4/2/1n1"),
     "mpirun, node by node": (_mpirun(8, 4, 1), "rank 3, which is number 1 on its node (OMPI_COMM_WORLD_LOCAL_RANK)"),
 }
