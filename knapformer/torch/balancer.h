@@ -1,6 +1,6 @@
 // SequenceBalancer: plans steps, and gives them to move tensors by.
 //
-//   SequenceBalancer balancer("g4/2/1n2", {.plan = {.workload = {.gamma = 0.49}}}, group, make_bag_group);
+//   SequenceBalancer balancer("g4/2/1n2", {.plan = {.workload = {.gamma = 1.71}}}, group, make_bag_group);
 //   balancer.plan_routing(seq_lens, d_model);
 //   auto routed = balancer.route(x, {ids}, {conditioning});   // (tokens, ...) -> (tokens of this rank's chunks, ...)
 //   auto h = balancer.attention(q, k, v, attend);             // (chunk tokens, heads, head_dim), there and back

@@ -287,7 +287,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
         """Feeds back how long this rank was busy with the step of the last plan: its forward and backward passes,
         without waiting for other ranks.
 
-        Of a step of micro-batches (BalancedLoader, say): with those that were in force since the last call, so
+        Of a step of micro-batches (BalancedStepLoader, say): with those that were in force since the last call, so
         call it after each, or once after all of them. The seconds reach all ranks with the lengths of the next plan,
         and all learn the same gamma and speeds from them, which later plans follow. Warns once where the given workload
         model misses the observed times by more than 10 %, and once where seconds are 100 times off those of the other
@@ -313,7 +313,7 @@ class SequenceBalancer(_torch.SequenceBalancer):
     def expect_device(self, device: torch.device | str) -> None:
         """Announces tensors on this device.
 
-        Plans that are made ahead from now on (start_planning, BalancedLoader) have their index tables packed for it, on
+        Plans that are made ahead from now on (start_planning, loaders) have their index tables packed for it, on
         the planning thread. Without this call a balancer learns of a device, with its index, at the first exchange
         there. Not collective.
         """

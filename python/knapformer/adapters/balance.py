@@ -65,10 +65,10 @@ def balance(
     transformer: the model, which may be wrapped already (PEFT, DDP, FSDP), or be wrapped later. Changed in place, and
         returned. Its class, parameters, names, state_dict and methods stay.
     balancer: forward and backward are then collective over its ranks, whose samples are moved between them; a rank
-        without samples calls with an empty list. In a loop over a BalancedLoader without micro_batches, whose samples
-        are still on the ranks that drew them: `transformer(samples, planned=True)`.
+        without samples calls with an empty list. In a loop over a BalancedLoader, whose samples are still on the ranks
+        that drew them: `transformer(samples, planned=True)`.
         None: the samples of this rank alone, each whole. So for samples that lie where they are computed: those of a
-        BalancedBatchSampler without a topology, and of a BalancedLoader with micro_batches in bags of one rank (g1n8).
+        BalancedBatchSampler without a topology, and of a BalancedStepLoader in bags of one rank (g1n8).
     max_text_tokens: for models that cross-attend to their text: the tokens that a travelling text has room for. The
         same on all ranks.
     batches: for torchtitan's models: a call in the model's own form is packed, too, as the samples of its batch. So a
