@@ -19,6 +19,7 @@ class Samples:
 
 class Step:
     plan: Final[Plan]
+    number: Final[int]
     seq_lens: Final[Tensor]
     chunk_lens: Final[Tensor]
     def route(

@@ -123,10 +123,10 @@ def test_the_plan_of_a_step_is_refused_with_what_to_give() -> None:
         (lambda **counts: token_mean(ones, **counts), 9),
         (lambda **counts: sample_mean(ones, [3, 4, 2], **counts), 3),
     ):
-        with pytest.raises(ValueError, match=r"plan: got that of a step of micro-batches") as refused:
+        with pytest.raises(ValueError, match=r"plan: got that of 2 micro-batches") as refused:
             mean(plan=step)
         (advice,) = re.findall(r"total=(.*)", str(refused.value))
-        assert eval(advice, {"step": step}) == count
+        assert eval(advice, {"plan": step}) == count
         assert mean(total=count) == 1
 
 

@@ -145,7 +145,6 @@ def test_errors_name_the_argument(argument, change):
         ("d_model", {"d_model": 64.0}, "64.0"),
         ("gamma", {"gamma": "x"}, "'x'"),
         ("gamma", {"gamma": "0.5"}, "'0.5'"),
-        ("solver", {"solver": None}, "None"),
         ("effort", {"effort": 1.5}, "1.5"),
         ("effort", {"effort": 2**63}, str(2**63)),
         ("masks", {"masks": 3}, "3"),

@@ -374,7 +374,7 @@ def test_lengths_that_are_no_integers_are_named(length: Any) -> None:
     loader = BalancedStepLoader(
         [[sample_of(0)]], SequenceBalancer("g1n1", d_model=D_MODEL), 1, seq_lens=lambda _: [length], **FIELDS
     )
-    with pytest.raises(ArgumentError, match=f"seq_lens: got {length!r}, expected integers"):
+    with pytest.raises(ArgumentError, match=f"seq_lens: got {length!r}, expected an integer"):
         list(loader)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import re
@@ -12,7 +13,7 @@ import torch
 from distributed.ranks import run_ranks
 from sampler.sampler_ranks import COMMON, LENGTHS, one_is_late, passes
 
-from knapformer import BalancedBatchSampler, Cluster, TrainedModel
+from knapformer import BalancedBatchSampler, Cluster, Cost, TrainedModel
 
 # Of each argument: another value than that of COMMON or the default, and what it takes beside it.
 OTHER = {
@@ -48,8 +49,9 @@ def digest(rank: int = 0, num_replicas: int = 3, **arguments) -> str:
 
 
 def test_every_argument_but_the_rank_is_in_the_digest():
-    parameters = inspect.signature(BalancedBatchSampler.__init__).parameters.keys()
-    assert parameters == OTHER.keys() | {"self", "num_replicas", "rank"}
+    parameters = inspect.signature(BalancedBatchSampler.__init__).parameters.keys() - {"cost", "settings"}
+    fields = {field.name for field in dataclasses.fields(Cost)}
+    assert parameters | fields == OTHER.keys() | {"self", "num_replicas", "rank"}
     assert digest() == digest(rank=2) != digest(num_replicas=1)
     for name, (other, beside) in OTHER.items():
         assert digest(**beside) == digest(**beside) != digest(**beside | {name: other}), name
