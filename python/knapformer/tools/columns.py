@@ -21,6 +21,7 @@ _NAMES = {
     "width": ("width", "w", "img_width", "image_width", "video_width"),
     "height": ("height", "h", "img_height", "image_height", "video_height"),
     "size": ("resolution", "img_size", "image_size", "train_resolution", "target_size"),  # 832x480 or [832, 480]
+    "shape": ("shape", "img_shape", "image_shape", "video_shape"),  # of an array: (frames, height, width, channels)
     "frames": ("frames", "num_frames", "n_frames", "nframes", "nb_frames", "frame_count", "bucket_frames"),
     "fps": ("fps", "framerate", "frame_rate"),
     "duration": ("duration", "duration_s", "seconds", "video_duration"),
@@ -30,7 +31,7 @@ MEANINGS = tuple(_NAMES)
 _MEANING_OF = {name: meaning for meaning, names in _NAMES.items() for name in names}
 # What a trainer made of a sample for its model; other columns of the same meaning are of the file it was made from.
 _TRAINED = ("train_resolution", "target_size", "bucket_frames")
-_SIZES = (("width", "height"), ("size",))
+_SIZES = (("width", "height"), ("size",), ("shape",))
 
 
 class Columns:
@@ -69,9 +70,9 @@ class Columns:
             return f"tokens of a sample from {found['length']!r}"
         if "frames" not in found and "fps" in found:
             found["frames"] = f"{found['fps']} x {found['duration']}"
-        used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "frames") if of in found]
+        used = [f"{of} from {found[of]!r}" for of in ("width", "height", "size", "shape", "frames") if of in found]
         assert self._preset is not None
-        if self._preset.is_video and "frames" not in found:
+        if self._preset.is_video and not found.keys() & {"frames", "shape"}:
             used.append("every sample a picture of one frame, as no column holds frames")
         if not self._preset.text_beside:
             text = f"tokens of captions from {found['text']!r}" if "text" in found else "captions left out"
@@ -128,9 +129,10 @@ def _check_unambiguous(found: Mapping[str, str]) -> None:
             f"caption's tokens? Write --columns length={name} for all tokens; else {_option(others)}, with "
             f"frames={name} or text={name} behind it where it holds these"
         )
-    if all(found.keys() >= set(of) for of in _SIZES):
-        got = _quoted(found[meaning] for of in _SIZES for meaning in of)
-        wanted = {meaning: name for meaning, name in found.items() if meaning != "size"}
+    sizes = [of for of in _SIZES if found.keys() >= set(of)]
+    if len(sizes) > 1:
+        got = _quoted(found[meaning] for of in sizes for meaning in of)
+        wanted = {meaning: name for meaning, name in found.items() if all(meaning not in of for of in sizes[1:])}
         raise ArgumentError(f"columns: got {got} for the size in pixels, expected one. {_write(wanted)}")
     if "frames" not in found and ("fps" in found) != ("duration" in found):
         has, lacks = ("fps", "duration") if "fps" in found else ("duration", "fps")
@@ -155,26 +157,43 @@ def _quoted(names: Any) -> str:
 
 def _size_of(value: Mapping[str, Any]) -> tuple[int, int, int]:
     """Width and height in pixels, and frames."""
-    if "size" in value:
-        width, height = _pair(value["size"])
+    of_shape: list[int] = []  # [frames] where a shape states them
+    if "shape" in value:
+        *of_shape, height, width = _shape(value["shape"])
+    elif "size" in value:
+        width, height = _numbers(value["size"], "size", (2,), "WIDTHxHEIGHT or [width, height]")
     else:
         width, height = (integer(value[of], of, least=1) for of in ("width", "height"))
+    frames = of_shape[0] if of_shape else 1
     if "frames" in value:
-        return width, height, integer(value["frames"], "frames", least=1)
-    if "fps" in value:
-        return width, height, max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
-    return width, height, 1
+        frames = integer(value["frames"], "frames", least=1)
+    elif "fps" in value:
+        frames = max(1, round(_positive(value["fps"], "fps") * _positive(value["duration"], "duration")))
+    if of_shape and of_shape != [frames]:
+        raise ValueError(f"got {frames} frames beside a shape of {of_shape[0]}")
+    return width, height, frames
 
 
-def _pair(value: Any) -> list[int]:
+def _shape(value: Any) -> list[int]:
+    """Without channels."""
+    expected = "[height, width], with 3 channels and frames if any: [frames, height, width, 3]"
+    dims = _numbers(value, "shape", (2, 3, 4), expected)
+    if len(dims) > 2:
+        if dims.count(3) != 1:  # which of them are channels, and which frames?
+            raise ValueError(f"shape: got {value!r}, expected {expected}")
+        dims.remove(3)
+    return dims
+
+
+def _numbers(value: Any, what: str, counts: Sequence[int], expected: str) -> list[int]:
     """The numbers of '832x480', '(832, 480)' or [832, 480]; not of '832,480', which may be one number."""
     parts = value
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(?:([0-9]+)\s*[xX\u00d7*]\s*([0-9]+)|[(\[]([0-9]+)\s*,\s*([0-9]+)[)\]])\s*", value)
-        parts = [] if found is None else list(filter(None, found.groups()))
-    if not isinstance(parts, list | tuple) or len(parts) != 2:
-        raise ValueError(f"size: got {value!r}, expected WIDTHxHEIGHT or [width, height]")
-    return [integer(part, "size", least=1) for part in parts]
+        inner = re.fullmatch(r"\s*[(\[](.*)[)\]]\s*", value)
+        parts = re.split(r"[xX\u00d7*]", value) if inner is None else inner[1].split(",")
+    if not isinstance(parts, list | tuple) or len(parts) not in counts:
+        raise ValueError(f"{what}: got {value!r}, expected {expected}")
+    return [integer(part, what, least=1) for part in parts]
 
 
 def integer(value: Any, what: str, least: int | None = None) -> int:

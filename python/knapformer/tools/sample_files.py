@@ -22,6 +22,7 @@ from knapformer.json_file import parse_json
 from knapformer.lengths_log import read_log
 from knapformer.tools.columns import Columns, checked_tokens, integer, is_value, known_columns
 from knapformer.tools.presets import Preset
+from knapformer.tools.trainer_caches import cached_samples
 
 FORMATS = ("json", "jsonl", "ndjson", "txt", "csv", "tsv", "parquet", "npy")
 _BATCH_ROWS = 1 << 16
@@ -59,8 +60,8 @@ class Samples:
 def read_samples(
     path: str, preset: Preset | None, columns: Mapping[str, str] | None = None, may_be_empty: bool = False
 ) -> Samples:
-    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or the folder of a
-    log of knapformer.record.
+    """path: '-' for standard input (JSON, JSON lines or CSV, recognised by its beginning), a file, or a folder: a log
+    of knapformer.record, or a trainer's cache.
 
     preset: turns sizes into tokens; None where samples must have lengths. columns: names of the columns to read, by
     what they hold (columns.MEANINGS); none: those that are recognised. may_be_empty: of batches without samples.
@@ -85,6 +86,8 @@ def read_samples(
         for number, value in enumerate(rows, 1):
             samples.num_rows = number
             try:
+                if isinstance(value, ValueError):
+                    raise value
                 if names is not None:
                     samples.lengths.append(columns_of(names).tokens(value))
                 elif isinstance(value, dict):
@@ -152,8 +155,12 @@ _Rows = tuple[Iterator[Any], tuple[str, ...] | None]
 
 def _rows_of(path: str, columns: Mapping[str, str], stack: ExitStack) -> _Rows:
     """The rows, and the names of their values where each row has the same ones."""
-    if path != "-" and Path(path).is_dir():
-        return read_log(path), None
+    if path != "-" and (folder := Path(path)).is_dir():
+        if any(folder.glob("rank-*-of-*.jsonl")):
+            return read_log(path), None
+        metadata = sorted(folder.glob("aspect_ratio_bucket_metadata*.json"))  # SimpleTuner's, of each data set
+        rows = [_rows_of(str(file), columns, stack)[0] for file in metadata]
+        return itertools.chain(*rows) if rows else cached_samples(folder), None
     kind = Path(path).suffix.lower().lstrip(".")
     if path == "-" and sys.stdin is None:
         raise ArgumentError("LENGTHS: got '-', expected a standard input that is open")

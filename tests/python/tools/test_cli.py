@@ -59,7 +59,7 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         (["doctor", "--ranks", "32"], "one of the arguments LENGTHS --lengths --data/--mix is required"),
         ([*PLAN_G8, *MIXED, "--sol", "greedy"], "unrecognized arguments: --sol"),
         ([*PLAN_G8, *MIXED, "--json", "nowhere/plan.json"], "--json: got 'nowhere/plan.json'"),
-        ([*PLAN_G8, "--lengths", "."], ".: got no log, expected what knapformer.record wrote"),
+        ([*PLAN_G8, "--lengths", "."], "LENGTHS: .: got a folder without rank-"),
         ([*PLAN_G8, "--lengths", ""], "--lengths: got '', expected a text that is not empty"),
         (["plan", "--mix", "joint", "--topology", "g8n4", "--topology", ""], "--topology: got ''"),
         (["plan", "--topology", "g2\udcff", *MIXED], r"--topology: got 'g2\udcff', expected printable UTF-8"),
