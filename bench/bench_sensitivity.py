@@ -105,7 +105,8 @@ def speedups(planning: Planning, steps: Sequence[Lengths], micro_batches: int = 
 
 def planning_of(node: float = 120, network: float = 25, **model: object) -> Planning:
     cluster = CLUSTER.replace(node_bytes_per_s=node * 1e9, network_bytes_per_s=network * 1e9)
-    return Planning(D_MODEL, 0.41, cluster, MODEL.replace(routed=False, **model), effort="low")
+    model_of = MODEL.replace(routed=False, **model)
+    return Planning(d_model=D_MODEL, gamma=0.41, cluster=cluster, model=model_of, effort="low")
 
 
 def network_rows(num_steps: int) -> list[dict[str, object]]:
@@ -140,22 +141,11 @@ def losing_rows(num_steps: int) -> list[dict[str, object]]:
         found = speedups(planning, steps)
         flat = {
             topology: statistics.fmean(
-                knapformer.plan(
-                    step, topology, d_model=D_MODEL, gamma=0.41, cluster=planning.cluster,
-                    model=planning.model.replace(routed=True),
-                ).predicted_time
-                for step in steps
+                planning.plan(step, topology, routed=True, effort="default").predicted_time for step in steps
             )
             for topology in ("g8n4", "g8/4/2/1n4")
-        }  # fmt: skip
-        home = statistics.fmean(
-            knapformer.plan_home(
-                knapformer.plan(
-                    step, f"g1n{NUM_RANKS}", d_model=D_MODEL, gamma=0.41, cluster=planning.cluster, model=planning.model
-                )
-            ).predicted_time
-            for step in steps
-        )
+        }
+        home = statistics.fmean(planning.home(step).predicted_time for step in steps)
         found |= {f"forced {topology}": home / seconds for topology, seconds in flat.items()}
         rows.append({"data": name, "speedup": found})
         print(f"| {name} | {cells_of(found)} |", flush=True)

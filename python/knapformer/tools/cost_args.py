@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,7 @@ def planning(
     calibration, or the user's own cluster, states it. Raises ArgumentError, OSError.
     """
     options = vars(args)
-    names = ("d_model", "gamma", "mask", "rank_speed", "solver", "effort")
-    fields = {name: options[name] for name in names if name in options}
+    fields = {of.name: options[of.name] for of in dataclasses.fields(Planning) if options.get(of.name) is not None}
     states_fixed, model = False, model or TrainedModel()
     if args.cluster is not None:
         cluster, model, states_fixed = read_cluster(args.cluster, model)
@@ -63,7 +63,7 @@ def planning(
         cluster = cluster.replace(fixed_s=0.0)
     trained = ("shard_ranks", "num_blocks", "num_parameters", "num_heads", "mode", "recomputes")
     model = model.replace(**{name: options[name] for name in trained if options.get(name) is not None})
-    return Planning(**(fields | {"cluster": cluster, "model": model} | given))
+    return Planning(**(fields | {"cluster": cluster, "model": model, "num_heads": 0} | given))
 
 
 def assumed(args: argparse.Namespace, of: Planning, memory: str, plan: str | None = None) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import knapformer
-from knapformer import Cluster, DataMix, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+from knapformer import Cluster, Cost, DataMix, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
@@ -54,31 +54,25 @@ def micro_batches_of_step(lengths: Lengths, count: int) -> list[Lengths]:
     return [[list(lens[cut(lens, k) : cut(lens, k + 1)]) for lens in lengths] for k in range(count)]
 
 
-@dataclass(frozen=True)
-class Planning:
-    """What all plans of a command depend on: arguments of `plan`."""
+@dataclass(frozen=True, kw_only=True)
+class Planning(Cost):
+    """The cost of a command's plans, whose fields are all known, and their solver, as in `knapformer.plan`."""
 
     d_model: int
     gamma: float
     cluster: Cluster
     model: TrainedModel
-    mask: str = "full"
-    rank_speed: Sequence[float] = ()
-    solver: str = "balanced"
-    effort: int | str = "default"
+    solver: str | None = None
 
-    def plan(self, lengths: Lengths, topology: str, *, routed: bool | None = None, **others: Any) -> Any:
-        """A Plan or, with micro_batches, a Plan. routed: tokens travel in the model; otherwise ranks load what they
-        compute; None: as the model says. others: in place of these arguments."""
-        given: dict[str, Any] = {
-            "solver": self.solver, "effort": self.effort, "masks": self.mask, "rank_speed": self.rank_speed,
-            "cluster": self.cluster, "model": self.model if routed is None else self.model.replace(routed=routed),
-        }  # fmt: skip
-        return knapformer.plan(lengths, topology, d_model=self.d_model, gamma=self.gamma, **(given | others))
+    def plan(self, lengths: Lengths, topology: str, *, routed: bool | None = None, **others: Any) -> Plan:
+        """routed: tokens travel in the model; otherwise ranks load what they compute; None: as the model says. others:
+        arguments of `knapformer.plan`, in place of these."""
+        model = self.model if routed is None else self.model.replace(routed=routed)
+        return knapformer.plan(lengths, topology, self, **({"model": model, "solver": self.solver} | others))
 
-    def home(self, lengths: Lengths, **others: Any) -> Plan:
+    def home(self, lengths: Lengths) -> Plan:
         """Every sequence at home. It does not depend on the solver: the fastest is taken."""
-        return plan_home(self.plan(lengths, f"g1n{len(lengths)}", solver="greedy", effort="default", **others))
+        return plan_home(self.plan(lengths, f"g1n{len(lengths)}", solver="greedy"))
 
     def work(self, length: int) -> float:
         return WorkloadModel(self.gamma).work(length, self.d_model, self.mask)

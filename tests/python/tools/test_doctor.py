@@ -34,7 +34,7 @@ def block_s(length):
 STEP = 3 * 4  # blocks; forward, recompute and a backward pass of two
 
 
-PLANNING = Planning(D, GAMMA, CLUSTER, MODEL, effort="low")
+PLANNING = Planning(d_model=D, gamma=GAMMA, cluster=CLUSTER, model=MODEL, effort="low")
 
 
 def results_of(steps, micro_batches=1, max_tokens=0):

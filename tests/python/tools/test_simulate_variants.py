@@ -97,7 +97,9 @@ def simulation(**changes: Any) -> Simulation:
     model = changes.pop("model", load_config("flux-tiny"))
     of = {name: changes.pop(name) for name in ("solver", "cluster") if name in changes}
     trained = trained_model(model, None, True).replace(num_parameters=0.0)
-    planning = Planning(model.d_model, 0.5, **{"cluster": Cluster(), "model": trained, "mask": model.mask, **of})
+    planning = Planning(
+        d_model=model.d_model, gamma=0.5, mask=model.mask, model=trained, **{"cluster": Cluster(), **of}
+    )
     fields: dict[str, Any] = {"topologies": ("g2n1",), "num_ranks": 2}
     if "lengths" not in changes:
         fields["mix"] = DataMix.parse(changes.pop("data", "g2b2i256f1s0"), **changes.pop("drawn", {}))

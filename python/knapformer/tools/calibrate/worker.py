@@ -164,7 +164,7 @@ def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, 
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]), fixed_s=0.0
     )
     model = trained.replace(num_parameters=float(steps.num_parameters), shard_ranks=num_ranks)
-    planning = Planning(config.d_model, calibration.gamma, cluster, model, mask=config.mask)
+    planning = Planning(d_model=config.d_model, gamma=calibration.gamma, mask=config.mask, cluster=cluster, model=model)
     predicted_s = [predict_step(planning.home([lens] * num_ranks)).total_s for lens in steps.seq_lens]
     fixed = fit_fixed(predicted_s, list(map(statistics.median, steps.seconds)), num_ranks)
     warnings = error_warnings("whole steps are", fixed.relative_rms_error)

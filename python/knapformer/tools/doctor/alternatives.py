@@ -208,8 +208,7 @@ def ranked(draw: Draw) -> list[TopologyOption]:
     """Ranks topologies for micro-batches that are planned one by one, with tokens routed in the model."""
     of, drawn = draw.planning, itertools.chain.from_iterable(draw.batches[:_MAX_STEPS])
     return rank_topologies(
-        list(itertools.islice(drawn, MAX_BATCHES)), d_model=of.d_model, gamma=of.gamma, mask=of.mask,
-        max_tokens_per_rank=draw.max_tokens, rank_speed=of.rank_speed, cluster=of.cluster,
+        list(itertools.islice(drawn, MAX_BATCHES)), of, max_tokens_per_rank=draw.max_tokens,
         model=of.model.replace(routed=True),
     )  # fmt: skip
 

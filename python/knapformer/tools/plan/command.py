@@ -202,10 +202,10 @@ def topology_for(text: str, num_ranks: int) -> str:
     return f"{text[:-1]}{num_ranks // num_ranks_per_bag}"
 
 
-def _plan_whole(args: argparse.Namespace, draw: Draw, topology: str, max_tokens: int) -> Any:
+def _plan_whole(args: argparse.Namespace, draw: Draw, topology: str, max_tokens: int) -> Plan:
     """Of the first step of the draw."""
-    step = {} if args.micro_batches is None else {"micro_batches": args.micro_batches, "sync": args.sync}
-    return draw.planning.plan(lengths_of_step(draw.batches[0]), topology, max_tokens_per_rank=max_tokens, **step)
+    lengths, micro_batches = lengths_of_step(draw.batches[0]), args.micro_batches or 1
+    return draw.planning.plan(lengths, topology, micro_batches=micro_batches, max_tokens_per_rank=max_tokens)
 
 
 def _topology(args: argparse.Namespace, draw: Draw, asked: str) -> str:

@@ -183,7 +183,7 @@ class Simulation:
         """As BalancedBatchSampler makes it: whole samples, where possible at least one on every rank in every
         micro-batch. A fixed time, which is the same in every plan, would hide how far a plan is from the best."""
         fullest = max(sum(lens) for batch in data.batches for lens in batch)
-        planned: Plan = self.planning.plan(
+        planned = self.planning.plan(
             lengths_of_step(data.batches), f"g1n{self.num_ranks}", routed=False, micro_batches=self.micro_batches or 1,
             cluster=self.planning.cluster.replace(fixed_s=0.0), max_tokens_per_rank=self.max_tokens_per_rank or fullest,
         )  # fmt: skip

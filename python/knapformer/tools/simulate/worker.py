@@ -105,10 +105,7 @@ def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.de
 def balancer_of(simulation: Simulation, topology: str, max_tokens: int = 0) -> SequenceBalancer:
     """Plans as the simulation does. Collective over the world."""
     of = simulation.planning
-    return SequenceBalancer(
-        topology, gamma=of.gamma, solver=of.solver, mask=of.mask, cluster=of.cluster, model=of.model,
-        max_tokens_per_rank=max_tokens,
-    )  # fmt: skip
+    return SequenceBalancer(topology, of, solver=of.solver, max_tokens_per_rank=max_tokens)
 
 
 Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
