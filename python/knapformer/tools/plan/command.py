@@ -115,23 +115,16 @@ _Made = tuple[Planning, Plan, list[Point], str]
 def _from_file(args: argparse.Namespace) -> _Made:
     refuse(args, _OF_PLANNING, "a plan", "which has its own")
     plan = cli_args.read_plan(args.plan)
-    first = plan.plans[0] if plan.num_micro_batches > 1 else plan
-    planning = cost_args.planning(
-        args, first, d_model=first.d_model, gamma=first.workload.gamma, solver=first.solver
-    )  # fmt: skip
-    took, points = f"{first.solver}, from {args.plan}", list[Point]()
+    planning = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma, solver=plan.solver)
+    plan, points = plan.on(planning.cluster, planning.model), list[Point]()
     if plan.num_micro_batches > 1:
-        if (planning.cluster, planning.model) != (first.cluster, first.model):
-            raise ArgumentError("--cluster: got one beside the plan of a step, which keeps its own, expected none")
         _check_predicts(args, "the plan of a step of micro-batches")
-        return planning, plan, points, took
-    plan = plan.on(planning.cluster, planning.model)
-    if not plan.num_tokens:
+    elif not plan.num_tokens:
         _check_predicts(args, "a plan without sequences")
     else:
         ways = ((plan_home(plan), "none"), (plan, str(plan.topology)))
         points = [_point([Step([of])], name, args) for of, name in ways]
-    return planning, plan, points, took
+    return planning, plan, points, f"{plan.solver}, from {args.plan}"
 
 
 def _from_lengths(args: argparse.Namespace) -> _Made:
@@ -164,8 +157,7 @@ def _from_lengths(args: argparse.Namespace) -> _Made:
     points = []
     if predicts and has_tokens:
         points = [point for draw in (first, *draws) for point in _points(args, draw)]
-    planner = "" if plan.num_micro_batches > 1 else f"{plan.solver} "
-    return planning, plan, points, f"{planner}in {elapsed_s * 1e3:.3g} ms" if is_one else ""
+    return planning, plan, points, f"{plan.solver} in {elapsed_s * 1e3:.3g} ms" if is_one else ""
 
 
 def _check_predicts(args: argparse.Namespace, what: str) -> None:

@@ -33,39 +33,32 @@ _POINT = {
 
 def print_made(plan: Plan, took: str) -> None:
     """took: how the plan was made."""
+    parts, shown = "", list[str | Group]()
     if plan.num_micro_batches > 1:
-        _print_step(plan, took)
-        return
-    whole = f"{plan.topology}, {plan.num_ranks} ranks, {plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    work = "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence."
-    ranks: list[str | Group] = [_rank_table(plan), work] if plan.num_ranks <= _MAX_TABLE_RANKS else []
-    show(f"{whole}, {took}", *ranks, _plan_sentence(plan))
+        parts = f"{plan.num_micro_batches} micro-batches, "
+        shown = [
+            _part_table(plan),
+            "Part: a micro-batch, or the whole step. Longest: work of a rank over the mean rank.",
+        ]
+    elif plan.num_ranks <= _MAX_TABLE_RANKS:
+        work = "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence."
+        shown = [_rank_table(plan), work]
+    size = f"{plan.num_ranks} ranks, {parts}{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
+    show(f"{plan.topology}, {size}, {took}", *shown, _plan_text(plan))
 
 
-def _print_step(step: Plan, took: str) -> None:
-    first = step.plans[0]
-    over_ideal, gap = step.predicted_time / step.ideal_time - 1, max(step.gap, 0)
+def _part_table(step: Plan) -> Group:
     each = zip(step.plans, step.predicted_times, strict=True)
-    rows = [_part(str(k), plan, [plan], seconds, plan.num_sequences) for k, (plan, seconds) in enumerate(each)]
-    rows.append(_part("step", step, step.plans, step.predicted_time, len(step.micro_batches)))
-    show(
-        f"{first.topology}, {first.num_ranks} ranks, {step.num_micro_batches} micro-batches, "
-        f"{len(step.micro_batches):,} sequences, {step.num_tokens:,} tokens, {took}",
-        table_of([cells_of(row, _PART) for row in rows], keys=("part",)),
-        "Part: a micro-batch, or the whole step. Longest: work of a rank over the mean rank.",
-        f"In each all-to-all of attention {step.exchanged_fraction:.1%} of the tokens are exchanged; "
-        f"{step.tokens_moved / max(step.num_tokens, 1):.1%} are held by another rank than drew them.",
-        f"Predicted: {step.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} over the "
-        f"best plan of this topology. Ranks wait for each other "
-        f"{'in every micro-batch' if step.sync == 'micro_batch' else 'once a step'}.",
-    )
+    rows = [_part(str(k), plan, [plan], seconds) for k, (plan, seconds) in enumerate(each)]
+    rows.append(_part("step", step, step.plans, step.predicted_time))
+    return table_of([cells_of(row, _PART) for row in rows], keys=("part",))
 
 
-def _part(part: str, of: Plan, plans: Sequence[Plan], predicted_s: float, num_sequences: int) -> dict[str, Any]:
+def _part(part: str, of: Plan, plans: Sequence[Plan], predicted_s: float) -> dict[str, Any]:
     """plans: of the part, whose work is over that of the mean rank of a micro-batch."""
     mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / plans[0].num_ranks
     return {
-        "part": part, "s": predicted_s, "sequences": num_sequences, "tokens": of.num_tokens,
+        "part": part, "s": predicted_s, "sequences": of.num_sequences, "tokens": of.num_tokens,
         "longest": math.fsum(max(plan.workload_after) for plan in plans) / mean if mean else None,
         "max_tokens": of.max_tokens,
     }  # fmt: skip
@@ -85,17 +78,23 @@ def _rank_table(plan: Plan) -> Group:
     return table_of((cells_of(row, _RANK) for row in rows), keys=("rank", "bag"))
 
 
-def _plan_sentence(plan: Plan) -> str:
+def _plan_text(plan: Plan) -> str:
     if plan.num_tokens == 0:
         return "No sequences: nothing to balance."
+    over_ideal, gap = plan.predicted_time / plan.ideal_time - 1, max(plan.gap, 0)
+    moved = plan.tokens_moved / plan.num_tokens
+    predicted = (
+        f"Predicted: {plan.predicted_time:.4g} s a step, {over_ideal:.2%} over ideal and at most {gap:.2%} "
+        f"over the best plan of this topology. In attention {plan.exchanged_fraction:.1%} of the tokens are exchanged"
+    )
+    if plan.num_micro_batches > 1:
+        wait = "in every micro-batch" if plan.sync == "micro_batch" else "once a step"
+        return f"{predicted}; {moved:.1%} are held by another rank than drew them. Ranks wait for each other {wait}."
     gain = plan.max_over_mean_before / plan.max_over_mean_after
-    over_ideal, fullest = plan.predicted_time / plan.ideal_time - 1, plan.max_tokens * plan.num_ranks / plan.num_tokens
+    fullest = plan.max_tokens * plan.num_ranks / plan.num_tokens
     return (
         f"Highest over lowest work of a rank: {plan.wir_before:.2f} before, {plan.wir_after:.2f} after. The slowest "
-        f"rank has {gain:.2f} times less to compute; {plan.tokens_moved / plan.num_tokens:.1%} of the tokens move.\n"
-        f"Predicted: {plan.predicted_time:.4g} s a step, {over_ideal:.1%} over ideal and at most "
-        f"{max(plan.gap, 0):.1%} over the best plan of this topology. In attention "
-        f"{plan.attention_tokens_moved / plan.num_tokens:.1%} of the tokens are exchanged; the fullest rank "
+        f"rank has {gain:.2f} times less to compute; {moved:.1%} of the tokens move.\n{predicted}; the fullest rank "
         f"holds {plan.max_tokens:,}, {fullest:.2f} times the mean."
     )
 
