@@ -1,14 +1,11 @@
 """How good plans of whole optimizer steps are: time over ideal, tokens exchanged, and planning time.
 
     python bench/bench_micro_batches.py --json build/bench/micro_batches.json
-    python bench/bench_micro_batches.py --network 25e9 --sync step
 
-A step is K consecutive batches of a mix over 32 ranks, in bags g8/4/2/1. Times are of one block's forward pass on a
-cluster of round figures, 400 TFLOP/s, 200 GB/s inside a node and 25 GB/s between nodes, with no other cost; means over
-the seeds. They are recomputed here from the chunks alone:
+A step is K consecutive batches of a mix over 32 ranks, in bags g8/4/2/1; means over the seeds. Times are of one block's
+forward pass on the cluster of bench_solvers.py, which also measures them, from the chunks alone:
 
-    time      sum over micro-batches of the slowest group's time, over (work / ranks / rate). A group of ranks that
-              share sequences takes its longest per-token phase plus its longest attention phase, exchange included.
+    time      sum over micro-batches of the slowest group's time, over (work / ranks / rate)
     bound     the planner's lower bound, over the same ideal time
     given     `time` where each rank's list is cut into K parts in its order, and each part is planned by itself
     exchanged fraction of the tokens that leave their rank in each all-to-all of attention
@@ -19,22 +16,17 @@ the seeds. They are recomputed here from the chunks alone:
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Iterable
+from functools import partial
 
+from bench_solvers import CLUSTER, D_MODEL, MODEL, Lengths, measure, of_plan, timed, work
 from driver import parser_of, write_results
+from knapformer.tools.ways import micro_batches_of_step
 
 import knapformer
 
-D_MODEL, NUM_RANKS, TOPOLOGY, FLOPS_PER_S, ELEMENT_SIZE = 3072, 32, "g8/4/2/1n4", 400e12, 2
-MODEL = knapformer.TrainedModel(mode="inference", num_parameters=0, element_size=ELEMENT_SIZE)
-Lengths = list[list[int]]
-
-
-def cluster_of(node_bytes_per_s: float) -> knapformer.Cluster:
-    return knapformer.Cluster(
-        flops_per_s=FLOPS_PER_S, node_bytes_per_s=node_bytes_per_s, network_bytes_per_s=25e9, ranks_per_node=8,
-        node_latency_s=0, network_latency_s=0, fixed_s=0, overlaps_attention=False,
-    )  # fmt: skip
+NUM_RANKS, TOPOLOGY = 32, "g8/4/2/1n4"
+NAMES = ("time", "bound", "given", "exchanged", "tokens", "ms")
 
 
 def step_of(mix: str, seed: int, num_micro_batches: int) -> Lengths:
@@ -42,39 +34,19 @@ def step_of(mix: str, seed: int, num_micro_batches: int) -> Lengths:
     return [[length for batch in batches for length in batch[rank]] for rank in range(NUM_RANKS)]
 
 
-def parts_as_given(step: Lengths, num_micro_batches: int) -> list[Lengths]:
-    parts: list[Lengths] = [[] for _ in range(num_micro_batches)]
-    for lens in step:
-        share, extra = divmod(len(lens), num_micro_batches)
-        first = 0
-        for k, part in enumerate(parts):
-            last = first + share + (k < extra)
-            part.append(lens[first:last])
-            first = last
-    return parts
+def total_work(lengths: Lengths, gamma: float) -> float:
+    return sum(work(length, gamma) for lens in lengths for length in lens)
 
 
-def ideal_s(step: Lengths, gamma: float) -> float:
-    works = (24 * n * D_MODEL**2 + gamma * 4 * n * n * D_MODEL for lens in step for n in lens)
-    return sum(works) / NUM_RANKS / FLOPS_PER_S
-
-
-def block_s(plan: knapformer.Plan, gamma: float, node_bytes_per_s: float) -> float:
-    """Seconds of the slowest group, computed from the chunks."""
-    token, attention = [0.0] * NUM_RANKS, [0.0] * NUM_RANKS
-    leader = list(range(NUM_RANKS))
-    lens = [length for per_rank in plan.seq_lens for length in per_rank]
-    for sequence, rank, _, tokens in plan.chunks:
-        degree, first = plan.degree_of_sequence[sequence], plan.first_rank_of_sequence[sequence]
-        token[rank] += 24 * tokens * D_MODEL**2 / FLOPS_PER_S
-        attention[rank] += gamma * 4 * lens[sequence] ** 2 * D_MODEL / degree / FLOPS_PER_S
-        attention[rank] += 4 * tokens * D_MODEL * ELEMENT_SIZE * (degree - 1) / degree / node_bytes_per_s
-        joined = leader[rank]
-        leader = [leader[first] if other == joined else other for other in leader]
-    groups: dict[int, list[int]] = {}
-    for rank, group in enumerate(leader):
-        groups.setdefault(group, []).append(rank)
-    return max(max(token[r] for r in g) + max(attention[r] for r in g) for g in groups.values())
+def over_ideal(plans: Iterable[knapformer.Plan], gamma: float) -> float:
+    """The sum of the plans' times, over the time of all their work."""
+    works, times = 0.0, 0.0
+    for plan in plans:
+        lengths = [list(lens) for lens in plan.seq_lens]
+        if part := total_work(lengths, gamma):
+            works += part
+            times += part * measure(lengths, of_plan(plan), gamma)["eff"]
+    return times / works
 
 
 def main() -> None:
@@ -82,51 +54,36 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[2, 3, 4, 8])
     parser.add_argument("--effort", default="default")
-    parser.add_argument("--network", type=float, default=200e9, metavar="BYTES_PER_S", help="inside a node")
-    parser.add_argument("--sync", default="micro_batch")
     args = parser.parse_args()
-    cluster = cluster_of(args.network)
     rows = []
-    print("| mix | gamma | K | time | bound | given | exchanged | tokens | ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| mix | gamma | K |", " | ".join(NAMES), "|")
     for mix in ("mixed", "joint"):
         for gamma in (0.41, 1.0):
+            planned = partial(
+                knapformer.plan, topology=TOPOLOGY, d_model=D_MODEL, gamma=gamma, cluster=CLUSTER, model=MODEL
+            )
             for k in args.micro_batches:
                 figures: list[tuple[float, ...]] = []
                 for seed in range(args.seeds):
                     step = step_of(mix, seed, k)
-                    start = time.perf_counter()
-                    plan = knapformer.plan(
-                        step, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort=args.effort, cluster=cluster, model=MODEL,
-                        micro_batches=k, sync=args.sync,
-                    )  # fmt: skip
-                    elapsed_s = time.perf_counter() - start
-                    ideal = ideal_s(step, gamma)
-                    given = [
-                        knapformer.plan(
-                            part, TOPOLOGY, d_model=D_MODEL, gamma=gamma, effort="low", cluster=cluster, model=MODEL
-                        )
-                        for part in parts_as_given(step, k)
-                    ]
+                    plan, seconds = timed(partial(planned, step, effort=args.effort, micro_batches=k), 1)
+                    ideal_s = total_work(step, gamma) / NUM_RANKS / CLUSTER.flops_per_s
+                    given = [planned(part, effort="low") for part in micro_batches_of_step(step, k)]
                     figures.append((
-                        sum(block_s(part, gamma, args.network) for part in plan.plans) / ideal,
-                        plan.lower_bound / MODEL.num_blocks / ideal,
-                        sum(block_s(part, gamma, args.network) for part in given) / ideal,
+                        over_ideal(plan.plans, gamma),
+                        plan.lower_bound / MODEL.num_blocks / ideal_s,
+                        over_ideal(given, gamma),
                         plan.exchanged_fraction,
                         plan.max_tokens * NUM_RANKS * k / plan.num_tokens,
-                        elapsed_s * 1e3,
+                        seconds * 1e3,
                     ))  # fmt: skip
-                names = ("time", "bound", "given", "exchanged", "tokens", "ms")
-                means = dict(zip(names, map(statistics.fmean, zip(*figures, strict=True)), strict=True))
+                means = dict(zip(NAMES, map(statistics.fmean, zip(*figures, strict=True)), strict=True))
                 rows.append({"mix": mix, "gamma": gamma, "micro_batches": k, **means})
                 print(
-                    f"| {mix} | {gamma} | {k} | {means['time']:.4f} | {means['bound']:.4f} | {means['given']:.3f} "
-                    f"| {means['exchanged']:.4f} | {means['tokens']:.1f} | {means['ms']:.2g} |",
-                    flush=True,
+                    f"| {mix} | {gamma} | {k} |", " | ".join(f"{mean:.4f}" for mean in means.values()), "|", flush=True
                 )
     if args.json:
-        configuration = {"topology": TOPOLOGY, "d_model": D_MODEL, "seeds": args.seeds, "effort": args.effort,
-                         "node_bytes_per_s": args.network, "sync": args.sync}  # fmt: skip
+        configuration = {"topology": TOPOLOGY, "d_model": D_MODEL, "seeds": args.seeds, "effort": args.effort}
         write_results(args.json, "micro_batches", configuration, rows=rows)
 
 

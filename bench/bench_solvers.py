@@ -7,11 +7,7 @@ Every planner's result is reduced to the ranks and chunk lengths of each sequenc
 
     eff       slowest group's predicted time of one block over (total work / ranks / rate). A group of ranks that share
               sequences takes its longest per-token phase plus its longest attention phase, exchange included.
-    strict    the same, but the longest exchange is added to the longest attention, as for all-to-alls in lockstep.
-    max/mean  work of the fullest rank, over the mean.
     exchanged fraction of the tokens that are exchanged in attention.
-    tokens    the most of any rank, over the mean.
-    home      share of the tokens that stay on their home rank.
     ms        time to plan, best of several. That of planners in Python includes Python's overhead.
 
 Peers:
@@ -25,15 +21,13 @@ Peers:
     milp          groups of ranks and sequences assigned to them by a mixed-integer program with a time limit, in
                   FlexSP's formulation (disjoint groups, every sequence of a group shared by all of it, lengths in
                   buckets), solved by HiGHS: milp_planner.py, which needs `pip install highspy`.
-    balanced      this project: low, default and high effort; and with an exchange that costs nothing, where only
-                  max/mean is meaningful.
+    balanced      this project: low, default and high effort.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import math
 import random
 import re
 import statistics
@@ -45,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from driver import parser_of, published_module, write_results
-from solver_tables import full, summary
 
 import knapformer
 
@@ -57,7 +50,6 @@ CLUSTER = knapformer.Cluster(
     flops_per_s=FLOPS_PER_S, node_bytes_per_s=NODE_BYTES_PER_S, network_bytes_per_s=NETWORK_BYTES_PER_S,
     ranks_per_node=RANKS_PER_NODE, node_latency_s=0, network_latency_s=0, fixed_s=0, overlaps_attention=False,
 )  # fmt: skip
-FREE_EXCHANGE = CLUSTER.replace(node_bytes_per_s=math.inf, network_bytes_per_s=math.inf)
 MODEL = knapformer.TrainedModel(mode="inference", num_parameters=0, element_size=ELEMENT_SIZE)
 
 
@@ -119,7 +111,7 @@ def exchange_s(tokens: float, degree: int, in_node: bool) -> float:
 def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]:
     """Computes all figures from the shares, and takes none from a planner."""
     num_ranks = len(seq_lens)
-    token, attention, exchange, tokens = ([0.0] * num_ranks for _ in range(4))
+    token, attention = [0.0] * num_ranks, [0.0] * num_ranks
     leader = list(range(num_ranks))
 
     def find(rank: int) -> int:
@@ -128,37 +120,23 @@ def measure(seq_lens: Lengths, shares: Shares, gamma: float) -> dict[str, float]
             rank = leader[rank]
         return rank
 
-    homes = [(rank, length) for rank, lens in enumerate(seq_lens) for length in lens]
-    exchanged = at_home = 0.0
-    for (home, length), share in zip(homes, shares, strict=True):
+    flat = [length for lens in seq_lens for length in lens]
+    exchanged = 0.0
+    for length, share in zip(flat, shares, strict=True):
         degree, first = len(share.chunk_lens), share.first_rank
         assert sum(share.chunk_lens) == length and min(share.chunk_lens) >= 0
         exchanged += length * (degree - 1) / degree
         in_node = first // RANKS_PER_NODE == (first + degree - 1) // RANKS_PER_NODE
         for rank, n in enumerate(share.chunk_lens, start=first):
             token[rank] += 24 * n * D_MODEL**2 / FLOPS_PER_S
-            attention[rank] += attention_flops(length, gamma) / degree / FLOPS_PER_S
-            exchange[rank] += exchange_s(n, degree, in_node)
-            tokens[rank] += n
-            at_home += n if rank == home else 0
+            attention[rank] += attention_flops(length, gamma) / degree / FLOPS_PER_S + exchange_s(n, degree, in_node)
             leader[find(rank)] = find(first)
     groups: dict[int, list[int]] = {}
     for rank in range(num_ranks):
         groups.setdefault(find(rank), []).append(rank)
-    slowest = max(max(token[r] for r in g) + max(attention[r] + exchange[r] for r in g) for g in groups.values())
-    strict = max(
-        max(token[r] for r in g) + max(attention[r] for r in g) + max(exchange[r] for r in g) for g in groups.values()
-    )
-    mean = sum(work(length, gamma) for _, length in homes) / num_ranks / FLOPS_PER_S
-    total_tokens = sum(tokens)
-    return {
-        "eff": slowest / mean,
-        "strict_eff": strict / mean,
-        "max_over_mean": max(t + a for t, a in zip(token, attention, strict=True)) / mean,
-        "exchanged": exchanged / total_tokens,
-        "max_tokens_over_mean": max(tokens) * num_ranks / total_tokens,
-        "home": at_home / total_tokens,
-    }
+    slowest = max(max(token[r] for r in g) + max(attention[r] for r in g) for g in groups.values())
+    ideal = sum(work(length, gamma) for length in flat) / num_ranks / FLOPS_PER_S
+    return {"eff": slowest / ideal, "exchanged": exchanged / sum(flat)}
 
 
 def even(first_rank: int, degree: int, length: int) -> Share:
@@ -222,7 +200,7 @@ def milp(seq_lens: Lengths, gamma: float, seconds: float) -> Shares:
         length = flat[sequence]
         return (work(length, gamma) / size + exchange_s(length / size, size, True) * FLOPS_PER_S) / mean
 
-    places = plan(np.array([work(length, gamma) for length in flat]), cost, d_model=len(seq_lens), gamma=seconds)
+    places = plan(np.array([work(length, gamma) for length in flat]), cost, len(seq_lens), seconds)
     return [even(first, size, length) for (first, size), length in zip(places, flat, strict=True)]
 
 
@@ -295,9 +273,7 @@ def run_seed(
             results[name] = {**measure(seq_lens, shares, gamma), "ms": elapsed_s * 1e3}
         print(f"  {workload.name} {gamma} seed {seed} {name}: {elapsed_s * 1e3:.3g} ms", file=sys.stderr, flush=True)
 
-    def plan_of(
-        topology: str, solver: str, effort: str, repeats: int, cluster: knapformer.Cluster = CLUSTER
-    ) -> tuple[knapformer.Plan, float]:
+    def plan_of(topology: str, solver: str, effort: str, repeats: int) -> tuple[knapformer.Plan, float]:
         return timed(
             lambda: knapformer.plan(
                 seq_lens,
@@ -306,7 +282,7 @@ def run_seed(
                 gamma=gamma,
                 solver=solver,
                 effort=effort,
-                cluster=cluster,
+                cluster=CLUSTER,
                 model=MODEL,
             ),
             repeats,
@@ -325,14 +301,6 @@ def run_seed(
     for effort in ("low", "default", "high"):
         plan, s = plan_of(f"g8/4/2/1n{ranks // 8}", "balanced", effort, 1 if effort == "high" else args.repeats)
         record(f"balanced {effort}", of_plan(plan), s)
-        results[f"balanced {effort}"]["lower_bound"] = plan.lower_bound / plan.ideal_time
-    for name, topology in (
-        ("g8/4/2/1", f"g8/4/2/1n{ranks // 8}"),
-        ("g4", f"g4n{ranks // 4}"),
-        ("g8", f"g8n{ranks // 8}"),
-    ):
-        plan, s = plan_of(topology, "balanced", "default", args.repeats, FREE_EXCHANGE)
-        record(f"balanced {name}, exchange free", of_plan(plan), s)
     return results
 
 
@@ -353,6 +321,25 @@ def run_workload(
     return rows
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """eff, exchanged and ms by planner and workload; with the best topology where a planner has to be given one."""
+    workloads = list(dict.fromkeys((row["workload"], row["gamma"]) for row in rows))
+    planners = dict.fromkeys(re.sub(r" g\d$", "", row["planner"]) for row in rows)
+    lines = [["eff, exchanged, ms", *(f"{name} {gamma}" for name, gamma in workloads)]]
+    lines.append(["---"] * len(lines[0]))
+    for planner in planners:
+        cells = [planner]
+        for workload in workloads:
+            its = [
+                row for row in rows
+                if (row["workload"], row["gamma"]) == workload and re.sub(r" g\d$", "", row["planner"]) == planner
+            ]  # fmt: skip
+            best = min(its, key=lambda row: row["eff"], default=None)
+            cells.append("-" if best is None else "{eff:.3f}, {exchanged:.2f}, {ms:,.3g}".format(**best))
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=["mixed", "joint", "low", "A", "B"])
@@ -368,7 +355,7 @@ def main() -> None:
     for workload in WORKLOADS:
         if workload.name in args.workloads:
             rows += run_workload(workload, args, published)
-    print(summary(rows), full(rows), sep="\n\n")
+    print(summary(rows))
     if args.json:
         configuration = {
             "d_model": D_MODEL,
