@@ -31,7 +31,8 @@ template <class Field>
 auto per_sequence(Field field) {
   return [field](const StepPlan& step) {
     std::vector<int32_t> out;
-    for_each_sequence(step, [&](SequenceId, const Plan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
+    for_each_sequence(step,
+                      [&](SequenceId, const Plan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
     return out;
   };
 }
@@ -203,7 +204,8 @@ void bind_plan(py::module_& m) {
             for (const SequenceId id : p.sequences_of(micro_batch_from(p, micro_batch))) ids.push_back(id.value);
             return ids;
           },
-          py::arg("micro_batch"), "The sequences of a micro-batch. Entry n is sequence n of the micro-batch's own plan.")
+          py::arg("micro_batch"),
+          "The sequences of a micro-batch. Entry n is sequence n of the micro-batch's own plan.")
       .def("chunks_on", &chunks_on, py::arg("rank"), py::arg("micro_batch") = 0,
            "What a rank holds in a micro-batch, in the order of its rows: (sequence, begin, end) of each chunk, in "
            "tokens of the sequence.")
@@ -287,7 +289,8 @@ void bind_plan(py::module_& m) {
            "Checks every promise of a plan; raises StateError with the first one broken.")
       .def("to_json", &to_json, "The plan as text, to be read by from_json.")
       .def_static(
-          "from_json", [](const py::object& json) { return step_plan_from_json(text_from(json, "json")); }, py::arg("json"),
+          "from_json", [](const py::object& json) { return step_plan_from_json(text_from(json, "json")); },
+          py::arg("json"),
           "The plan that to_json wrote. Raises ArgumentError where the text holds no plan, or no valid one.")
       .def(py::self == py::self)
       .def(py::pickle([](const StepPlan& p) { return py::str(to_json(p)); },

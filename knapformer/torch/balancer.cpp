@@ -9,9 +9,7 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
-namespace {
-
-}  // namespace
+namespace {}  // namespace
 
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)
@@ -32,7 +30,8 @@ const Topology& SequenceBalancer::topology() const {
 const Step& SequenceBalancer::current() const {
   if (current_) return *current_;
   if (last_step_) {
-    throw StateError("follow: has not been called, expected after several micro-batches are planned, before anything moves");
+    throw StateError(
+        "follow: has not been called, expected after several micro-batches are planned, before anything moves");
   }
   throw StateError("plan_routing: has made no plan, expected one before anything moves");
 }

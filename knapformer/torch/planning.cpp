@@ -181,7 +181,8 @@ Planned Planning::plan(GatheredLengths gathered) const {
                   .observed = std::move(gathered.observed)};
   try {
     planned.step = std::make_shared<PlannedStep>(
-        std::make_shared<StepPlan>(plan_step(input(std::move(gathered)), options.solver, options.effort)), first_number);
+        std::make_shared<StepPlan>(plan_step(input(std::move(gathered)), options.solver, options.effort)),
+        first_number);
     planned.step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   } catch (const ArgumentError& error) {
     planned.refused = error;

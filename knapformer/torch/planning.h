@@ -57,7 +57,8 @@ using KernelMask = std::optional<Mask>;
 /// A micro-batch on one rank.
 struct RankPlan {
   /// Builds the tables. On any thread.
-  static std::shared_ptr<RankPlan> make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank, int64_t number);
+  static std::shared_ptr<RankPlan> make(std::shared_ptr<StepPlan> of_step, int32_t micro_batch, Rank rank,
+                                        int64_t number);
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
