@@ -64,6 +64,7 @@ ROOM_OF_FILE = {
     "python/tools/launch": "python/tools/shared",
     "python/tools/presets": "python/tools/shared",
     "python/tools/sample_files": "python/tools/shared",
+    "python/tools/trainer_caches": "python/tools/shared",
     "python/tools/ways": "python/tools/shared",
     "python/__main__": "python/tools",
 }
