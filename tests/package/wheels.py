@@ -32,7 +32,7 @@ BUILD, DIST = ROOT / "build/wheels", ROOT / "dist"
 # Both programs use the package and print what came out, so that a wheel which can only be imported fails.
 PLANS = """
 import knapformer as kf
-plan = kf.plan([[40, 3], [5]], "g2/1n1", 8)
+plan = kf.plan([[40, 3], [5]], "g2/1n1", d_model=8)
 plan.validate()
 print(plan.topology, plan.chunk_lens)
 """
