@@ -125,7 +125,7 @@ TEST(Observe, IsHeardAlsoOfTheFirstOfManyMicroBatches) {
     std::vector<int64_t> lens;
     for (int64_t i = 0; i < 100; ++i) lens.push_back(64 + (37 * i + 911 * step) % 4096);
     const auto planned = balancer.plan_routing(lens, 64, {.num_micro_batches = 100});
-    for (int64_t micro_batch = 0; micro_batch < 100; ++micro_batch) {
+    for (int32_t micro_batch = 0; micro_batch < 100; ++micro_batch) {
       const Plan& plan = balancer.follow(balancer.step(*planned, micro_batch));
       if (micro_batch == 0) balancer.observe(busy_seconds(plan, 0.4, {1.0})[0]);
     }
@@ -141,7 +141,7 @@ TEST(Observe, IsOfAllMicroBatchesSinceTheLastTime) {
       for (int64_t i = 0; i < 8; ++i) lens.push_back(64 + (3701 * i + 911 * step) % 16384);
       const auto planned = balancer.plan_routing(lens, 64, {.num_micro_batches = 4});
       double busy_s = 0;
-      for (int64_t micro_batch = 0; micro_batch < 4; ++micro_batch) {
+      for (int32_t micro_batch = 0; micro_batch < 4; ++micro_batch) {
         busy_s += busy_seconds(balancer.follow(balancer.step(*planned, micro_batch)), 0.4, {1.0})[0];
         if ((micro_batch + 1) % every == 0) balancer.observe(std::exchange(busy_s, 0));
       }

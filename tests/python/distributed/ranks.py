@@ -32,6 +32,18 @@ _IMPORTED = ("torch", "torch.distributed", "torch.distributed.fsdp", "knapformer
 _IMPORTED_WHERE_USED = ("torch._dynamo", "diffusers.models.transformers.transformer_flux", "knapformer.adapters.named")
 
 
+def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The kind and the words of the project's error that a call raises, and the seconds until then."""
+    from knapformer import ArgumentError, StateError  # not by the process that ranks are forked from
+
+    begin = time.monotonic()
+    try:
+        call()
+    except (ArgumentError, StateError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "nothing was raised", time.monotonic() - begin
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,

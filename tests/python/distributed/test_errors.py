@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import Tensor
 
 from knapformer import ArgumentError, Cluster, SequenceBalancer, StateError, TrainedModel
@@ -222,15 +222,6 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
 }
 
 
-def _error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
-    begin = time.monotonic()
-    try:
-        call()
-    except (ArgumentError, StateError) as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "nothing was raised", time.monotonic() - begin
-
-
 def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tuple[str, str, float]]:
     outcomes = {}
     for name, (mistake, _, _) in MISTAKES.items():
@@ -243,8 +234,8 @@ def _make_mistakes(rank: int, world_size: int, warm_steps: int) -> dict[str, tup
             (mistake if rank == 1 else _step)(balancer, rank)
             _step(balancer, rank)  # a rank whose own calls went through meets the others here
 
-        outcomes[name] = _error_of(call)
-        kind, message, _ = _error_of(lambda balancer=balancer: balancer.plan_routing(LENS[rank], 8))
+        outcomes[name] = error_of(call)
+        kind, message, _ = error_of(lambda balancer=balancer: balancer.plan_routing(LENS[rank], 8))
         assert kind == "StateError" and "stopped by an earlier error" in message, (name, message)
     return outcomes
 
@@ -300,7 +291,7 @@ def _make_with_odd_options(rank: int, world_size: int) -> dict[str, tuple[str, s
     for name, (odd, _) in OPTIONS.items():
         group = dist.new_group([0, 1])
         options = {"topology": "g2n1", **(odd if rank == 1 else {})}
-        outcomes[name] = _error_of(lambda options=options, group=group: SequenceBalancer(**options, group=group))
+        outcomes[name] = error_of(lambda options=options, group=group: SequenceBalancer(**options, group=group))
         # Nothing was in flight: the group serves the next balancer.
         _step(SequenceBalancer("g2n1", group=group), rank)
     return outcomes
@@ -324,7 +315,7 @@ def _lose_a_rank(rank: int, world_size: int) -> tuple[str, str, float]:
     if rank == 1:
         _kept.append(balancer)
         return "", "", 0  # its process and its balancer stay until the other is done
-    return _error_of(lambda: _step(balancer, rank))
+    return error_of(lambda: _step(balancer, rank))
 
 
 def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
@@ -338,7 +329,7 @@ def _without_a_bags_group(rank: int, world_size: int, topology: str) -> tuple[st
 
     if rank == 1:
         balancer.bag_group = lambda *_: None  # type: ignore[assignment, return-value]
-    return _error_of(lambda: SequenceBalancer(topology))
+    return error_of(lambda: SequenceBalancer(topology))
 
 
 def test_a_bag_without_its_group_is_an_error_on_all_ranks() -> None:

@@ -3,7 +3,6 @@ raise an error that names the steps. In steps that repeat, comparing them costs 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 import torch.distributed as dist
 from balancer_checks import causal_free_attention
 from knapformer._torch import PlanningAhead
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from knapformer import ArgumentError, SequenceBalancer, StateError, Step
+from knapformer import SequenceBalancer, Step
 
 SOON_S = 30
 
@@ -77,15 +76,6 @@ def _new_group() -> dist.ProcessGroup:
 WAYS = (_two_plans, _two_micro_batches, _two_own_plans)
 
 
-def _error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
-    begin = time.monotonic()
-    try:
-        call()
-    except (ArgumentError, StateError) as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "nothing was raised", time.monotonic() - begin
-
-
 def _differ(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
     outcomes = {}
     for name, (call, _) in CALLS.items():
@@ -101,7 +91,7 @@ def _differ(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
                     call(steps, int(rank == 1))
                     balancer.plan_routing([3], 8)  # a rank whose own calls went through meets the others here
 
-                outcomes[f"{name}, {two_steps.__name__}, {warm_steps}"] = _error_of(run)
+                outcomes[f"{name}, {two_steps.__name__}, {warm_steps}"] = error_of(run)
                 dist.barrier()
     return outcomes
 
