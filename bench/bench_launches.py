@@ -8,8 +8,7 @@ over NCCL, or on one that the ranks share, over Gloo. Engines: "kernel" packs by
 "device" uses ATen's index operations. The stand-in for attention's kernel launches nothing. Figures are of rank 0:
 
     launches    on the device, without collectives
-    packed      MB that the packing kernel reads; it writes as many, or fewer where it adds rows up (only the simulated
-                device counts them)
+    packed      MB that the packing kernel reads, and writes (only the simulated device counts them)
     tensors     MB of the rows that the call takes: each row is read once, and once more where it comes from a peer
 
 Exits with status 1 where a call of "kernel" has more launches than its limit (2 for an exchange, so 4 for attention),
@@ -119,11 +118,11 @@ def calls_of(balancer: Any, device: str) -> dict[str, tuple[Callable[[], list[An
     routed, q, k, v = (rows(num_rows, *shape) for shape in ((width,), *[(HEADS, HEAD_DIM)] * 3))
 
     def route() -> list[torch.Tensor]:
-        _, y, features, of_chunk = balancer.route(x, [feature], sequence_features=[per_sequence])
-        return [y, *features, *of_chunk]
+        _, y, features, of_chunk = balancer.route(x, [feature], sequence_features=[per_sequence.detach()])
+        return [y, *features, *of_chunk]  # without gradients that add up, which ATen's operations do
 
     return {
-        "route": (route, [x, feature, per_sequence]),
+        "route": (route, [x, feature]),
         "reverse_route": (lambda: [balancer.reverse_route(routed)[1]], [routed]),
         "attention": (lambda: [balancer.attention(q, k, v, _no_launch())], [q, k, v]),
     }

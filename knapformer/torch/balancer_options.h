@@ -26,7 +26,7 @@ struct BalancerOptions {
   Mask mask = {};
   /// Of steps of several micro-batches.
   StepSync sync = StepSync::kMicroBatch;
-  /// Unset: the one for the tensors' device (exchange/packing_op.h).
+  /// Unset: the one for the tensors' device (exchange/copies.h).
   std::optional<ExchangeEngine> engine = std::nullopt;
 };
 

@@ -14,7 +14,7 @@
 
 #include "knapformer/core/planners/whole_step/micro_batches.h"
 #include "knapformer/core/util/error.h"
-#include "knapformer/torch/exchange/packing_op.h"
+#include "knapformer/torch/exchange/copies.h"
 
 namespace knapformer {
 namespace {

@@ -42,7 +42,7 @@ class PlanAgreement {
 
 /// A device on which exchanges take their tables.
 struct TablesDevice {
-  /// given: unset, the engine for the device (packing_op.h).
+  /// given: unset, the engine for the device (copies.h).
   TablesDevice(at::Device on, std::optional<ExchangeEngine> given);
 
   at::Device device;

@@ -23,28 +23,16 @@ void to_kernel_memory(packing::Address& address) {
   address = reinterpret_cast<packing::Address>(memory.for_kernels(pointer));
 }
 
-void run_move_rows(const at::Tensor& work, int64_t num_tiles) {
-  std::vector<packing::Source> aligned(work.nbytes() / sizeof(packing::Source) + 1);
-  auto* bytes = reinterpret_cast<unsigned char*>(aligned.data());
-  const void* given = work.const_data_ptr();
-  std::memcpy(bytes, work.is_cpu() ? given : DeviceMemory::instance().for_kernels(given), work.nbytes());
-  const auto& header = *reinterpret_cast<const packing::Work*>(bytes);
-  auto* copies = reinterpret_cast<packing::Copy*>(bytes + packing::Work::kCopiesAt);
-  auto* sums = reinterpret_cast<packing::Sum*>(bytes + header.sums_at());
-  auto* sources = reinterpret_cast<packing::Source*>(bytes + header.sources_at());
-  for (int i = 0; i < header.num_copies; ++i) {
-    for (auto* address : {&copies[i].from, &copies[i].to, &copies[i].from_index, &copies[i].to_index}) {
-      to_kernel_memory(*address);
-    }
-  }
-  for (int i = 0; i < header.num_sums; ++i) {
-    for (auto* address : {&sums[i].to, &sums[i].places}) to_kernel_memory(*address);
-  }
-  for (int i = 0; i < header.num_sources; ++i) {
-    for (auto* address : {&sources[i].from, &sources[i].from_index}) to_kernel_memory(*address);
+void run_move_rows(const at::Tensor& given, int64_t num_tiles) {
+  std::vector<packing::Work> memory(given.nbytes() / sizeof(packing::Work) + 1);
+  packing::Work& work = memory[0];
+  const void* bytes = given.const_data_ptr();
+  std::memcpy(memory.data(), given.is_cpu() ? bytes : DeviceMemory::instance().for_kernels(bytes), given.nbytes());
+  for (packing::Copy* copy = work.copies; copy < work.copies + work.num_copies; ++copy) {
+    for (auto* address : {&copy->from, &copy->to, &copy->from_index, &copy->to_index}) to_kernel_memory(*address);
   }
   for (int tile = 0; tile < num_tiles; ++tile) {
-    for (int thread = 0; thread < packing::kThreads; ++thread) packing::run_thread(bytes, tile, thread);
+    for (int thread = 0; thread < packing::kThreads; ++thread) packing::run_thread(work, tile, thread);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "knapformer/core/util/error.h"
+#include "knapformer/torch/exchange/copies.h"
 #include "knapformer/torch/exchange/recycled_memory.h"
 
 namespace knapformer {
@@ -52,6 +53,21 @@ std::span<const int32_t> SegmentEnd::heads_of(const Slot& slot, int32_t peer) co
 int64_t SegmentEnd::wire_bytes(const Slot& slot, int32_t peer) const {
   if (shares_of(slot) == nullptr) return row_bytes(slot);
   return static_cast<int64_t>(heads_of(slot, peer).size()) * slot.head_bytes;
+}
+
+ColumnRuns SegmentEnd::columns_of(const Slot& slot, int32_t peer) const {
+  ColumnRuns runs;
+  if (shares_of(slot) == nullptr) {
+    if (row_bytes(slot) > 0) runs.push_back({.first_byte = 0, .num_bytes = row_bytes(slot)});
+    return runs;
+  }
+  int32_t last = -2;
+  for (const int32_t head : heads_of(slot, peer)) {
+    if (slot.head_bytes == 0) break;
+    if (head != std::exchange(last, head) + 1) runs.push_back({.first_byte = head * slot.head_bytes});
+    runs.back().num_bytes += slot.head_bytes;
+  }
+  return runs;
 }
 
 ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
@@ -144,7 +160,8 @@ int64_t ExchangeCall::add_peer(std::vector<WireBlock>& blocks, SegmentEnd Segmen
                                         .first_byte = first_byte,
                                         .num_rows = of_segment.peer_rows(peer),
                                         .row_bytes = of_segment.wire_bytes(segments_[s].slots[i], peer)});
-      first_byte += round_up(block.num_rows * block.row_bytes, kMaxWordBytes);
+      const int64_t num_bytes = block.num_rows * block.row_bytes;
+      first_byte += (num_bytes + kMaxWordBytes - 1) / kMaxWordBytes * kMaxWordBytes;
     }
   }
   return first_byte;

@@ -14,6 +14,7 @@
 
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -33,18 +34,14 @@ struct ColumnRun {
   int64_t first_byte = 0;
   int64_t num_bytes = 0;
 };
-
-/// The widest word that rows are moved by, and the alignment of the buffer's parts.
-constexpr int64_t kMaxWordBytes = 16;
-
-constexpr int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+using ColumnRuns = c10::SmallVector<ColumnRun, 4>;
 
 /// A tensor of a segment.
 struct Slot {
   at::Tensor input;  // each row is dense; rows are input.stride(0) apart
   at::DimVector output_shape;
   at::Tensor output = {};              // contiguous; allocated by ExchangeCall::allocate_outputs
-  at::Tensor sum = {};                 // what add_block has added up, which becomes the output (engine.h)
+  at::Tensor sum = {};                 // where values add up: the sum, which becomes the output (engine.cpp)
   const HeadShares* shares = nullptr;  // by its role; null: all columns meet every peer
   int64_t head_bytes = 0;              // of one head, where there are shares
   int64_t input_row_bytes = 0;         // all columns, as in the next
@@ -66,9 +63,8 @@ struct SegmentEnd : PackedEndView {
   std::span<const int32_t> heads_of(const Slot& slot, int32_t peer) const;
   /// Bytes of a row that meet `peer` here.
   int64_t wire_bytes(const Slot& slot, int32_t peer) const;
-  /// visit(run) for each run of columns that meets `peer` here.
-  template <class Visit>
-  void for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const;
+  /// The columns that meet `peer` here.
+  ColumnRuns columns_of(const Slot& slot, int32_t peer) const;
 };
 
 struct Segment {
@@ -77,7 +73,7 @@ struct Segment {
   std::shared_ptr<const HeadPartition> heads;  // slots point into it
   std::vector<Slot> slots;
 
-  /// Several values on the wire belong to one of the output: they add up (engine.h).
+  /// Several values on the wire belong to one of the output: they add up (engine.cpp).
   bool sums(const Slot& slot) const {
     const HeadShares* shares = recv.shares_of(slot);
     return recv.has_duplicates() || (shares != nullptr && shares->has_duplicates());
@@ -156,22 +152,5 @@ class ExchangeCall {
   std::vector<at::Tensor> local_;
   std::string label_;
 };
-
-template <class Visit>
-void SegmentEnd::for_each_column_run(const Slot& slot, int32_t peer, Visit visit) const {
-  if (shares_of(slot) == nullptr) {
-    if (row_bytes(slot) > 0) visit(ColumnRun{.first_byte = 0, .num_bytes = row_bytes(slot)});
-    return;
-  }
-  const std::span<const int32_t> heads = heads_of(slot, peer);
-  if (slot.head_bytes == 0) return;
-  for (size_t begin = 0; begin < heads.size();) {
-    size_t stop = begin + 1;
-    while (stop < heads.size() && heads[stop] == heads[stop - 1] + 1) ++stop;
-    visit(ColumnRun{.first_byte = heads[begin] * slot.head_bytes,
-                    .num_bytes = static_cast<int64_t>(stop - begin) * slot.head_bytes});
-    begin = stop;
-  }
-}
 
 }  // namespace knapformer

@@ -4,7 +4,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/StringUtil.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -13,8 +12,8 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <utility>
 
+#include "knapformer/core/util/error.h"
 #include "knapformer/torch/exchange/packing_kernel.h"
 
 namespace knapformer {
@@ -31,166 +30,96 @@ std::string path_beside_torch(std::string_view name) {
 
 namespace {
 
-/// A shared library, and functions of it by name.
+/// A shared library, whose functions are called by name.
 class Library {
  public:
   /// The first that opens. `what` and `expected` say in messages what it is, and which were tried.
-  Library(std::string what, const std::string& expected, std::initializer_list<const char*> names)
-      : what_(std::move(what)) {
+  Library(const char* what, const char* expected, std::initializer_list<const char*> names)
+      : what_(what), expected_(expected) {
     for (const char* name : names) {
-      if (name != nullptr && (handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL)) != nullptr) return;
+      if (handle_ == nullptr && name != nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     }
-    error_ = what_ + ": no library " + expected;
   }
 
-  /// Finds a function, also in the libraries that this one links to.
-  template <class Function>
-  void find(const char* name, Function*& function) {
-    find_if_known(name, function);
-    if (function == nullptr && error_.empty()) error_ = what_ + " has no function " + name;
+  bool has(const std::string& name) const { return handle_ != nullptr && dlsym(handle_, name.c_str()) != nullptr; }
+
+  /// Arguments have the types of nvrtc.h and cuda.h, where handles are pointers. Throws StateError where there is no
+  /// such function, and where its result says that it failed.
+  template <class... Arguments>
+  void call(const std::string& name, Arguments... arguments) const {
+    if (handle_ == nullptr) throw StateError(text(what_, ": no library ", expected_));
+    void* const found = dlsym(handle_, name.c_str());  // also in the libraries that this one links to
+    if (found == nullptr) throw StateError(text(what_, " has no function ", name));
+    const int result = reinterpret_cast<int (*)(Arguments...)>(found)(arguments...);
+    if (result != 0) throw StateError(text(what_, ": result ", result, " of ", name));
   }
-  /// Null where this version of the library has none of that name.
-  template <class Function>
-  void find_if_known(const char* name, Function*& function) {
-    if (handle_ != nullptr) function = reinterpret_cast<Function*>(dlsym(handle_, name));
-  }
-  /// What was not found first; empty: all was.
-  const std::string& error() const { return error_; }
 
  private:
+  const char *what_, *expected_;
   void* handle_ = nullptr;  // until the process ends
-  std::string what_, error_;
 };
 
-// As in nvrtc.h and cuda.h: handles are pointers, results are 0 where all went well.
-using Program = void*;
+const Library& nvrtc() {
+  // libcaffe2_nvrtc is torch's own library, and knows where torch's wheels have NVRTC. Its bare name is found where the
+  // calling module has torch's folder in its search path.
+  static const Library library("NVRTC",
+                               "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
+                               {std::getenv("KNAPFORMER_NVRTC"), path_beside_torch("libcaffe2_nvrtc.so").c_str(),
+                                "libcaffe2_nvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"});
+  return library;
+}
 
-struct Nvrtc {
-  static const Nvrtc& get() {
-    static const Nvrtc nvrtc;
-    return nvrtc;
-  }
-
-  int (*create)(Program*, const char* source, const char* name, int, const char* const*, const char* const*) = nullptr;
-  int (*destroy)(Program*) = nullptr;
-  int (*compile)(Program, int num_options, const char* const* options) = nullptr;
-  int (*log_size)(Program, size_t*) = nullptr;
-  int (*log)(Program, char*) = nullptr;
-  int (*cubin_size)(Program, size_t*) = nullptr;
-  int (*cubin)(Program, char*) = nullptr;
-  int (*ptx_size)(Program, size_t*) = nullptr;
-  int (*ptx)(Program, char*) = nullptr;
-  int (*num_architectures)(int*) = nullptr;
-  int (*architectures)(int*) = nullptr;
-  std::string error;
-
- private:
-  Nvrtc() {
-    // libcaffe2_nvrtc is torch's own library, and knows where torch's wheels have NVRTC. Its bare name is found where
-    // the calling module has torch's folder in its search path.
-    const std::string of_torch = path_beside_torch("libcaffe2_nvrtc.so");
-    Library library("NVRTC", "libcaffe2_nvrtc.so, libnvrtc.so.13 or libnvrtc.so.12 (KNAPFORMER_NVRTC names another)",
-                    {std::getenv("KNAPFORMER_NVRTC"), of_torch.c_str(), "libcaffe2_nvrtc.so", "libnvrtc.so.13",
-                     "libnvrtc.so.12", "libnvrtc.so"});
-    library.find("nvrtcCreateProgram", create);
-    library.find("nvrtcDestroyProgram", destroy);
-    library.find("nvrtcCompileProgram", compile);
-    library.find("nvrtcGetProgramLogSize", log_size);
-    library.find("nvrtcGetProgramLog", log);
-    library.find("nvrtcGetCUBINSize", cubin_size);
-    library.find("nvrtcGetCUBIN", cubin);
-    library.find("nvrtcGetPTXSize", ptx_size);
-    library.find("nvrtcGetPTX", ptx);
-    library.find("nvrtcGetNumSupportedArchs", num_architectures);
-    library.find("nvrtcGetSupportedArchs", architectures);
-    error = library.error();
-  }
-};
-
-struct Driver {
-  static const Driver& get() {
-    static const Driver driver;
-    return driver;
-  }
-
-  int (*init)(unsigned flags) = nullptr;
-  int (*device_get)(int*, int ordinal) = nullptr;
-  int (*device_attribute)(int*, int attribute, int device) = nullptr;
-  int (*current_context)(void**) = nullptr;
-  int (*set_context)(void*) = nullptr;
-  int (*retain_primary)(void**, int device) = nullptr;
-  int (*load_module)(void**, const void* image) = nullptr;
-  int (*get_function)(void**, void* module, const char* name) = nullptr;
-  int (*load_function)(void* function) = nullptr;  // from 12.4 on
-  int (*launch)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
-                void* stream, void** arguments, void** extra) = nullptr;
-  std::string error;
-
- private:
-  Driver() {
-    Library library("CUDA's driver", "libcuda.so.1", {"libcuda.so.1"});
-    library.find("cuInit", init);
-    library.find("cuDeviceGet", device_get);
-    library.find("cuDeviceGetAttribute", device_attribute);
-    library.find("cuCtxGetCurrent", current_context);
-    library.find("cuCtxSetCurrent", set_context);
-    library.find("cuDevicePrimaryCtxRetain", retain_primary);
-    library.find("cuModuleLoadData", load_module);
-    library.find("cuModuleGetFunction", get_function);
-    library.find_if_known("cuFuncLoad", load_function);
-    library.find("cuLaunchKernel", launch);
-    error = library.error();
-  }
-};
+const Library& driver() {
+  static const Library library("CUDA's driver", "libcuda.so.1", {"libcuda.so.1"});
+  return library;
+}
 
 /// CUDA's runtime makes a device's primary context current in a thread at that thread's first call of the runtime,
 /// which may not have come yet.
-int enter_primary_context(const Driver& driver, int device) {
+void enter_primary_context(int device) {
   void* context = nullptr;
-  if (const int result = driver.current_context(&context); result != 0 || context != nullptr) return result;
-  if (const int result = driver.retain_primary(&context, device); result != 0) return result;
-  return driver.set_context(context);
+  driver().call("cuCtxGetCurrent", &context);
+  if (context != nullptr) return;
+  driver().call("cuDevicePrimaryCtxRetain", &context, device);
+  driver().call("cuCtxSetCurrent", context);
 }
 
 }  // namespace
 
 CompiledKernel compile_packing_kernel(int architecture, bool ptx) {
-  const Nvrtc& nvrtc = Nvrtc::get();
-  CompiledKernel kernel{.image = {}, .log = {}, .error = nvrtc.error};
-  if (!kernel.error.empty()) return kernel;
   int count = 0;
-  nvrtc.num_architectures(&count);
+  nvrtc().call("nvrtcGetNumSupportedArchs", &count);
   std::vector<int> known(static_cast<size_t>(count));
-  nvrtc.architectures(known.data());
+  nvrtc().call("nvrtcGetSupportedArchs", known.data());
   if (std::ranges::find(known, architecture) == known.end()) {
-    const int wanted = architecture;
     ptx = true;
-    architecture = 0;
-    for (const int each : known) {
-      if (each < wanted) architecture = std::max(architecture, each);
-    }
+    std::erase_if(known, [&](int each) { return each > architecture; });
+    architecture = known.empty() ? 0 : std::ranges::max(known);
   }
 
-  Program program = nullptr;
-  const std::string target = c10::str("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
+  void* program = nullptr;
+  const char* const* no_headers = nullptr;
+  nvrtc().call("nvrtcCreateProgram", &program, &kPackingSource[0], "packing_kernel.h", 0, no_headers, no_headers);
+  const auto get = [&](const std::string& what) {
+    size_t size = 0;
+    nvrtc().call("nvrtcGet" + what + "Size", program, &size);
+    std::vector<char> bytes(size);
+    nvrtc().call("nvrtcGet" + what, program, bytes.data());
+    return bytes;
+  };
+  const std::string target = text("--gpu-architecture=", ptx ? "compute_" : "sm_", architecture);
   const std::array options{target.c_str(), "--std=c++20", "--ptxas-options=-v"};  // -v: the log lists registers
-  int result = nvrtc.create(&program, kPackingSource, "packing_kernel.h", 0, nullptr, nullptr);
-  if (result == 0) result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
-  size_t size = 0;
-  if (program != nullptr && nvrtc.log_size(program, &size) == 0 && size > 1) {
-    kernel.log.resize(size);
-    nvrtc.log(program, kernel.log.data());
+  std::string failed;
+  try {
+    nvrtc().call("nvrtcCompileProgram", program, static_cast<int>(options.size()), options.data());
+  } catch (const StateError& error) {
+    failed = error.what();
   }
-  if (result == 0) result = (ptx ? nvrtc.ptx_size : nvrtc.cubin_size)(program, &size);
-  if (result == 0) {
-    kernel.image.resize(size);
-    result = (ptx ? nvrtc.ptx : nvrtc.cubin)(program, kernel.image.data());
-  }
-  if (result != 0) {
-    kernel.image.clear();
-    kernel.error = c10::str("NVRTC: result ", result, " for ", target, ": ", kernel.log);
-  }
-  if (program != nullptr) nvrtc.destroy(&program);
+  const std::vector<char> log = get("ProgramLog");
+  CompiledKernel kernel{.image = failed.empty() ? get(ptx ? "PTX" : "CUBIN") : std::vector<char>(),
+                        .log = std::string(log.begin(), log.end())};
+  nvrtc().call("nvrtcDestroyProgram", &program);
+  if (!failed.empty()) throw StateError(text(failed, " for ", target, ": ", kernel.log));
   return kernel;
 }
 
@@ -207,51 +136,46 @@ CudaKernel& CudaKernel::on(at::Device device) {
 }
 
 const std::string& CudaKernel::error() {
-  std::call_once(loaded_, [&] { load(); });
+  std::call_once(loaded_, [&] {
+    try {
+      load();
+    } catch (const StateError& error) {
+      error_ = text(error.what(), ", for ", device_);
+    }
+  });
   return error_;
 }
 
 void CudaKernel::load() {
-  const Driver& driver = Driver::get();
-  if (!(error_ = driver.error).empty()) return;
   constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
   const c10::DeviceGuard guard(device_);
   int device = 0, major = 0, minor = 0;
-  int result = driver.init(0);
-  if (result == 0) result = driver.device_get(&device, device_.index());
-  if (result == 0) result = driver.device_attribute(&major, kMajor, device);
-  if (result == 0) result = driver.device_attribute(&minor, kMinor, device);
-  if (result == 0) result = enter_primary_context(driver, device);
-  if (result != 0) {
-    error_ = c10::str("CUDA's driver: result ", result, " for ", device_);
-    return;
-  }
+  driver().call("cuInit", 0U);
+  driver().call("cuDeviceGet", &device, static_cast<int>(device_.index()));
+  driver().call("cuDeviceGetAttribute", &major, kMajor, device);
+  driver().call("cuDeviceGetAttribute", &minor, kMinor, device);
+  enter_primary_context(device);
   const CompiledKernel compiled = compile_packing_kernel(10 * major + minor);
-  if (!(error_ = compiled.error).empty()) return;
   void* module = nullptr;  // until the process ends
-  result = driver.load_module(&module, compiled.image.data());
-  const auto find = [&](void*& function, const char* name) {
-    if (result == 0) result = driver.get_function(&function, module, name);
-    // Otherwise its first launch may load it, and wait for the device.
-    if (result == 0 && driver.load_function != nullptr) result = driver.load_function(function);
-  };
-  find(by_argument_, "knapformer_move_rows");
-  find(by_table_, "knapformer_move_rows_by_table");
-  if (result != 0) error_ = c10::str("CUDA's driver: result ", result, " for the packing kernel on ", device_);
+  driver().call("cuModuleLoadData", &module, static_cast<const void*>(compiled.image.data()));
+  for (const auto& [function, name] :
+       {std::pair(&by_argument_, "knapformer_move_rows"), std::pair(&by_table_, "knapformer_move_rows_by_table")}) {
+    driver().call("cuModuleGetFunction", function, module, name);
+    // Otherwise its first launch may load it, and wait for the device. From 12.4 on.
+    if (driver().has("cuFuncLoad")) driver().call("cuFuncLoad", *function);
+  }
 }
 
-std::string CudaKernel::launch(bool by_table, int64_t num_tiles, void* argument) {
-  if (const std::string& why = error(); !why.empty()) return why;
-  const Driver& driver = Driver::get();
+void CudaKernel::launch(const at::Tensor& work, int64_t num_tiles) {
+  if (const std::string& why = error(); !why.empty()) throw StateError("the packing kernel: " + why);
   const c10::DeviceGuard guard(device_);
-  int result = enter_primary_context(driver, device_.index());
+  enter_primary_context(device_.index());
   void* const stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle();
-  void* arguments[] = {argument};
-  if (result == 0) {
-    result = driver.launch(by_table ? by_table_ : by_argument_, static_cast<unsigned>(num_tiles), 1, 1,
-                           packing::kThreads, 1, 1, 0, stream, arguments, nullptr);
-  }
-  return result == 0 ? "" : c10::str("CUDA's driver gave ", result, " at a launch on ", device_);
+  void* bytes = work.mutable_data_ptr();
+  void* arguments[] = {work.is_cpu() ? bytes : &bytes};
+  void** no_extra = nullptr;
+  driver().call("cuLaunchKernel", work.is_cpu() ? by_argument_ : by_table_, static_cast<unsigned>(num_tiles), 1U, 1U,
+                static_cast<unsigned>(packing::kThreads), 1U, 1U, /*shared bytes=*/0U, stream, &arguments[0], no_extra);
 }
 
 }  // namespace knapformer

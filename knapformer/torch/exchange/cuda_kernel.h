@@ -19,10 +19,9 @@ std::string path_beside_torch(std::string_view name);
 struct CompiledKernel {
   std::vector<char> image;  // machine code; if NVRTC does not know the architecture, PTX for the newest older one
   std::string log;          // with machine code: of each function the registers and the local memory that it takes
-  std::string error;        // why there is no image; otherwise empty
 };
 
-/// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code.
+/// architecture: 90 for compute capability 9.0. `ptx`: PTX in place of machine code. Throws StateError.
 CompiledKernel compile_packing_kernel(int architecture, bool ptx = false);
 
 /// One for each device of the process. Thread-safe.
@@ -32,9 +31,9 @@ class CudaKernel {
 
   /// Why it cannot be launched; otherwise empty. The first call compiles.
   const std::string& error();
-  /// Launches on the current stream of the device. argument: points to the work; with `by_table` to the work's address
-  /// on the device. Returns why the launch did not start; otherwise empty.
-  std::string launch(bool by_table, int64_t num_tiles, void* argument);
+  /// Launches on the current stream of the device. work: bytes of a packing::Work; on the host it goes into the
+  /// launch's arguments. Throws StateError where the launch does not start.
+  void launch(const at::Tensor& work, int64_t num_tiles);
 
  private:
   explicit CudaKernel(at::Device device) : device_(device) {}

@@ -1,132 +1,128 @@
 #include "knapformer/torch/exchange/engine.h"
 
+#include <ATen/OpMathType.h>
+#include <ATen/ops/zeros.h>
+
+#include "knapformer/torch/exchange/copies.h"
+
 namespace knapformer {
 namespace {
 
-c10::SmallVector<ColumnRun, 4> columns_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
-  c10::SmallVector<ColumnRun, 4> columns;
-  end.for_each_column_run(slot, peer, [&](ColumnRun run) { columns.push_back(run); });
-  return columns;
+/// The rows of a slot's input (or output) that meet `peer` at a send end (or receive end).
+Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
+  const bool sends = end.kind == HeadSharing::kSend;
+  void* first = sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
+  return {.first = static_cast<std::byte*>(first),
+          .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
+          .index = end.heads_shared() ? nullptr : end.index_at(peer)};  // at a shared end all rows meet every peer
 }
 
-void add(RowCopies& copies, Rows from, int64_t from_byte, Rows to, int64_t to_byte, int64_t width, int64_t num_rows) {
-  if (width == 0 || num_rows == 0) return;
-  from.first += from_byte;
-  to.first += to_byte;
-  copies.push_back({.from = from, .to = to, .width = width, .num_rows = num_rows});
+/// Of the rows of a block, between their tensor and the buffer.
+void add_wire_copies(Copies& copies, ExchangeCall& call, const WireBlock& block) {
+  const Slot& slot = call.slot_of(block);
+  const Rows rows = rows_of(slot, *block.end, block.peer);
+  const Rows wire{.first = static_cast<std::byte*>(call.wire().mutable_data_ptr()) + block.first_byte,
+                  .stride = block.row_bytes};
+  int64_t next = 0;
+  for (const ColumnRun& run : block.end->columns_of(slot, block.peer)) {
+    if (block.end->kind == HeadSharing::kSend) {
+      copies.add(rows, run.first_byte, wire, next, run.num_bytes, block.num_rows);
+    } else {
+      copies.add(wire, next, rows, run.first_byte, run.num_bytes, block.num_rows);
+    }
+    next += run.num_bytes;
+  }
+}
+
+/// Of this rank's own rows, from input to output. Both ends list the same rows in the same order, and the same columns
+/// in the same order, cut differently.
+void add_own_copies(Copies& copies, ExchangeCall& call, const WireBlock& block) {
+  const auto& [send, recv, heads, slots] = call.segments()[block.segment];
+  const Slot& slot = slots[block.slot];
+  const Rows from = rows_of(slot, send, block.peer), to = rows_of(slot, recv, block.peer);
+  ColumnRuns sent = send.columns_of(slot, block.peer), received = recv.columns_of(slot, block.peer);
+  for (auto s = sent.begin(), r = received.begin(); s != sent.end() && r != received.end();) {
+    const int64_t width = std::min(s->num_bytes, r->num_bytes);
+    copies.add(from, s->first_byte, to, r->first_byte, width, block.num_rows);
+    for (auto* run : {&s, &r}) {
+      (*run)->first_byte += width;
+      if (((*run)->num_bytes -= width) == 0) ++*run;
+    }
+  }
+}
+
+void add_own(Copies& copies, ExchangeCall& call) {
+  call.allocate_outputs();
+  for (const WireBlock& block : call.sent_blocks()) {
+    if (block.peer == call.this_peer()) (call.sums(block) ? add_wire_copies : add_own_copies)(copies, call, block);
+  }
+}
+
+/// Adds what arrived in a block to its slot's sum, which begins as zeros. Sums are taken in float32 for half types, in
+/// one fixed order (this rank's own, then by peer), so that a run gives the same bits each time.
+void add_block(ExchangeCall& call, const WireBlock& block) {
+  const SegmentEnd& recv = *block.end;
+  Slot& slot = call.slot_of(block);
+  if (!slot.sum.defined()) {
+    slot.sum = at::zeros(slot.output.sizes(), slot.output.options().dtype(at::toOpMathType(slot.output.scalar_type())));
+  }
+  if (block.row_bytes == 0 || block.num_rows == 0) return;
+  std::vector<int64_t> shape = slot.output.sizes().vec();
+  shape[0] = block.num_rows;
+  if (recv.heads_shared()) shape[1] = -1;
+  const at::Tensor values = call.wire()
+                                .narrow(0, block.first_byte, block.num_rows * block.row_bytes)
+                                .view(slot.output.scalar_type())
+                                .view(shape)
+                                .to(slot.sum.scalar_type());
+  if (!recv.heads_shared()) {
+    slot.sum.index_add_(0, recv.index_of(block.peer), values);  // no row is twice in the index
+    return;
+  }
+  int64_t next = 0;
+  for (const ColumnRun& run : recv.columns_of(slot, block.peer)) {
+    const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;
+    slot.sum.narrow(1, first_head, num_heads).add_(values.narrow(1, next, num_heads));
+    next += num_heads;
+  }
 }
 
 }  // namespace
 
-Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
-  const bool sends = end.kind == HeadSharing::kSend;
-  const at::Tensor& tensor = sends ? slot.input : slot.output;
-  void* first = sends ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
-  return {.first = static_cast<std::byte*>(first),
-          .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
-          .tensor = &tensor,
-          .end = end.heads_shared() ? nullptr : &end,  // at a shared end all rows meet every peer
-          .peer = peer};
-}
-
-Rows rows_on_wire(const ExchangeCall& call, const WireBlock& block) {
-  return {.first = static_cast<std::byte*>(call.wire().mutable_data_ptr()) + block.first_byte,
-          .stride = block.row_bytes,
-          .tensor = &call.wire()};
-}
-
-Engine::Engine(ExchangeCall& call) : call_(call), way_(call.engine()) {
-  if (way_ == ExchangeEngine::kKernel && !kernel_adds(call)) way_ = ExchangeEngine::kDevice;
-}
-
-void Engine::add_wire_copies(RowCopies& copies, const WireBlock& block) const {
-  const Slot& slot = call_.slot_of(block);
-  const Rows rows = rows_of(slot, *block.end, block.peer), wire = rows_on_wire(call_, block);
-  int64_t next = 0;
-  block.end->for_each_column_run(slot, block.peer, [&](ColumnRun run) {
-    if (block.end->kind == HeadSharing::kSend) {
-      add(copies, rows, run.first_byte, wire, next, run.num_bytes, block.num_rows);
-    } else {
-      add(copies, wire, next, rows, run.first_byte, run.num_bytes, block.num_rows);
-    }
-    next += run.num_bytes;
-  });
-}
-
-/// Both ends list the same rows in the same order, and the same columns in the same order, cut differently.
-void Engine::add_own_copies(RowCopies& copies, const WireBlock& block) const {
-  const Segment& segment = call_.segments()[block.segment];
-  const Slot& slot = call_.slot_of(block);
-  const Rows from = rows_of(slot, segment.send, block.peer), to = rows_of(slot, segment.recv, block.peer);
-  for_each_common_run<ColumnRun>(columns_of(slot, segment.send, block.peer), columns_of(slot, segment.recv, block.peer),
-                                 &ColumnRun::first_byte, &ColumnRun::num_bytes,
-                                 [&](int64_t from_byte, int64_t to_byte, int64_t width) {
-                                   add(copies, from, from_byte, to, to_byte, width, block.num_rows);
-                                 });
-}
-
-void Engine::add_own(RowCopies& copies) {
-  call_.allocate_outputs();
-  for (const WireBlock& block : call_.sent_blocks()) {
-    if (block.peer != call_.this_peer()) continue;
-    if (!call_.sums(block)) {
-      add_own_copies(copies, block);
-    } else if (way_ != ExchangeEngine::kKernel) {  // which reads them from the input
-      add_wire_copies(copies, block);
-    }
+void pack(ExchangeCall& call) {
+  Copies copies;
+  for (const WireBlock& block : call.sent_blocks()) {
+    if (block.peer != call.this_peer()) add_wire_copies(copies, call, block);
   }
+  if (call.engine() == ExchangeEngine::kKernel) add_own(copies, call);
+  copies.run(call.engine(), call.wire());
 }
 
-void Engine::pack() {
-  RowCopies copies;
-  for (const WireBlock& block : call_.sent_blocks()) {
-    if (block.peer != call_.this_peer()) add_wire_copies(copies, block);
-  }
-  if (way_ == ExchangeEngine::kKernel) add_own(copies);  // in the same launch
-  run(copies);
+void move_own(ExchangeCall& call) {
+  if (call.engine() == ExchangeEngine::kKernel) return;
+  Copies copies;
+  add_own(copies, call);
+  copies.run(call.engine(), call.wire());
 }
 
-void Engine::move_own() {
-  if (way_ == ExchangeEngine::kKernel) return;
-  RowCopies copies;
-  add_own(copies);
-  run(copies);
-}
-
-void Engine::unpack() {
-  RowCopies copies;
-  const std::vector<ExchangeCall::LocalRows> local = call_.local_rows();
+void unpack(ExchangeCall& call) {
+  Copies copies;
+  const std::vector<ExchangeCall::LocalRows> local = call.local_rows();
   for (const auto& [from, to, row_bytes] : local) {
     const int64_t num_rows = from.size(0);
     const int64_t stride = num_rows > 1 ? from.stride(0) * static_cast<int64_t>(from.itemsize()) : row_bytes;
     void* const first = const_cast<void*>(from.const_data_ptr());
-    add(copies, {.first = static_cast<std::byte*>(first), .stride = stride, .tensor = &from}, 0,
-        {.first = static_cast<std::byte*>(to.mutable_data_ptr()), .stride = row_bytes, .tensor = &to}, 0, row_bytes,
-        num_rows);
+    copies.add({.first = static_cast<std::byte*>(first), .stride = stride}, 0,
+               {.first = static_cast<std::byte*>(to.mutable_data_ptr()), .stride = row_bytes}, 0, row_bytes, num_rows);
   }
-  for (const WireBlock& block : call_.received_blocks()) {
-    if (call_.sums(block)) {
-      if (way_ != ExchangeEngine::kKernel) add_block(call_, block);
-    } else if (block.peer != call_.this_peer()) {
-      add_wire_copies(copies, block);
+  for (const WireBlock& block : call.received_blocks()) {
+    if (call.sums(block)) {
+      add_block(call, block);
+    } else if (block.peer != call.this_peer()) {
+      add_wire_copies(copies, call, block);
     }
   }
-  if (way_ == ExchangeEngine::kKernel) {
-    copy_by_kernel(call_, copies, /*sums=*/true);
-  } else {
-    run(copies);
-  }
-}
-
-void Engine::run(const RowCopies& copies) const {
-  switch (way_) {
-    case ExchangeEngine::kCpu:
-      return copy_on_cpu(copies);
-    case ExchangeEngine::kDevice:
-      return copy_by_aten(copies);
-    case ExchangeEngine::kKernel:
-      return copy_by_kernel(call_, copies, /*sums=*/false);
-  }
+  copies.run(call.engine(), call.wire());
 }
 
 }  // namespace knapformer

@@ -7,6 +7,7 @@
 
 #include "knapformer/core/util/error.h"
 #include "knapformer/torch/comm/watchdog.h"
+#include "knapformer/torch/exchange/engine.h"
 
 namespace knapformer {
 namespace {
@@ -19,14 +20,13 @@ InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(
   RECORD_USER_SCOPE(text("knapformer::start ", arguments.label()));
   group_->watchdog().guard([&] {
     call_ = std::make_unique<ExchangeCall>(arguments);
-    engine_.emplace(*call_);
-    engine_->pack();
+    pack(*call_);
     // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which it
     // does in a group's first collective, they do not.
     group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
     at::Tensor received = call_->received(), sent = call_->sent();
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), call_->label());
-    engine_->move_own();
+    move_own(*call_);
   });
 }
 
@@ -50,11 +50,11 @@ InFlight& InFlight::of(const at::Tensor& started) {
 std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
   return group_->watchdog().guard([&] {
     if (!call_) throw StateError(text(arguments_.label(), ": has been finished before, expected once"));
-    const std::unique_ptr<ExchangeCall> call = std::move(call_);  // the engine's
+    const std::unique_ptr<ExchangeCall> call = std::move(call_);
     call->set_local(local);
     group_->wait(*work_, call->device(), call->label());
     work_.reset();
-    engine_->unpack();
+    unpack(*call);
     return call->outputs();
   });
 }

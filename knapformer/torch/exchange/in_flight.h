@@ -7,13 +7,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/exchange/arguments.h"
 #include "knapformer/torch/exchange/call.h"
-#include "knapformer/torch/exchange/engine.h"
 
 namespace knapformer {
 
@@ -35,7 +33,6 @@ class InFlight {
   std::shared_ptr<CommGroup> group_;
   ExchangeArguments arguments_;
   std::unique_ptr<ExchangeCall> call_;
-  std::optional<Engine> engine_;
   WorkPtr work_;
 };
 

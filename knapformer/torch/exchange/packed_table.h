@@ -1,6 +1,6 @@
 // Exchange tables as tensors: the form in which they are arguments of the op knapformer::exchange.
 //
-// They are tensors since they change every step while a compiled graph does not. Splits and runs of rows live in a
+// They are tensors since they change every step while a compiled graph does not. Splits live in a
 // packed CPU tensor, which a graph only passes on. Row counts are the size of a tensor without bytes, so that no output
 // shape depends on data.
 #pragma once
@@ -17,16 +17,16 @@ namespace knapformer {
 
 /// What copies rows into the buffers of an all-to-all, and out of them.
 enum class ExchangeEngine {
-  kCpu,     // memcpy of runs of rows; CPU tensors only
+  kCpu,     // memcpy; CPU tensors only
   kDevice,  // ATen's index operations with index tensors on the tensors' device; any device
-  kKernel,  // the packing kernel, one launch a side; devices that have it (packing_op.h)
+  kKernel,  // the packing kernel, one launch a side; devices that have it (copies.h)
 };
 
 /// One end of an exchange.
 struct PackedEnd {
   at::Tensor table;  // int64 CPU; PackedEndView reads it
   at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
-  at::Tensor index;  // int64 on the tensors' device (PackedEndView::index_of, scatter_index); empty for the CPU engine
+  at::Tensor index;  // int64 on the tensors' device: the rows in wire order; empty where heads are shared
 };
 
 struct PackedTable {
@@ -51,7 +51,7 @@ class PackedEndView {
   int32_t this_peer() const { return static_cast<int32_t>(field(kThisPeer)); }
   int32_t num_peers() const { return static_cast<int32_t>(field(kNumPeers)); }
   bool heads_shared() const { return field(kHeadsShared) != 0; }
-  bool has_duplicates() const { return field(kMaxDuplicates) > 1; }
+  bool has_duplicates() const { return field(kHasDuplicates) != 0; }
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
   /// Rows on the wire, those to or from this rank itself included.
   int64_t num_wire_rows() const { return row_offsets()[num_peers()]; }
@@ -60,22 +60,15 @@ class PackedEndView {
   PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
   PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
   int64_t peer_rows(int32_t peer) const { return row_offsets()[peer + 1] - row_offsets()[peer]; }
-  /// In wire order.
-  std::span<const RowRun> runs_of(int32_t peer) const;
 
-  /// The same rows one by one, on the device. Not for the CPU engine, nor where heads are shared: there all rows, in
-  /// order, meet every peer.
+  /// The rows that meet `peer`, on the device. Not where heads are shared: there all rows, in order, meet every peer.
   at::Tensor index_of(int32_t peer) const { return index_.narrow(0, row_offsets()[peer], peer_rows(peer)); }
   const int64_t* index_at(int32_t peer) const { return index_.const_data_ptr<int64_t>() + row_offsets()[peer]; }
-  /// (num_rows, max_duplicates), where there are duplicates: for each row, its places among all that arrive (the own
-  /// rows, then those of others by peer), ascending. Where a row has fewer places, num_wire_rows fills the rest.
-  at::Tensor scatter_index() const;
 
  private:
   friend std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const>, ExchangeEngine, at::Device,
                                               int64_t);
   static at::Tensor pack(const ExchangeEnd& end, const ExchangeTable& table, ExchangeEngine engine, int64_t step);
-  void append_index(std::vector<int64_t>& index) const;
   const int64_t* row_offsets() const { return data_.data() + kNumFields; }
 
   enum Field : size_t {
@@ -85,14 +78,14 @@ class PackedEndView {
     kNumPeers,
     kHeadsShared,
     kEngine,
-    kMaxDuplicates,  // the most places on the wire that one row has
+    kHasDuplicates,
     kStep,
     kSpeaker,
     kNumWithoutRows,  // then whether this peer is one of them
     kIsWithoutRows,
     kNumWithoutAnyRows,  // likewise
     kIsWithoutAnyRows,
-    kNumFields,  // then row offsets (num_peers + 1), run offsets (num_peers + 1), runs (first row, rows)
+    kNumFields,  // then row offsets (num_peers + 1)
   };
   int64_t field(Field f) const { return data_[f]; }
   PeersWithoutRows peers_at(Field num) const {

@@ -1,14 +1,12 @@
 // The packing kernel thread by thread against the other engines, over random tables: rows and heads that go to several
-// peers, their sums on the way back, strided inputs, widths of any alignment. And its half types against torch's.
+// peers, their sums on the way back, strided inputs, widths of any alignment.
 #include "knapformer/torch/exchange/packing_kernel.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <deque>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -34,7 +32,6 @@ using Outputs = std::vector<std::vector<at::Tensor>>;  // by rank
 Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads, ExchangeEngine engine) {
   std::vector<ExchangeArguments> given;  // calls read its tables
   std::vector<std::unique_ptr<ExchangeCall>> calls;
-  std::deque<Engine> engines;
   for (const RankInputs& inputs : ranks) {
     ExchangeArguments& arguments = given.emplace_back(ExchangeArguments{.heads = heads, .group = {}, .call = "test"});
     for (const SegmentOfRank& segment : inputs) {
@@ -44,9 +41,8 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
     }
     calls.push_back(std::make_unique<ExchangeCall>(arguments));
     calls.back()->wire().fill_(0xee);
-    engines.emplace_back(*calls.back());
-    engines.back().pack();
-    engines.back().move_own();
+    pack(*calls.back());
+    move_own(*calls.back());
   }
   for (size_t from = 0; from < ranks.size(); ++from) {
     int64_t sent_at = 0;
@@ -62,7 +58,7 @@ Outputs exchange_between(const std::vector<RankInputs>& ranks, HeadCounts heads,
   }
   Outputs outputs;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    engines[rank].unpack();
+    unpack(*calls[rank]);
     outputs.push_back(calls[rank]->outputs());
   }
   return outputs;
@@ -246,20 +242,15 @@ void expect_copied(int tile, int num_rows) {
   const auto address_of_first_row = [&](const std::vector<unsigned char>& of_tile) {
     return reinterpret_cast<packing::Address>(of_tile.data()) - static_cast<packing::Address>(first);
   };
-  const struct {
-    packing::Work work;
-    packing::Copy copy;
-  } list{.work = {.num_copies = 1},
-         .copy = {.from = address_of_first_row(from),
-                  .to = address_of_first_row(to),
-                  .from_stride = 3,
-                  .to_stride = 3,
-                  .num_words = 3,
-                  .word_bytes = 1,
-                  .num_rows = num_rows}};
-  for (int thread = 0; thread < packing::kThreads; ++thread) {
-    packing::run_thread(reinterpret_cast<const unsigned char*>(&list), tile, thread);
-  }
+  const packing::Work work{.num_copies = 1,
+                           .copies = {{.from = address_of_first_row(from),
+                                       .to = address_of_first_row(to),
+                                       .from_stride = 3,
+                                       .to_stride = 3,
+                                       .num_words = 3,
+                                       .word_bytes = 1,
+                                       .num_rows = num_rows}}};
+  for (int thread = 0; thread < packing::kThreads; ++thread) packing::run_thread(work, tile, thread);
   EXPECT_EQ(to, expected) << "tile " << tile;
 }
 
@@ -268,48 +259,6 @@ TEST(PackingKernel, FindsRowsBehindTheFirst4GigaWords) {
   const auto num_tiles = static_cast<int>((int64_t{kRows} * 3 + packing::kTile - 1) / packing::kTile);
   for (const int tile : {0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1, num_tiles - 2, num_tiles - 1}) {
     expect_copied(tile, kRows);
-  }
-}
-
-uint32_t bits_of(float value) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-TEST(PackingKernel, ReadsHalvesAsTorch) {
-  for (uint32_t bits = 0; bits < 65536; ++bits) {
-    const auto of_half = static_cast<float>(c10::Half(static_cast<uint16_t>(bits), c10::Half::from_bits()));
-    const auto of_bfloat16 = static_cast<float>(c10::BFloat16(static_cast<uint16_t>(bits), c10::BFloat16::from_bits()));
-    const float half = packing::float_of_half(bits), bfloat16 = packing::float_of_bfloat16(bits);
-    ASSERT_TRUE(std::isnan(of_half) ? std::isnan(half) : bits_of(half) == bits_of(of_half)) << bits;
-    ASSERT_TRUE(std::isnan(of_bfloat16) ? std::isnan(bfloat16) : bits_of(bfloat16) == bits_of(of_bfloat16)) << bits;
-  }
-}
-
-TEST(PackingKernel, RoundsToHalvesAsTorch) {
-  const auto check = [](uint32_t bits) {
-    const float value = packing::float_of_bits(bits);
-    const auto half = static_cast<uint16_t>(packing::half_of_float(value));
-    const auto bfloat16 = static_cast<uint16_t>(packing::bfloat16_of_float(value));
-    if (std::isnan(value)) {
-      ASSERT_TRUE(std::isnan(packing::float_of_half(half)) && std::isnan(packing::float_of_bfloat16(bfloat16))) << bits;
-      return;
-    }
-    ASSERT_EQ(half, c10::Half(value).x) << bits;
-    ASSERT_EQ(bfloat16, c10::BFloat16(value).x) << bits;
-  };
-  std::mt19937 random(13);
-  for (int i = 0; i < 2'000'000; ++i) check(static_cast<uint32_t>(random()));
-  // Around every half, and half way to the next.
-  for (uint32_t half = 0; half < 0x7c00; ++half) {
-    const uint32_t here = bits_of(packing::float_of_half(half)), next = bits_of(packing::float_of_half(half + 1));
-    const uint32_t middle =
-        bits_of((packing::float_of_bits(here) + packing::float_of_bits(half == 0x7bff ? bits_of(65536.0F) : next)) / 2);
-    for (const uint32_t bits : {here, middle, middle - 1, middle + 1}) {
-      check(bits);
-      check(bits | 0x80000000U);
-    }
   }
 }
 
