@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -121,18 +122,24 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
     return has_tokens(0) ? o : depending_on(std::move(o), {q, k, v});
   }
 
-  const int64_t num_local_rows = first_shared == 1 ? tables.levels[0].num_rows : 0;
-  std::vector<Inputs> inputs(tables.levels.size());
+  std::vector<int64_t> num_rows;
+  for (const AttentionLevel& level : tables.levels) num_rows.push_back(level.num_rows);
+  std::vector<Inputs> inputs(num_rows.size());  // of this rank's rows; where they travel, then of whole sequences
+  for (const at::Tensor& tensor : {q, k, v}) {
+    const std::vector<at::Tensor> of_levels =
+        num_rows.size() == 1 ? std::vector{tensor} : tensor.split_with_sizes(num_rows);
+    for (size_t level = 0; level < inputs.size(); ++level) inputs[level].push_back(of_levels[level]);
+  }
   std::vector<at::Tensor> outputs(inputs.size());
   ExchangeArguments there = to_sequences(heads);
-  there.tensors = {q, k, v};
-  there.joined_end = HeadSharing::kSend;
-  there.num_local_rows = num_local_rows;
+  for (size_t level = first_shared; level < inputs.size(); ++level) {
+    there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
+  }
   std::vector<at::Tensor> moved;
   if (first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
-    const StartedExchange in_flight = start_exchange(std::move(there));
-    outputs[0] = attend_level(0, in_flight.local, heads, attend);
-    moved = finish_exchange(in_flight.started);
+    const at::Tensor started = start_exchange(std::move(there));
+    outputs[0] = attend_level(0, inputs[0], heads, attend);
+    moved = finish_exchange(started);
   } else {
     moved = exchange(std::move(there));
   }
@@ -143,12 +150,11 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   }
   fill_outputs_without_tokens(inputs, outputs, heads, attend);
 
+  const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
   ExchangeArguments back = to_rows(heads);
-  back.tensors.assign(outputs.begin() + static_cast<std::ptrdiff_t>(first_shared), outputs.end());
-  back.joined_end = HeadSharing::kRecv;
-  back.num_local_rows = num_local_rows;
-  if (num_local_rows > 0) back.local = {outputs[0]};
-  return exchange(std::move(back))[0];
+  back.tensors = {shared, outputs.end()};
+  std::ranges::move(exchange(std::move(back)), shared);
+  return outputs.size() == 1 ? outputs[0] : at::cat(outputs);
 }
 
 /// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with

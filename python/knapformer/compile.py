@@ -90,7 +90,7 @@ class AttentionTables:
         if not tensors:
             return levels
         differentiable = [int(t.requires_grad) for t in tensors] if torch.is_grad_enabled() else []
-        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments, [])
+        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments)
         result = []
         for level, travels in zip(levels, self.travels, strict=True):
             result.append(moved[: len(level)] if travels else level)

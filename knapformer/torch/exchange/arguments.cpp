@@ -32,21 +32,6 @@ bool ExchangeArguments::any_gradient() const {
   return std::ranges::any_of(differentiable, [](int64_t travels) { return travels != 0; });
 }
 
-bool ExchangeArguments::has_gradient(size_t number) const {
-  if (joined_end == HeadSharing::kNeither) return differentiable[number] != 0;
-  for (size_t i = number % num_slots(); i < differentiable.size(); i += num_slots()) {
-    if (differentiable[i] != 0) return true;
-  }
-  return false;
-}
-
-std::vector<at::Tensor> ExchangeArguments::local_rows() const {
-  std::vector<at::Tensor> rows;
-  if (joined_end != HeadSharing::kSend || num_local_rows == 0) return rows;
-  for (const at::Tensor& tensor : tensors) rows.push_back(tensor.narrow(0, 0, num_local_rows));
-  return rows;
-}
-
 void ExchangeArguments::decide_gradients() {
   differentiable.clear();
   add_gradients();
@@ -67,8 +52,7 @@ void ExchangeArguments::add_gradients() {
 /// too, as no gradient may have come for those that do.
 void ExchangeArguments::follow_others(bool in_backward) {
   const PackedEndView end(segments.front().table.send);
-  const bool has_local_rows = joined_end != HeadSharing::kNeither && !in_backward;
-  const PeersWithoutRows without_rows = has_local_rows ? end.without_any_rows() : end.without_rows();
+  const PeersWithoutRows without_rows = in_backward ? end.without_rows() : end.without_any_rows();
   if (without_rows.num == 0) return;
   Listening listening{.num_listeners = without_rows.num};
   if (end.this_peer() == end.speaker()) listening.part = Listening::kSpeaks;
@@ -91,9 +75,10 @@ void ExchangeArguments::follow_others(bool in_backward) {
 /// them is so in this level on the peers, too.
 void ExchangeArguments::follow_other_levels() {
   if (heads.num_heads == 0) return;
+  const size_t num_slots = segments.front().roles.size();
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].size(0) > 0 || tensors[i].requires_grad()) continue;
-    for (size_t other = i % num_slots(); other < tensors.size(); other += num_slots()) {
+    for (size_t other = i % num_slots; other < tensors.size(); other += num_slots) {
       if (tensors[other].requires_grad()) tensors[i] = tensors[i].detach().set_requires_grad(true);
     }
   }
@@ -102,8 +87,6 @@ void ExchangeArguments::follow_other_levels() {
 ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& gradients) const {
   // A backward that is differentiated itself is another call.
   ExchangeArguments back{.heads = heads,
-                         .joined_end = HeadSharing{.shared_end = joined_end}.inverse().shared_end,
-                         .num_local_rows = num_local_rows,
                          .group = group,
                          .call = call + (at::GradMode::is_enabled() ? " backward, differentiable" : " backward")};
   size_t next = 0;
@@ -111,9 +94,8 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
     SegmentArguments kept{.table = segment.table.inverse(), .roles = {}, .sharing = segment.sharing.inverse()};
     for (const HeadRole role : segment.roles) {
       const size_t number = next++;
-      if (!has_gradient(number)) continue;
-      // Where the gradients come in one tensor for each slot, it is that of the first segment.
-      if (joined_end != HeadSharing::kRecv || &segment == &segments.front()) back.tensors.push_back(gradients[number]);
+      if (differentiable[number] == 0) continue;
+      back.tensors.push_back(gradients[number]);
       kept.roles.push_back(role);
       if (!names.empty()) back.names.push_back(names[number] + ".grad");
     }
@@ -131,25 +113,18 @@ ExchangeArguments ExchangeArguments::inverse(const std::vector<at::Tensor>& grad
 std::vector<at::Tensor> ExchangeArguments::gradients_from(const std::vector<at::Tensor>& moved) const {
   std::vector<at::Tensor> gradients(differentiable.size());
   for (size_t i = 0, next = 0; i < differentiable.size(); ++i) {
-    if (has_gradient(i)) gradients[i] = moved[next++];
+    if (differentiable[i] != 0) gradients[i] = moved[next++];
   }
   return gradients;
 }
 
 std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
   std::vector<std::vector<c10::SymInt>> shapes;
-  size_t next = 0;
   for (const SegmentArguments& segment : segments) {
     const std::shared_ptr<const HeadPartition> partition = head_partition(heads, segment.sharing.degree);
     for (const HeadRole role : segment.roles) {
-      const size_t number = next++;
-      const c10::SymInt num_rows = segment.table.recv.rows.sym_size(0);
-      if (joined_end == HeadSharing::kRecv && number >= num_slots()) {
-        shapes[number % num_slots()][0] += num_rows;
-        continue;
-      }
-      std::vector<c10::SymInt> shape = input_of(number).sym_sizes().vec();
-      shape[0] = joined_end == HeadSharing::kRecv ? num_rows + num_local_rows : num_rows;
+      std::vector<c10::SymInt> shape = tensors[shapes.size()].sym_sizes().vec();
+      shape[0] = segment.table.recv.rows.sym_size(0);
       if (const HeadShares* shares = shares_of(*partition, role)) {
         shape[1] = num_heads_at(HeadSharing::kRecv, *shares, segment.sharing);
       }
@@ -181,7 +156,7 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
     for (const HeadRole role : segment.roles) {
-      const at::Tensor& tensor = input_of(i);
+      const at::Tensor& tensor = tensors[i];
       fields.append(names.empty() ? text("tensor ", i) : names[i]);
       fields.append("\t").append(c10::toString(tensor.scalar_type())).append(" (rows");
       for (int64_t dim = 1; dim < tensor.dim(); ++dim) {
@@ -195,8 +170,7 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
       if (separates_devices)
         fields.append(" on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
       fields.append("\n");
-      fingerprint.gradients.push_back(
-          static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i % differentiable.size()])));
+      fingerprint.gradients.push_back(static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i])));
       ++i;
     }
   }

@@ -48,22 +48,14 @@ struct SegmentArguments {
 };
 
 struct ExchangeArguments {
-  std::vector<at::Tensor> tensors = {};  // segment by segment; where the send end is joined: one for each slot
+  std::vector<at::Tensor> tensors = {};  // segment by segment
   std::vector<SegmentArguments> segments = {};
   HeadCounts heads = {};
-  /// The end at which the segments, which have equal slots, share one tensor for each slot. The first num_local_rows
-  /// rows of this tensor do not travel; the rows of the segments follow, in their order. Rows that arrive at a joined
-  /// end are written in place.
-  HeadSharing::End joined_end = HeadSharing::kNeither;
-  int64_t num_local_rows = 0;
-  /// Where the receive end is joined: for each slot, the rows that do not travel. Empty where there are none, and in an
-  /// exchange in halves, where finish takes them.
-  std::vector<at::Tensor> local = {};
   /// For each tensor, 1 where its gradient travels. Empty in no_grad mode.
   std::vector<int64_t> differentiable = {};
   std::string group;                    // CommGroup::name
   std::string call;                     // for messages, as the names of the tensors
-  std::vector<std::string> names = {};  // one for each slot of each segment, or none
+  std::vector<std::string> names = {};  // one for each tensor, or none
 
   /// Adds a segment and its tensors. A segment without tensors is left out.
   void add(PackedTable table, const std::vector<at::Tensor>& inputs, std::vector<HeadRole> roles,
@@ -74,18 +66,9 @@ struct ExchangeArguments {
   /// Adds gradients that the tensors require and that were not known.
   void add_gradients();
   bool any_gradient() const;
-  /// Whether the gradient of a tensor or output of this exchange travels, by its number. That of a slot which is joined
-  /// at the receive end does where it does in any segment.
-  bool has_gradient(size_t number) const;
 
   /// "route(x,features[0])"
   std::string label() const;
-  /// Where an end is joined: how many slots each segment has.
-  size_t num_slots() const { return segments.front().roles.size(); }
-  /// The tensor that has a slot's rows, by the number of the slot over all segments.
-  const at::Tensor& input_of(size_t number) const { return tensors[number % tensors.size()]; }
-  /// Where the send end is joined: the rows of each tensor that do not travel, as views.
-  std::vector<at::Tensor> local_rows() const;
 
   /// The exchange of the gradients, with the ends swapped. It has the tensors whose gradient travels, and the segments
   /// with such tensors. `gradients`: one for each output of this exchange.

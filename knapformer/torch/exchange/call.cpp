@@ -70,17 +70,12 @@ ColumnRuns SegmentEnd::columns_of(const Slot& slot, int32_t peer) const {
   return runs;
 }
 
-ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
-    : joined_end_(arguments.joined_end), num_local_rows_(arguments.num_local_rows), label_(arguments.label()) {
+ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) : label_(arguments.label()) {
   const std::string& label = label_;
   if (arguments.tensors.empty()) throw ArgumentError(text(label, ": got no tensors, expected at least one"));
   device_ = arguments.tensors[0].device();
   segments_.reserve(arguments.segments.size());  // slots point into it
   size_t next = 0;
-  const bool splits = joined_end_ == HeadSharing::kSend;
-  int64_t first_row = num_local_rows_;  // of a segment, in tensors that are joined
-  std::vector<at::Tensor> tensors = arguments.tensors;
-  if (splits) std::ranges::transform(tensors, tensors.begin(), with_dense_rows);
   for (const SegmentArguments& given : arguments.segments) {
     Segment& segment =
         segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
@@ -90,21 +85,9 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments)
     check_tables(segment, given.sharing, segments_.front(), label);
     segment.slots.reserve(given.roles.size());
     for (const HeadRole role : given.roles) {
-      const size_t number = next++;
-      const at::Tensor& tensor = tensors[splits ? number % tensors.size() : number];
-      if (!splits) {
-        add_slot(segment, tensor, role, given.sharing, number);
-        continue;
-      }
-      const int64_t end = first_row + segment.send.num_rows();
-      const bool is_last = segments_.size() == arguments.segments.size();
-      if (tensor.size(0) < end || (is_last && tensor.size(0) > end)) {
-        throw_argument(text(label, ": tensor ", number), text(tensor.size(0), " rows"), std::to_string(end));
-      }
-      const bool is_whole = first_row == 0 && is_last;
-      add_slot(segment, is_whole ? tensor : tensor.narrow(0, first_row, end - first_row), role, given.sharing, number);
+      add_slot(segment, arguments.tensors[next], role, given.sharing, next);
+      ++next;
     }
-    first_row += segment.send.num_rows();
   }
   if (engine() == ExchangeEngine::kCpu && !device_.is_cpu()) {
     throw ArgumentError(
@@ -190,57 +173,9 @@ void ExchangeCall::allocate_wire() {
   wire_ = empty_recycled({next_byte}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-void ExchangeCall::set_local(const std::vector<at::Tensor>& local) {
-  const bool any = joined_end_ == HeadSharing::kRecv && num_local_rows_ > 0;
-  const std::vector<Slot>& slots = segments_.front().slots;
-  const size_t expected = any ? slots.size() : 0;
-  if (local.size() != expected) {
-    throw_argument(text(label_, ": local"), text(local.size(), " tensors"), std::to_string(expected));
-  }
-  for (size_t i = 0; i < local.size(); ++i) {
-    at::DimVector shape = slots[i].output_shape;
-    shape[0] = num_local_rows_;
-    const at::Tensor& tensor = local[i];
-    if (tensor.sizes() != at::IntArrayRef(shape) || tensor.device() != device_ ||
-        tensor.scalar_type() != slots[i].input.scalar_type()) {
-      throw_argument(text(label_, ": local[", i, "]"),
-                     text(tensor.sizes(), " ", tensor.scalar_type(), " on ", tensor.device()),
-                     text(at::IntArrayRef(shape), " ", slots[i].input.scalar_type(), " on ", device_));
-    }
-    local_.push_back(with_dense_rows(tensor));
-  }
-}
-
-std::vector<ExchangeCall::LocalRows> ExchangeCall::local_rows() const {
-  std::vector<LocalRows> rows;
-  for (size_t i = 0; i < local_.size(); ++i) {
-    rows.push_back({.from = local_[i],
-                    .to = joined_[i].narrow(0, 0, num_local_rows_),
-                    .row_bytes = segments_.front().slots[i].output_row_bytes});
-  }
-  return rows;
-}
-
 void ExchangeCall::allocate_outputs() {
-  if (joined_end_ != HeadSharing::kRecv) {
-    for (Segment& segment : segments_) {
-      for (Slot& slot : segment.slots) slot.output = empty_recycled(slot.output_shape, slot.input.options());
-    }
-    return;
-  }
-  int64_t num_rows = num_local_rows_;
-  for (const Segment& segment : segments_) num_rows += segment.recv.num_rows();
-  for (const Slot& slot : segments_.front().slots) {
-    at::DimVector shape = slot.output_shape;
-    shape[0] = num_rows;
-    joined_.push_back(empty_recycled(shape, slot.input.options()));
-  }
-  int64_t first_row = num_local_rows_;
   for (Segment& segment : segments_) {
-    for (size_t i = 0; i < joined_.size(); ++i) {
-      segment.slots[i].output = joined_[i].narrow(0, first_row, segment.recv.num_rows());
-    }
-    first_row += segment.recv.num_rows();
+    for (Slot& slot : segment.slots) slot.output = empty_recycled(slot.output_shape, slot.input.options());
   }
 }
 
@@ -250,10 +185,10 @@ std::vector<at::Tensor> ExchangeCall::outputs() const {
   for (const Segment& segment : segments_) {
     for (const Slot& slot : segment.slots) {
       if (slot.sum.defined()) slot.output.copy_(slot.sum);
-      if (joined_.empty()) outputs.push_back(slot.output);
+      outputs.push_back(slot.output);
     }
   }
-  return joined_.empty() ? outputs : joined_;
+  return outputs;
 }
 
 }  // namespace knapformer

@@ -98,15 +98,6 @@ class ExchangeCall {
   ExchangeCall& operator=(const ExchangeCall&) = delete;
 
   void allocate_outputs();
-  /// Sets the rows of joined outputs that do not travel. Call it before unpack, which copies them.
-  void set_local(const std::vector<at::Tensor>& local);
-  struct LocalRows {
-    at::Tensor from;  // each row is dense
-    at::Tensor to;
-    int64_t row_bytes = 0;
-  };
-  /// To be called once outputs are allocated.
-  std::vector<LocalRows> local_rows() const;
   /// The outputs, once the exchange is unpacked.
   std::vector<at::Tensor> outputs() const;
 
@@ -146,10 +137,6 @@ class ExchangeCall {
   std::vector<int64_t> sent_bytes_, received_bytes_;
   int64_t own_begin_ = 0, own_end_ = 0;
   at::Device device_ = at::kCPU;
-  HeadSharing::End joined_end_ = HeadSharing::kNeither;
-  int64_t num_local_rows_ = 0;
-  std::vector<at::Tensor> joined_;  // outputs, where joined
-  std::vector<at::Tensor> local_;
   std::string label_;
 };
 

@@ -107,14 +107,6 @@ void move_own(ExchangeCall& call) {
 
 void unpack(ExchangeCall& call) {
   Copies copies;
-  const std::vector<ExchangeCall::LocalRows> local = call.local_rows();
-  for (const auto& [from, to, row_bytes] : local) {
-    const int64_t num_rows = from.size(0);
-    const int64_t stride = num_rows > 1 ? from.stride(0) * static_cast<int64_t>(from.itemsize()) : row_bytes;
-    void* const first = const_cast<void*>(from.const_data_ptr());
-    copies.add({.first = static_cast<std::byte*>(first), .stride = stride}, 0,
-               {.first = static_cast<std::byte*>(to.mutable_data_ptr()), .stride = row_bytes}, 0, row_bytes, num_rows);
-  }
   for (const WireBlock& block : call.received_blocks()) {
     if (call.sums(block)) {
       add_block(call, block);

@@ -4,14 +4,14 @@
 //            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
-//            int[] layout,           joined end, rows that do not travel, number of segments; of each segment: shared
-//                                    end, degree, index in group (HeadSharing), number of tensors, their HeadRoles
-//            str[] names,            CommGroup::name, the call, the tensors: for messages
-//            Tensor[] local) -> Tensor[]        rows that do not travel, where the receive end is joined
+//            int[] layout,           number of segments; of each: shared end, degree, index in group (HeadSharing),
+//                                    number of tensors, their HeadRoles
+//            str[] names             CommGroup::name, the call, the tensors: for messages
+//            ) -> Tensor[]
 //
-//   exchange_start(the same, no local) -> Tensor   packs and launches; a tensor without bytes stands for what is in
+//   exchange_start(the same) -> Tensor             packs and launches; a tensor without bytes stands for what is in
 //                                                  flight
-//   exchange_finish(Tensor started, Tensor[] local) -> Tensor[]          waits and unpacks; once
+//   exchange_finish(Tensor started) -> Tensor[]    waits and unpacks; once
 //
 // In C++ these arguments are one struct, ExchangeArguments.
 //
@@ -39,13 +39,7 @@ namespace knapformer {
 std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 
 /// The same in two halves.
-struct StartedExchange {
-  at::Tensor started;
-  /// Where the send end is joined: the rows of each tensor that do not travel, as views. The backward writes their
-  /// gradients beside those that arrive.
-  std::vector<at::Tensor> local;
-};
-StartedExchange start_exchange(ExchangeArguments arguments);
+at::Tensor start_exchange(ExchangeArguments arguments);
 std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 
 /// Sets the function that raises an error of a backward pass. If the error itself were thrown, torch's engine would

@@ -47,11 +47,10 @@ InFlight& InFlight::of(const at::Tensor& started) {
   return *in_flight;
 }
 
-std::vector<at::Tensor> InFlight::finish(const std::vector<at::Tensor>& local) {
+std::vector<at::Tensor> InFlight::finish() {
   return group_->watchdog().guard([&] {
     if (!call_) throw StateError(text(arguments_.label(), ": has been finished before, expected once"));
     const std::unique_ptr<ExchangeCall> call = std::move(call_);
-    call->set_local(local);
     group_->wait(*work_, call->device(), call->label());
     work_.reset();
     unpack(*call);

@@ -24,8 +24,8 @@ class InFlight {
   /// What such a tensor stands for. Throws StateError, ArgumentError where it stands for nothing.
   static InFlight& of(const at::Tensor& started);
 
-  /// Waits and unpacks; once. local: ExchangeArguments::local.
-  std::vector<at::Tensor> finish(const std::vector<at::Tensor>& local);
+  /// Waits and unpacks; once.
+  std::vector<at::Tensor> finish();
   /// Of one that start() made, without its tensors.
   const ExchangeArguments& arguments() const { return arguments_; }
 

@@ -16,12 +16,14 @@ def launches(world: int) -> list[dict[str, dict[str, Launches]]]:
 
 @each_topology
 def test_two_launches_for_an_exchange(world: int, topology: str) -> None:
-    """And none beside them: the packing kernel writes the levels of a nested bag where they belong."""
+    """And none beside them, but for the levels of a nested bag: o is of all of them, and the gradients of q, k, v are."""
     for of_rank in launches(world):
         for name, of_call in of_rank[topology].items():
-            for launched in of_call:
-                assert set(launched) <= {"knapformer::move_rows"}, (name, launched)
-                assert len(launched) <= (4 if name == "attention" else 2), (name, launched)
+            for launched, levels_joined in zip(of_call, (1, 3), strict=True):
+                packed = launched.count("knapformer::move_rows")
+                assert packed <= (4 if name == "attention" else 2), (name, launched)
+                joins = name == "attention" and "/" in topology
+                assert launched.count("aten::cat") == len(launched) - packed == joins * levels_joined, (name, launched)
     for name in ("route", "reverse_route", "attention"):
         parts = zip(*(of_rank[topology][name] for of_rank in launches(world)), strict=True)
         # One rank alone has no exchange, nor has attention in bags of one rank.

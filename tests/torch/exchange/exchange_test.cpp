@@ -331,21 +331,13 @@ TEST_P(ExchangeEngines, ShapesAreKnownWithoutRunningIt) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_shapes", "");
   ExchangeArguments arguments;
   arguments.add(table, {x}, {HeadRole::kNone});
-  const auto outputs_of = [&](const ExchangeArguments& given) {
-    const OpArguments of_op(given);
-    torch::jit::Stack stack = {
-        given.tensors, std::vector<int64_t>{0}, std::vector<int64_t>{0, 0}, of_op.tables, of_op.layout, of_op.names,
-        given.local};
-    op.callBoxed(stack);
-    return stack.at(0).toTensorVector().at(0);
-  };
-  const at::Tensor out = outputs_of(arguments);
+  const OpArguments of_op(arguments);
+  torch::jit::Stack stack = {
+      arguments.tensors, std::vector<int64_t>{0}, std::vector<int64_t>{0, 0}, of_op.tables, of_op.layout, of_op.names};
+  op.callBoxed(stack);
+  const at::Tensor out = stack.at(0).toTensorVector().at(0);
   EXPECT_TRUE(out.is_meta());
   EXPECT_EQ(out.sizes(), (std::vector<int64_t>{6, 7}));
-  arguments.joined_end = HeadSharing::kRecv;
-  arguments.num_local_rows = 2;
-  arguments.local = {at::empty({2, 7}, x.options())};
-  EXPECT_EQ(outputs_of(arguments).sizes(), (std::vector<int64_t>{8, 7}));
 }
 
 TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
@@ -369,8 +361,7 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   const auto call = [&](const std::vector<at::Tensor>& tables, const std::vector<int64_t>& layout,
                         const std::vector<int64_t>& differentiable, const std::vector<int64_t>& heads,
                         const std::vector<std::string>& names) {
-    torch::jit::Stack stack = {arguments.tensors,        differentiable, heads, tables, layout, names,
-                               std::vector<at::Tensor>{}};
+    torch::jit::Stack stack = {arguments.tensors, differentiable, heads, tables, layout, names};
     op.callBoxed(stack);
   };
   const auto changed = [&](size_t i, int64_t value) {
@@ -381,10 +372,10 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   std::vector<int64_t> longer = right.layout, shorter = right.layout;
   longer.push_back(0);
   shorter.pop_back();
-  // {joined end, local rows, segments, shared end, degree, index, roles, role}
+  // {segments, shared end, degree, index, roles, role}
   for (const std::vector<int64_t>& layout :
-       {std::vector<int64_t>{}, longer, shorter, changed(0, 3), changed(1, -1), changed(2, 2), changed(3, 3),
-        changed(4, 0), changed(6, 2), changed(7, static_cast<int64_t>(HeadRole::kQuery))}) {
+       {std::vector<int64_t>{}, longer, shorter, changed(0, 2), changed(1, 3), changed(2, 0), changed(4, 2),
+        changed(5, static_cast<int64_t>(HeadRole::kQuery))}) {
     EXPECT_THROW(call(right.tables, layout, {0}, {0, 0}, right.names), ArgumentError) << layout;
   }
   EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}, right.names), ArgumentError);
