@@ -11,8 +11,8 @@ over NCCL, or on one that the ranks share, over Gloo. Engines: "kernel" packs by
     packed      MB that the packing kernel reads, and writes (only the simulated device counts them)
     tensors     MB of the rows that the call takes: each row is read once, and once more where it comes from a peer
 
-Exits with status 1 where a call of "kernel" has more launches than its limit (2 for an exchange, so 4 for attention, and
-in nested bags 3 that join the gradients of q, k, v of all levels), or is not packed by the kernel.
+Exits with status 1 where a call of "kernel" has more launches than its limit (2 for an exchange, so 4 for attention;
+3 more in nested bags, to join the gradients of q, k, v of all levels), or is not packed by the kernel.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
             balancer = SequenceBalancer(topology, group=group, engine="device" if engine == "device" else None)
             for name, (call, inputs) in calls_of(balancer, args.device).items():
                 forward, outputs = count(call)
-                kept = [t for t in outputs if t.requires_grad]
+                kept, joins = [t for t in outputs if t.requires_grad], name == "attention" and "/" in topology
                 gradients = [torch.ones_like(t) for t in kept]
                 backward, _ = count(lambda: list(torch.autograd.grad(kept, inputs, gradients)))  # noqa: B023
                 rows[f"{name} {topology} {engine}"] = {
@@ -96,7 +96,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
                     "max_launches": max(forward[0], backward[0]),
                     "min_packing_launches": min(forward[1], backward[1]),
                     "tensor_bytes": sum(t.nbytes for t in inputs),
-                    "limit": None if engine == "device" else LIMITS[name] + 3 * (name == "attention" and "/" in topology),
+                    "limit": None if engine == "device" else LIMITS[name] + (3 if joins else 0),
                 }  # fmt: skip
     return rows
 

@@ -13,7 +13,8 @@ int32_t micro_batches_from(const py::object& count) {
 }  // namespace
 
 void bind_planning_ahead(py::module_& m) {
-  // Its destructor waits for a thread, so it runs without the GIL, which other threads of this process need.
+  // Where it is the last to hold the planning thread its destructor waits for that, so it runs without the GIL, which
+  // other threads of this process need. A balancer's does so, too.
   py::class_<PlanningAhead, std::shared_ptr<PlanningAhead>>(m, "PlanningAhead", "What start_planning returns.",
                                                             py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("ready", &PlanningAhead::ready, "Whether finish_planning would find the thread done.")

@@ -44,7 +44,8 @@ void drop_without_gil(ProcessGroupPtr group) {
 }
 
 BalancerClass bind_balancer(py::module_& m) {
-  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.")
+  return BalancerClass(m, "SequenceBalancer", "What knapformer.SequenceBalancer is made of.",
+                       py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const py::object& topology, const py::object& cost, const py::object& solver,
                        const py::object& max_tokens_per_rank, const py::object& engine, const py::object& group,
                        const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group) {

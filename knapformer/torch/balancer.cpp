@@ -9,7 +9,6 @@
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
-namespace {}  // namespace
 
 SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                                    const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group)

@@ -9,7 +9,7 @@ namespace knapformer {
 namespace {
 
 /// Changes with what ranks say to each other: ranks of different versions do not work together.
-constexpr int32_t kProtocolVersion = 5;
+constexpr int32_t kProtocolVersion = 6;
 
 /// Of the shortest text that reads back as the same number.
 std::string exact_text(double value) {

@@ -14,7 +14,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // bytes: the widest element
+constexpr int64_t kAlignment = 16;  // bytes: of the widest element
 
 int64_t aligned(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -32,56 +32,39 @@ at::Tensor checked(const at::Tensor& tensor, const std::string& name) {
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 
-/// The order of tensors in a record: by descending element size, so that each begins at a multiple of its element size.
-std::vector<size_t> widest_first(const std::vector<int64_t>& element_sizes) {
-  std::vector<size_t> order(element_sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, std::ranges::greater(), [&](size_t i) { return element_sizes[i]; });
-  return order;
-}
-
 void write_record(std::byte* out, const SampleTensors& tensors) {
-  std::vector<int64_t> header, element_sizes;
+  std::vector<int64_t> header;
   for (const at::Tensor& tensor : tensors) {
     header.push_back(static_cast<int64_t>(tensor.scalar_type()));
     header.push_back(tensor.dim());
     header.insert(header.end(), tensor.sizes().begin(), tensor.sizes().end());
-    element_sizes.push_back(static_cast<int64_t>(tensor.element_size()));
   }
-  const auto header_bytes = static_cast<int64_t>(header.size() * sizeof(int64_t));
-  std::memcpy(out, header.data(), header.size() * sizeof(int64_t));
-  std::byte* next = out + aligned(header_bytes);
-  for (const size_t i : widest_first(element_sizes)) {
-    if (tensors[i].numel() > 0) std::memcpy(next, tensors[i].const_data_ptr(), tensors[i].nbytes());
-    next += tensors[i].nbytes();
+  const size_t header_bytes = header.size() * sizeof(int64_t);
+  std::memcpy(out, header.data(), header_bytes);
+  out += aligned(static_cast<int64_t>(header_bytes));
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) std::memcpy(out, tensor.const_data_ptr(), tensor.nbytes());
+    out += aligned(static_cast<int64_t>(tensor.nbytes()));
   }
 }
 
 /// The tensors of `record`, which is a tensor of bytes, as views.
 SampleTensors read_record(const at::Tensor& record, size_t num_tensors) {
-  const std::byte* begin = static_cast<const std::byte*>(record.const_data_ptr());
-  const std::byte* next = begin;
-  const auto read = [&] {
-    int64_t number = 0;
-    std::memcpy(&number, next, sizeof(number));
-    next += sizeof(number);
-    return number;
-  };
-  std::vector<at::ScalarType> dtypes;
-  std::vector<std::vector<int64_t>> shapes;
-  std::vector<int64_t> element_sizes;
+  const auto* next = static_cast<const int64_t*>(record.const_data_ptr());
+  std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> kinds;  // dtype and shape
+  int64_t offset = 0;
   for (size_t i = 0; i < num_tensors; ++i) {
-    dtypes.push_back(static_cast<at::ScalarType>(read()));
-    element_sizes.push_back(static_cast<int64_t>(c10::elementSize(dtypes.back())));
-    shapes.emplace_back(static_cast<size_t>(read()));
-    std::ranges::generate(shapes.back(), read);
+    const int64_t *shape = next + 2, *end = shape + next[1];
+    kinds.emplace_back(static_cast<at::ScalarType>(next[0]), std::vector(shape, end));
+    offset += (end - next) * static_cast<int64_t>(sizeof(int64_t));
+    next = end;
   }
-  int64_t offset = aligned(next - begin);
-  SampleTensors tensors(num_tensors);
-  for (const size_t i : widest_first(element_sizes)) {
-    const int64_t num_bytes = element_sizes[i] * c10::multiply_integers(shapes[i]);
-    tensors[i] = record.narrow(0, offset, num_bytes).view(dtypes[i]).view(shapes[i]);
-    offset += num_bytes;
+  offset = aligned(offset);
+  SampleTensors tensors;
+  for (const auto& [dtype, shape] : kinds) {
+    const int64_t num_bytes = static_cast<int64_t>(c10::elementSize(dtype)) * c10::multiply_integers(shape);
+    tensors.push_back(record.narrow(0, offset, num_bytes).view(dtype).view(shape));
+    offset += aligned(num_bytes);
   }
   return tensors;
 }
@@ -126,11 +109,8 @@ std::vector<SampleBytes> Samples::bytes() const {
       const at::Tensor& tensor = tensors[f];
       header += (2 + tensor.dim()) * static_cast<int64_t>(sizeof(int64_t));
       const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
-      if (fields_[f].per_token) {
-        bytes.per_token += num_bytes / tensor.size(0);
-      } else {
-        bytes.fixed += num_bytes;
-      }
+      if (fields_[f].per_token) bytes.per_token += num_bytes / tensor.size(0);
+      bytes.fixed += fields_[f].per_token ? kAlignment : aligned(num_bytes);  // with what its end is padded by, at most
     }
     bytes.fixed += aligned(header);
     all.push_back(bytes);

@@ -3,9 +3,9 @@
 // A sample goes to every rank that holds a chunk of it, as one record: its tensors, of any dtype and shape. Tensors
 // with a row for each token are cut to the chunk's tokens, the others go whole.
 //
-//   record = | of each tensor: dtype, dimensions, sizes | pad | bytes of each tensor, widest elements first | pad |
+//   record = | of each tensor: dtype, dimensions, sizes | bytes of the first tensor | of the second | ... |
 //
-// Padding is to a multiple of 16 bytes.
+// The header and each tensor begin at a multiple of 16 bytes.
 //
 // All ranks know the bytes of all samples, which are gathered with their lengths (comm/gather_lengths.h). So every rank
 // knows how much each rank sends to each other, and one all-to-all of bytes suffices, without an exchange of sizes.

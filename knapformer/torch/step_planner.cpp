@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "knapformer/core/planners/whole_step/micro_batches.h"
+#include "knapformer/core/util/process.h"
 
 namespace knapformer {
 namespace {
@@ -89,6 +90,7 @@ std::shared_ptr<PlanningAhead> StepPlanner::start(std::span<const int64_t> seq_l
     own.observed = {feedback_.take()};
     auto ahead = std::make_shared<PlanningAhead>();
     ahead->planning_ = planning_of(d_model, data.num_micro_batches);
+    if (!planning_thread_) planning_thread_ = owned_by_this_process(std::make_unique<c10::ThreadPool>(1));
     ahead->thread_ = planning_thread_;
     Fingerprint fingerprint("start_planning");
     fingerprint.add("micro_batches", std::to_string(data.num_micro_batches));
@@ -115,14 +117,14 @@ std::shared_ptr<PlanningAhead> StepPlanner::start(std::span<const int64_t> seq_l
     }
     // The task has copies of what it needs, so that it may outlive this planner.
     auto plan = [gather = ahead->gather_, gatherer = gatherer_, own = std::move(own), planning = ahead->planning_,
-                 devices = std::vector(ranks_->devices().begin(), ranks_->devices().end())](
-                    const std::stop_token& stop) -> Planned {
+                 devices = std::vector(ranks_->devices().begin(), ranks_->devices().end()),
+                 stop = ahead->stop_.get_token()]() -> Planned {
       std::optional<GatheredLengths> lengths = gather ? gatherer->wait(*gather, stop) : own;
       return lengths ? planning.plan_with_tables(*std::move(lengths), devices) : Planned{};
     };
-    auto task = std::make_shared<std::packaged_task<Planned(const std::stop_token&)>>(std::move(plan));
+    const auto task = std::make_shared<std::packaged_task<Planned()>>(std::move(plan));
     ahead->planned_ = task->get_future().share();
-    ahead->task_ = TaskThread::start(planning_thread_, [task](const std::stop_token& stop) { (*task)(stop); });
+    planning_thread_->run([task] { (*task)(); });
     return ahead;
   });
 }

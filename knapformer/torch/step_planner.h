@@ -2,11 +2,14 @@
 // computes. Later plans follow what was learned from measured steps.
 #pragma once
 
+#include <c10/core/thread_pool.h>
+
 #include <cstdint>
 #include <future>
 #include <memory>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,7 +22,6 @@
 #include "knapformer/torch/planning.h"
 #include "knapformer/torch/ranks.h"
 #include "knapformer/torch/sample_exchange.h"
-#include "knapformer/torch/task_thread.h"
 
 namespace knapformer {
 
@@ -34,10 +36,15 @@ struct StepData {
   int64_t max_bytes_in_flight = 0;              // of them, as in SampleExchange
 };
 
-/// A step that is planned while another one computes. Held by the caller, who may drop it unfinished if all ranks do.
-/// Its destructor waits for its task, which ends soon even where other ranks never come.
+/// A step that is planned while another one computes. Held by the caller, who may drop it unfinished if all ranks do:
+/// its task ends soon, even where other ranks never come.
 class PlanningAhead {
  public:
+  PlanningAhead() = default;
+  PlanningAhead(const PlanningAhead&) = delete;
+  PlanningAhead& operator=(const PlanningAhead&) = delete;
+  ~PlanningAhead() { stop_.request_stop(); }
+
   /// Whether finishing would find its task done.
   bool ready() const;
   /// Ranks whose data had ended. Throws StateError before start_moving or finish_planning.
@@ -53,9 +60,9 @@ class PlanningAhead {
   std::shared_ptr<const Samples> samples_;
   int64_t max_bytes_in_flight_ = 0;
   std::unique_ptr<SampleExchange> moving_;
-  std::optional<ArgumentError> too_large_;  // a sample
-  std::shared_ptr<TaskThread> thread_;      // of the planner that started it
-  TaskThread::Task task_;                   // the last member: it ends first
+  std::optional<ArgumentError> too_large_;   // a sample
+  std::shared_ptr<c10::ThreadPool> thread_;  // of the planner that started it
+  std::stop_source stop_;
 };
 
 /// Methods are collective, but feedback() and waited_s().
@@ -97,8 +104,10 @@ class StepPlanner {
   void check_started(const PlanningAhead& ahead) const;
 
   std::shared_ptr<Ranks> ranks_;
-  std::shared_ptr<LengthGatherer> gatherer_;                          // null for one rank alone
-  std::shared_ptr<TaskThread> planning_thread_ = TaskThread::make();  // for what is planned ahead
+  std::shared_ptr<LengthGatherer> gatherer_;  // null for one rank alone
+  /// For what is planned ahead; null before. One thread, and not one for each task: c10d keeps about 120 bytes for
+  /// every thread that has ever waited for a collective.
+  std::shared_ptr<c10::ThreadPool> planning_thread_;
   StepFeedback feedback_;
   double waited_s_ = 0;
 };

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 
 namespace knapformer {
 
@@ -142,16 +141,9 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
   fields.reserve(256);
   // All ranks are in the same gradient mode, also those without rows.
   fields.append("call\t").append(call).append(differentiable.empty() ? " without gradients\n" : "\n");
-  const auto append_number = [&](int64_t number) {
-    std::array<char, 20> digits;
-    fields.append(digits.data(), std::to_chars(digits.begin(), digits.end(), number).ptr);
-  };
   if (heads.num_heads > 0) {
-    fields.append("heads\t");
-    append_number(heads.num_heads);
-    fields.append(" query, ");
-    append_number(heads.num_kv_heads);
-    fields.append(" key/value\n");
+    fields.append("heads\t").append(std::to_string(heads.num_heads)).append(" query, ");
+    fields.append(std::to_string(heads.num_kv_heads)).append(" key/value\n");
   }
   size_t i = 0;
   for (const SegmentArguments& segment : segments) {
@@ -163,8 +155,7 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
         int64_t size = tensor.size(dim);
         // Heads of the whole model, as ranks may have unequal shares.
         if (dim == 1 && role != HeadRole::kNone) size = role == HeadRole::kQuery ? heads.num_heads : heads.num_kv_heads;
-        fields.append(", ");
-        append_number(size);
+        fields.append(", ").append(std::to_string(size));
       }
       fields.append(")");
       if (separates_devices)

@@ -21,8 +21,7 @@ class Launches(NamedTuple):
 
 
 def launches_of_calls(rank: int, world: int, topologies: list[str]) -> dict[str, dict[str, Launches]]:
-    """By topology, the launches of route, reverse_route and attention. Nothing adds up in their backward passes: that is
-    ATen's."""
+    """By topology, the launches of route, reverse_route and attention. Nothing adds up in backward: that is ATen's."""
     group = sim.new_group()
     return {topology: _launches(SequenceBalancer(topology, group=group), rank) for topology in topologies}
 

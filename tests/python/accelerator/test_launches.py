@@ -16,7 +16,7 @@ def launches(world: int) -> list[dict[str, dict[str, Launches]]]:
 
 @each_topology
 def test_two_launches_for_an_exchange(world: int, topology: str) -> None:
-    """And none beside them, but for the levels of a nested bag: o is of all of them, and the gradients of q, k, v are."""
+    """And none beside them, but in nested bags one that joins o of all levels, and three that join its gradients."""
     for of_rank in launches(world):
         for name, of_call in of_rank[topology].items():
             for launched, levels_joined in zip(of_call, (1, 3), strict=True):
