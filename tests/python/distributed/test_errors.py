@@ -132,6 +132,17 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
         "x: got 3 rows (shape [3, 4]), expected 5 rows",
         ArgumentError,
     ),
+    "feature_rows": (
+        _with_ids(lambda b, r, ids: b.route(_x(r), [ids[0][:2]])),
+        "features[0]: got 2 rows (shape [2]), expected 5 rows",
+        ArgumentError,
+    ),
+    "feature_device": (
+        _with_ids(lambda b, r, ids: b.route(_x(r), [ids[0].to("meta")])),
+        "features[0]: got meta, expected cpu, the device of x",
+        ArgumentError,
+    ),
+    "returned_rows": (lambda b, r: b.reverse_route(_routed(b, r)[:1].flatten(1)), "x: got 1 rows", ArgumentError),
     "no_tensor": (_with_ids(lambda b, r, ids: b.route(None, ids)), "x: got NoneType, expected a tensor", ArgumentError),
     "dtype": (_with_ids(lambda b, r, ids: b.route(_x(r, torch.float64), ids)), "route: x: got ", ArgumentError),
     "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on rank 1", ArgumentError),
@@ -162,6 +173,17 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
     "kv_heads": (
         lambda b, r: b.pre_attn(_routed(b, r), *(torch.zeros(6, 3, 1),) * 2),
         "k: got 3 heads, expected a divisor",
+        ArgumentError,
+    ),
+    "v_heads": (
+        lambda b, r: b.pre_attn((h := _routed(b, r)), h[:, :1], h),
+        "v: got 4 heads, expected 1 heads, as k has",
+        ArgumentError,
+    ),
+    "no_heads": (lambda b, r: b.pre_attn(*(_routed(b, r)[:, :0],) * 3), "q: got 0 heads, expected", ArgumentError),
+    "flat": (
+        lambda b, r: b.attention(*(_routed(b, r).flatten(1),) * 3, lambda q, *_: q),
+        "q: got a tensor of shape [6, 4], expected at least 3 dimensions",
         ArgumentError,
     ),
     "o_heads": (
@@ -252,14 +274,27 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(warm_steps: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def _of_every_field(argument: str, of: Cluster | TrainedModel) -> dict[str, tuple[dict[str, Any], str]]:
+    """Options that differ in one field of the cluster or the model."""
+    others = {
+        name: "lora" if name == "mode" else (not value if isinstance(value, bool) else value + 1)
+        for name, value in of.to_dict().items()
+        if name != "num_kv_heads"  # needs num_heads, which differ then
+    }
+    return {
+        f"{argument}.{name}": ({argument: of.replace(**{name: other})}, f"{argument}.{name}: got ")
+        for name, other in others.items()
+    }
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    **_of_every_field("cluster", Cluster()),
+    **_of_every_field("model", TrainedModel()),
     "topology": ({"topology": "g1n2"}, "topology: got "),
     "gamma": ({"gamma": 0.5}, "gamma: got "),
     "effort": ({"effort": "low"}, "effort: got "),
     "mask": ({"mask": "causal"}, "mask: got "),
-    "cluster": ({"cluster": Cluster(flops_per_s=1e12)}, "cluster.flops_per_s: got "),
     "cluster_name": ({"cluster": "cpu"}, "cluster.flops_per_s: got "),
-    "model": ({"model": TrainedModel(recomputes=False)}, "model.recomputes: got "),
     "num_heads": ({"num_heads": 12}, "model.num_heads: got "),
     "rank_speed": ({"rank_speed": [1, 0.5]}, "rank_speed: got "),
     "max_tokens_per_rank": ({"max_tokens_per_rank": 9}, "max_tokens_per_rank: got "),
@@ -324,17 +359,22 @@ def test_a_silent_rank_ends_in_the_groups_timeout() -> None:
     assert seconds > 7
 
 
-def _without_a_bags_group(rank: int, world_size: int, topology: str) -> tuple[str, str, float]:
+def _without_a_bags_group(
+    rank: int, world_size: int, topology: str, of_another: bool = False
+) -> tuple[str, str, float]:
     from knapformer import balancer
 
     if rank == 1:
-        balancer.bag_group = lambda *_: None  # type: ignore[assignment, return-value]
+        group = dist.new_group([1], use_local_synchronization=True) if of_another else None
+        balancer.bag_group = lambda *_: group  # type: ignore[assignment, return-value]
     return error_of(lambda: SequenceBalancer(topology))
 
 
-def test_a_bag_without_its_group_is_an_error_on_all_ranks() -> None:
-    for kind, message, seconds in run_ranks(_without_a_bags_group, 2, "g2n1", timeout_s=60):
-        assert kind == "StateError" and "make_bag_group: got no group for bag 0" in message and seconds < SOON_S
+@pytest.mark.parametrize("of_another", [False, True])
+def test_a_bag_without_its_group_is_an_error_on_all_ranks(of_another: bool) -> None:
+    words = "a group in which this is rank 0 of 1, expected" if of_another else "no group for bag 0"
+    for _, message, seconds in run_ranks(_without_a_bags_group, 2, "g2n1", of_another, timeout_s=60):
+        assert f"make_bag_group: got {words}" in message and seconds < SOON_S
 
 
 def _alone_without_a_bags_group(rank: int, world_size: int) -> float:

@@ -43,20 +43,6 @@ TEST(CommGroup, CountsWhatItMoves) {
   });
 }
 
-TEST(CommGroup, WaitEndsInTheErrorOfAnotherRank) {
-  testing::InProcessWorld world(2);
-  const auto errors = world.run([&](int32_t rank) {
-    const auto group = join(world, rank, "errors");
-    if (rank == 1) {
-      group->watchdog().guard([] { throw StateError("no memory"); });
-      return;
-    }
-    at::Tensor own = at::zeros({1}, at::kLong), all = at::empty({2}, at::kLong);
-    group->wait(*group->start_all_gather(all, own), at::kCPU, "gather");
-  });
-  EXPECT_EQ(testing::describe(errors[0]), "StateError: rank 1: no memory");
-}
-
 TEST(CommGroup, StartsNothingOnceProcessGroupsAreReleased) {
   testing::InProcessWorld world(1);
   const auto group = join(world, 0, "released");

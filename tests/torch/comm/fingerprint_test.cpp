@@ -154,42 +154,6 @@ TEST(CallFingerprints, LeaveFewKeysBehind) {
   EXPECT_LT(world.store->getNumKeys(), 12);
 }
 
-TEST(CallFingerprints, TellAllRanksWhatDiffers) {
-  Callers world(3);
-  const auto errors = world.ranks.run([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    world.watchdog(rank)->guard([&] { calls->agree(fingerprint("route", rank == 1 ? "double" : "float")); });
-  });
-  int32_t num_original = 0;
-  for (const auto& error : errors) {
-    const std::string message = testing::describe(error);
-    EXPECT_TRUE(message.starts_with("ArgumentError: ")) << message;
-    EXPECT_NE(message.find("route: x: got "), std::string::npos) << message;
-    // Whoever came first is what was expected.
-    EXPECT_TRUE(message.find("got double on rank 1") != std::string::npos ||
-                message.find("expected double, as on rank 1") != std::string::npos)
-        << message;
-    num_original += message.find("rank 1: ") == std::string::npos;
-  }
-  EXPECT_GE(num_original, 1);
-}
-
-TEST(CallFingerprints, FindARankThatWentAheadAsPredicted) {
-  Callers world(2);
-  const auto errors = world.ranks.run([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    for (int32_t i = 0; i < 4; ++i) calls->agree(fingerprint("route"));
-    calls->agree(fingerprint("route", rank == 0 ? "half" : "float"));  // rank 1 goes ahead...
-    for (;;) {  // ... into a collective, where it looks now and then
-      std::this_thread::sleep_for(1ms);
-      world.watchdog(rank)->guard([&] { calls->check_announcements(); });
-    }
-  });
-  EXPECT_NE(testing::describe(errors[0]).find("half"), std::string::npos) << testing::describe(errors[0]);
-  EXPECT_NE(testing::describe(errors[1]).find("x: got float on rank 1, expected half, as on rank 0"),
-            std::string::npos);
-}
-
 TEST(CallFingerprints, NameACallOfTheStepBefore) {
   Callers world(2);
   const auto errors = world.ranks.run([&](int32_t rank) {
@@ -208,50 +172,8 @@ TEST(CallFingerprints, NameACallOfTheStepBefore) {
       << testing::describe(errors[1]);
 }
 
-TEST(CallFingerprints, FindRanksThatWaitForEachOtherInTwoGroups) {
-  Callers world(4);
-  const auto errors = world.ranks.run([&](int32_t rank) {
-    const auto watchdog = world.watchdog(rank);
-    const auto join = [&](const std::string& name, RankInGroup place) {
-      auto calls = std::make_shared<CallFingerprints>(c10::make_intrusive<c10d::PrefixStore>(name, world.store), place,
-                                                      30s, watchdog);
-      watchdog->watch(calls);
-      return calls;
-    };
-    const auto all = join("all", {.rank = rank, .num_ranks = 4});
-    const auto bag = join(text("bag", rank / 2), {.rank = rank % 2, .num_ranks = 2, .first_number = rank / 2 * 2});
-    watchdog->guard([&] {
-      if (rank != 3) bag->agree(fingerprint("pre_attn"));
-      all->agree(fingerprint("reverse_route"));
-    });
-  });
-  for (const auto& error : errors) {
-    const std::string message = testing::describe(error);
-    EXPECT_TRUE(message.starts_with("StateError: ")) << message;
-    for (const char* words : {"rank 3", "rank 2", "pre_attn", "reverse_route"}) {
-      EXPECT_NE(message.find(words), std::string::npos) << message;
-    }
-  }
-}
-
 Listening listening(int32_t rank, int32_t speaker, int32_t num_listeners) {
   return {.part = rank == speaker ? Listening::kSpeaks : Listening::kListens, .num_listeners = num_listeners};
-}
-
-TEST(CallFingerprints, TellRanksWithoutRowsWhichGradientsTravel) {
-  Callers world(3);
-  world.ranks.run_all([&](int32_t rank) {
-    const auto calls = world.join(rank);
-    for (int32_t step = 0; step < 3; ++step) {
-      // Ranks 0 and 1 have rows, rank 2 has gradients of its own, which do not count.
-      for (const char* gradients : {"1", "0", "0", "1", "1", "0"}) {
-        Fingerprint own = fingerprint("route", "float", rank == 2 ? "1" : gradients);
-        if (rank != 1) own.gradients = calls->gradients_of_speaker(own, listening(rank, 0, 1), /*may_repeat=*/false);
-        EXPECT_EQ(own.gradients, gradients);
-        calls->agree(own);
-      }
-    }
-  });
 }
 
 TEST(CallFingerprints, LetAllRanksListenToOneAndLeaveFewKeysBehind) {
@@ -297,43 +219,6 @@ TEST(CallFingerprints, RememberTheGradientsOfCallsThatAreRepeated) {
       }
     }
   });
-}
-
-TEST(CallFingerprints, EndTheWaitOfARankThatListensInAnotherCall) {
-  for (const bool speaks : {false, true}) {
-    Callers world(2);
-    const auto errors = world.ranks.run([&](int32_t rank) {
-      const auto calls = world.join(rank);
-      world.watchdog(rank)->guard([&] {
-        for (int32_t i = 0; i < 4; ++i) calls->agree(fingerprint("route"));
-        Fingerprint own = fingerprint("route", rank == 0 && speaks ? "half" : "float");
-        if (rank == 0 && !speaks) own = Fingerprint("plan_routing");
-        if (rank == 1 || speaks) {
-          own.gradients = calls->gradients_of_speaker(own, listening(rank, 0, 1), /*may_repeat=*/false);
-        }
-        calls->agree(own);
-      });
-    });
-    for (const auto& error : errors) {
-      const std::string message = testing::describe(error);
-      EXPECT_NE(message.find(speaks ? "x: got float on rank 1, expected half, as on rank 0"
-                                    : "call: got route on rank 1, expected plan_routing, as on rank 0"),
-                std::string::npos)
-          << message;
-    }
-  }
-}
-
-TEST(CallFingerprints, GiveUpAfterTheGroupsTimeout) {
-  Callers world(2);
-  const auto errors = world.ranks.run([&](int32_t rank) {
-    const auto calls = world.join(rank, 300ms);
-    if (rank == 0) calls->agree(fingerprint("route"));
-  });
-  EXPECT_NE(testing::describe(errors[0]).find("StateError: route: rank 0 waited"), std::string::npos)
-      << testing::describe(errors[0]);
-  EXPECT_NE(testing::describe(errors[0]).find("rank 1 (in no call)"), std::string::npos)
-      << testing::describe(errors[0]);
 }
 
 }  // namespace
