@@ -227,28 +227,18 @@ bool may_hide(const Cluster& cluster, const Topology& topology) {
          std::ranges::any_of(topology.shapes(), [](const BagShape& shape) { return shape.degrees.front() == 1; });
 }
 
-/// The larger of the two links' bounds.
-double bound_s(const PlanInput& input, const Topology& topology, int32_t replica, double shown) {
-  const auto [first, last] = input.sequences_of(replica);
-  if (first == last) return 0;
-  const std::vector<Offer> offers = offers_of(input, topology, replica);
-  const bool any_between =
-      std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; });
-  double bound = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside, shown);
-  if (any_between)
-    bound = std::max(bound, link_lower_bound_s(input, topology, replica, offers, &Traffic::between, shown));
-  return bound;
-}
-
 }  // namespace
 
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica) {
-  constexpr double kShown = kPostAttnTensors / (kPreAttnTensors + kPostAttnTensors);
-  return bound_s(input, topology, replica, may_hide(input.cluster, topology) ? kShown : 1);
-}
-
-double replica_estimate_s(const PlanInput& input, int32_t replica) {
-  return bound_s(input, input.topology, replica, /*shown=*/1);
+  const auto [first, last] = input.sequences_of(replica);
+  if (first == last) return 0;
+  const std::vector<Offer> offers = offers_of(input, topology, replica);
+  constexpr double kPostAttn = kPostAttnTensors / (kPreAttnTensors + kPostAttnTensors);
+  const double shown = may_hide(input.cluster, topology) ? kPostAttn : 1;
+  double bound_s = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside, shown);
+  if (std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; }))
+    bound_s = std::max(bound_s, link_lower_bound_s(input, topology, replica, offers, &Traffic::between, shown));
+  return bound_s;
 }
 
 double lower_bound_s(const PlanInput& input) {

@@ -24,8 +24,6 @@ PlanPrediction prediction_of(const Plan& plan);
 
 /// A lower bound of one replica's blocks (ReplicaTime::block_s). `topology`: over the same ranks as the input's.
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
-/// The same as if attention hid no exchange: this is no bound, but closer to what plans reach.
-double replica_estimate_s(const PlanInput& input, int32_t replica);
 
 /// Whether a replica's flat bags may have a plan whose block takes less than `block_s`: false is a proof that they have
 /// none. In addition to the bound above, this considers which sequences fit only bags of some sizes, and which cannot

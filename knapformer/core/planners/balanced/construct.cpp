@@ -140,21 +140,20 @@ double Construction::place_all(double target, FitBy fit_by, std::vector<int32_t>
   return trees_.slowest();
 }
 
-void Construction::place_under_targets(FitBy fit_by, double bound, double estimate, int32_t num_targets,
-                                       double first_margin, Placed& best) {
+Construction::Placed Construction::place_under_targets(FitBy fit_by, double bound, int32_t num_targets) {
+  Placed best;
   std::vector<int32_t> trial;
-  double low = bound / estimate - 1, high = 0;  // margins: missed, met; 0 where none yet
-  double margin = first_margin;
+  double low = 0, high = 0;  // margins: missed, met
+  double margin = 0.02;
   bool is_met = false;
   for (int32_t i = 0; i < num_targets && best.time > bound * Effort::kGoodEnough; ++i) {
-    const double target = estimate * (1 + margin);
-    const double time = place_all(target, fit_by, trial);
+    const double time = place_all(bound * (1 + margin), fit_by, trial);
     if (time < best.time) {
       best.node_of_item.swap(trial);
       best.time = time;
     }
-    if (time <= target) {
-      high = std::min(margin, time / estimate - 1);
+    if (time <= bound * (1 + margin)) {
+      high = std::min(margin, time / bound - 1);
       is_met = true;
     } else {
       low = margin;
@@ -162,6 +161,7 @@ void Construction::place_under_targets(FitBy fit_by, double bound, double estima
     margin = is_met ? (low + high) / 2 : 2 * margin;
     if (is_met && high - low < 0.0005) break;
   }
+  return best;
 }
 
 }  // namespace knapformer

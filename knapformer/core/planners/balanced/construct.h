@@ -32,10 +32,9 @@ class Construction {
     std::vector<int32_t> node_of_item;
     double time = kInfinity;
   };
-  /// Places all items under targets around an estimate of the time: doubling the margin while the placement misses its
-  /// target, halving it while it meets it. Keeps the best placement.
-  void place_under_targets(FitBy fit_by, double bound, double estimate, int32_t num_targets, double first_margin,
-                           Placed& best);
+  /// Places all items under a few targets above the bound of the time: doubling the margin while the placement misses
+  /// its target, halving it while it meets it. Returns the best placement.
+  Placed place_under_targets(FitBy fit_by, double bound, int32_t num_targets);
 
  private:
   /// Groups of one degree and about one speed. Groups only fill up, so an outdated load is too low. It is therefore

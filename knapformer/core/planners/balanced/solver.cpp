@@ -138,17 +138,6 @@ class BalancedSolver {
     }
   }
 
-  /// A few moves, hardly any of which are uphill.
-  void descend(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica,
-               SearchOptions options) const {
-    constexpr int64_t kPerItem = 4;
-    constexpr double kCold = 0.01;
-    options.key = random_key(input_, replica);
-    options.first_temperature = kCold;
-    options.num_moves = kPerItem * std::ssize(node_of_item);
-    improve(trees, node_of_item, trees.slowest(), options);
-  }
-
   /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
   void place_greedily() {
     const Topology smallest = input_.topology.flat_topologies().front();
@@ -217,30 +206,14 @@ class BalancedSolver {
   /// The nodes of the items, which are left in the trees. None where it would start from the same as the last time.
   std::vector<int32_t> placed_nested(PlacementTrees& trees, int32_t replica, Construction::FitBy fit_by) {
     const double bound = std::max(1.0, bounds_s_[replica] / trees.unit_s());
-    const bool is_small = trees.items().size() <= 512;  // then low effort has time to try more
-    const int32_t few_targets = is_small ? 4 : 3;
-    const double estimate = std::max(bound, replica_estimate_s(input_, replica) / trees.unit_s());
-    // Where even the longest sequence is little of a rank's share, nothing needs sharing, and the first target is met
-    // close to the bound.
-    const bool needs_sharing = trees.cost(trees.items().front(), trees.num_nodes() - 1) > 0.5;
-    const bool is_low = effort_ == Effort::kLow;
     Construction fit(trees);
-    Construction::Placed constructed;
-    const auto construct_by = [&](Construction::FitBy by, int32_t num_targets) {
-      fit.place_under_targets(by, bound, estimate, num_targets, needs_sharing ? 0.02 : 0.0004, constructed);
-    };
-    if (fit_by == Construction::FitBy::kTime) construct_by(fit_by, is_low ? few_targets : 4);
-    if (fit_by == Construction::FitBy::kEvenTime || !is_low)
-      construct_by(Construction::FitBy::kEvenTime, is_low ? 3 : 2);
-    std::vector<int32_t> best = std::move(constructed.node_of_item);
+    std::vector<int32_t> best = fit.place_under_targets(fit_by, bound, effort_ == Effort::kLow ? 3 : 4).node_of_item;
     if (best == starts_[replica]) return {};  // the search would find the same
     starts_[replica] = best;
     SearchOptions options{.bound = bound, .good_enough = bound * Effort::kGoodEnough, .last_temperature = 0.0005};
     const auto time_from = [&](std::vector<int32_t>& placement) {
       trees.load(placement);
-      const double time = trees.slowest();
-      search(trees, placement, replica, time, options, /*goes_on=*/true);
-      if (is_low && is_small && trees.keeps_limit() && time > bound * kFar) descend(trees, placement, replica, options);
+      search(trees, placement, replica, trees.slowest(), options, /*goes_on=*/true);
       return trees.slowest();
     };
     const double time = time_from(best);

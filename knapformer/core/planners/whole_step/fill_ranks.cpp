@@ -7,125 +7,85 @@
 #include <vector>
 
 namespace knapformer {
-namespace {
 
-/// One replica of a step. Sequences move to ranks that have none, the smallest degrees first and then by ascending
-/// work, if each of their ranks keeps another one.
-class ReplicaFill {
- public:
-  ReplicaFill(const StepPlan& plan, int32_t replica, std::vector<int32_t>& micro_batches,
-              std::vector<Placement>& placements, const Ragged<int64_t>& chunk_lens)
-      : input_(plan.input()),
-        max_tokens_(plan.max_tokens()),
-        num_ranks_(input_.sequences.topology.num_ranks_per_replica()),
-        first_rank_(replica * num_ranks_),
-        micro_batches_(micro_batches),
-        placements_(placements),
-        chunk_lens_(chunk_lens),
-        held_(static_cast<size_t>(num_ranks_) * input_.num_micro_batches) {
-    const PlanInput& step = input_.sequences;
-    const auto [first, last] = step.sequences_of(replica);
-    for (SequenceId id = first; id < last; ++id.value) {
-      add(id.value, +1);
-      sequences_of_[placements_[id.index()].degree].emplace_back(step.work(id), id.value);
-    }
-    for (auto& [degree, sequences] : sequences_of_) std::ranges::sort(sequences);
+StepPlan fill_ranks(const StepPlan& plan) {
+  const StepInput& input = plan.input();
+  const PlanInput& step = input.sequences;
+  const Topology& topology = step.topology;
+  const int64_t max_tokens = plan.max_tokens();
+  std::vector<int32_t> micro_batches(plan.micro_batches().begin(), plan.micro_batches().end());
+  std::vector<Placement> placements;
+  Ragged<int64_t> chunk_lens;  // a whole sequence's is its length, wherever it goes
+  std::vector<int32_t> next_id(plan.plans().size());
+  for (const int32_t k : micro_batches) {
+    const SequenceId id(next_id[k]++);
+    placements.push_back(plan.plans()[k].placement(id));
+    append_chunk_lens(plan.plans()[k], id, chunk_lens);
   }
 
-  /// Returns whether a sequence moved.
-  bool fill() {
-    bool moved = false;
-    std::map<int32_t, size_t> next;  // by degree: the sequences before this one have ranks that hold no other
-    for (int32_t k = 0; k < input_.num_micro_batches; ++k) {
-      for (int32_t r = first_rank_; r < first_rank_ + num_ranks_; ++r) {
-        if (held(k, r).num_sequences == 0) moved = fill(k, Rank(r), next) || moved;
-      }
-    }
-    return moved;
-  }
-
- private:
   struct Held {
     int32_t num_sequences = 0;
     int64_t tokens = 0;
   };
-  Held& held(int32_t micro_batch, int32_t rank) {
-    return held_[static_cast<size_t>(micro_batch) * num_ranks_ + (rank - first_rank_)];
-  }
-
-  /// Adds a sequence to what its ranks hold (+1), or takes it away (-1).
-  void add(int32_t s, int32_t sign) {
-    for (int32_t i = 0; i < placements_[s].degree; ++i) {
-      Held& there = held(micro_batches_[s], placements_[s].first_rank.value + i);
-      there.num_sequences += sign;
-      there.tokens += sign * chunk_lens_.of(s)[i];
-    }
-  }
-
-  bool is_spare(int32_t s) {
-    for (int32_t i = 0; i < placements_[s].degree; ++i) {
-      if (held(micro_batches_[s], placements_[s].first_rank.value + i).num_sequences < 2) return false;
-    }
-    return true;
-  }
-
-  bool fits(int32_t s, int32_t micro_batch, const Placement& place) {
+  std::vector<Held> held(static_cast<size_t>(topology.num_ranks()) * input.num_micro_batches);
+  /// Whether all ranks of a place fulfil `is_so(held, tokens of the sequence's chunk)`.
+  const auto all_of = [&](int32_t s, int32_t micro_batch, const Placement& place, auto is_so) {
+    const size_t first = static_cast<size_t>(micro_batch) * topology.num_ranks() + place.first_rank.index();
     for (int32_t i = 0; i < place.degree; ++i) {
-      if (held(micro_batch, place.first_rank.value + i).tokens + chunk_lens_.of(s)[i] > max_tokens_) return false;
+      if (!is_so(held[first + i], chunk_lens.of(s)[i])) return false;
     }
     return true;
+  };
+  const auto add = [&](int32_t s, int32_t sign) {
+    all_of(s, micro_batches[s], placements[s], [&](Held& there, int64_t tokens) {
+      there.num_sequences += sign;
+      there.tokens += sign * tokens;
+      return true;
+    });
+  };
+  const auto is_spare = [&](int32_t s) {
+    return all_of(s, micro_batches[s], placements[s],
+                  [](const Held& there, int64_t) { return there.num_sequences > 1; });
+  };
+  std::map<std::pair<int32_t, int32_t>, std::vector<int32_t>> sequences_of;  // by replica and degree, ascending by work
+  for (int32_t s = 0; s < step.seq_lens.num_sequences(); ++s) {
+    add(s, +1);
+    sequences_of[{placements[s].bag.value / topology.num_bags_per_replica(), placements[s].degree}].push_back(s);
   }
+  for (auto& [key, sequences] : sequences_of)
+    std::ranges::stable_sort(sequences, {}, [&](int32_t s) { return step.work(SequenceId(s)); });
 
-  /// Gives the rank a sequence.
-  bool fill(int32_t micro_batch, Rank rank, std::map<int32_t, size_t>& next) {
-    const Topology& topology = input_.sequences.topology;
+  /// Gives the rank a sequence. Returns whether there is one. `next`: those before it are on ranks that hold no other.
+  const auto fill = [&](int32_t micro_batch, Rank rank, auto& next) {
     const BagId bag = topology.bag_of(rank);
+    const int32_t replica = bag.value / topology.num_bags_per_replica();
+    const int32_t in_bag = rank.value - topology.bag(bag).first_rank.value;
     for (const int32_t degree : topology.shapes()[topology.bag(bag).shape].degrees) {
-      const auto& sequences = sequences_of_[degree];
-      const int32_t in_bag = rank.value - topology.bag(bag).first_rank.value;
       const Placement place{.bag = bag, .first_rank = Rank(rank.value - in_bag % degree), .degree = degree};
-      size_t& first = next[degree];
-      while (first < sequences.size() && !is_spare(sequences[first].second)) ++first;
+      const std::vector<int32_t>& sequences = sequences_of[{replica, degree}];
+      size_t& first = next[{replica, degree}];
+      while (first < sequences.size() && !is_spare(sequences[first])) ++first;
       for (size_t i = first; i < sequences.size(); ++i) {
-        const int32_t s = sequences[i].second;
-        if (!fits(s, micro_batch, place) || !is_spare(s)) continue;
+        const int32_t s = sequences[i];
+        const auto has_room = [&](const Held& there, int64_t tokens) { return there.tokens + tokens <= max_tokens; };
+        if (!is_spare(s) || !all_of(s, micro_batch, place, has_room)) continue;
         add(s, -1);
-        micro_batches_[s] = micro_batch;
-        placements_[s] = place;
+        micro_batches[s] = micro_batch;
+        placements[s] = place;
         add(s, +1);
         return true;
       }
     }
     return false;
-  }
-
-  const StepInput& input_;
-  int64_t max_tokens_;
-  int32_t num_ranks_, first_rank_;
-  std::vector<int32_t>& micro_batches_;
-  std::vector<Placement>& placements_;
-  const Ragged<int64_t>& chunk_lens_;
-  std::vector<Held> held_;                                                   // by micro-batch and rank
-  std::map<int32_t, std::vector<std::pair<double, int32_t>>> sequences_of_;  // by degree: work and id, ascending
-};
-
-}  // namespace
-
-StepPlan fill_ranks(const StepPlan& plan) {
-  const StepInput& input = plan.input();
-  std::vector<int32_t> micro_batches(plan.micro_batches().begin(), plan.micro_batches().end());
-  std::vector<Placement> placements;
-  Ragged<int64_t> chunk_lens;  // a whole sequence's is its length, wherever it goes
-  std::vector<int32_t> next(plan.plans().size());
-  for (const int32_t k : micro_batches) {
-    const Plan& micro_batch = plan.plans()[k];
-    const SequenceId id(next[k]++);
-    placements.push_back(micro_batch.placement(id));
-    append_chunk_lens(micro_batch, id, chunk_lens);
-  }
-  for (int32_t r = 0; r < input.sequences.topology.num_replicas(); ++r)
-    for (ReplicaFill replica(plan, r, micro_batches, placements, chunk_lens); replica.fill();) {
+  };
+  for (bool moved = true; moved;) {  // a sequence that moved may leave another one spare
+    moved = false;
+    std::map<std::pair<int32_t, int32_t>, size_t> next;
+    for (size_t i = 0; i < held.size(); ++i) {
+      const auto [k, rank] = std::pair(i / topology.num_ranks(), i % topology.num_ranks());
+      if (held[i].num_sequences == 0) moved = fill(static_cast<int32_t>(k), Rank(rank), next) || moved;
     }
+  }
   std::vector<std::string> solvers;
   for (const Plan& micro_batch : plan.plans()) solvers.push_back(micro_batch.solver());
   std::vector<Plan> plans = plans_as_placed(input, micro_batches, placements, chunk_lens, solvers);
