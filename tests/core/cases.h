@@ -12,6 +12,16 @@
 
 namespace knapformer {
 
+inline Placement at(int32_t bag, int32_t first_rank, int32_t degree) {
+  return {.bag = BagId(bag), .first_rank = Rank(first_rank), .degree = degree};
+}
+/// Lengths by rank, with everything else as by default.
+inline PlanInput lengths_in(const std::vector<std::vector<int64_t>>& lens, std::string_view topology, int64_t d_model) {
+  return {.seq_lens = SequenceLengths::from_lists(lens),
+          .topology = Topology::parse(topology, std::ssize(lens)),
+          .d_model = d_model,
+          .workload = {}};
+}
 inline Plan greedy(PlanInput input) { return make_plan(std::move(input), "greedy"); }
 inline Plan balanced(PlanInput input, Effort effort = {}) { return make_plan(std::move(input), "balanced", effort); }
 

@@ -49,59 +49,12 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
   return offers;
 }
 
-/// The tolerance of proofs, since their sums may round.
-constexpr double kRounding = 1 + 1e-9;
-
-/// Bags of one size.
-struct Shape {
-  double bag_speed = 0, total_speed = 0;  // of the fastest bag; of all bags
-  double exchange_s_per_token = kInfinity;
-  double price = 1, wanted_s = 0;
-};
-
 /// Exchange time of a token on a rank of a flat bag. All tokens are divided alike over the links, and nothing hides the
 /// exchange.
 double flat_exchange_s(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
   const SentRange sent = sent_range(input.cluster, shares, bag.first_rank, bag.num_ranks);
   const Traffic sent_s = exchange_s_per_token(input, sent.min);
   return std::max(sent_s.inside, sent_s.between);
-}
-
-std::vector<Shape> shapes_of(const PlanInput& input, const Topology& topology, int32_t replica) {
-  std::vector<Shape> shapes(topology.shapes().size());
-  const AttentionShares shares = input.attention_shares();
-  for (const Bag& bag : bags_of(topology, replica)) {
-    Shape& shape = shapes[bag.shape];
-    const double speed = input.group_speed(bag.first_rank, bag.num_ranks).sum;
-    shape.bag_speed = std::max(shape.bag_speed, speed);
-    shape.total_speed += speed;
-    shape.exchange_s_per_token = std::min(shape.exchange_s_per_token, flat_exchange_s(input, shares, bag));
-  }
-  return shapes;
-}
-
-/// A sequence, in rank time weighted by speed, as in replica_lower_bound_s: the exchange is multiplied by the lowest
-/// speed.
-struct Item {
-  double work_s = 0;
-  double weighted_tokens = 0;  // times the lowest speed
-
-  double seconds_in(const Shape& shape) const { return work_s + weighted_tokens * shape.exchange_s_per_token; }
-};
-
-std::vector<Item> items_of(const PlanInput& input, const Topology& topology, int32_t replica) {
-  const int32_t num_ranks = topology.num_ranks_per_replica();
-  const double slowest = input.group_speed(Rank(replica * num_ranks), num_ranks).slowest;
-  const auto [first, last] = input.sequences_of(replica);
-  const BlockRates rates(input);
-  std::vector<Item> items;
-  items.reserve(last.index() - first.index());
-  for (int32_t s = first.value; s < last.value; ++s) {
-    const SequenceId id(s);
-    items.push_back(
-        {.work_s = rates.work_s(input, id), .weighted_tokens = static_cast<double>(input.seq_lens[id]) * slowest});
-  }
-  return items;
 }
 
 /// Whether the items may fit into `num_bags` bags of one capacity: false is a proof that they do not. For every l, an
@@ -119,40 +72,6 @@ bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) 
   for (size_t i = num_above_half; i < items.size(); ++i) {
     const size_t num_alone = count_above(capacity - items[i]);
     if (sum_before[i + 1] - sum_before[num_alone] > static_cast<double>(num_bags - num_alone) * capacity) return false;
-  }
-  return true;
-}
-
-/// Let rank time have a price in the bags of each shape. Every sequence costs at least its price in the cheapest shape
-/// that it fits, and all together cost at most what `time_s` of every rank is worth. If this fails for some prices,
-/// there is no such plan: false. To find such prices, the price of a shape rises while more of its rank time is wanted
-/// than there is.
-bool may_be_paid(std::span<const Item> items, std::vector<Shape> shapes, double time_s) {
-  constexpr int kMaxRounds = 8;
-  for (int round = 0; round < kMaxRounds; ++round) {
-    double cost = 0, worth = 0;
-    for (Shape& shape : shapes) {
-      worth += shape.price * shape.total_speed * time_s;
-      shape.wanted_s = 0;
-    }
-    for (const Item& item : items) {
-      Shape* best = nullptr;
-      double min_cost = 0, min_s = 0;
-      for (Shape& shape : shapes) {
-        const double shape_s = item.seconds_in(shape);
-        if (shape_s > time_s * shape.bag_speed * kRounding) continue;
-        if (best != nullptr && shape.price * shape_s >= min_cost) continue;
-        best = &shape;
-        min_cost = shape.price * shape_s;
-        min_s = shape_s;
-      }
-      if (best == nullptr) return false;
-      best->wanted_s += min_s;
-      cost += min_cost;
-    }
-    if (cost > worth * kRounding) return false;
-    for (Shape& shape : shapes)
-      shape.price *= 1 + (std::min(shape.wanted_s / (shape.total_speed * time_s), 2.0) - 1) / (4 + 4 * round);
   }
   return true;
 }
@@ -256,14 +175,24 @@ PlanPrediction prediction_of(const Plan& plan) {
 
 bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s) {
   if (replica_lower_bound_s(input, topology, replica) >= block_s) return false;
-  const std::vector<Item> items = items_of(input, topology, replica);
-  std::vector<Shape> shapes = shapes_of(input, topology, replica);
-  if (shapes.size() > 1) return may_be_paid(items, std::move(shapes), block_s);
-  const Shape& shape = shapes.front();
+  if (topology.shapes().size() > 1) return true;
+  const auto bags = bags_of(topology, replica);
+  const AttentionShares shares = input.attention_shares();
+  double bag_speed = 0, token_exchange_s = kInfinity;  // of the best bags
+  for (const Bag& bag : bags) {
+    bag_speed = std::max(bag_speed, input.group_speed(bag.first_rank, bag.num_ranks).sum);
+    token_exchange_s = std::min(token_exchange_s, flat_exchange_s(input, shares, bag));
+  }
+  // Rank time is weighted by speed, as in replica_lower_bound_s: the exchange is multiplied by the lowest speed.
+  token_exchange_s *= input.group_speed(bags.front().first_rank, topology.num_ranks_per_replica()).slowest;
+  const BlockRates rates(input);
+  const auto [first, last] = input.sequences_of(replica);
   std::vector<double> seconds;
-  seconds.reserve(items.size());
-  for (const Item& item : items) seconds.push_back(item.seconds_in(shape));
-  return may_be_packed(std::move(seconds), bags_of(topology, replica).size(), block_s * shape.bag_speed * kRounding);
+  seconds.reserve(last.index() - first.index());
+  for (SequenceId id = first; id < last; ++id.value)
+    seconds.push_back(rates.work_s(input, id) + static_cast<double>(input.seq_lens[id]) * token_exchange_s);
+  constexpr double kRounding = 1 + 1e-9;  // sums of a proof may round
+  return may_be_packed(std::move(seconds), bags.size(), block_s * bag_speed * kRounding);
 }
 
 double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,

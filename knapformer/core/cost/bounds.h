@@ -26,8 +26,8 @@ PlanPrediction prediction_of(const Plan& plan);
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica);
 
 /// Whether a replica's flat bags may have a plan whose block takes less than `block_s`: false is a proof that they have
-/// none. In addition to the bound above, this considers which sequences fit only bags of some sizes, and which cannot
-/// share a bag. `topology`: over the same ranks as the input's. O(n shapes + n log n).
+/// none. In addition to the bound above, this considers which sequences cannot share a bag, where all bags have one
+/// size. `topology`: over the same ranks as the input's. O(n log n).
 bool flat_may_take_less(const PlanInput& input, const Topology& topology, int32_t replica, double block_s);
 /// A lower bound of a replica's blocks if its flat bags hold these sequences, however their chunks are cut.
 double flat_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,

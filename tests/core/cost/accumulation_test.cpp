@@ -37,12 +37,8 @@ TEST(Accumulation, RanksThatWaitInEachMicroBatchTakeTheSum) {
 
 TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
   // Rank 0: 1000 tokens, then 10; rank 1: 10, then 1000. Waiting in each they take about 2000, waiting once 1010.
-  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({{1000, 10}, {10, 1000}}),
-                                .topology = Topology::parse("g2/1n1"),
-                                .d_model = 64,
-                                .workload = {}},
-                  .num_micro_batches = 2,
-                  .sync = StepSync::kStep};
+  StepInput input{
+      .sequences = lengths_in({{1000, 10}, {10, 1000}}, "g2/1n1", 64), .num_micro_batches = 2, .sync = StepSync::kStep};
   use_block_clock(input.sequences);
   const auto blocks_s = [&](std::initializer_list<int64_t> lens) {
     double sum_s = 0;
@@ -55,8 +51,8 @@ TEST(Accumulation, RanksThatWaitOnceGoOnWhenTheyAreDone) {
     const std::vector<int32_t> micro_batches = {0, 1, 0, 1};
     for (PlanInput& part : micro_batch_inputs(input, micro_batches)) {
       std::vector<Placement> placements;
-      for (int32_t r = 0; r < 2; ++r) placements.push_back({.bag = BagId(0), .first_rank = Rank(r), .degree = 1});
-      if (!plans.empty()) placements[1] = {.bag = BagId(0), .first_rank = Rank(0), .degree = degree_of_last};
+      for (int32_t r = 0; r < 2; ++r) placements.push_back(at(0, r, 1));
+      if (!plans.empty()) placements[1] = at(0, 0, degree_of_last);
       if (!plans.empty() && degree_of_last == 1) placements[1].first_rank = Rank(1);
       plans.emplace_back(std::move(part), "test", std::move(placements));
     }

@@ -10,7 +10,7 @@ namespace knapformer {
 namespace {
 
 TEST(LowerBound, NoPlanBeatsIt) {
-  for (uint64_t seed = 0; seed < 400; ++seed) {
+  for (uint64_t seed = 0; seed < 800; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(true, 3000);
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
@@ -26,7 +26,7 @@ TEST(LowerBound, NoPlanBeatsIt) {
 
 TEST(FlatBound, NoPlanOfFlatBagsTakesLessThanWhatIsProven) {
   int num_proven = 0;
-  for (uint64_t seed = 0; seed < 400; ++seed) {
+  for (uint64_t seed = 0; seed < 800; ++seed) {
     Cases cases(seed);
     PlanInput in = cases.input(false, 3000);
     in.d_model = 1024;

@@ -245,20 +245,10 @@ TEST_P(ExchangeTables, MoveEveryRowToWhereThePlanSays) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, ExchangeTables, testing::Range(0, 10));
 
-TEST(ExchangeTables, InverseTwiceIsTheTable) {
-  Cases cases(1);
-  const Plan plan = cases.any_plan(cases.input(false));
-  const ExchangeTable table = make_route_tables(plan, Rank(0)).tokens;
-  EXPECT_EQ(table.inverse().inverse(), table);
-}
-
 TEST(ExchangeTables, NeighbouringRowsOfAPeerAreOneRun) {
   // Three sequences that all move from rank 0 to rank 1: one memory copy, not three.
-  PlanInput input{.seq_lens = SequenceLengths::from_lists({{5, 6, 7}, {}}),
-                  .topology = Topology::parse("g1n2"),
-                  .d_model = 8,
-                  .workload = {}};
-  const Placement to_1{.bag = BagId(1), .first_rank = Rank(1), .degree = 1};
+  PlanInput input = lengths_in({{5, 6, 7}, {}}, "g1n2", 8);
+  const Placement to_1 = at(1, 1, 1);
   const Plan plan(std::move(input), "any", {to_1, to_1, to_1});
   EXPECT_EQ(make_route_tables(plan, Rank(0)).tokens.send.runs.values, (std::vector<RowRun>{{0, 18}}));
   EXPECT_EQ(make_route_tables(plan, Rank(1)).tokens.recv.runs.values, (std::vector<RowRun>{{0, 18}}));

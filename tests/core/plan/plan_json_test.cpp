@@ -35,10 +35,7 @@ TEST(PlanJson, GoesOutAndIn) {
 }
 
 TEST(PlanJson, InfiniteImbalanceIsNull) {
-  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
-                            .topology = Topology::parse("g1n2"),
-                            .d_model = 8,
-                            .workload = {}});
+  const Plan plan = greedy(lengths_in({{4}, {}}, "g1n2", 8));
   EXPECT_TRUE(nlohmann::json::parse(json_of(plan))["balance_before"]["wir"].is_null());
 }
 
@@ -49,10 +46,7 @@ TEST(PlanJson, RefusesAnyTruncation) {
 }
 
 TEST(PlanJson, RefusesChunksWhoseSumWouldWrap) {
-  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
-                            .topology = Topology::parse("g4n1"),
-                            .d_model = 8,
-                            .workload = {}});
+  const Plan plan = greedy(lengths_in({{10}, {}, {}, {}}, "g4n1", 8));
   auto json = nlohmann::json::parse(json_of(plan));
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   json["chunk_lens_of_sequence"] = {{kMost, kMost, 12, 0}};

@@ -46,7 +46,7 @@ TEST(SequenceLengths, RefusesLengthsThatAreNone) {
 
 // A token's layers are 24 * 4^2 = 384 FLOPs, a pair 0.5 * 4 * 4 = 8.
 TEST(Plan, GivenWorkIsSplitInLayersOfTokensAndARestByHeads) {
-  const Placement shared{.bag = BagId(0), .first_rank = Rank(0), .degree = 2};
+  const Placement shared = at(0, 0, 2);
   PlanInput in = two_ranks({{10, 20}, {}}, "g2n1");
   in.give_work({5000, 8000});
   EXPECT_EQ(in.token_part, 1);
@@ -64,7 +64,7 @@ TEST(Plan, GivenWorkIsSplitInLayersOfTokensAndARestByHeads) {
 }
 
 TEST(Plan, WorkOfASharedSequenceFollowsTheChunkAndTheHeads) {
-  const Placement both{.bag = BagId(0), .first_rank = Rank(0), .degree = 2};
+  const Placement both = at(0, 0, 2);
   const Plan plan(two_ranks({{10}, {}}, "g2n1"), "any", {both}, {7, 3});
   plan.validate();
   const double attention = 0.5 * 4 * 100 * 4 / 2;  // gamma 4 l^2 d / g
@@ -123,17 +123,17 @@ TEST(Plan, ValidateFindsEveryBrokenPromise) {
     const Plan plan(two_ranks({{10}, {}, {}, {}}, topology), "any", {place}, std::move(chunk_lens));
     EXPECT_THROW(plan.validate(), StateError);
   };
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {5, 4});    // a token is lost
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}, {12, -2});  // a chunk of fewer than none
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(0), .degree = 1}, {10});      // no degree of this bag
-  check("g2n2", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});    // out of its bag
-  check("g4/2n1", {.bag = BagId(0), .first_rank = Rank(1), .degree = 2}, {5, 5});  // not aligned
-  check("g2n2", {.bag = BagId(5), .first_rank = Rank(0), .degree = 2}, {5, 5});    // no such bag
-  PlanInput replicas{.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
-                     .topology = Topology::parse("g2n1", 4),
-                     .d_model = 4,
-                     .workload = {}};
-  const Plan leaves(replicas, "any", {{.bag = BagId(1), .first_rank = Rank(2), .degree = 2}}, {5, 5});
+  check("g2n2", at(0, 0, 2), {5, 4});    // a token is lost
+  check("g2n2", at(0, 0, 2), {12, -2});  // a chunk of fewer than none
+  check("g2n2", at(0, 0, 1), {10});      // no degree of this bag
+  check("g2n2", at(0, 1, 2), {5, 5});    // out of its bag
+  check("g4/2n1", at(0, 1, 2), {5, 5});  // not aligned
+  check("g2n2", at(5, 0, 2), {5, 5});    // no such bag
+  PlanInput replicas = {.seq_lens = SequenceLengths::from_lists({{10}, {}, {}, {}}),
+                        .topology = Topology::parse("g2n1", 4),
+                        .d_model = 4,
+                        .workload = {}};
+  const Plan leaves(replicas, "any", {at(1, 2, 2)}, {5, 5});
   EXPECT_THROW(leaves.validate(), StateError);
 }
 

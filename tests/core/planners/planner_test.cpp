@@ -105,28 +105,16 @@ TEST(Greedy, ReplicasArePlannedApart) {
 }
 
 TEST(Greedy, PlansNothingAtAll) {
-  const Plan plan = greedy({.seq_lens = SequenceLengths::from_lists({{}, {}}),
-                            .topology = Topology::parse("g2n1"),
-                            .d_model = 8,
-                            .workload = {}});
+  const Plan plan = greedy(lengths_in({{}, {}}, "g2n1", 8));
   plan.validate();
   EXPECT_EQ(plan.num_sequences(), 0);
   EXPECT_DOUBLE_EQ(plan.balance_after().wir(), 1);
 }
 
-TEST(Greedy, RefusesNestedBags) {
-  EXPECT_THROW(greedy({.seq_lens = SequenceLengths::from_lists({{4}, {}}),
-                       .topology = Topology::parse("g2/1n1"),
-                       .d_model = 8,
-                       .workload = {}}),
-               ArgumentError);
-}
+TEST(Greedy, RefusesNestedBags) { EXPECT_THROW(greedy(lengths_in({{4}, {}}, "g2/1n1", 8)), ArgumentError); }
 
 TEST(MakePlan, KnowsItsSolversByName) {
-  const PlanInput input{.seq_lens = SequenceLengths::from_lists({{4}, {9}}),
-                        .topology = Topology::parse("g2n1"),
-                        .d_model = 8,
-                        .workload = {}};
+  const PlanInput input = lengths_in({{4}, {9}}, "g2n1", 8);
   for (const Planner& planner : planners()) EXPECT_NO_THROW(make_plan(input, planner.name).validate()) << planner.name;
   EXPECT_THROW(make_plan(input, "best"), ArgumentError);
 }
@@ -163,12 +151,7 @@ TEST(MakePlan, BagsOfManySizes) {
   for (int32_t size = 2; size <= 150; ++size, num_ranks += size - 1) topology += text("+g", size, "n1");
   std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_ranks));
   for (size_t rank = 0; rank < lists.size(); rank += 8) lists[rank] = {1000 + static_cast<int64_t>(rank) * 17 % 4000};
-  balanced({.seq_lens = SequenceLengths::from_lists(lists),
-            .topology = Topology::parse(topology),
-            .d_model = 64,
-            .workload = {}},
-           {.moves = 20'000})
-      .validate();
+  balanced(lengths_in(lists, topology, 64), {.moves = 20'000}).validate();
 }
 
 TEST(MakePlan, RefusesATopologyOfNoRanks) {
@@ -197,10 +180,7 @@ TEST(MakePlan, BoundsEffort) {
 TEST(MakePlan, ALongSearchAsksWhetherItIsWanted) {
   struct Unwanted {};
   interrupt_check = [] { throw Unwanted(); };
-  PlanInput in{.seq_lens = SequenceLengths::from_lists({{900, 40, 700}, {30, 55}, {600, 5}, {123}}),
-               .topology = Topology::parse("g4/2/1n1"),
-               .d_model = 64,
-               .workload = {}};
+  PlanInput in = lengths_in({{900, 40, 700}, {30, 55}, {600, 5}, {123}}, "g4/2/1n1", 64);
   EXPECT_THROW(make_plan(in, "balanced", {.moves = Effort::kMaxMoves}), Unwanted);
   EXPECT_NO_THROW(make_plan(in, "balanced", {.moves = Effort::kLow}));
   interrupt_check = nullptr;

@@ -118,7 +118,7 @@ TEST(Locality, NothingSwapsWhereNothingIsRouted) {
 TEST(Locality, TakesManyEqualSequencesOfOneBag) {
   constexpr int32_t kRanks = 1 << 16;
   const PlanInput in = input_of(std::vector<std::vector<int64_t>>(8, std::vector<int64_t>(kRanks, 8)), "g8n1");
-  const std::vector<Placement> all(kRanks * 8, {.bag = BagId(0), .first_rank = Rank(0), .degree = 8});
+  const std::vector<Placement> all(kRanks * 8, at(0, 0, 8));
   EXPECT_EQ(at_home(in, all), plan_of(in, all));
 }
 

@@ -232,10 +232,10 @@ TEST(BalancedSolver, EveryReplicaIsSolvedForItself) {
     PlanInput in{.seq_lens = lens, .topology = Topology::parse("g8/4/2/1n1", 8), .d_model = 3072, .workload = {}};
     alone.push_back(predict_step(balanced(in)).replicas[0].block_s);
   }
-  const PlanInput in{.seq_lens = SequenceLengths::from_lists(all),
-                     .topology = Topology::parse("g8/4/2/1n1", 48),
-                     .d_model = 3072,
-                     .workload = {}};
+  const PlanInput in = {.seq_lens = SequenceLengths::from_lists(all),
+                        .topology = Topology::parse("g8/4/2/1n1", 48),
+                        .d_model = 3072,
+                        .workload = {}};
   const Plan plan = balanced(in);
   plan.validate();
   const StepTime time = predict_step(plan);

@@ -16,8 +16,7 @@ TEST(UnevenChunks, EvensOutThePerTokenPhase) {
   in.seq_lens = SequenceLengths::from_lists({{100, 300}, {}});
   in.topology = Topology::parse("g2/1n1", 2);
   in.d_model = 8;
-  const std::vector<Placement> placements = {{.bag = BagId(0), .first_rank = Rank(0), .degree = 1},
-                                             {.bag = BagId(0), .first_rank = Rank(0), .degree = 2}};
+  const std::vector<Placement> placements = {at(0, 0, 1), at(0, 0, 2)};
   EXPECT_EQ(uneven_chunk_lens(in, placements), (std::vector<int64_t>{100, 100, 200}));
   // With rank 0 three times as fast, 300 of the 400 tokens are its.
   in.rank_speed = {3, 1};
@@ -55,8 +54,7 @@ TEST(UnevenChunks, KeepsAnyLengthAndSpeed) {
   in.d_model = 8;
   in.rank_speed = {1, 1e-6, 1e-3, 1};
   std::vector<Placement> placements;
-  for (int32_t s = 0; s < 2000; ++s)
-    placements.push_back({.bag = BagId(0), .first_rank = Rank(s % 3 == 0 ? 2 : 0), .degree = s % 3 == 0 ? 2 : 4});
+  for (int32_t s = 0; s < 2000; ++s) placements.push_back(at(0, s % 3 == 0 ? 2 : 0, s % 3 == 0 ? 2 : 4));
   // Nearly all goes to the fast ranks, as far as they may hold it.
   for (const int64_t percent : {100, 30}) {
     in.max_tokens_per_rank = (int64_t{2000} << 31) / 100 * percent;

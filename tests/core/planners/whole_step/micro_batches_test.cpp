@@ -91,21 +91,14 @@ TEST(MicroBatches, EqualLengthsThatRanksDoNotDivideArePlannedSoon) {
 TEST(MicroBatches, ALoneSequenceInALargeBagIsPlannedSoon) {
   std::vector<std::vector<int64_t>> lists(128);
   lists[0] = {400'000};
-  const StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists(lists),
-                                      .topology = Topology::parse("g128/64/32/16/8/4/2/1n1"),
-                                      .d_model = 1024,
-                                      .workload = {}},
-                        .num_micro_batches = 1};
+  const StepInput input{.sequences = lengths_in(lists, "g128/64/32/16/8/4/2/1n1", 1024), .num_micro_batches = 1};
   plan_step(input, "balanced", Effort{.moves = Effort::kDefault}).validate();
 }
 
 TEST(MicroBatches, PackingALargeStepAsksWhetherItIsWanted) {
   struct Unwanted {};
   // Every sequence is shared, and at low effort nothing is annealed.
-  StepInput input{.sequences = {.seq_lens = SequenceLengths::from_lists({2048, std::vector<int64_t>(1, 1000)}),
-                                .topology = Topology::parse("g2/1n1024"),
-                                .d_model = 64,
-                                .workload = {}},
+  StepInput input{.sequences = lengths_in({2048, std::vector<int64_t>(1, 1000)}, "g2/1n1024", 64),
                   .num_micro_batches = 2};
   input.sequences.max_tokens_per_rank = 600;
   interrupt_check = [] { throw Unwanted(); };
