@@ -1,6 +1,10 @@
 // Batches of lengths such as training draws.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <map>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -32,6 +36,42 @@ inline PlanInput mix_input(const char* mix, const char* topology, uint64_t seed,
   in.workload.gamma = gamma;
   use_block_clock(in);
   return in;
+}
+
+/// Over the work divided evenly, what micro-batches take one after another on the block clock in nested bags inside a
+/// node. Reckoned anew from the chunks, bulk-synchronously: every phase of a group ends when it ends for its slowest
+/// rank, and the slowest group ends the micro-batch. Stricter than cost/step_time.h, and equal for what is cut evenly.
+double strict_loss(const auto& plans) {
+  double total = 0, even = 0;
+  for (const Plan& plan : plans) {
+    const auto num_ranks = static_cast<size_t>(plan.num_ranks());
+    const double d = static_cast<double>(plan.input().d_model), gamma = plan.input().workload.gamma;
+    std::vector<double> token(num_ranks), attention(num_ranks), exchange(num_ranks);
+    std::vector<size_t> group(num_ranks);
+    std::iota(group.begin(), group.end(), size_t{0});
+    for (const Chunk& chunk : plan.chunks()) {
+      const Placement& place = plan.placement(chunk.sequence);
+      const auto n = static_cast<double>(chunk.num_tokens), l = static_cast<double>(plan.seq_lens()[chunk.sequence]);
+      const size_t r = chunk.rank.index(), from = group[r], to = group[place.first_rank.index()];
+      const double of_attention = gamma * 4 * l * l * d / place.degree;
+      token[r] += 24 * n * d * d;
+      attention[r] += of_attention;
+      exchange[r] += 4 * n * d * 2 * (place.degree - 1) / place.degree / 200e9 * 400e12;
+      even += (24 * n * d * d + of_attention) / static_cast<double>(num_ranks);
+      std::ranges::replace(group, from, to);
+    }
+    std::map<size_t, std::array<double, 3>> longest;  // by group
+    double slowest = 0;
+    for (size_t r = 0; r < num_ranks; ++r) {
+      auto& [tokens, pairs, sent] = longest[group[r]];
+      tokens = std::max(tokens, token[r]);
+      pairs = std::max(pairs, attention[r]);
+      sent = std::max(sent, exchange[r]);
+      slowest = std::max(slowest, tokens + pairs + sent);
+    }
+    total += slowest;
+  }
+  return total / even;
 }
 
 /// `per_rank` sequences for each rank: one of five lengths, times U[0.96, 1.04], plus up to 392 tokens of text.
