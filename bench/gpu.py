@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from driver import on_ranks
@@ -35,32 +36,22 @@ PEAK = ["--peak-tflops", "989"]  # of an H100 or H200 in bfloat16, without spars
 NOT_SHOWN = "Not shown by one GPU: NCCL, NVLink, errors over NCCL, transport beside attention, what several ranks gain."
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    models: tuple[str, ...]
-    samples: tuple[tuple[int, int], ...]  # text and visual tokens, dealt to ranks in turn
-    compiler: str
-    packed_tokens: int  # of a rank
-    of_flux: list[str]  # options of commands
-    of_calibrate: list[str]
-    of_step: list[str]
-    of_replay: list[str]
-    num_tokens: tuple[int, ...]  # of a rank whose memory is measured
-
-
 SIZES = {
-    "cuda": Sizes(
-        ("flux-demo", "wan-demo"),
-        ((77, 576), (20, 256), (128, 1024), (7, 64), (50, 576), (77, 400), (64, 784), (3, 144)),
-        "inductor", 1 << 15, ["--model", "flux"], ["--repeats", "4"],
-        ["--data", "g1b1i2048f1s0", "--steps", "3", "--warmup", "1", "--gamma", "0.41", *PEAK],
-        ["--repeats", "1", *PEAK, "--topology", "g8n4", "--topology", "g8/4/2/1n4"], (26_750, 13_500),
+    "cuda": SimpleNamespace(
+        models=("flux-demo", "wan-demo"),
+        # Text and visual tokens, dealt to ranks in turn.
+        samples=((77, 576), (20, 256), (128, 1024), (7, 64), (50, 576), (77, 400), (64, 784), (3, 144)),
+        compiler="inductor", packed_tokens=1 << 15, num_tokens=(13_500, 26_750),  # of a rank
+        flux=["--model", "flux"], calibrate=["--repeats", "4"],  # options of commands
+        step=["--data", "g1b1i2048f1s0", "--steps", "3", "--warmup", "1", "--gamma", "0.41", *PEAK],
+        replay=["--repeats", "1", *PEAK, "--topology", "g8n4", "--topology", "g8/4/2/1n4"],
     ),
-    "cpu": Sizes(
-        ("flux-tiny", "wan-tiny"), ((5, 36), (2, 9), (12, 64), (3, 16)), "eager", 512, ["--model", "flux-tiny"],
-        ["--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"],
-        ["--data", "g1b1i256f1s0", "--steps", "1", "--warmup", "0", "--gamma", "0.41"],
-        ["--repeats", "1", "--topology", "g8n4", "--scale", "32", "--max-text-tokens", "8"], (64, 32),
+    "cpu": SimpleNamespace(
+        models=("flux-tiny", "wan-tiny"), samples=((5, 36), (2, 9), (12, 64), (3, 16)),
+        compiler="eager", packed_tokens=512, num_tokens=(32, 64),
+        flux=["--model", "flux-tiny"], calibrate=["--repeats", "1", "--warmup", "1", "--lengths", "32,64,128,256"],
+        step=["--data", "g1b1i256f1s0", "--steps", "1", "--warmup", "0", "--gamma", "0.41"],
+        replay=["--repeats", "1", "--topology", "g8n4", "--scale", "32", "--max-text-tokens", "8"],
     ),
 }  # fmt: skip
 
@@ -150,15 +141,15 @@ def compare_bits(args: argparse.Namespace) -> None:
 
 
 def count_launches(args: argparse.Namespace) -> None:
-    if args.device == "cpu":
+    device = rank_device(args)
+    if device.type == "cpu":
         return  # has none
-    path = args.out / "launches.json"
-    run([sys.executable, ROOT / "bench/bench_launches.py", "--device", "cuda", "--json", path], check=False)
-    for name, row in json.loads(path.read_text())["calls"].items():
-        if row["limit"] is not None:
-            record(args, f"{name}: launches", row["max_launches"], at_most=row["limit"])
-            seen = row["min_packing_launches"]
-            record(args, f"{name}: launches of the packing kernel", seen, at_least=1, must=True)
+    from launches import launches_of_calls
+
+    for call, launches, of_kernel, limit in launches_of_calls(device):
+        record(args, f"{call}: launches", launches, at_most=limit)
+        if limit is not None:
+            record(args, f"{call}: launches of the packing kernel", of_kernel, at_least=1, must=True)
 
 
 def check_models(args: argparse.Namespace) -> None:
@@ -258,9 +249,9 @@ def model_and_batch(config: Any, dtype: Any, device: Any, sizes: Any, seed: int 
 
 
 def balancer_of(topology: str | None, config: Any) -> Any:
-    from knapformer import SequenceBalancer
+    import knapformer
 
-    return None if topology is None else SequenceBalancer(topology, mask=config.mask)
+    return None if topology is None else knapformer.SequenceBalancer(topology, mask=config.mask)
 
 
 def knapformer(args: argparse.Namespace, command: str, *options: str | Path, name: str | None = None) -> Any:
@@ -272,7 +263,7 @@ def knapformer(args: argparse.Namespace, command: str, *options: str | Path, nam
 
 def calibrate(args: argparse.Namespace) -> None:
     sizes = SIZES[args.device]
-    fit = knapformer(args, "calibrate", *sizes.of_flux, *sizes.of_calibrate)
+    fit = knapformer(args, "calibrate", *sizes.flux, *sizes.calibrate)
     record(args, "FLUX block, forward, recompute and backward: gamma (paper: 0.385 and 0.49)", fit["gamma"])
     record(args, "FLUX block: rate of dense layers that the fit gives", 1e-12 / fit["seconds_per_flop"], "TFLOP/s")
     record(args, "FLUX block: relative error of the fitted latency", fit["relative_rms_error"], at_most=0.1)
@@ -280,7 +271,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def step(args: argparse.Namespace) -> None:
     sizes = SIZES[args.device]
-    found = knapformer(args, "simulate", "--ranks", "1", *sizes.of_flux, *sizes.of_step, "--topology", "g1n1")
+    found = knapformer(args, "simulate", "--ranks", "1", *sizes.flux, *sizes.step, "--topology", "g1n1")
     for variant in found["variants"]:
         name = f"whole FLUX, one sample, {variant['topology'] or 'no balancer'}"
         record(args, f"{name}: forward and backward", variant["fbl_s"], "s")
@@ -293,21 +284,20 @@ def replay(args: argparse.Namespace) -> None:
     fit = args.out / "calibrate.json"
     calibration = ["--calibration", fit] if fit.exists() else []
     for mix in ("joint", "mixed"):
-        options = ["--mix", mix, *sizes.of_flux, *sizes.of_replay, *calibration]
+        options = ["--mix", mix, *sizes.flux, *sizes.replay, *calibration]
         found = knapformer(args, "replay", *options, name=f"replay-{mix}")
         for variant in found["variants"]:
             name = f"{mix}, {variant['topology'] or 'no balancer'}"
             record(args, f"{name}: step of the slowest rank, without its fixed costs", variant["fbl_s"], "s")
             record(args, f"{name}: HFU", variant["hfu"] or "no peak")
             if variant["topology"] is None:
-                what = f"{name}: correlation of the ranks' planned work and seconds"
-                record(args, what, variant["correlation"], at_least=0.99)
+                record(args, f"{name}: correlation of planned work and seconds", variant["correlation"], at_least=0.99)
             else:
                 record(args, f"{name}: spread of seconds over planned work", variant["spread"], at_most=0.05)
 
 
 def memory(args: argparse.Namespace) -> None:
-    """Of whole FLUX with as many tokens as joint's fullest rank holds without a balancer, and with nested bags."""
+    """Of whole FLUX with as many tokens as joint's fullest rank holds with nested bags, and without a balancer."""
     import torch
     from knapformer.adapters.named import load_config, random_batch
     from knapformer.tools.cost_args import trained_model
@@ -316,27 +306,24 @@ def memory(args: argparse.Namespace) -> None:
     from knapformer import Sample
 
     device, sizes = rank_device(args), SIZES[args.device]
-    is_cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    config = load_config(sizes.of_flux[1])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = load_config(sizes.flux[1])
     model, _ = model_and_batch(config, dtype, device, [(16, 16)])
     peaks = []
     for num_tokens in sizes.num_tokens:
         batch, target = random_batch(config, [config.possible(Sample(16, num_tokens - 16))], 0, device, dtype)
         for _ in range(2):  # the second with all gradients in place
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
             (model(batch) - target).square().mean().backward()
-        peaks.append(torch.cuda.max_memory_allocated() if is_cuda else 0)
-        record(args, f"{num_tokens} tokens, one sequence: peak", peaks[-1] / 2**30, "GiB")
-    measured = (peaks[0] - peaks[1]) / (sizes.num_tokens[0] - sizes.num_tokens[1])
+        peaks.append(torch.cuda.max_memory_allocated())
+        record(args, f"{num_tokens} tokens: peak", peaks[-1] / 2**30, "GiB")
+    measured = (peaks[1] - peaks[0]) / (sizes.num_tokens[1] - sizes.num_tokens[0])
     predicted = MemoryModel.of(trained_model(config, dtype, checkpointing=True), config.d_model, 1).bytes_per_token
     record(args, "measured for a token", measured / 2**10, "KiB")
     record(args, "predicted for a token", predicted / 2**10, "KiB", at_least=measured / 2**10)
 
 
 def kernels(args: argparse.Namespace) -> None:
-    """Which of torch's attention kernels is fastest, for whole sequences of one length."""
+    """Torch's attention kernels for whole sequences of one length."""
     import torch
     from knapformer.models import attention
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -344,17 +331,16 @@ def kernels(args: argparse.Namespace) -> None:
     device, num_tokens = rank_device(args), SIZES[args.device].packed_tokens
     gradient = torch.randn(num_tokens, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
     q, k, v = (torch.randn_like(gradient).requires_grad_() for _ in range(3))
-    by_sequence = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
     def attend(name: str, pairing: Any) -> Any:
         if name == "varlen":
             return pairing.attend(q, k, v, causal=False)
-        with sdpa_kernel(by_sequence[name]):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return pairing._by_sequence(q, k, v, causal=False)
 
     for length in (num_tokens // 128, num_tokens // 32, num_tokens // 8, num_tokens // 2, num_tokens):
         pairing = attention._self_pairing((length,) * (num_tokens // length))
-        for name in ("varlen", *by_sequence):
+        for name in ("varlen", "cudnn"):
             try:
                 seconds = kernel_seconds(lambda: attend(name, pairing).backward(gradient), device, "", 3)  # noqa: B023
             except RuntimeError as error:
@@ -429,7 +415,7 @@ def kernel_seconds(call: Callable[[], object], device: Any, prefix: str, repeats
 
 # The most valuable first: what runs, on how many ranks (0: in this process), and its seconds on a GPU.
 ITEMS: dict[str, tuple[list[tuple[Callable[[argparse.Namespace], None], int]], float]] = {
-    "packing": ([(compare_bits, 2), (count_launches, 0)], 90),
+    "packing": ([(compare_bits, 2), (count_launches, 2)], 90),
     "correctness": ([(check_models, num_ranks) for num_ranks in (1, 2, 4)], 150),
     "waits": ([(look_for_waits, 1)], 60),
     "calibrate": ([(calibrate, 0)], 90),
@@ -443,9 +429,9 @@ ITEMS: dict[str, tuple[list[tuple[Callable[[argparse.Namespace], None], int]], f
 }
 
 
-def run(command: list[Any], check: bool = True) -> None:
+def run(command: list[Any]) -> None:
     print("+", *command, flush=True)
-    subprocess.run(list(map(str, command)), check=check)
+    subprocess.run(list(map(str, command)), check=True)
 
 
 def run_item(args: argparse.Namespace, item: str, seconds: float) -> str:
@@ -478,8 +464,7 @@ def summary(args: argparse.Namespace, ended: dict[str, str]) -> bool:
         f"{num_must - len(wrong)} of {num_must} results are right; {len(missed)} goals of speed were missed.",
         NOT_SHOWN,
     ]
-    text = "\n".join(lines)
-    (args.out / "gpu.txt").write_text(text + "\n")
+    (args.out / "gpu.txt").write_text("\n".join(lines) + "\n")
     result = {"environment": host_environment(), "device": args.device, "items": ended, "figures": rows}
     (args.out / "gpu.json").write_text(json.dumps(result, indent=1))
     return not wrong and all(how.startswith("done") for how in ended.values())
