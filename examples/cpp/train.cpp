@@ -98,7 +98,7 @@ int main() {
         const auto routed = balancer.route(x);
         const at::Tensor h = model.forward(routed.x, [&](const auto& q, const auto& k, const auto& v) {
           return balancer.attention(q, k, v, [](const auto& q, const auto& k, const auto& v, const auto& seq_lens) {
-            return knapformer::Attended{attend(q, k, v, seq_lens)};
+            return attend(q, k, v, seq_lens);
           });
         });
         const at::Tensor loss = (balancer.reverse_route(h).x - x.roll(1, 1)).square().sum();

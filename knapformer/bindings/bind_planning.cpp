@@ -47,7 +47,7 @@ void bind_planning(BalancerClass& balancer) {
                                               .work = work_from(work),
                                               .num_micro_batches = micro_batches_from(micro_batches)});
                  },
-                 [&](const auto&... arguments) { return self.plan_routing(arguments...); });
+                 &SequenceBalancer::plan_routing);
            })
       .def("start_planning",
            [](SequenceBalancer& self, const py::object& seq_lens, const py::object& d_model,
@@ -66,7 +66,7 @@ void bind_planning(BalancerClass& balancer) {
                                 .samples = samples,
                                 .max_bytes_in_flight = integer_from(max_bytes_in_flight, "max_bytes_in_flight")});
                  },
-                 [&](const auto&... arguments) { return self.start_planning(arguments...); });
+                 &SequenceBalancer::start_planning);
            })
       .def("finish_planning",
            [](SequenceBalancer& self, const py::object& ahead) {
@@ -76,7 +76,7 @@ void bind_planning(BalancerClass& balancer) {
                    return std::tuple<PlanningAhead&>(
                        instance_from<PlanningAhead>(ahead, "ahead", "what start_planning returned"));
                  },
-                 [&](PlanningAhead& started) { return self.finish_planning(started); });
+                 &SequenceBalancer::finish_planning);
            })
       .def("start_moving",
            [](SequenceBalancer& self, const std::shared_ptr<PlanningAhead>& ahead) {
@@ -96,7 +96,7 @@ void bind_planning(BalancerClass& balancer) {
                    return std::tuple<const StepPlan&, int32_t>(instance_from<StepPlan>(plan, "plan", "a Plan"),
                                                                integer_from<int32_t>(micro_batch, "micro_batch"));
                  },
-                 [&](const StepPlan& of, int32_t number) { return self.step(of, number); });
+                 &SequenceBalancer::step);
            })
       .def("use",
            [](SequenceBalancer& self, const Step& step) {

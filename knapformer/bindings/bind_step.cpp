@@ -11,15 +11,15 @@ namespace {
 /// Calls `attend` under the GIL, whether or not the caller holds it.
 Attend attend_from(const Step& self, const py::object& attend) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
-  return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& seq_lens) -> Attended {
+  return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
     const py::gil_scoped_acquire acquire;
     try {
       const py::object result = attend(q, k, v, seq_lens);
       if (!py::isinstance<py::tuple>(result)) return tensor_from(result, "attend's result");
       const auto pair = result.cast<py::tuple>();
       if (pair.size() != 2) throw_argument("attend's result", text(pair.size(), " values"), "o, or (o, log_sum_exp)");
-      return {tensor_from(pair[0], "attend's result"), tensor_from(pair[1], "attend's log_sum_exp")};
+      static_cast<void>(tensor_from(pair[1], "attend's log_sum_exp"));
+      return tensor_from(pair[0], "attend's result");
     } catch (const py::error_already_set& error) {
       self.report(StateError(text("attention: ", std::string(py::str(error.type().attr("__name__"))), ": ",
                                   std::string(py::str(error.value())))));
@@ -66,7 +66,7 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                   return std::tuple(tensor_from(x, "x"), tensors_from(features, "features"),
                                     tensors_from(sequence_features, "sequence_features"));
                 },
-                [&](const auto&... tensors) { return self.route(tensors...); });
+                &Step::route);
             if (sequence_features.is_none()) return py::make_tuple(routed.chunk_lens, routed.x, routed.features);
             return py::make_tuple(routed.chunk_lens, routed.x, routed.features, routed.sequence_features);
           },
@@ -74,9 +74,8 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
       .def(
           "reverse_route",
           [](const Step& self, const py::object& x) {
-            Step::Returned returned = convert_then_call(
-                self, [&] { return std::tuple(tensor_from(x, "x")); },
-                [&](const at::Tensor& tensor) { return self.reverse_route(tensor); });
+            Step::Returned returned =
+                convert_then_call(self, [&] { return std::tuple(tensor_from(x, "x")); }, &Step::reverse_route);
             return std::make_tuple(returned.seq_lens, returned.x);
           },
           py::arg("x"))
@@ -88,16 +87,15 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                 [&] {
                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"), mask_from(mask));
                 },
-                [&](const auto&... arguments) { return self.pre_attn(arguments...); });
+                &Step::pre_attn);
             return std::make_tuple(inputs.seq_lens, inputs.q, inputs.k, inputs.v);
           },
           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask") = "full")
       .def(
           "post_attn",
           [](const Step& self, const py::object& o) {
-            Step::AttentionOutput output = convert_then_call(
-                self, [&] { return std::tuple(tensor_from(o, "o")); },
-                [&](const at::Tensor& tensor) { return self.post_attn(tensor); });
+            Step::AttentionOutput output =
+                convert_then_call(self, [&] { return std::tuple(tensor_from(o, "o")); }, &Step::post_attn);
             return std::make_tuple(output.chunk_lens, output.o);
           },
           py::arg("o"))
@@ -111,7 +109,7 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
                   return std::tuple(tensor_from(q, "q"), tensor_from(k, "k"), tensor_from(v, "v"),
                                     attend_from(self, attend), mask_from(mask, attend));
                 },
-                [&](const auto&... arguments) { return self.attention(arguments...); });
+                &Step::attention);
           },
           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"), py::arg("mask") = py::none())
       .def(

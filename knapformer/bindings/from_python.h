@@ -4,6 +4,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <functional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -42,19 +43,18 @@ auto convert_or_report(Convert convert, Report report) {
   }
 }
 
-/// Runs `convert` under the GIL, then `call`, with the tuple that `convert` returns, without the GIL: other threads of
-/// this process run while ranks wait for each other. What `convert` throws is reported; `call` reports its own errors.
-/// An error that Python raised inside of torch, in a hook of saved tensors say, is passed on as it is; TORCH_WARN
-/// becomes a warning of Python's.
-/// self: a balancer, or a step.
-template <class Self, class Convert, class Call>
-auto convert_then_call(const Self& self, Convert convert, Call call) {
+/// Runs `convert` under the GIL, then `method` of a balancer or a step, with the tuple that `convert` returns, without
+/// the GIL: other threads of this process run while ranks wait for each other. What `convert` throws is reported; the
+/// method reports its own errors. An error that Python raised inside of torch, in a hook of saved tensors say, is
+/// passed on as it is; TORCH_WARN becomes a warning of Python's.
+template <class Self, class Convert, class Method>
+auto convert_then_call(Self& self, Convert convert, Method method) {
   auto arguments = convert_or_report(convert, [&](const std::exception& error) { self.report(error); });
   try {
     torch::PyWarningHandler warnings;
     try {
       const pybind11::gil_scoped_release release;
-      return std::apply(call, arguments);
+      return std::apply([&](auto&... given) { return std::invoke(method, self, given...); }, arguments);
     } catch (...) {
       warnings.set_in_exception();
       throw;

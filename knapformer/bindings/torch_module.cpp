@@ -61,7 +61,7 @@ BalancerClass bind_balancer(py::module_& m) {
                                      .sync = parse_step_sync(text_from(cost.attr("sync"), "sync")),
                                      .engine = engine_from(engine)};
             },
-            [&](const std::exception& error) { SequenceBalancer::refuse(joined, error); });
+            [&](const std::exception& error) { Ranks::refuse(joined, error); });
         const py::gil_scoped_release release;
         return std::make_unique<SequenceBalancer>(bags, std::move(options), joined, make_bag_group, make_cpu_group);
       }))
@@ -82,7 +82,7 @@ PYBIND11_MODULE(_torch, m) {
   m.def(
       "refuse_balancer",
       [](const py::object& group, const std::string& message) {
-        SequenceBalancer::refuse(group_from(group), ArgumentError(message));
+        Ranks::refuse(group_from(group), ArgumentError(message));
       },
       py::arg("group"), py::arg("message"),
       R"(Tells the other ranks of the group, which are making a balancer, that this one makes none: they raise
@@ -90,7 +90,7 @@ ArgumentError with this message. Not collective.)");
   BalancerClass balancer = bind_balancer(m);
   bind_planning(balancer);
   CommGroup::set_drop_process_group(drop_without_gil);
-  set_raise_in_backward(raise_as_python);
+  raise_in_backward = raise_as_python;
   interrupt_check = check_signals;
   m.def("release_groups", &CommGroup::release_process_groups, py::call_guard<py::gil_scoped_release>(),
         "Releases the groups of all balancers, which can start no collective afterwards. For the end of the process.");

@@ -101,7 +101,7 @@ ExchangeArguments Ulysses::to_rows(HeadCounts heads) const {
 }
 
 at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const {
-  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], seq_lens[level]).o;
+  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], seq_lens[level]);
   const int64_t num_heads = num_query_heads(level, heads);
   if (!o.defined() || o.dim() < 2 || o.size(0) != qkv[0].size(0) || o.size(1) != num_heads) {
     throw_argument("attend", o.defined() ? text("a result of shape ", o.sizes()) : std::string("no tensor"),

@@ -11,10 +11,8 @@
 //                             |                     one all-to-all
 //   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
 //
-// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses. Its inputs are the same:
-// a step's AttentionTables, the packed tables, the bag's group and the kernel, which may return a log-sum-exp for
-// combining partial results. It offers the same, too: run() for Step::attention, and for compiled blocks
-// the ExchangeArguments of what it moves. Step::ulysses chooses the composer.
+// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses, with the same inputs. It
+// offers the same, too: run() for Step::attention, and for compiled blocks the ExchangeArguments of what it moves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,17 +28,10 @@
 
 namespace knapformer {
 
-/// The result of an attention kernel.
-struct Attended {
-  at::Tensor o;            // (tokens, heads, ...)
-  at::Tensor log_sum_exp;  // (tokens, heads) of the scores, or undefined. Ulysses does not read it.
-
-  Attended(at::Tensor output, at::Tensor lse = {}) : o(std::move(output)), log_sum_exp(std::move(lse)) {}  // NOLINT
-};
-
 /// The kernel, over packed sequences. q: (tokens, heads, head_dim); k, v: (tokens, kv heads, ...); seq_lens: int32 CPU.
-using Attend =
-    std::function<Attended(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens)>;
+/// Returns o: (tokens, heads, ...).
+using Attend = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                        const at::Tensor& seq_lens)>;
 
 /// A step's attention on one rank.
 struct Ulysses {

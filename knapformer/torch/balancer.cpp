@@ -15,10 +15,6 @@ SequenceBalancer::SequenceBalancer(std::string_view topology, BalancerOptions op
     : ranks_(std::make_shared<Ranks>(topology, std::move(options), std::move(group), make_bag_group, make_cpu_group)),
       planner_(ranks_) {}
 
-void SequenceBalancer::refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept {
-  Ranks::refuse(group, error);
-}
-
 const Topology& SequenceBalancer::topology() const {
   if (!ranks_->is_decided()) {
     throw StateError("topology: is chosen from the first lengths, expected plan_routing before");
@@ -55,7 +51,7 @@ at::Tensor SequenceBalancer::watched(at::Tensor output) {
 }
 
 void SequenceBalancer::clear() {
-  before_step_ = traffic();
+  before_step_ = ranks_->traffic();
   current_.reset();
   last_step_.reset();
 }
@@ -100,7 +96,7 @@ Step SequenceBalancer::agreed(const std::shared_ptr<const Plan>& plan) {
   RECORD_USER_SCOPE("knapformer::follow");
   check_fits(*plan);
   if (current_) current_->await_agreement();
-  before_step_ = traffic();
+  before_step_ = ranks_->traffic();
   planner_.feedback().begin_step();
   const int64_t number = ranks_->take_numbers(1);
   ranks_->enter_step(Fingerprint("follow", number));
@@ -118,7 +114,7 @@ Step SequenceBalancer::step(const StepPlan& plan, int32_t micro_batch) {
     Made* known = made(plan);
     if (known == nullptr) return agreed(plan.plan(micro_batch));
     ranks_->enter_step(Fingerprint(text("follow(", micro_batch, ")"), known->first_number + micro_batch));
-    before_step_ = traffic();
+    before_step_ = ranks_->traffic();
     std::shared_ptr<PlannedStep> on_rank = known->on_rank.lock();
     if (!on_rank) {
       known->on_rank = on_rank = std::make_shared<PlannedStep>(known->plan.lock(), known->first_number);
@@ -143,16 +139,10 @@ void SequenceBalancer::observe(double seconds) {
   planner_.feedback().observe(seconds);
 }
 
-Ranks::Traffic SequenceBalancer::traffic() const {
-  Ranks::Traffic sum = ranks_->traffic();
-  sum.waited_s += planner_.waited_s();
-  return sum;
-}
-
 StepMetrics SequenceBalancer::metrics() {
   const Plan& p = plan();
   const LoadBalance before = p.balance_before(), after = p.balance_after();
-  const Ranks::Traffic now = traffic();
+  const Ranks::Traffic now = ranks_->traffic();
   const LoadObserver& observer = planner_.feedback().observer();
   return {{"wir_before", before.wir()},
           {"wir_after", after.wir()},

@@ -55,8 +55,6 @@ class SequenceBalancer {
   /// ranks tell each other queues behind what the device computes.
   SequenceBalancer(std::string_view topology, BalancerOptions options, ProcessGroupPtr group,
                    const MakeBagGroup& make_bag_group, const MakeCpuGroup& make_cpu_group = nullptr);
-  /// Instead of making one over `group` (or null): tells the ranks that make theirs why this rank cannot.
-  static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   SequenceBalancer(const SequenceBalancer&) = delete;
   SequenceBalancer& operator=(const SequenceBalancer&) = delete;
 
@@ -165,7 +163,6 @@ class SequenceBalancer {
   void clear();
   /// Keeps in mind what was planned, and puts it in force where it has one micro-batch.
   std::shared_ptr<StepPlan> take(const Planned& planned);
-  Ranks::Traffic traffic() const;
   void check_fits(const Plan& plan) const;
   /// Of a plan that every rank made by itself.
   Step agreed(const std::shared_ptr<const Plan>& plan);

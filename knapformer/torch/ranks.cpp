@@ -129,7 +129,7 @@ const TablesDevice& Ranks::known_device(at::Device device) {
 
 Ranks::Traffic Ranks::traffic() const {
   Traffic sum;
-  for (const CommGroup* group : {all_.get(), bag_ == all_ ? nullptr : bag_.get()}) {
+  for (CommGroup* group : {all_.get(), bag_ == all_ ? nullptr : bag_.get()}) {
     if (group == nullptr) continue;
     const CommCounters& counters = group->counters();
     sum.bytes_sent += counters.bytes_sent;

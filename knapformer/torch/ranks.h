@@ -33,6 +33,7 @@ class Ranks {
   /// As SequenceBalancer's.
   Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr group, const MakeBagGroup& make_bag_group,
         const MakeCpuGroup& make_cpu_group);
+  /// Instead of making a balancer over `group` (or null): tells the ranks that make theirs why this rank cannot.
   static void refuse(const ProcessGroupPtr& group, const std::exception& error) noexcept;
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;

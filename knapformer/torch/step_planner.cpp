@@ -136,14 +136,14 @@ std::shared_future<Planned> StepPlanner::known(Planned planned) {
 }
 
 Planned StepPlanner::await(PlanningAhead& ahead) {
-  const auto begin = std::chrono::steady_clock::now();
-  if (ranks_->watchdog()) {
+  if (ranks_->all()) {
+    const auto begin = std::chrono::steady_clock::now();
     ranks_->watchdog()->wait("finish_planning", [&](std::chrono::milliseconds patience) {
       return ahead.planned_.wait_for(patience) == std::future_status::ready;
     });
+    ranks_->all()->counters().add_wait_since(begin);
   }
   Planned planned = ahead.planned_.get();
-  waited_s_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   if (!planned.is_known()) {  // lengths did not fit, on all ranks alike
     planned = ahead.planning_.plan(gatherer_->finish(*ahead.gather_));
     ahead.planned_ = known(planned);

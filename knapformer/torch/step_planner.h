@@ -65,7 +65,7 @@ class PlanningAhead {
   std::stop_source stop_;
 };
 
-/// Methods are collective, but feedback() and waited_s().
+/// Methods are collective, but feedback().
 class StepPlanner {
  public:
   explicit StepPlanner(std::shared_ptr<Ranks> ranks);
@@ -86,8 +86,6 @@ class StepPlanner {
   std::vector<std::vector<SampleTensors>> finish_moving(PlanningAhead& ahead);
 
   StepFeedback& feedback() { return feedback_; }
-  /// How long this rank has waited for plans that were made ahead.
-  double waited_s() const { return waited_s_; }
 
  private:
   /// By the options, with what was learned from steps in them.
@@ -109,7 +107,6 @@ class StepPlanner {
   /// every thread that has ever waited for a collective.
   std::shared_ptr<c10::ThreadPool> planning_thread_;
   StepFeedback feedback_;
-  double waited_s_ = 0;
 };
 
 }  // namespace knapformer

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import knapformer._torch as _torch
-from knapformer._core import ArgumentError, Plan
+from knapformer._core import ArgumentError, Plan, head_shares
 from knapformer._torch import PlanningAhead, Samples, Step
 from knapformer.cost import Cost, CostSettings
 from knapformer.groups import bag_group, cpu_group
@@ -37,12 +37,23 @@ torch.fx.node.has_side_effect(torch.ops.knapformer.exchange.default)
 
 
 @torch.library.register_fake("knapformer::exchange")  # type: ignore[untyped-decorator]
-def _shapes_of_exchange(tensors: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-    """Tracers take all tensors of an operation to be on one device; the host reads parts of an exchange's tables."""
-    differentiable, heads, tables, *others = arguments
-    beside = [table.to(tensors[0].device) for table in tables]
-    shapes: list[torch.Tensor] = torch.ops.knapformer.exchange_shapes(tensors, differentiable, heads, beside, *others)
-    return shapes
+def _shapes_of_exchange(
+    tensors: list[Tensor], differentiable: list[int], heads: list[int], tables: list[Tensor], layout: list[int], _: Any
+) -> list[Tensor]:
+    """What tracers are told in place of running it; knapformer/torch/exchange/exchange.h says what arguments mean."""
+    outputs: list[Tensor] = []
+    numbers = iter(layout)
+    for segment in range(next(numbers)):
+        shared_end, degree, index, num_tensors = (next(numbers) for _ in range(4))
+        for _ in range(num_tensors):
+            tensor, role = tensors[len(outputs)], next(numbers)
+            shape = [tables[6 * segment + 4].shape[0], *tensor.shape[1:]]
+            if role > 0:  # where the receiving end is shared it has all heads
+                shape[1] = (
+                    heads[role - 1] if shared_end == 2 else head_shares(heads[0], heads[1], degree)[index][role - 1]
+                )
+            outputs.append(tensor.new_empty(shape))
+    return outputs
 
 
 class SequenceBalancer(_torch.SequenceBalancer):

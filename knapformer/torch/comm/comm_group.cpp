@@ -46,14 +46,6 @@ WorkPtr all_gather(Group& group, at::Tensor& gathered, at::Tensor& own) {
   }
 }
 
-/// Whether not all devices have the same backend. A group of one device knows no other.
-bool has_several_backends(c10d::ProcessGroup& group) {
-  const std::vector<at::Device> devices = group.getDeviceTypes();
-  return devices.size() < 2 || std::ranges::any_of(devices, [&](const at::Device& device) {
-           return group.getBackend(device.type()) != group.getBackend(devices[0].type());
-         });
-}
-
 }  // namespace
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
@@ -66,10 +58,7 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 
 CommGroup::CommGroup(std::string name, ProcessGroupPtr group, const std::string& store_prefix,
                      std::shared_ptr<Watchdog> watchdog, int32_t first_rank)
-    : name_(std::move(name)),
-      process_group_(std::move(group)),
-      has_several_backends_(has_several_backends(*process_group_)),
-      watchdog_(std::move(watchdog)) {
+    : name_(std::move(name)), process_group_(std::move(group)), watchdog_(std::move(watchdog)) {
   const RankInGroup place{
       .rank = process_group_->getRank(), .num_ranks = process_group_->getSize(), .first_number = first_rank};
   fingerprints_ = std::make_shared<CallFingerprints>(

@@ -67,12 +67,9 @@ class CommGroup {
   /// CallFingerprints::gradients_of_speaker; what this rank waits in it counts as a wait in `label`.
   std::string gradients_of_speaker(const Fingerprint& own, Listening listening, bool may_repeat,
                                    std::string_view label);
-  const CommCounters& counters() const { return counters_; }
+  CommCounters& counters() { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
   bool has_cpu_backend() const;
-  /// Whether tensors on a GPU and on the CPU travel by different backends. Not so in a group of "gloo", where an
-  /// exchange may have its tensors on a GPU on one rank, and on the CPU on another.
-  bool separates_devices() const { return has_several_backends_; }
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
   /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);
@@ -105,7 +102,6 @@ class CommGroup {
   const pid_t process_ = ::getpid();
   ProcessGroupPtr process_group_;
   ProcessGroupPtr cpu_group_;  // null: process_group_ serves the CPU, or nothing does
-  bool has_several_backends_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<CallFingerprints> fingerprints_;
   CommCounters counters_;

@@ -59,9 +59,8 @@ void ExchangeArguments::follow_others(bool in_backward) {
   if (listening.part == Listening::kNone) return;
   const bool may_repeat = !in_backward && torch::autograd::get_current_graph_task_id() >= 0;
   const std::shared_ptr<CommGroup> comm = CommGroup::find(group);
-  const std::string gradients = comm->watchdog().guard([&] {
-    return comm->gradients_of_speaker(fingerprint(comm->separates_devices()), listening, may_repeat, label());
-  });
+  const std::string gradients =
+      comm->watchdog().guard([&] { return comm->gradients_of_speaker(fingerprint(), listening, may_repeat, label()); });
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t travel = gradients[i] - '0';
     if (travel == differentiable[i]) continue;
@@ -117,23 +116,7 @@ std::vector<at::Tensor> ExchangeArguments::gradients_from(const std::vector<at::
   return gradients;
 }
 
-std::vector<std::vector<c10::SymInt>> ExchangeArguments::output_shapes() const {
-  std::vector<std::vector<c10::SymInt>> shapes;
-  for (const SegmentArguments& segment : segments) {
-    const std::shared_ptr<const HeadPartition> partition = head_partition(heads, segment.sharing.degree);
-    for (const HeadRole role : segment.roles) {
-      std::vector<c10::SymInt> shape = tensors[shapes.size()].sym_sizes().vec();
-      shape[0] = segment.table.recv.rows.sym_size(0);
-      if (const HeadShares* shares = shares_of(*partition, role)) {
-        shape[1] = num_heads_at(HeadSharing::kRecv, *shares, segment.sharing);
-      }
-      shapes.push_back(std::move(shape));
-    }
-  }
-  return shapes;
-}
-
-Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
+Fingerprint ExchangeArguments::fingerprint() const {
   // This runs for every call, so lines are written in place, in the form that Fingerprint::add gives them.
   Fingerprint fingerprint;
   fingerprint.step = PackedEndView(segments.front().table.send).step();
@@ -157,10 +140,7 @@ Fingerprint ExchangeArguments::fingerprint(bool separates_devices) const {
         if (dim == 1 && role != HeadRole::kNone) size = role == HeadRole::kQuery ? heads.num_heads : heads.num_kv_heads;
         fields.append(", ").append(std::to_string(size));
       }
-      fields.append(")");
-      if (separates_devices)
-        fields.append(" on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
-      fields.append("\n");
+      fields.append(") on ").append(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true)).append("\n");
       fingerprint.gradients.push_back(static_cast<char>('0' + (differentiable.empty() ? 0 : differentiable[i])));
       ++i;
     }

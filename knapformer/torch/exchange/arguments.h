@@ -77,10 +77,8 @@ struct ExchangeArguments {
   /// travels.
   std::vector<at::Tensor> gradients_from(const std::vector<at::Tensor>& moved) const;
 
-  /// Shapes of the outputs, from shapes of tensors alone: also for tensors without values.
-  std::vector<std::vector<c10::SymInt>> output_shapes() const;
-  /// What all ranks must agree on: the type of the tensors' device too, where `separates_devices` (CommGroup).
-  Fingerprint fingerprint(bool separates_devices) const;
+  /// What all ranks must agree on.
+  Fingerprint fingerprint() const;
 
  private:
   void follow_others(bool in_backward);

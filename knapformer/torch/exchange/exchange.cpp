@@ -7,7 +7,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <utility>
 
@@ -127,14 +126,6 @@ at::Tensor start_kernel(ExchangeArguments arguments) { return InFlight::start(st
 
 Tensors finish_kernel(const at::Tensor& started) { return InFlight::of(started).finish(); }
 
-Tensors shapes_kernel(const ExchangeArguments& arguments) {
-  Tensors outputs;
-  for (const std::vector<c10::SymInt>& shape : arguments.output_shapes()) {
-    outputs.push_back(at::empty_symint(shape, arguments.tensors[outputs.size()].options()));
-  }
-  return outputs;
-}
-
 using torch::autograd::AutogradContext;
 
 /// Arguments that autograd keeps for the backward, without looking into them.
@@ -180,8 +171,6 @@ Tensors kept_outputs(AutogradContext& context, Tensors outputs, ExchangeArgument
   for (const at::Tensor& output : outputs) kept.outputs.emplace_back(output.sym_sizes(), output.options());
   return outputs;
 }
-
-std::atomic<void (*)(const Error&)> raise_as_told{nullptr};
 
 Tensors exchange_with_gradients(ExchangeArguments arguments);
 at::Tensor start_autograd(ExchangeArguments arguments);
@@ -291,10 +280,6 @@ TORCH_LIBRARY(knapformer, library) {
   library.impl("exchange", c10::DispatchKey::CompositeExplicitAutograd, kernel<exchange_kernel>);
   library.impl("exchange", c10::DispatchKey::Autograd, kernel<exchange_autograd>);
 
-  // What tracers are told in place of running it (python/knapformer/balancer.py).
-  library.def(text("exchange_shapes", kSchema, " -> Tensor[]").c_str());
-  library.impl("exchange_shapes", c10::DispatchKey::Meta, kernel<shapes_kernel>);
-
   library.def(text("exchange_start", kSchema, " -> Tensor").c_str(), by_host);
   library.impl("exchange_start", c10::DispatchKey::CompositeExplicitAutograd, kernel<start_kernel>);
   library.impl("exchange_start", c10::DispatchKey::Autograd, kernel<start_autograd>);
@@ -315,11 +300,5 @@ at::Tensor start_exchange(ExchangeArguments arguments) {
 }
 
 Tensors finish_exchange(const at::Tensor& started) { return call_finish(started); }
-
-void set_raise_in_backward(void (*raise)(const Error& error)) { raise_as_told = raise; }
-
-void raise_in_backward(const Error& error) {
-  if (auto* raise = raise_as_told.load()) raise(error);
-}
 
 }  // namespace knapformer

@@ -26,6 +26,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -42,18 +43,16 @@ std::vector<at::Tensor> exchange(ExchangeArguments arguments);
 at::Tensor start_exchange(ExchangeArguments arguments);
 std::vector<at::Tensor> finish_exchange(const at::Tensor& started);
 
-/// Sets the function that raises an error of a backward pass. If the error itself were thrown, torch's engine would
-/// turn it into Python's RuntimeError; the function throws another exception in its place.
-void set_raise_in_backward(void (*raise)(const Error& error));
-/// Calls that function, if one is set.
-void raise_in_backward(const Error& error);
+/// Raises an error of a backward pass, where set. If the error itself were thrown, torch's engine would turn it into
+/// Python's RuntimeError; the function throws another exception in its place.
+inline std::atomic<void (*)(const Error& error)> raise_in_backward = nullptr;
 /// Runs a part of a backward pass.
 template <class Body>
 auto in_backward(Body body) {
   try {
     return body();
   } catch (const Error& error) {
-    raise_in_backward(error);
+    if (auto* raise = raise_in_backward.load()) raise(error);
     throw;
   }
 }

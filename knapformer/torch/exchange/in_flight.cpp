@@ -23,7 +23,7 @@ InFlight::InFlight(const ExchangeArguments& arguments) : group_(CommGroup::find(
     pack(*call_);
     // The last step before the collective, as ranks look for errors in it. While a backend opens connections, which it
     // does in a group's first collective, they do not.
-    group_->fingerprints().agree(arguments.fingerprint(group_->separates_devices()));
+    group_->fingerprints().agree(arguments.fingerprint());
     at::Tensor received = call_->received(), sent = call_->sent();
     work_ = group_->start_all_to_all(received, sent, call_->received_bytes(), call_->sent_bytes(), call_->label());
     move_own(*call_);

@@ -27,9 +27,9 @@ class RecyclingAllocator final : public c10::Allocator {
     if (num_bytes < kMinBytes) return c10::GetCPUAllocator()->allocate(num_bytes);
     std::unique_ptr<Block> block = take(num_bytes);
     if (!block) {
-      const size_t capacity = with_room_to_grow(num_bytes);
-      block =
-          std::make_unique<Block>(Block{.memory = c10::GetCPUAllocator()->allocate(capacity), .capacity = capacity});
+      // Lengths change a little from step to step: sizes within an eighth share blocks.
+      const size_t grain = std::bit_floor(num_bytes) / 8, capacity = (num_bytes + grain - 1) / grain * grain;
+      block.reset(new Block{.memory = c10::GetCPUAllocator()->allocate(capacity), .capacity = capacity});
     }
     void* memory = block->memory.get();
     return {memory, block.release(), [](void* taken) { instance().keep(static_cast<Block*>(taken)); }, at::kCPU};
@@ -48,33 +48,24 @@ class RecyclingAllocator final : public c10::Allocator {
   }
 
  private:
-  /// Lengths change a little from step to step: sizes within an eighth share blocks.
-  static size_t with_room_to_grow(size_t num_bytes) {
-    const size_t grain = std::bit_floor(num_bytes) / 8;
-    return (num_bytes + grain - 1) / grain * grain;
-  }
-
   std::unique_ptr<Block> take(size_t num_bytes) {
     const std::lock_guard lock(mutex_);
     // The one given back last is the likeliest to be in the cache still.
     const auto found = std::find_if(free_.rbegin(), free_.rend(), [&](const std::unique_ptr<Block>& block) {
       return block->capacity >= num_bytes && block->capacity <= num_bytes + num_bytes / 4;
     });
-    return found == free_.rend() ? nullptr : remove(std::next(found).base());
+    if (found == free_.rend()) return nullptr;
+    std::unique_ptr<Block> block = std::move(*found);
+    free_.erase(std::next(found).base());
+    bytes_kept_ -= block->capacity;
+    return block;
   }
 
   void keep(Block* block) {
     const std::lock_guard lock(mutex_);
     free_.emplace_back(block);
     bytes_kept_ += block->capacity;
-    while (bytes_kept_ > kMaxKeptBytes) remove(free_.begin());
-  }
-
-  std::unique_ptr<Block> remove(const std::deque<std::unique_ptr<Block>>::iterator& it) {
-    std::unique_ptr<Block> block = std::move(*it);
-    free_.erase(it);
-    bytes_kept_ -= block->capacity;
-    return block;
+    for (; bytes_kept_ > kMaxKeptBytes; free_.pop_front()) bytes_kept_ -= free_.front()->capacity;
   }
 
   std::mutex mutex_;

@@ -14,7 +14,7 @@ from accelerator.device_ranks import (
     attention_beside_others,
     balancers_agree,
     compiled_attention_agrees,
-    devices_mix,
+    devices_differ,
     frozen_in_turn_agrees,
     lens_of,
     samples_in_pinned_memory,
@@ -44,11 +44,9 @@ def test_a_balanced_step_is_the_cpus(world: int, topology: str) -> None:
             torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_of_one_backend_may_be_on_different_devices() -> None:
-    for pairs, by_several_backends in run_ranks(devices_mix, 2, ["g2n1", "g2/1n1"]):
-        for on_cpu, mixed in pairs:
-            torch.testing.assert_close(mixed, on_cpu, rtol=1e-12, atol=1e-12)
-        assert by_several_backends.startswith("ArgumentError: ") and " on sim" in by_several_backends
+def test_ranks_on_different_devices_are_an_error_on_all() -> None:
+    for message in run_ranks(devices_differ, 2):
+        assert message.startswith("ArgumentError: ") and " on sim" in message and " on cpu" in message
 
 
 def test_a_second_stream_reads_the_tables_behind_their_copy() -> None:

@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[Callable[[SequenceBalancer, int], Any], str, type[Exce
     "returned_rows": (lambda b, r: b.reverse_route(_routed(b, r)[:1].flatten(1)), "x: got 1 rows", ArgumentError),
     "no_tensor": (_with_ids(lambda b, r, ids: b.route(None, ids)), "x: got NoneType, expected a tensor", ArgumentError),
     "dtype": (_with_ids(lambda b, r, ids: b.route(_x(r, torch.float64), ids)), "route: x: got ", ArgumentError),
-    "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on rank 1", ArgumentError),
+    "shape": (_with_ids(lambda b, r, ids: b.route(_x(r, width=6), ids)), "(rows, 6) on cpu on rank 1", ArgumentError),
     "device": (_with_ids(lambda b, r, ids: b.route(_x(r).to("meta"), ids)), "x: got a tensor on meta", ArgumentError),
     "quantized": (
         _with_ids(lambda b, r, ids: b.route(torch.quantize_per_tensor(_x(r), 1.0, 0, torch.qint8), ids)),

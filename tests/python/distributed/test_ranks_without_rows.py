@@ -340,7 +340,7 @@ def _plan(balancer: SequenceBalancer, x: Tensor) -> None:
 
 MISTAKES: dict[str, tuple[Call, Call, str]] = {
     "other_features": (lambda b, x: b.route(x, [x]), _route, "route: features[0]: got none on rank 1, expected Float"),
-    "other_dtype": (lambda b, x: b.route(x.double()), _route, "route: x: got Float (rows, 8) on rank 1, expected Doub"),
+    "other_dtype": (lambda b, x: b.route(x.double()), _route, "route: x: got Float (rows, 8) on cpu on rank 1"),
     "other_rows": (lambda b, x: b.route(x[1:]), _route, "x: got 2 rows (shape [2, 8]), expected 3 rows"),
     "no_gradients": (lambda b, x: torch.no_grad()(b.route)(x), _route, "route on rank 1, expected route without grad"),
     "no_gradients_without_rows": (

@@ -29,20 +29,6 @@ ExchangeArguments example() {
   return arguments;
 }
 
-std::vector<std::vector<int64_t>> shapes_of(const ExchangeArguments& arguments) {
-  std::vector<std::vector<int64_t>> shapes;
-  for (const auto& shape : arguments.output_shapes()) {
-    auto& ints = shapes.emplace_back();
-    for (const c10::SymInt& size : shape) ints.push_back(size.expect_int());
-  }
-  return shapes;
-}
-
-TEST(ExchangeArguments, KnowTheShapesOfOutputs) {
-  // 5 heads over 2 ranks: 3 and 2.
-  EXPECT_EQ(shapes_of(example()), (std::vector<std::vector<int64_t>>{{6, 3}, {6}, {9, 7}, {8, 2, 2}}));
-}
-
 TEST(ExchangeArguments, DecideWhichGradientsTravel) {
   EXPECT_EQ(example().segments.size(), 3u);  // one without tensors is left out
   EXPECT_EQ(example().differentiable, (std::vector<int64_t>{1, 0, 0, 1}));
@@ -61,23 +47,19 @@ TEST(ExchangeArguments, InverseMovesGradientsBack) {
   EXPECT_EQ(inverse.tensors.size(), 2u);
   EXPECT_EQ(inverse.segments.size(), 2u);
   EXPECT_EQ(inverse.segments[1].sharing.shared_end, HeadSharing::kRecv);
-  EXPECT_EQ(shapes_of(inverse), (std::vector<std::vector<int64_t>>{{4, 3}, {4, 5, 2}}));
   const std::vector<at::Tensor> gradients = arguments.gradients_from(inverse.tensors);
   EXPECT_TRUE(gradients[0].is_same(inverse.tensors[0]) && gradients[3].is_same(inverse.tensors[1]));
   EXPECT_FALSE(gradients[1].defined() || gradients[2].defined());
 }
 
 TEST(ExchangeArguments, FingerprintSaysWhatRanksMustShare) {
-  const Fingerprint fingerprint = example().fingerprint(/*separates_devices=*/true);
+  const Fingerprint fingerprint = example().fingerprint();
   EXPECT_EQ(fingerprint.fields,
             "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3) on cpu\nids\tLong (rows) on cpu\n"
             "s\tFloat (rows, 7) on cpu\nq\tFloat (rows, 5, 2) on cpu\n");
   EXPECT_EQ(fingerprint.gradients, "1001");
-  EXPECT_EQ(example().fingerprint(/*separates_devices=*/false).fields,
-            "call\troute\nheads\t5 query, 5 key/value\nx\tFloat (rows, 3)\nids\tLong (rows)\n"
-            "s\tFloat (rows, 7)\nq\tFloat (rows, 5, 2)\n");
   const at::NoGradGuard no_grad;
-  EXPECT_TRUE(example().fingerprint(/*separates_devices=*/true).fields.starts_with("call\troute without gradients\n"));
+  EXPECT_TRUE(example().fingerprint().fields.starts_with("call\troute without gradients\n"));
 }
 
 }  // namespace

@@ -324,22 +324,6 @@ TEST_P(ExchangeEngines, DifferentiatesTwice) {
   });
 }
 
-TEST_P(ExchangeEngines, ShapesAreKnownWithoutRunningIt) {
-  const World world = make_world({"rows", {{2, 3}, {4, 2}}}, 8);
-  const PackedTable table = packed(world.tables[0], GetParam());
-  const at::Tensor x = at::empty({5, 7}, at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("knapformer::exchange_shapes", "");
-  ExchangeArguments arguments;
-  arguments.add(table, {x}, {HeadRole::kNone});
-  const OpArguments of_op(arguments);
-  torch::jit::Stack stack = {
-      arguments.tensors, std::vector<int64_t>{0}, std::vector<int64_t>{0, 0}, of_op.tables, of_op.layout, of_op.names};
-  op.callBoxed(stack);
-  const at::Tensor out = stack.at(0).toTensorVector().at(0);
-  EXPECT_TRUE(out.is_meta());
-  EXPECT_EQ(out.sizes(), (std::vector<int64_t>{6, 7}));
-}
-
 TEST(Exchange, RefusesWhatDoesNotFitItsTables) {
   const World world = make_world(swap_pattern(), 9);
   InProcessWorld ranks(2);
