@@ -71,19 +71,12 @@ def checked_repeats(values: Any, num_samples: int) -> Tensor:
 
 
 def extremes(values: Tensor) -> tuple[Any, Any]:
-    """The lowest and the highest of values that are not empty. Values are converted a block at a time, where they must
-    be at all: they may be a memory map that is larger than the memory."""
-    if values.dtype not in _UNSIGNED:
-        lowest, highest = values.aminmax()
-        return lowest.item(), highest.item()
-    # int64 holds those of the narrower types; uint64's bits, with the highest flipped, are int64 in the same order.
-    is_widest = values.dtype == torch.uint64
-    offset = 2**63 if is_widest else 0
-    found = []
-    for block in values.split(_BLOCK):
-        signed = block.view(torch.int64) ^ torch.iinfo(torch.int64).min if is_widest else block.long()
-        found += [int(extreme) + offset for extreme in signed.aminmax()]
-    return min(found), max(found)
+    """The lowest and the highest of values that are not empty. They may be a memory map: none is converted."""
+    if values.dtype in _UNSIGNED:
+        array = values.numpy()
+        return int(array.min()), int(array.max())
+    lowest, highest = values.aminmax()
+    return lowest.item(), highest.item()
 
 
 def described(value: Any) -> str:
@@ -91,16 +84,12 @@ def described(value: Any) -> str:
     of integers the sum tells those that are in another order."""
     if not isinstance(value, Tensor):
         return repr(value)
-    dtype, total, hashed = (
-        torch.float64 if value.is_floating_point() else torch.int64,
-        0,
-        hashlib.blake2b(digest_size=8),
-    )
+    of_floats, total, hashed = value.is_floating_point(), 0, hashlib.blake2b(digest_size=8)
     for block in value.split(_BLOCK):
-        same = block.to("cpu", dtype).contiguous()
-        total += 0 if value.is_floating_point() else int(same.sum())
+        same = block.to("cpu", torch.float64 if of_floats else torch.int64).contiguous()
+        total += 0 if of_floats else int(same.sum())
         hashed.update(same.numpy())
-    what = "numbers" if value.is_floating_point() else f"integers of sum {total}"
+    what = "numbers" if of_floats else f"integers of sum {total}"
     return f"{len(value)} {what}, hash {hashed.hexdigest()}"
 
 

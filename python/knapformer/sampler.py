@@ -40,6 +40,40 @@ _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
 
 
+@dataclass(frozen=True)
+class _Order:
+    """In which order an epoch goes through the samples; the same on all ranks."""
+
+    num_samples: int  # of an epoch
+    shuffle: bool
+    seed: int
+    repeats: Tensor | None  # how often each stands in an epoch
+    weights: Tensor | None  # by which samples are drawn
+
+    def of(self, epoch: int) -> Tensor:
+        """The indices of an epoch's samples."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        if self.weights is not None:
+            ends = self.weights.double().cumsum(0)
+            # torch.multinomial takes at most 2^24 weights
+            drawn = torch.rand(self.num_samples, dtype=torch.float64, generator=generator) * ends[-1:]
+            return torch.searchsorted(ends, drawn, right=True)
+        count = self.num_samples
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        return order if self.repeats is None else torch.repeat_interleave(self.repeats)[order]
+
+    @cached_property
+    def state(self) -> dict[str, int]:
+        """What the order depends on, beside the epoch."""
+        drawn = self.repeats if self.weights is None else self.weights
+        return {
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "num_samples": self.num_samples,
+            "repeats_and_weights": 0 if drawn is None else int(described(drawn).split()[-1], 16),
+        }
+
+
 @dataclass
 class _Pass:
     """What an iterator goes through: an epoch's samples from `first` on. set_epoch and load_state_dict make another."""
@@ -177,19 +211,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if same_shape:
             self._shapes = self._lengths if shapes is None else checked_integers("shapes", shapes, size)
         self._work = None if work is None else checked_numbers("work", work, size, 1 / MAX_MAGNITUDE)
-        self._weights = None if weights is None else checked_numbers("weights", weights, size, 0)
-        self._repeats = None if repeats is None else checked_repeats(repeats, size)
-        self._epoch_size = size if self._repeats is None else int(self._repeats.sum())
+        of_weights = None if weights is None else checked_numbers("weights", weights, size, 0)
+        of_repeats = None if repeats is None else checked_repeats(repeats, size)
+        epoch_size = size if of_repeats is None else int(of_repeats.sum())
         if num_samples is not None:
-            self._epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)
-        self._batch_size = batch_size
-        self._micro_batches = micro_batches
-        self._num_ranks = num_replicas
-        self._rank = rank
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drop_last = drop_last
-        self._allow_empty = allow_empty
+            epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)
+        self._order = _Order(epoch_size, shuffle, seed, of_repeats, of_weights)
+        self._micro_batches, self._num_ranks, self._rank = micro_batches, num_replicas, rank
+        self._step_size = num_replicas * micro_batches * batch_size
+        self._drop_last, self._allow_empty = drop_last, allow_empty
         self._topology = f"g1n{num_replicas}" if topology is None else topology
         self._max_tokens_per_rank = max_tokens_per_rank
         self._cost = dataclasses.replace(
@@ -198,7 +228,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             effort="low" if cost.effort is None else cost.effort,
         )
         of_samples = {"lengths": self._lengths, "shapes": self._shapes, "work": self._work}
-        drawn = {"weights": self._weights, "repeats": self._repeats}
+        drawn = {"weights": of_weights, "repeats": of_repeats}
         self._arguments = given | of_samples | drawn | {"num_replicas": num_replicas} | vars(self._cost)
         self._check_settings()
         self._next_pass = _Pass(epoch=0, first=0)
@@ -256,7 +286,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     @property
     def _epochs(self) -> tuple[int, int]:
         """The lowest and the highest: with the seed they make a seed of torch's."""
-        return _SEEDS[0] - self._seed, _SEEDS[1] - self._seed
+        return _SEEDS[0] - self._order.seed, _SEEDS[1] - self._order.seed
 
     def num_samples(self, step: int) -> int:
         """The samples of all ranks in an optimizer step of this pass."""
@@ -333,8 +363,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     stacklevel=2,
                 )
             own.num_seen = num_whole + 1  # torchdata's StatefulDataLoader asks after each list, and keeps the answers
-        after = min(own.first + num_whole * self._step_size, self._epoch_size)
-        return {"epoch": own.epoch, "next_sample": after, **self._order_follows()}
+        after = min(own.first + num_whole * self._step_size, self._order.num_samples)
+        return {"epoch": own.epoch, "next_sample": after, **self._order.state}
 
     @property
     def digest(self) -> str:
@@ -359,14 +389,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         a StateError: load the state again, or set another epoch."""
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state: got {type(state).__name__}, expected a dict, which state_dict returned")
-        for name, own in self._order_follows().items():
+        for name, own in self._order.state.items():
             if state.get(name) != own:
                 raise ArgumentError(f"state: got {name} {state.get(name)}, expected {own}")
         for name in ("epoch", "next_sample"):
             if name not in state:
                 raise ArgumentError(f"state: got no {name}, expected one, as state_dict returned it")
         epoch = integer("state", state["epoch"], *self._epochs, of="epoch ")
-        next_sample = integer("state", state["next_sample"], 0, self._epoch_size, of="sample ")
+        next_sample = integer("state", state["next_sample"], 0, self._order.num_samples, of="sample ")
         self._check_last_step(next_sample)
         self._lowest_epoch = epoch
         self._begin_next_at(epoch, next_sample)
@@ -375,16 +405,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._next_pass = _Pass(epoch, first, is_told=True)
         if not self._pass.is_running:
             self._pass = self._next_pass
-
-    def _order_follows(self) -> dict[str, int]:
-        """The values that the order of an epoch's samples depends on."""
-        drawn = [self._described[name] for name in ("repeats", "weights") if self._arguments[name] is not None]
-        return {
-            "seed": self._seed,
-            "shuffle": int(self._shuffle),
-            "num_samples": self._epoch_size,
-            "repeats_and_weights": int(drawn[0].split()[-1], 16) if drawn else 0,
-        }
 
     def _checked_micro_batch(self, micro_batch: int) -> int:
         return integer("micro_batch", micro_batch, 0, self._micro_batches - 1)
@@ -396,20 +416,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._pass.num_seen = max(self._pass.num_seen, step + 1)
         return step
 
-    @property
-    def _step_size(self) -> int:
-        return self._num_ranks * self._micro_batches * self._batch_size
-
     def _num_steps(self, of: _Pass) -> int:
-        left = self._epoch_size - of.first
+        left = self._order.num_samples - of.first
         return left // self._step_size if self._drop_last else -(-left // self._step_size)
 
     def _check_last_step(self, first: int) -> None:
-        left = (self._epoch_size - first) % self._step_size
-        num_lists = self._num_ranks * self._micro_batches
+        size, num_lists = self._order.num_samples, self._num_ranks * self._micro_batches
+        left = (size - first) % self._step_size
         if 0 < left < num_lists and not (self._drop_last or self._allow_empty):
             raise ArgumentError(
-                f"lengths: got {self._epoch_size} samples, of which {left} are left for the last step; expected at "
+                f"lengths: got {size} samples, of which {left} are left for the last step; expected at "
                 f"least {num_lists}, one for each rank and micro-batch, or drop_last=True, or allow_empty=True"
             )
 
@@ -428,7 +444,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_ranks, limit = self._num_ranks, self._max_tokens_per_rank
         none: list[list[Any]] = [[]] * num_ranks
         self._plan(none, none)
-        lengths, drawn = self._lengths, self._repeats if self._weights is None else self._weights
+        lengths, drawn = self._lengths, self._order.repeats if self._order.weights is None else self._order.weights
         if limit > 0 and drawn is not None:
             lengths = chosen(lengths, drawn.double().nonzero().flatten())
         if limit == 0 or len(lengths) == 0:
@@ -442,24 +458,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             may_share = self._shapes is None and sharing <= num_ranks
             raise ArgumentError(f"{error}, which has {longest} tokens{remedy if may_share else ''}") from None
 
-    def _order(self, epoch: int) -> Tensor:
-        """The indices of an epoch's samples, in its order."""
-        generator = torch.Generator().manual_seed(self._seed + epoch)
-        if self._weights is not None:
-            ends = self._weights.double().cumsum(0)
-            # torch.multinomial takes at most 2^24 weights
-            drawn = torch.rand(self._epoch_size, dtype=torch.float64, generator=generator) * ends[-1:]
-            return torch.searchsorted(ends, drawn, right=True)
-        size = self._epoch_size
-        order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
-        return order if self._repeats is None else torch.repeat_interleave(self._repeats)[order]
-
     def _samples(self, of: _Pass, step: int) -> Tensor:
         """A step's samples: first those that a DistributedSampler gives to rank 0, then those of rank 1, and so on."""
         if of.order is None:
-            of.order = self._order(of.epoch)
+            of.order = self._order.of(of.epoch)
         first = of.first + step * self._step_size
-        samples = of.order[first : min(first + self._step_size, self._epoch_size)]
+        samples = of.order[first : min(first + self._step_size, self._order.num_samples)]
         dealt = torch.nn.functional.pad(samples, (0, -len(samples) % self._num_ranks), value=-1)
         dealt = dealt.view(-1, self._num_ranks).T.flatten()
         return dealt[dealt >= 0]

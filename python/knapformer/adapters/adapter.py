@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer import ArgumentError, Sample, StateError
+from knapformer import ArgumentError, StateError
 from knapformer.adapters.backend import attend_by
-from knapformer.adapters.samples import Samples
+from knapformer.adapters.samples import Sample, Samples
 from knapformer.models.layers import Rotation
-from knapformer.models.model import Draw
 from knapformer.models.packing import Segments
 from knapformer.models.step import PackedStep
 
@@ -79,6 +78,8 @@ class Adapter(ABC):
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
+    # The layer that reads the samples' tokens: tensors without rows get the device and dtype of its weight.
+    input_layer: ClassVar[str]
     # Names of the arguments of the model's own forward, if all have a batch as their first dimension.
     batched: ClassVar[tuple[str, ...]] = ()
     # For each list of blocks, the packed forward of its blocks; and the names of a block's modules that attend.
@@ -100,6 +101,8 @@ class Adapter(ABC):
     named_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     block_counts: ClassVar[dict[str, str]] = {"block": "num_layers"}
     min_blocks: ClassVar[int] = 1
+    # Random arguments that config.py does not draw for all classes: (config, size, Draw) -> the argument.
+    drawn: ClassVar[dict[str, Callable[..., Any]]] = {}
     # Whether the text is cross-attended to and no part of the sequence; whether samples and predictions are images or
     # videos (1, channels, ...) in place of tokens.
     text_beside: ClassVar[bool] = False
@@ -108,9 +111,10 @@ class Adapter(ABC):
     def __init__(self, max_text_tokens: int) -> None:
         self.max_text_tokens = max_text_tokens
 
-    @abstractmethod
-    def input_weight(self, model: Any) -> Tensor:
-        """The weight of the layer that reads the samples' tokens. Tensors without rows get its device and dtype."""
+    def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
+        """Raises ArgumentError where samples are not what `required` and `optional` say."""
+        like: Tensor = model.get_submodule(self.input_layer).weight
+        return Samples(samples, self.required, self.optional, like)
 
     @abstractmethod
     def embed(self, model: Any, samples: Samples) -> Home: ...
@@ -127,10 +131,19 @@ class Adapter(ABC):
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         """(tokens, width) at home -> a prediction for each sample, and the tensor that was split into them."""
 
+    def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
+        """(tokens, channels) -> (1, tokens, channels) of each sample, or what its grid is a picture or video of."""
+        # Not views: FSDP puts its backward hooks on them.
+        parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
+        if not self.of_grids:
+            return parts
+        return [unpatched(part, of, self.patch(model)) for part, of in zip(parts, home.grids, strict=True)]
+
     @staticmethod
-    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        """A sample of this size, as `embed` takes it; with of_grids, of the grid grid_of(size.visual_tokens)."""
-        raise NotImplementedError
+    def patch(model: Any) -> tuple[int, ...]:
+        """With of_grids: how many numbers of a picture or video, in each direction, make a token."""
+        size = model.config.patch_size
+        return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
     def check_forward(self, name: str, module: nn.Module) -> None:
         """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
@@ -223,7 +236,10 @@ def clip_half(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def split_predictions(out: Tensor, lens: Sequence[int]) -> list[Tensor]:
-    """(tokens, channels) -> (1, tokens, channels) of each sample. Not views: FSDP puts its backward hooks on them."""
-    parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
-    return parts
+def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
+    """(1, tokens, numbers of a patch with channels last) -> (1, channels, *sizes), of patches that lie in a grid."""
+    count = len(grid)
+    rows = patches.unflatten(2, (*patch, -1)).unflatten(1, tuple(grid))  # (1, *grid, *patch, channels)
+    channels_first: Tensor = rows.permute([0, -1, *itertools.chain(*((1 + i, 1 + count + i) for i in range(count)))])
+    sizes = [size * side for size, side in zip(grid, patch, strict=True)]
+    return channels_first.reshape([1, -1, *sizes])

@@ -20,7 +20,7 @@ from torch import nn
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, Packed, PackedForward, originals_of
 from knapformer.adapters.registry import find_model
-from knapformer.adapters.samples import Predictions, Sample, Samples
+from knapformer.adapters.samples import Predictions, Sample
 from knapformer.balancer import SequenceBalancer
 from knapformer.models.step import PackedStep
 
@@ -189,8 +189,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
     with _reported(balancer):
         adapter.check(model)
         _check_packed(model, adapter)
-        like = adapter.input_weight(model)
-        home = adapter.embed(model, Samples(samples, adapter.required, adapter.optional, like))
+        home = adapter.embed(model, adapter.read(model, samples))
 
     def run(block: nn.Module, *args: Any) -> Any:
         if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):

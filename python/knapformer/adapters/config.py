@@ -6,9 +6,10 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, Sample
@@ -82,16 +83,17 @@ class DiffusersConfig(BaseConfig):
     @property
     def rows_of_token(self) -> int:
         """Rows of a prediction for each token: as many as a patch has latent pixels, or 1 without grids."""
-        return math.prod(self._patch) if self.adapter.of_grids else 1
+        return math.prod(self.patch) if self.adapter.of_grids else 1
 
     @property
     def out_width(self) -> int:
         """Numbers in a row of a prediction."""
         channels = self.out_channels or self.in_channels
-        return int(channels if self.adapter.of_grids else channels * math.prod(self._patch))
+        return int(channels if self.adapter.of_grids else channels * math.prod(self.patch))
 
     @property
-    def _patch(self) -> tuple[int, ...]:
+    def patch(self) -> tuple[int, ...]:
+        """Numbers of a latent in each direction that make a token."""
         size = self.patch_size
         return size if isinstance(size, tuple) else (size, size)
 
@@ -108,12 +110,20 @@ class DiffusersConfig(BaseConfig):
     def build(self) -> DiffusersModel:
         return DiffusersModel(self, _class_of(self.class_name)(**self.fields))
 
-    def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[SampleBatch, Tensor]:
-        """With of_grids, all samples are of sizes that are `possible`."""
-        drawn = [self.adapter.random_sample(self, size, draw) for size in samples]
-        num_rows = sum(size.visual_tokens for size in samples) * self.rows_of_token
+    def random_sample(self, size: Sample, draw: Draw) -> dict[str, Any]:
+        """The arguments of diffusers' forward for a sample of this size, which is a `possible` one."""
+        drawn = _DRAWN | self.adapter.drawn
+        names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
+        return {name: drawn[name](self, size, draw) for name in names}
+
+    def random_batch(
+        self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
+    ) -> tuple[SampleBatch, Tensor]:
+        pairs = list(zip(samples, draw.each(len(samples), seeds), strict=True))
+        drawn = [self.random_sample(size, of) for size, of in pairs]
+        targets = [of.normal(size.visual_tokens * self.rows_of_token, self.out_width) for size, of in pairs]
         batch = SampleBatch(drawn, [self.planned_tokens(size) for size in samples])
-        return batch, draw.normal(num_rows, self.out_width)
+        return batch, torch.cat([draw.normal(0, self.out_width), *targets])
 
     def to_dict(self) -> dict[str, Any]:
         """As diffusers writes it to config.json."""
@@ -139,3 +149,44 @@ def _class_of(class_name: str) -> Any:
 def _defaults_of(class_name: str) -> dict[str, Any]:
     arguments = inspect.signature(_class_of(class_name).__init__).parameters
     return {name: argument.default for name, argument in arguments.items() if name != "self"}
+
+
+def _tokens(config: Any, size: Sample, draw: Draw) -> Tensor:
+    if not config.adapter.of_grids:
+        return draw.normal(1, size.visual_tokens, config.in_channels)
+    *frames, of_rows, of_columns = config.patch
+    rows, columns = grid_of(size.visual_tokens)
+    return draw.normal(1, config.in_channels, *frames, rows * of_rows, columns * of_columns)
+
+
+def _text(config: Any, size: Sample, draw: Draw) -> Tensor:
+    width = config.text_dim if "text_dim" in config.fields else config.joint_attention_dim
+    return draw.normal(1, size.text_tokens, width)
+
+
+def _places(config: Any, size: Sample, draw: Draw) -> Tensor:
+    """(tokens, axes): frame, row and column in a picture near a square, for any number of tokens."""
+    place = torch.arange(size.visual_tokens, device=draw.device)
+    width = max(1, math.isqrt(size.visual_tokens))
+    ids = torch.stack([torch.zeros_like(place), place // width, place % width], 1).float()
+    return torch.nn.functional.pad(ids, (0, len(config.axes_dims_rope) - 3))
+
+
+def _shapes(config: Any, size: Sample, draw: Draw) -> list[Any]:
+    """A picture of whole rows; the rest of the tokens is a second picture, one row high."""
+    width = max(1, math.isqrt(size.visual_tokens))
+    rows, rest = divmod(size.visual_tokens, width)
+    return [[(1, rows, width), *([(1, 1, rest)] if rest else [])]]
+
+
+#: Random arguments of diffusers' forward, by name.
+_DRAWN: dict[str, Callable[[Any, Sample, Draw], Any]] = {
+    "hidden_states": _tokens,
+    "encoder_hidden_states": _text,
+    "pooled_projections": lambda config, size, draw: draw.normal(1, config.pooled_projection_dim),
+    "timestep": lambda config, size, draw: draw.time(),
+    "guidance": lambda config, size, draw: draw.time() if config.fields.get("guidance_embeds", True) else None,
+    "img_ids": _places,
+    "txt_ids": lambda config, size, draw: torch.zeros(size.text_tokens, len(config.axes_dims_rope), device=draw.device),
+    "img_shapes": _shapes,
+}

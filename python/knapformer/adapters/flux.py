@@ -7,34 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import Sample
-from knapformer.adapters.adapter import Home, clip_half, rotation_rows
+from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import (
     JointAdapter,
     JointChunks,
-    Stream,
+    adaptive_double_block,
     adaptive_rows,
-    double_stream,
-    joint_attention,
-    picture_ids,
     projected,
     rotated,
+    rotations_of_ids,
 )
 from knapformer.adapters.samples import Samples
-from knapformer.models.model import Draw
 from knapformer.models.packing import gated_add, modulate
-
-
-def double_block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """As FluxTransformerBlock.forward, with a row of modulation for each chunk."""
-    rows, text_rows = adaptive_rows(block.norm1, cond, 6), adaptive_rows(block.norm1_context, cond, 6)
-    text, image = double_stream(
-        joint_attention(block.attn, chunks),
-        Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
-        Stream(image, rows, block.norm1.norm, block.norm2, block.ff),
-        chunks,
-    )
-    return clip_half(text), image
 
 
 def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
@@ -51,7 +35,8 @@ def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Te
 class Flux(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
     optional = ("guidance",)
-    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
+    input_layer = "x_embedder"
+    blocks = {"transformer_blocks": adaptive_double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     forwards = ("FluxTransformerBlock", "FluxSingleTransformerBlock", *JointAdapter.forwards)
     in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
@@ -76,10 +61,6 @@ class Flux(JointAdapter):
         },
     }  # fmt: skip
 
-    def input_weight(self, model: Any) -> Tensor:
-        weight: Tensor = model.x_embedder.weight
-        return weight
-
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
@@ -87,25 +68,9 @@ class Flux(JointAdapter):
         pooled = samples.row_each("pooled_projections", config.pooled_projection_dim)
         guided = samples.expect("guidance", config.guidance_embeds)
         times = [samples.one_each("timestep"), *([samples.one_each("guidance")] if guided else [])]
-        num_axes = len(config.axes_dims_rope)
-        image_ids = samples.rows_like("img_ids", num_axes, image_lens, beside="txt_ids")
-        text_ids = samples.rows_like("txt_ids", num_axes, text_lens, beside="img_ids")
-
         image = model.x_embedder(image)
         times = [time.to(image.dtype) * 1000 for time in times]
         cond = model.time_text_embed(*times, pooled)
         text = model.context_embedder(text)
-        rotation = (rotation_rows(*model.pos_embed(text_ids)), rotation_rows(*model.pos_embed(image_ids)))
+        rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=True)
         return self.home(text, text_lens, image, image_lens, rotation, cond)
-
-    @staticmethod
-    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        return {
-            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
-            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
-            "pooled_projections": draw.normal(1, config.pooled_projection_dim),
-            "timestep": draw.time(),
-            "guidance": draw.time() if config.guidance_embeds else None,
-            "img_ids": picture_ids(size.visual_tokens, draw.device),
-            "txt_ids": torch.zeros(size.text_tokens, 3, device=draw.device),
-        }

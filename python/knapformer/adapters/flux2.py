@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from knapformer import Sample
-from knapformer.adapters.adapter import Home, RunBlock, clip_half, rotation_rows
+from knapformer.adapters.adapter import Home, RunBlock, clip_half
 from knapformer.adapters.joint import (
     JointAdapter,
     JointChunks,
     Stream,
     double_stream,
     joint_attention,
-    picture_ids,
     rotated,
+    rotations_of_ids,
 )
 from knapformer.adapters.samples import Samples
-from knapformer.models.model import Draw
 from knapformer.models.packing import gated_add, modulate
 
 
@@ -53,9 +50,10 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
 class Flux2(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("guidance",)
+    input_layer = "x_embedder"
     blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
     forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
-    in_parts = ("attn", "double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+    in_parts = ("attn",)
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012
@@ -65,10 +63,6 @@ class Flux2(JointAdapter):
             "in_channels": 64, "axes_dims_rope": (16, 16, 16, 16), "joint_attention_dim": 64,
         },
     }  # fmt: skip
-
-    def input_weight(self, model: Any) -> Tensor:
-        weight: Tensor = model.x_embedder.weight
-        return weight
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config
@@ -82,41 +76,17 @@ class Flux2(JointAdapter):
         # As in diffusers, guidance is left out where the model was made without it.
         guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
         cond = model.time_guidance_embed(rounded("timestep"), rounded("guidance") if guided else None)
-        num_axes = len(config.axes_dims_rope)
-        image_ids = samples.rows_like("img_ids", num_axes, image_lens)
-        text_ids = samples.rows_like("txt_ids", num_axes, text_lens)
-        rotation = (rotation_rows(*model.pos_embed(text_ids)), rotation_rows(*model.pos_embed(image_ids)))
+        rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=False)
         image, text = model.x_embedder(image), model.context_embedder(text)
         return self.home(text, text_lens, image, image_lens, rotation, cond)
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
         (cond,), streams = of_chunk, chunks.streams
-        image_rows, text_rows = (
-            _rows(modulation, cond)
-            for modulation in (model.double_stream_modulation_img, model.double_stream_modulation_txt)
-        )
+        image_rows, text_rows = model.double_stream_modulation_img(cond), model.double_stream_modulation_txt(cond)
         text, image = streams.split(x)
         for block in model.transformer_blocks:
             text, image = run(block, text, image, image_rows, text_rows, chunks)
-        x, rows = streams.join(text, image), _rows(model.single_stream_modulation, cond)
+        x, rows = streams.join(text, image), model.single_stream_modulation(cond)
         for block in model.single_transformer_blocks:
             x = run(block, x, rows, chunks)
         return x
-
-    @staticmethod
-    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        places = torch.arange(size.text_tokens, device=draw.device).float().unsqueeze(1)
-        return {
-            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
-            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
-            "timestep": draw.time(),
-            "guidance": draw.time() if getattr(config, "guidance_embeds", True) else None,
-            "img_ids": F.pad(picture_ids(size.visual_tokens, draw.device), (0, 1)),
-            "txt_ids": F.pad(places, (3, 0)),
-        }
-
-
-def _rows(modulation: Any, cond: Tensor) -> Tensor:
-    """(chunks, width) -> (chunks, count * width). Not by modulation's forward: before diffusers 0.37 it splits them."""
-    rows: Tensor = modulation.linear(modulation.act_fn(cond))
-    return rows

@@ -6,7 +6,6 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, split_predictions
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, clip_half, rotation_of, rotation_rows
+from knapformer.adapters.samples import Samples
 from knapformer.models.layers import Rotation, rotate
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, segment_index, text_flags
 from knapformer.models.step import PackedStep
@@ -93,7 +93,7 @@ class JointAdapter(Adapter):
         streams, image_lens, cond = home.rest
         _, image = streams.split(x)
         out = self.last(model, image, cond, Packed(Segments.of_lengths(image_lens, image.device)))
-        return split_predictions(out, image_lens), out
+        return self.predictions(model, out, image_lens, home), out
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         """(image tokens, width), cond (samples, ...) -> (image tokens, channels)."""
@@ -189,8 +189,31 @@ def _written(stream: Stream, attended: Tensor, of_token: Segments) -> Tensor:
     return gated_add(x, hidden, gate_ff, of_token)
 
 
-def picture_ids(num_tokens: int, device: torch.device) -> Tensor:
-    """(tokens, 3): frame, row and column in a picture near a square, for any number of tokens."""
-    place = torch.arange(num_tokens, device=device)
-    width = max(1, math.isqrt(num_tokens))
-    return torch.stack([torch.zeros_like(place), place // width, place % width], 1).float()
+def adaptive_double_block(
+    block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks
+) -> tuple[Tensor, Tensor]:
+    """As FluxTransformerBlock.forward and JointTransformerBlock.forward, with a row of modulation for each chunk."""
+    if getattr(block, "context_pre_only", False):  # SD3's last block: text is read, and no longer written
+        scale, shift = adaptive_rows(block.norm1_context, cond, 2)
+        text_rows: tuple[Tensor, ...] = (shift, scale)
+    else:
+        text_rows = adaptive_rows(block.norm1_context, cond, 6)
+    text, image = double_stream(
+        joint_attention(block.attn, chunks),
+        Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
+        Stream(image, adaptive_rows(block.norm1, cond, 6), block.norm1.norm, block.norm2, block.ff),
+        chunks,
+    )
+    return clip_half(text), image
+
+
+def rotations_of_ids(
+    model: Any, samples: Samples, text_lens: list[int], image_lens: list[int], *, concatenated: bool
+) -> tuple[Tensor, Tensor]:
+    """The rotations of txt_ids and of img_ids. concatenated: whether the model concatenates these first."""
+    found = []
+    for name, other, lens in (("txt_ids", "img_ids", text_lens), ("img_ids", "txt_ids", image_lens)):
+        num_axes = len(model.config.axes_dims_rope)
+        ids = samples.rows_like(name, num_axes, lens, beside=other if concatenated else None)
+        found.append(rotation_rows(*model.pos_embed(ids)))
+    return found[0], found[1]

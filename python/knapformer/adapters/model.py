@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from knapformer import Sample
 from knapformer.adapters.adapter import Adapter, Home
 from knapformer.adapters.balance import balance, balanced
-from knapformer.adapters.samples import Samples
 from knapformer.models.model import Draw, PackedModel
 from knapformer.models.step import PackedStep
 
@@ -49,11 +48,7 @@ class DiffusersModel(PackedModel):
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
         """The arguments in the first call of a block, for random samples of these lengths."""
-        text_beside = self.config.text_beside
-        sizes = [
-            Sample(text, length if text_beside else length - text)
-            for text, length in zip(text_lens, step.chunk_lens, strict=True)
-        ]
+        sizes = list(map(self.config.sample_of, step.chunk_lens, text_lens))
         adapter = balanced(self.transformer).adapter
         with torch.no_grad():
             home = self._embedded(adapter, sizes, draw)
@@ -67,9 +62,8 @@ class DiffusersModel(PackedModel):
     def _embedded(self, adapter: Adapter, sizes: Sequence[Sample], draw: Draw) -> Home:
         """Embeds random samples. A model of grids takes only some sizes: of a larger sample the first rows are kept."""
         possible = [self.config.possible(size, at_least=True) for size in sizes]
-        samples = [adapter.random_sample(self.config, size, draw) for size in possible]
-        like = adapter.input_weight(self.transformer)
-        home = adapter.embed(self.transformer, Samples(samples, adapter.required, adapter.optional, like))
+        samples = [self.config.random_sample(size, draw) for size in possible]
+        home = adapter.embed(self.transformer, adapter.read(self.transformer, samples))
         lens = [self.config.planned_tokens(size) for size in sizes]
         if home.seq_lens == lens:
             return home

@@ -108,7 +108,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def random_batch(
-    config: BaseConfig, samples: Sequence[Sample], seed: int, device: torch.device, dtype: torch.dtype
+    config: BaseConfig, samples: Sequence[Sample], seed: int | Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Tensor]:
-    """A batch of samples of these sizes, and its target. The same arguments give the same numbers."""
-    return config.random_batch(samples, Draw(torch.Generator().manual_seed(seed), device, dtype))
+    """A batch of samples of these sizes, and its target. The same arguments give the same numbers; with a seed for each
+    sample, a sample has the same numbers in every batch."""
+    of_batch, of_samples = (seed, None) if isinstance(seed, int) else (0, seed)
+    return config.random_batch(samples, Draw(torch.Generator().manual_seed(of_batch), device, dtype), of_samples)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError, Sample, StateError
+from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
-from knapformer.models.model import Draw
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
@@ -31,6 +29,7 @@ def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointCh
 class QwenImage(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
     optional = ("encoder_hidden_states_mask", "txt_seq_lens")
+    input_layer = "img_in"
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
     in_parts = ("attn",)
@@ -48,10 +47,6 @@ class QwenImage(JointAdapter):
         for name in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"):
             if getattr(model.config, name, False):
                 raise StateError(f"transformer: got a model with {name}, expected one without")
-
-    def input_weight(self, model: Any) -> Tensor:
-        weight: Tensor = model.img_in.weight
-        return weight
 
     def embed(self, model: Any, samples: Samples) -> Home:
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)
@@ -83,7 +78,7 @@ class QwenImage(JointAdapter):
                 shapes = shapes[0]
             if (count := sum(math.prod(shape) for shape in shapes)) != image_lens[i]:
                 raise ArgumentError(f"samples[{i}]['img_shapes']: got {count} tokens, expected {image_lens[i]}")
-            image, text = _rotation(model.pos_embed, shapes, text_lens[i], device)
+            image, text = model.pos_embed([shapes], max_txt_seq_len=text_lens[i], device=device)
             images.append(torch.view_as_real(image))
             texts.append(torch.view_as_real(text))
         empty = torch.zeros((0, sum(model.config.axes_dims_rope) // 2, 2), device=device)
@@ -105,24 +100,3 @@ class QwenImage(JointAdapter):
             if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected 1 for a token that counts, or 0")
         return torch.cat([mask.flatten().bool() for mask in masks])
-
-    @staticmethod
-    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        # A picture of whole rows; the rest of the tokens is a second picture, one row high.
-        width = max(1, math.isqrt(size.visual_tokens))
-        rows, rest = divmod(size.visual_tokens, width)
-        return {
-            "hidden_states": draw.normal(1, size.visual_tokens, config.in_channels),
-            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.joint_attention_dim),
-            "timestep": draw.time(),
-            "img_shapes": [[(1, rows, width), *([(1, 1, rest)] if rest else [])]],
-        }
-
-
-def _rotation(pos_embed: Any, shapes: list[Any], text_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotations of the image and of the text, complex (tokens, pairs). diffusers 0.36 took a list of text lengths."""
-    if "max_txt_seq_len" in inspect.signature(pos_embed.forward).parameters:
-        rows: tuple[Tensor, Tensor] = pos_embed([shapes], max_txt_seq_len=text_len, device=device)
-    else:
-        rows = pos_embed([shapes], [text_len], device=device)
-    return rows

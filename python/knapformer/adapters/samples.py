@@ -58,15 +58,18 @@ class Samples:
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {part.dtype}, expected floating-point numbers")
         return torch.cat(parts) if parts else self.like.new_zeros((0, width)), [len(part) for part in parts]
 
-    def grids(self, name: str, channels: int, patch: Sequence[int]) -> list[Tensor]:
-        """Images or videos (1, channels, *sizes), as they came. Checks that each size is a multiple of its patch's."""
+    def grids(self, name: str, channels: int, patch: Sequence[int]) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+        """Images or videos (1, channels, *sizes), as they came, and the sizes of each in patches. Without samples a
+        batch of 0, so that the weights that read it get gradients."""
+        grids = []
         for i in range(len(self)):
             shape = tuple(self.tensor(i, name).shape)
             fits = len(shape) == 2 + len(patch) and shape[:2] == (1, channels)
             if not fits or any(size < p or size % p for size, p in zip(shape[2:], patch, strict=True)):
                 expected = f"(1, {channels}, ...) with sizes that are multiples of {tuple(patch)}"
                 raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected {expected}")
-        return self.values(name)
+            grids.append(tuple(size // p for size, p in zip(shape[2:], patch, strict=True)))
+        return self.values(name) or [self.like.new_zeros((0, channels, *patch))], grids
 
     def rows_like(self, name: str, width: int, lens: Sequence[int], beside: str | None = None) -> Tensor:
         """Packs rows of any dtype, each sample's as float32. Checks that each has as many rows as `lens` says.

@@ -63,15 +63,12 @@ def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 class TorchtitanFlux(JointAdapter):
     required = ("img", "img_ids", "txt", "txt_ids", "timesteps", "y")  # in the order of forward
     batched = required
+    input_layer = "img_in"
     blocks = {"double_blocks": double_block, "single_blocks": single_block}  # noqa: RUF012
     modules = {"final_layer": final_layer}  # noqa: RUF012
     forwards = ("DoubleStreamBlock", "SingleStreamBlock", "LastLayer")
     attentions = ()
     processors = ()
-
-    def input_weight(self, model: Any) -> Tensor:
-        weight: Tensor = model.img_in.weight
-        return weight
 
     def embed(self, model: Any, samples: Samples) -> Home:
         from torchtitan.models.flux.model.layers import timestep_embedding

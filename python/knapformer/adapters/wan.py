@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError, Sample
-from knapformer.adapters.adapter import (
-    Adapter,
-    Chunks,
-    Home,
-    RunBlock,
-    grid_of,
-    rotation_of,
-    rotation_rows,
-    split_predictions,
-)
+from knapformer import ArgumentError
+from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
@@ -93,11 +84,16 @@ def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: 
 class Wan(Adapter):
     required = ("hidden_states", "timestep", "encoder_hidden_states")
     optional = ("encoder_hidden_states_image",)
+    input_layer = "patch_embedding"
     blocks = {"blocks": block}  # noqa: RUF012
     forwards = ("WanTransformerBlock",)
     attentions = ("attn1", "attn2")
     in_parts = ("attn1", "attn2", "condition_embedder")
     processors = ("WanAttnProcessor",)
+    drawn = {  # noqa: RUF012
+        "timestep": lambda config, size, draw: 1000 * draw.time().cpu(),
+        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw),
+    }
     text_beside = True
     of_grids = True
     named_configs = {  # noqa: RUF012
@@ -116,19 +112,15 @@ class Wan(Adapter):
         },
     }  # fmt: skip
 
-    def input_weight(self, model: Any) -> Tensor:
-        weight: Tensor = model.patch_embedding.weight
-        return weight
-
     def embed(self, model: Any, samples: Samples) -> Home:
         config, embedder = model.config, model.condition_embedder
-        videos = samples.grids("hidden_states", config.in_channels, config.patch_size)
-        grids = [tuple(s // p for s, p in zip(v.shape[2:], config.patch_size, strict=True)) for v in videos]
-        lens = [math.prod(grid) for grid in grids]
-        # Without samples it runs on a batch of 0, so that the weights get gradients.
-        inputs = videos or [samples.like.new_zeros((0, config.in_channels, *config.patch_size))]
-        x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in inputs])
-        rotations = [rotation_rows(*(t.flatten(0, 2) for t in model.rope(video))) for video in videos]
+        videos, grids = samples.grids("hidden_states", config.in_channels, config.patch_size)
+        lens = list(map(math.prod, grids))
+        x = torch.cat([model.patch_embedding(video).flatten(2).transpose(1, 2).flatten(0, 1) for video in videos])
+        rotations = [
+            rotation_rows(*(t.flatten(0, 2) for t in model.rope(video)))
+            for video, _ in zip(videos, grids, strict=False)
+        ]
         wide = torch.promote_types(torch.float32, model.rope.freqs_cos.dtype)
         rotation = torch.cat([x.new_zeros((0, config.attention_head_dim // 2, 2), dtype=wide), *rotations])
 
@@ -181,24 +173,7 @@ class Wan(Adapter):
         shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
         normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)
         out = model.proj_out(normed)
-        patch = model.config.patch_size
-        videos = [
-            rows.unflatten(2, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
-            for rows, grid in zip(split_predictions(out, home.seq_lens), home.grids, strict=True)
-        ]
-        return [video.flatten(6, 7).flatten(4, 5).flatten(2, 3) for video in videos], out
-
-    @staticmethod
-    def random_sample(config: Any, size: Sample, draw: Draw) -> dict[str, Any]:
-        if config.image_dim is not None:
-            raise ArgumentError("model: got one with an image branch (image_dim), expected one without")
-        rows, columns = grid_of(size.visual_tokens)
-        of_frames, of_rows, of_columns = config.patch_size
-        return {
-            "hidden_states": draw.normal(1, config.in_channels, of_frames, rows * of_rows, columns * of_columns),
-            "timestep": 1000 * draw.time().cpu(),
-            "encoder_hidden_states": draw.normal(1, size.text_tokens, config.text_dim),
-        }
+        return self.predictions(model, out, home.seq_lens, home), out
 
     @staticmethod
     def _times(samples: Samples, lens: list[int]) -> list[Tensor]:
@@ -237,6 +212,13 @@ class Wan(Adapter):
 
 
 _CLIP_TOKENS = 257  # of a picture
+
+
+def _random_image(config: Any, draw: Draw) -> Tensor | None:
+    if config.image_dim is None:
+        return None
+    room = config.pos_embed_seq_len
+    return draw.normal(*((1, _CLIP_TOKENS) if room is None else (2, room // 2)), config.image_dim)
 
 
 def _runs(times: Tensor, device: torch.device) -> tuple[Tensor, Segments]:

@@ -33,36 +33,22 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
     q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim), kv_heads a divisor of heads; seq_lens adds up to
     tokens, zeros allowed; mask: "full" or "causal". Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
     """
-    return _attend_self(_self_pairing(tuple(lengths_list(seq_lens))), q, k, v, _is_causal(mask))
+    pairing, causal = _self_pairing(tuple(lengths_list(seq_lens))), _is_causal(mask)
+    if q.shape[0] != pairing.num_queries:
+        raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
+    return pairing.attend(q, k, v, causal)
 
 
 class PackedAttention:
-    """varlen_attention as an object that keeps what it derives from the lengths, for the many layers of one step.
-
-    It may be handed to SequenceBalancer.attention, which reads its `mask`, and calls it with whole sequences and this
-    rank's heads.
-    """
+    """varlen_attention with a mask, as an object: SequenceBalancer.attention reads its `mask`, and calls it with whole
+    sequences and this rank's heads."""
 
     def __init__(self, mask: str = "full") -> None:
         self.mask = mask
-        self._causal = _is_causal(mask)
-        self._pairings: dict[int, tuple[Lengths, int | list[int], _Pairing]] = {}
+        _is_causal(mask)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
-        # By identity: a layer costs one look-up, however many sequences there are. The entry keeps the lengths alive,
-        # so that no other object can get their id, and shows whether they were written into.
-        known = self._pairings.get(id(seq_lens))
-        state: int | list[int]
-        if isinstance(seq_lens, Tensor) and not seq_lens.is_inference():
-            state = seq_lens._version
-        else:
-            state = lengths_list(seq_lens)
-        if known is None or known[1] != state:
-            pairing = _self_pairing(tuple(lengths_list(seq_lens)))
-            known = self._pairings[id(seq_lens)] = (seq_lens, state, pairing)
-            if len(self._pairings) > _KEPT_PAIRINGS:
-                self._pairings.pop(next(iter(self._pairings)), None)
-        return _attend_self(known[2], q, k, v, self._causal)
+        return varlen_attention(q, k, v, seq_lens, self.mask)
 
 
 class PackedCrossAttention:
@@ -113,12 +99,6 @@ def _is_causal(mask: str) -> bool:
     if mask not in MASKS:
         raise ArgumentError(f"mask: got {mask!r}, expected one of {', '.join(MASKS)}")
     return mask == "causal"
-
-
-def _attend_self(pairing: _Pairing, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    if q.shape[0] != pairing.num_queries:
-        raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
-    return pairing.attend(q, k, v, causal)
 
 
 class _Pairing:
@@ -193,11 +173,8 @@ def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
 
-# A step has as many as its bag has degrees; those of micro-batches in flight are kept, too.
-_KEPT_PAIRINGS = 64
-
-
-@functools.lru_cache(maxsize=_KEPT_PAIRINGS)
+# Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
+@functools.lru_cache(maxsize=64)
 def _self_pairing(lens: tuple[int, ...]) -> _Pairing:
     return _Pairing(list(lens), list(lens))
 

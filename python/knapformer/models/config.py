@@ -57,8 +57,11 @@ class BaseConfig:
         """The model, with weights as torch draws them."""
         raise NotImplementedError
 
-    def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[Any, Tensor]:
-        """A batch of samples of these sizes, and a target in the shape of what the model returns for it."""
+    def random_batch(
+        self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
+    ) -> tuple[Any, Tensor]:
+        """A batch of samples of these sizes, and a target in the shape of what the model returns for it. seeds: of each
+        sample, which then is the same in every batch."""
         raise NotImplementedError
 
     def alone(self, kind: str) -> BaseConfig:
@@ -68,6 +71,15 @@ class BaseConfig:
     def possible(self, sample: Sample) -> Sample:
         """The sample, or one of about its size where the model takes no sample of exactly that size."""
         return sample
+
+    def text_tokens(self, seq_len: int, share: float = 0.1) -> int:
+        """The text tokens taken for a sequence of which only the length is known: this share of it. Both halves of a
+        double-stream block run then, and neither decides the time."""
+        return int(share * seq_len) if self.text_limit is None else min(int(share * seq_len), self.text_limit)
+
+    def sample_of(self, seq_len: int, text_tokens: int) -> Sample:
+        """One whose planned sequence has this length, with so many text tokens in it or beside it."""
+        return Sample(text_tokens, seq_len if self.text_beside else seq_len - text_tokens)
 
     def planned_tokens(self, sample: Sample) -> int:
         """Length of the sequence that a balancer plans for a sample."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,12 @@ class Draw:
     generator: torch.Generator
     device: torch.device
     dtype: torch.dtype
+
+    def each(self, count: int, seeds: Sequence[int] | None) -> list[Draw]:
+        """For each of so many samples itself, or a draw of the sample's own seed."""
+        if seeds is None:
+            return [self] * count
+        return [replace(self, generator=torch.Generator(self.generator.device).manual_seed(seed)) for seed in seeds]
 
     def normal(self, *shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=torch.float32)

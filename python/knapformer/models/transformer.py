@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from knapformer import Sample
@@ -61,10 +62,16 @@ class TransformerConfig(BaseConfig):
     def build(self) -> Transformer:
         return Transformer(self)
 
-    def random_batch(self, samples: Sequence[Sample], draw: Draw) -> tuple[TransformerBatch, Tensor]:
+    def random_batch(
+        self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
+    ) -> tuple[TransformerBatch, Tensor]:
         seq_lens = [sample.num_tokens for sample in samples]
-        batch = TransformerBatch(draw.normal(sum(seq_lens), self.in_channels), seq_lens)
-        return batch, draw.normal(sum(seq_lens), self.out_channels)
+        pairs = list(zip(seq_lens, draw.each(len(samples), seeds), strict=True))
+        x, target = (
+            torch.cat([draw.normal(0, channels), *(of.normal(length, channels) for length, of in pairs)])
+            for channels in (self.in_channels, self.out_channels)
+        )
+        return TransformerBatch(x, seq_lens), target
 
     def alone(self, kind: str) -> TransformerConfig:
         return dataclasses.replace(self, num_blocks=1)

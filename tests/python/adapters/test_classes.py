@@ -99,7 +99,6 @@ def test_a_block_that_only_has_the_name_is_refused() -> None:
         ("flux", "transformer_blocks.0.", "attn"),
         ("flux", "transformer_blocks.1.", "norm1_context"),
         ("flux", "single_transformer_blocks.0.", "norm"),
-        ("flux2", "", "double_stream_modulation_txt"),
         ("qwen-image", "transformer_blocks.0.", "attn"),
         ("sd3", "transformer_blocks.0.", "norm1"),
         ("wan", "blocks.0.", "attn2"),

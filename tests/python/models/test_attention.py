@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -69,12 +68,6 @@ def test_varlen_attention_is_masked_attention(seq_lens: list[int], num_kv_heads:
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("lens_type", [list, tuple, torch.tensor])
-def test_lengths_of_any_type(lens_type: type) -> None:
-    x = torch.randn(5, 2, 4)
-    torch.testing.assert_close(varlen_attention(x, x, x, lens_type([2, 3])), varlen_attention(x, x, x, [2, 3]))
-
-
 def test_attention_without_tokens_keeps_every_input_in_the_graph() -> None:
     q, k, v = (torch.empty(0, n, 4, requires_grad=True) for n in (4, 2, 2))
     out = varlen_attention(q, k, v, [])
@@ -124,14 +117,6 @@ def test_attention_names_wrong_lengths() -> None:
     x = torch.randn(5, 2, 4)
     with pytest.raises(ValueError, match="seq_lens: got 4 tokens in all, expected 5"):
         varlen_attention(x, x, x, [1, 3])
-
-
-def test_one_object_serves_several_lengths() -> None:
-    """As over bags of several degrees of sharing, and as often as a layer is called."""
-    attend, x, y = PackedAttention(), torch.randn(5, 2, 4), torch.randn(6, 2, 4)
-    for _ in range(2):
-        torch.testing.assert_close(attend(x, x, x, [2, 3]), naive_attention(x, x, x, [2, 3], "full"))
-        torch.testing.assert_close(attend(y, y, y, [2, 4]), naive_attention(y, y, y, [2, 4], "full"))
 
 
 class VarlenKernel:
@@ -250,13 +235,6 @@ def test_offsets_are_made_once_for_equal_lengths(kernel: VarlenKernel) -> None:
     torch.testing.assert_close(varlen_attention(x, x, x, lens).float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_what_is_kept_of_lengths_has_a_limit() -> None:
-    attend, x = PackedAttention(), torch.randn(2, 1, 4)
-    for _ in range(3 * attention._KEPT_PAIRINGS):
-        attend(x, x, x, torch.tensor([1, 1]))
-    assert len(attend._pairings) <= attention._KEPT_PAIRINGS
-
-
 @given(st.lists(st.integers(0, 4), max_size=12))
 def test_indices_of_segments(lens: list[int]) -> None:
     assert segment_index(lens).tolist() == [i for i, n in enumerate(lens) for _ in range(n)]
@@ -347,19 +325,6 @@ def test_gradients_of_rows_add_up_in_float32() -> None:
     assert shift.grad is not None and shift.grad.item() == 1000
 
 
-def test_rotations_are_relative() -> None:
-    """What RoPE is for: a query at p meets a key at p' as at p - p'."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
-
-    def score(p: int, other: int) -> float:
-        rotated = [rotate(t, rotations(torch.tensor([at]), 16, 100.0, torch.float64)) for t, at in ((q, p), (k, other))]
-        return float((rotated[0] * rotated[1]).sum())
-
-    assert score(9, 4) == pytest.approx(score(5, 0), rel=1e-12)
-    assert score(9, 4) != pytest.approx(score(9, 3), rel=1e-3)
-
-
 def test_rotation_by_hand() -> None:
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
     out = rotate(x, rotations(torch.tensor([3]), 4, 100.0, torch.float64))[0, 0]
@@ -367,21 +332,6 @@ def test_rotation_by_hand() -> None:
         c, s = math.cos(3 * frequency), math.sin(3 * frequency)
         a, b = x[0, 0, 2 * pair : 2 * pair + 2].tolist()
         assert out[2 * pair : 2 * pair + 2].tolist() == pytest.approx([a * c - b * s, a * s + b * c])
-
-
-def test_gradients_of_a_rotation() -> None:
-    """Of any order, forward and backward, and through torch.func."""
-    x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
-    rotation = rotations(torch.arange(3), 6, 100.0, torch.float64)
-    rotated = functools.partial(rotate, rotation=rotation)
-    assert torch.autograd.gradcheck(rotated, x, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(rotated, x)
-
-    given = x.detach()
-    (expected,) = torch.autograd.grad(rotated(x)[1, 1, 1], x)
-    torch.testing.assert_close(torch.func.grad(lambda t: rotated(t)[1, 1, 1])(given), expected)
-    batched = torch.func.vmap(rotated)(torch.stack([given, 2 * given]))
-    torch.testing.assert_close(batched, torch.stack([rotated(given), rotated(2 * given)]))
 
 
 def test_the_graph_of_a_rotation_keeps_no_heads() -> None:

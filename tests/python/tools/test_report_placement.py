@@ -1,39 +1,26 @@
 """The report's bars hold what a plan says."""
 
 import pytest
-from knapformer.tools.report.placement import bars_of
+
+pytest.importorskip("plotly")
+from knapformer.tools.report import charts
 
 import knapformer as kf
 
 LENGTHS = [[300, 20], [5, 7], [], [1000], [64], [65], [1], [900, 33]]
-D = 16
 
 
-@pytest.fixture(params=["g4n2", "g2n4", "g1n8", "g8n1", "g4/2/1n2", "masked"])
-def plan(request):
-    if request.param == "masked":
-        return kf.plan(LENGTHS, "g4/2/1n2", d_model=D, gamma=0.5, solver="balanced", masks="causal")
-    solver = "balanced" if "/" in request.param else "greedy"
-    return kf.plan(LENGTHS, request.param, d_model=D, solver=solver)
-
-
-def test_bars_hold_what_the_plan_says(plan):
-    bars = bars_of(plan)
-    assert bars.num_merged == 0
-    for segments, work, tokens in (
-        (bars.before, plan.workload_before, plan.tokens_before),
-        (bars.after, plan.workload_after, plan.tokens_after),
-    ):
+@pytest.mark.parametrize("topology", ["g4n2", "g1n8", "g8n1", "g4/2/1n2"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_bars_hold_what_the_plan_says(topology, mask, monkeypatch):
+    plan = kf.plan(LENGTHS, topology, d_model=16, gamma=0.5, mask=mask)
+    bars = charts.placement(plan).data
+    scale, _ = charts.scale_of(max(plan.workload_before), "")
+    for of, work in zip(bars, (plan.workload_before, plan.workload_after), strict=True):
         for rank in range(8):
-            here = [segment for segment in segments if segment.rank == rank]
-            assert sum(s.work for s in here) == pytest.approx(work[rank])
-            assert sum(s.num_tokens for s in here) == tokens[rank]
-    assert "home: rank 3" in next(s.hover for s in bars.after if s.seq_len == 1000)
-
-
-def test_many_sequences_are_drawn_together(plan):
-    bars = bars_of(plan, max_segments=4)
-    assert bars.num_merged > 0
-    for segments, work in ((bars.before, plan.workload_before), (bars.after, plan.workload_after)):
-        assert sum(s.work for s in segments) == pytest.approx(sum(work))
-        assert sum(s.num_tokens for s in segments) == plan.num_tokens
+            here = sum(y for x, y in zip(of.x, of.y, strict=True) if x == rank)
+            assert scale * here == pytest.approx(work[rank])
+    assert any("1,000 tokens<br>" in hover and "home: rank 3" in hover for hover in bars[1].hovertext)
+    monkeypatch.setattr(charts, "_MAX_CHUNKS", 4)
+    drawn = charts.num_drawn(plan)
+    assert drawn < 8 and {rank for of in charts.placement(plan).data for rank in of.x} <= set(range(drawn))

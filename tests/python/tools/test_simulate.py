@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ from knapformer.calibration import ExchangeCost
 from knapformer.tools.cli import main
 from knapformer.tools.measure.device import use_device
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS
-from knapformer.tools.simulate.worker import joined
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP
 from printed import check_tables
 
@@ -140,19 +140,18 @@ def test_what_others_do_is_measured_beside(tmp_path: Path) -> None:
     assert "lockstep buckets: other samples" in printed
 
 
-def test_a_batch_is_joined_of_its_samples() -> None:
-    """A model gets the same loss of samples drawn one by one and joined as of each alone."""
+def test_a_sample_is_the_same_in_every_batch() -> None:
+    """Of its own seed."""
     for name in ("flux-tiny", "wan-tiny", "transformer-tiny"):
-        config = load_config(name)
-        cpu, sizes = torch.device("cpu"), [Sample(3, 12), Sample(0, 4), Sample(5, 30)]  # possible for all
+        config, sizes = load_config(name), [Sample(3, 12), Sample(0, 4), Sample(5, 30)]  # possible for all
         torch.manual_seed(0)
-        model = build_model(config, torch.float64)
-        drawn = [
-            random_batch(config, of, seed, cpu, torch.float64)[0]
-            for seed, of in enumerate([[], *([size] for size in sizes)])
+        model, drawn = build_model(config, torch.float64), functools.partial(random_batch, config)
+        batch, target = drawn(sizes, [7, 5, 6], torch.device("cpu"), torch.float64)
+        alone = [
+            drawn([of], [seed], torch.device("cpu"), torch.float64) for of, seed in zip(sizes, (7, 5, 6), strict=True)
         ]
-        alone = torch.cat([model(batch) for batch in drawn[1:]])
-        assert torch.allclose(model(joined(drawn)), alone, rtol=0, atol=1e-12)
+        assert torch.equal(target, torch.cat([of for _, of in alone]))
+        torch.testing.assert_close(model(batch), torch.cat([model(of) for of, _ in alone]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.nightly

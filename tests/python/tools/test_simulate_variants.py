@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from knapformer.adapters.named import load_config
 from knapformer.tools.cost_args import trained_model
-from knapformer.tools.simulate.results import Measured, Variant, figures, sentences
+from knapformer.tools.simulate.results import Variant, figures, sentences
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation, StepData, VariantStep, equal_lengths
 from knapformer.tools.simulate.worker import balancer_of
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Planning, Step
@@ -23,9 +23,11 @@ LENGTHS = [[[100, 20], [20]], [[40], [40, 60]]]  # of two steps
 
 def variants() -> tuple[Variant, Variant]:
     plans = [plan(lengths, "g2n1", d_model=16, gamma=1.0) for lengths in LENGTHS]
-    measured = Measured([4.0, 2.0], [0.5, 0.25], [3.0, 1.0]), Measured([2.0, 1.0], [0.5, 0.3], [3.0, 1.0])
-    home = Variant(NO_BALANCER, None, measured[0], [Step([plan_home(of)]) for of in plans])
-    return home, Variant("g2n1", "g2n1", measured[1], [Step([of]) for of in plans])
+    home = [Step([plan_home(of)]) for of in plans]
+    return (
+        Variant(NO_BALANCER, None, home, [4.0, 2.0], [0.5, 0.25], [3.0, 1.0]),
+        Variant("g2n1", "g2n1", [Step([of]) for of in plans], [2.0, 1.0], [0.5, 0.3], [3.0, 1.0]),
+    )
 
 
 def work(*seq_lens: int) -> float:
@@ -57,7 +59,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
     """A step of the two: each micro-batch counts with its slowest rank."""
     baseline, balanced = (
         dataclasses.replace(
-            of, steps=[Step([step.plans[0] for step in of.steps])], measured=Measured([s], [1.0], [1.0])
+            of, steps=[Step([step.plans[0] for step in of.steps])], latencies_s=[s], losses=[1.0], gradient_norms=[1.0]
         )
         for of, s in zip(variants(), (6.0, 4.0), strict=True)
     )
@@ -69,7 +71,7 @@ def test_ranks_wait_in_every_micro_batch() -> None:
 
 def test_an_infinite_ratio_is_null() -> None:
     step = Step([plan_home(plan([[5], []], "g2n1", d_model=16))])
-    alone = Variant(NO_BALANCER, None, Measured([1.0], [1.0], [1.0]), [step])
+    alone = Variant(NO_BALANCER, None, [step], [1.0], [1.0], [1.0])
     assert math.isinf(step.wir) and figures(alone, alone, MODEL, "full", None)["wir"] is None
 
 

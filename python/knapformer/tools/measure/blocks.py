@@ -27,13 +27,6 @@ from knapformer.tools.measure.timing import Work, measured_rounds, relative_spre
 
 # Several short sequences are packed and measured together, as they run in training.
 _TOKENS_PER_RUN = {"cpu": 1024, "cuda": 8192}
-_TEXT_SHARE = 0.1  # of a sequence's length: both halves of a double-stream block run, and neither decides the time
-
-
-def typical_text_tokens(config: BaseConfig, seq_len: int) -> int:
-    """The text tokens assumed in a sequence of which only the length is known."""
-    num_tokens = int(_TEXT_SHARE * seq_len)
-    return num_tokens if config.text_limit is None else min(num_tokens, config.text_limit)
 
 
 def packed_lengths(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -67,9 +60,11 @@ class BlockKind:
         return passes(self.block, tuple(inputs), checkpointing)
 
 
-def passes(block: nn.Module, inputs: tuple[Any, ...], checkpointing: bool) -> Work:
-    """A forward (and recompute) and backward pass, ready to run. The block returns a tensor, or a tuple of them."""
-    block.zero_grad(set_to_none=True)
+def passes(block: Callable[..., Any], inputs: tuple[Any, ...], checkpointing: bool) -> Work:
+    """A forward (and recompute) and backward pass, ready to run. block: a module, or a function; it returns a tensor,
+    or a tuple of them."""
+    if isinstance(block, nn.Module):
+        block.zero_grad(set_to_none=True)
 
     def run() -> None:
         if checkpointing:
@@ -132,7 +127,7 @@ def block_works(
 
     def work(kind: BlockKind, seq_lens: list[int]) -> Work:
         step = PackedStep(seq_lens, config.d_model, mask=config.mask)
-        return kind.work(step, [typical_text_tokens(config, n) for n in seq_lens], checkpointing)
+        return kind.work(step, list(map(config.text_tokens, seq_lens)), checkpointing)
 
     return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
 

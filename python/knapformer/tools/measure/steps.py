@@ -16,7 +16,7 @@ from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
 from knapformer.models.model import PackedModel
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
-from knapformer.tools.measure.blocks import packed_lengths, typical_text_tokens
+from knapformer.tools.measure.blocks import packed_lengths
 from knapformer.tools.measure.device import memory_bytes
 from knapformer.tools.measure.timing import Work, measured_rounds
 
@@ -74,8 +74,7 @@ def time_steps(
     model = sharded_model(config, device, dtype, checkpointing, mode)
 
     def sample(length: int) -> Sample:
-        text_tokens = typical_text_tokens(config, length)
-        return config.possible(Sample(text_tokens, length if config.text_beside else length - text_tokens))
+        return config.possible(config.sample_of(length, config.text_tokens(length)))
 
     def step(samples: Sequence[Sample]) -> Work:
         batch, target = random_batch(config, samples, dist.get_rank(), device, dtype)

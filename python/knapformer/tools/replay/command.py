@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> None:
         refuse(args, OF_DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
-    from knapformer.tools.measure.blocks import typical_text_tokens
     from knapformer.tools.measure.device import default_dtype, use_device
     from knapformer.tools.measure.environment import device_name, environment
     from knapformer.tools.measure.progress import Progress
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     model = model.replace(num_parameters=replayer.num_parameters, mode=mode)
 
     def shares_in(plan: Plan) -> list[RankShare]:
-        text_tokens = [typical_text_tokens(config, length) for lens in plan.seq_lens for length in lens]
+        text_tokens = [config.text_tokens(length) for lens in plan.seq_lens for length in lens]
         return shares_of(plan, config.num_heads, config.num_kv_heads, text_tokens, config.text_beside)
 
     plans = (plan for steps in ways.values() for step in steps for plan in step.plans)

@@ -15,12 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from knapformer.models.attention import PackedAttention
 from knapformer.models.config import BaseConfig
 from knapformer.models.step import Attend, PackedStep
-from knapformer.tools.measure.blocks import build_kinds
+from knapformer.tools.measure.blocks import build_kinds, passes
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 from knapformer.tools.replay.results import RankSeconds
 from knapformer.tools.replay.shares import AttentionShare, RankShare
@@ -118,14 +117,4 @@ class Replayer:
             return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
 
         q, k, v = rows(share.num_heads), rows(share.num_kv_heads), rows(share.num_kv_heads)
-        gradient = torch.ones_like(q)
-
-        def run() -> None:
-            inputs = (q, k, v, share.seq_lens)
-            if self._checkpointing:
-                o = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                o = self._attend(*inputs)
-            o.backward(gradient)
-
-        return run
+        return passes(self._attend, (q, k, v, share.seq_lens), self._checkpointing)

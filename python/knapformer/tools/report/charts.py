@@ -14,7 +14,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from knapformer import Plan
-from knapformer.tools.report.placement import MAX_RANKS, Bars
+
+MAX_RANKS = 128  # of more no bars are drawn
+_MAX_CHUNKS = 5000  # nor of more chunks
 
 # Legible on light and dark grounds, and without colour vision (Okabe and Ito).
 BEFORE, AFTER = "#E69F00", "#2b8cd6"
@@ -66,32 +68,42 @@ def work_per_micro_batch(step: Plan) -> go.Figure:
     return figure
 
 
-def placement(bars: Bars, plan: Plan) -> go.Figure:
-    """Bars before above bars after: one for each rank, cut into its sequences, coloured by their length."""
+def num_drawn(plan: Plan) -> int:
+    """Of how many ranks, from the first on, `placement` draws the sequences."""
+    drawn = itertools.accumulate(map(len, plan.sequences_on))
+    return max(1, sum(count <= _MAX_CHUNKS for count in itertools.islice(drawn, MAX_RANKS)))
+
+
+def placement(plan: Plan) -> go.Figure:
+    """Bars before above bars after: one for each of the first ranks, cut into its sequences, coloured by their length,
+    the longest first."""
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07,
         subplot_titles=("before: every sequence at home", f"after: {plan.topology}, {plan.solver}"),
     )  # fmt: skip
-    lengths = [segment.seq_len for segment in bars.before] or [1]
-    low, high = np.log10(min(lengths)), np.log10(max(lengths))
+    homes = [(home, length) for home, lens in enumerate(plan.seq_lens) for length in lens]
+    whole = ((i, home, 0, length) for i, (home, length) in enumerate(homes))
+    low, high = np.log10(min(length for _, length in homes)), np.log10(max(length for _, length in homes))
     high = max(high, low + 0.1)
     ticks = np.linspace(low, high, 5)
     scale, unit = scale_of(max(plan.workload_before), "FLOP")
-    for row, segments in enumerate((bars.before, bars.after), start=1):
+    for row, (chunks, works) in enumerate(((whole, plan.sequence_works), (plan.chunks, plan.chunk_works)), start=1):
+        bars = sorted(zip(chunks, works, strict=True), key=lambda bar: -homes[bar[0][0]][1])
+        bars = [bar for bar in bars if bar[0][1] < num_drawn(plan)]
         figure.add_bar(
-            x=[segment.rank for segment in segments], y=[segment.work / scale for segment in segments],
-            hovertext=[s.hover for s in segments],
-            text=["" if s.sequence is None else str(s.sequence) for s in segments],
+            x=[rank for (_, rank, _, _), _ in bars], y=[work / scale for _, work in bars],
+            hovertext=[_of_chunk(plan, homes[of[0]], *of) for of, _ in bars],
+            text=[str(sequence) for (sequence, _, _, _), _ in bars],
             textposition="inside", insidetextanchor="middle", textangle=0,
             hovertemplate="%{hovertext}<extra>rank %{x}</extra>", width=0.8, row=row, col=1,
             marker={
-                "color": np.log10([segment.seq_len for segment in segments]), "coloraxis": "coloraxis",
+                "color": np.log10([homes[sequence][1] for (sequence, _, _, _), _ in bars]), "coloraxis": "coloraxis",
                 "line": {"width": 0.5, "color": "rgba(255,255,255,0.4)"},
             },
         )  # fmt: skip
     firsts = [ranks[0] for ranks in plan.topology.bags]
     for boundary in sorted(firsts)[1:] if len(firsts) < plan.num_ranks else []:
-        if boundary < MAX_RANKS:
+        if boundary < num_drawn(plan):
             figure.add_vline(x=boundary - 0.5, line={"width": 1, "dash": "dot", "color": "#888888"}, row=2, col=1)
     figure.update_layout(
         barmode="stack",
@@ -110,6 +122,13 @@ def placement(bars: Bars, plan: Plan) -> go.Figure:
     figure.update_yaxes(title=f"work, {unit} a block")
     figure.update_xaxes(title="rank", row=2, col=1)
     return figure
+
+
+def _of_chunk(plan: Plan, of: tuple[int, int], sequence: int, rank: int, first: int, count: int) -> str:
+    home, length = of
+    lies = f"tokens {first:,} to {first + count - 1:,} ({count:,})" if count < length else "whole"
+    stays = " (stays)" if home == rank else ""
+    return f"sequence {sequence}<br>{length:,} tokens<br>here: {lies}<br>home: rank {home}{stays}"
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:

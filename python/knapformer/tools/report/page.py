@@ -11,7 +11,6 @@ from knapformer.json_file import read_json
 from knapformer.tools.cost_args import settings_dict
 from knapformer.tools.files import check_packages
 from knapformer.tools.report.html_page import HtmlPage
-from knapformer.tools.report.placement import MAX_RANKS, bars_of
 from knapformer.tools.ways import NO_BALANCER
 
 
@@ -43,14 +42,12 @@ def write_report(
             (f"{whole.tokens_moved / whole.num_tokens:.1%}", "of the step's tokens change ranks"),
         ]
     before, step = predict_step(plan_home(plan)), predict_step(plan)
-    bars = bars_of(plan)
     text = "Of one block, over the mean: what the longest bar is above 1 is the time that the others wait."
     page.add("Work per rank", text, charts.work_per_rank(plan), 340)
     text = "One bar for each rank, cut into the sequences that lie there; point at one for its length, home and chunk. "
-    text += "Dotted lines: bags. " + (f"The first {MAX_RANKS} ranks. " if plan.num_ranks > MAX_RANKS else "")
-    if bars.num_merged:
-        text += f"The shortest {bars.num_merged:,} are drawn together, one piece for each rank. "
-    page.add("Where every sequence lies", text, charts.placement(bars, plan), 600)
+    num_drawn = charts.num_drawn(plan)
+    text += "Dotted lines: bags. " + (f"The first {num_drawn} ranks." if plan.num_ranks > num_drawn else "")
+    page.add("Where every sequence lies", text, charts.placement(plan), 600)
     rows = {name: _terms(time) for name, time in ((NO_BALANCER, before), (str(plan.topology), step))}
     medians = {name: statistics.median(seconds) for name, seconds in (measured_s or {}).items() if seconds}
     rows |= {f"{name}, measured": {"measured": median_s} for name, median_s in medians.items()}

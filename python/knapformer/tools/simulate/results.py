@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from knapformer import TrainedModel, predict_step
 from knapformer.tools.files import cells_of, show, table_of, write_json
@@ -19,22 +19,16 @@ from knapformer.tools.simulate.steps import EQUAL_LENGTHS, Simulation
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP, Step, measured
 
 
-class Measured(NamedTuple):
-    """What was measured of one variant, an entry per timed step."""
-
-    latencies_s: list[float]  # of the slowest rank
-    losses: list[float]  # mean over the samples of all ranks and micro-batches
-    gradient_norms: list[float]
-
-
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the steps, and what was measured of it."""
+    """One way to run the steps, and what was measured of it, an entry for each timed step."""
 
     name: str
     topology: str | None  # None: no balancer
-    measured: Measured
-    steps: Sequence[Step]  # the timed ones; without a balancer, all at home
+    steps: Sequence[Step]  # without a balancer, all at home
+    latencies_s: Sequence[float]  # of the slowest rank
+    losses: Sequence[float]  # mean over the samples of all ranks and micro-batches
+    gradient_norms: Sequence[float]
     same_samples: bool = True  # whether it computes the samples that were drawn
 
     def highest_work(self) -> list[float]:
@@ -59,7 +53,7 @@ def figures(
     variant: Variant, baseline: Variant, model: TrainedModel, mask: str, peak_tflops: float | None
 ) -> dict[str, Any]:
     """A variant's figures, ready for JSON."""
-    latencies_s, losses, _ = variant.measured
+    latencies_s = variant.latencies_s
     # A variant with other samples does more or less work in a step: its gains are scaled by the ratio of work.
     works, work = [1.0] * len(latencies_s), 1.0
     if not variant.same_samples:
@@ -71,7 +65,7 @@ def figures(
         of_steps = [share * a / b for a, b, share in zip(before, after, works, strict=True)]
         return work * math.fsum(before) / math.fsum(after), of_steps
 
-    speed_up, ratios = gains(baseline.measured.latencies_s, latencies_s)
+    speed_up, ratios = gains(baseline.latencies_s, latencies_s)
     promised, promises = gains(baseline.highest_work(), variant.highest_work())
     return {
         **measured(variant.name, variant.topology, variant.steps, latencies_s, model, mask, peak_tflops),
@@ -83,12 +77,12 @@ def figures(
         "share_of_promise_median": statistics.median(r / p for r, p in zip(ratios, promises, strict=True)),
         "tokens_moved": variant.tokens_moved(),
         "work": work,
-        "loss_per_step": losses,
-        **(differences(variant.measured, baseline.measured) if variant.same_samples else {}),
+        "loss_per_step": list(variant.losses),
+        **(differences(variant, baseline) if variant.same_samples else {}),
     }
 
 
-def differences(one: Measured, other: Measured) -> dict[str, float]:
+def differences(one: Variant, other: Variant) -> dict[str, float]:
     """The largest relative difference over the steps, of loss and of gradient norm, which have to be the same."""
 
     def largest(of: Sequence[float], base: Sequence[float]) -> float:

@@ -62,10 +62,6 @@ class StepData:
         )
 
 
-def _sample(config: BaseConfig, length: int, text_tokens: int) -> Sample:
-    return Sample(text_tokens, length if config.text_beside else length - text_tokens)
-
-
 def equal_lengths(total_work: float, count: int, work: Callable[[int], float]) -> list[int]:
     """`count` lengths, no two further apart than one token, whose work adds up to about `total_work`.
 
@@ -152,10 +148,9 @@ class Simulation:
 
     def _of_lengths(self, step: int, lengths: list[list[list[int]]], text_share: float = 0.1) -> StepData:
         """Samples of these lengths, [rank][micro-batch][sample], of which a share is text tokens."""
-        limit = math.inf if self.model.text_limit is None else self.model.text_limit
 
         def size(length: int) -> Sample:
-            return _sample(self.model, length, int(min(text_share * length, limit)))
+            return self.model.sample_of(length, self.model.text_tokens(length, text_share))
 
         return self._seeded(step, [[list(map(size, lens)) for lens in of_rank] for of_rank in lengths])
 

@@ -8,7 +8,6 @@ going first, so that a temporary disturbance of the machine hits them all.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import itertools
 import math
@@ -31,7 +30,7 @@ from knapformer.tools.measure.environment import environment
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.measure.timing import synchronize
-from knapformer.tools.simulate.results import Measured, Variant, report
+from knapformer.tools.simulate.results import Variant, report
 from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantStep
 from knapformer.tools.ways import PLANNED_STEP
 
@@ -90,9 +89,8 @@ def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.de
     topologies = {name: name for name in args.topology} | {PLANNED_STEP: f"g1n{simulation.num_ranks}"}
     variants = [
         Variant(
-            name, topologies.get(name),
-            Measured(seconds, [of.loss for of in results], [of.gradient_norm for of in results]),
-            [ways[name].step for ways in kept], first[name].same_samples,
+            name, topologies.get(name), [ways[name].step for ways in kept], seconds, [of.loss for of in results],
+            [of.gradient_norm for of in results], first[name].same_samples,
         )
         for name, seconds, results in zip(names, latencies_s.tolist(), outcomes, strict=True)
     ]  # fmt: skip
@@ -115,26 +113,10 @@ def _batches(
     config: BaseConfig, micro_batches: Sequence[Sequence[SeededSample]], device: torch.device, dtype: torch.dtype
 ) -> Batches:
     """The batches of one rank. Each sample is drawn by itself, from its seed."""
-
-    def drawn(samples: Sequence[SeededSample]) -> tuple[Any, torch.Tensor]:
-        nothing = random_batch(config, [], 0, device, dtype)
-        alone = [random_batch(config, [sample.size], sample.seed, device, dtype) for sample in samples]
-        batches, targets = zip(nothing, *alone, strict=True)
-        return joined(batches), torch.cat(targets)
-
-    return [drawn(samples) for samples in micro_batches]
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """Joins several batches of a model into one: concatenates tensors by row, and lists; None stays None."""
-
-    def field_of(name: str) -> Any:
-        values = [getattr(batch, name) for batch in batches]
-        if isinstance(values[0], torch.Tensor):
-            return torch.cat(values)
-        return None if values[0] is None else [entry for value in values for entry in value]
-
-    return type(batches[0])(**{field.name: field_of(field.name) for field in dataclasses.fields(batches[0])})
+    return [
+        random_batch(config, [of.size for of in samples], [of.seed for of in samples], device, dtype)
+        for samples in micro_batches
+    ]
 
 
 class _Outcome(NamedTuple):
