@@ -14,7 +14,6 @@ import torch.distributed as dist
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.losses import token_mean
 from knapformer.models import init_weights, set_checkpointing, shard_model
-from knapformer.tools.simulate.worker import joined
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,15 +41,9 @@ class Case:
 
 def batch_of(name: str, step: Step, index: int, ranks: list[int]) -> tuple[Any, Tensor]:
     """The samples of some ranks, packed. index: the step's. A sample's tensors follow from its place in it alone."""
-    config = load_config(name)
-
-    def draw(sizes: list[Sample], key: int) -> tuple[Any, Tensor]:
-        return random_batch(config, sizes, key, torch.device("cpu"), torch.float64)
-
-    drawn = [draw([], 0)]  # gives shapes and dtypes where there is no sample
-    for rank in ranks:
-        drawn += [draw([Sample(*size)], 10_000 * index + 100 * rank + i) for i, size in enumerate(step[rank])]
-    return joined([batch for batch, _ in drawn]), torch.cat([target for _, target in drawn])
+    drawn = [(Sample(*size), 10_000 * index + 100 * rank + i) for rank in ranks for i, size in enumerate(step[rank])]
+    sizes, seeds = [size for size, _ in drawn], [seed for _, seed in drawn]
+    return random_batch(load_config(name), sizes, seeds, torch.device("cpu"), torch.float64)
 
 
 def run_alone(name: str, steps: tuple[Step, ...]) -> Outcome:
