@@ -253,27 +253,17 @@ def test_fused_projections_whose_norms_diffusers_leaves_out_are_refused() -> Non
     assert len(model([])) == 0
 
 
-def test_a_rank_without_samples_reaches_every_parameter() -> None:
-    for name, case in cases().items():
-        model = knapformer.balance(case.make())
-        predictions = model([])
-        assert isinstance(predictions, Predictions)
-        assert list(predictions) == []
-        predictions.zero.backward()
-        for parameter_name, parameter in model.named_parameters():
-            assert parameter.grad is not None, f"{name}: {parameter_name}"
-            assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
-
-
-def test_a_rank_that_drops_its_losses_takes_part_in_the_backward_pass() -> None:
-    for name, case in cases().items():
-        model = knapformer.balance(case.make())
-        predictions = model([case.sample(*SIZES[0], 0)])
-        assert predictions.zero == 0
-        predictions.zero.backward()
-        for parameter_name, parameter in model.named_parameters():
-            assert parameter.grad is not None, f"{name}: {parameter_name}"
-            assert parameter.grad.abs().max() == 0, f"{name}: {parameter_name}"
+@pytest.mark.parametrize("sizes", [[], SIZES[:1]])
+@pytest.mark.parametrize("name", cases())
+def test_zero_reaches_every_parameter(name: str, sizes: list[Any]) -> None:
+    """For a rank without samples, and one that drops the losses of its samples."""
+    case = cases()[name]
+    model = knapformer.balance(case.make())
+    predictions = model([case.sample(*size, 0) for size in sizes])
+    assert isinstance(predictions, Predictions) and len(predictions) == len(sizes) and predictions.zero == 0
+    predictions.zero.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() == 0, parameter_name
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from balancer_checks import run_checks
 from knapformer._torch import Samples
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
@@ -94,27 +96,25 @@ class Recording(SequenceBalancer):
         return self.ahead
 
 
-def check_masks(rank: int, world_size: int) -> None:
-    """Long sequences are causal, short ones as the balancer's mask says; the other rank says nothing."""
+def check_masks_and_work(rank: int, world_size: int) -> None:
+    """Of each batch's sequences, what the functions say of it. Masks are rank 0's alone: long sequences are causal,
+    short ones full; those of the other rank are as the balancer's mask says."""
     balancer = SequenceBalancer(TOPOLOGY, mask="window:2:2", d_model=D_MODEL)
-    masks = (lambda batch: ["causal" if length > 4 else "full" for length in batch.seq_lens]) if rank == 0 else None
-    for batch, of_loader in BalancedLoader(make_batches(rank, 4), balancer, masks=masks, empty=empty):
-        lens = lens_of_all(batch.seq_lens, world_size)
-        names = [["causal" if length > 4 else "full" for length in lens[0]], ["window:2:2"] * len(lens[1])]
-        assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, masks=names)
 
-
-def check_work(rank: int, world_size: int) -> None:
-    """Of each batch's sequences, what the function says of it."""
-    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
+    def masks_of(lens: list[int]) -> list[str]:
+        return ["causal" if length > 4 else "full" for length in lens]
 
     def work_of(lens: list[int]) -> list[float]:
         return [1e6 * (length % 5 + 1) for length in lens]
 
-    loader = BalancedLoader(make_batches(rank, 4), balancer, work=lambda batch: work_of(batch.seq_lens), empty=empty)
-    for batch, of_loader in loader:
-        lens = lens_of_all(batch.seq_lens, world_size)
-        assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, work=list(map(work_of, lens)))
+    masks = (lambda batch: masks_of(batch.seq_lens)) if rank == 0 else None
+    for work in (None, lambda batch: work_of(batch.seq_lens)):
+        loader = BalancedLoader(make_batches(rank, 4), balancer, masks=masks, work=work, empty=empty)
+        for batch, of_loader in loader:
+            lens = lens_of_all(batch.seq_lens, world_size)
+            names = [masks_of(lens[0]), ["window:2:2"] * len(lens[1])]
+            works = None if work is None else list(map(work_of, lens))
+            assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, masks=names, work=works)
 
 
 def check_planning_overlaps(rank: int, world_size: int) -> None:
@@ -310,31 +310,34 @@ def check_wrong_states(rank: int, world_size: int) -> None:
         BalancedLoader(Countable([]), balancer, empty=empty).load_state_dict({key: {"num_batches": 1}})
 
 
-def check_state_through_distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
+def check_state_through_distributed_checkpoint(rank: int, world_size: int) -> None:
     import torch.distributed.checkpoint as dcp
 
-    balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
-    for number, make in enumerate((list, Countable, stateful)):
-        own = make_batches(rank, 4 - rank)
-        loader = BalancedLoader(make(own), balancer, empty=empty)
-        rest: list[tuple[Tokens, Plan]] = []
-        path = Path(folder) / str(number)
-        for step, pair in enumerate(loader):
-            if step == 1:
-                dcp.save({"loader": loader}, checkpoint_id=path)
-            elif step > 1:
-                rest.append(pair)
-        resumed = BalancedLoader(make(own), balancer, empty=empty)
-        dcp.load({"loader": resumed}, checkpoint_id=path)
-        again = list(resumed)
-        assert len(again) == len(rest) == 2
-        assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(again, rest, strict=True))
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders = [own_folder]
+        dist.broadcast_object_list(folders)
+        balancer = SequenceBalancer(TOPOLOGY, d_model=D_MODEL)
+        for number, make in enumerate((list, Countable, stateful)):
+            own = make_batches(rank, 4 - rank)
+            loader = BalancedLoader(make(own), balancer, empty=empty)
+            rest: list[tuple[Tokens, Plan]] = []
+            path = Path(folders[0]) / str(number)
+            for step, pair in enumerate(loader):
+                if step == 1:
+                    dcp.save({"loader": loader}, checkpoint_id=path)
+                elif step > 1:
+                    rest.append(pair)
+            resumed = BalancedLoader(make(own), balancer, empty=empty)
+            dcp.load({"loader": resumed}, checkpoint_id=path)
+            again = list(resumed)
+            assert len(again) == len(rest) == 2
+            assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(again, rest, strict=True))
+        dist.barrier()
 
 
 CHECKS = [
     check_uneven_numbers_of_batches,
-    check_masks,
-    check_work,
+    check_masks_and_work,
     check_planning_overlaps,
     check_other_plans_between,
     check_resume_of_every_kind,
@@ -342,22 +345,13 @@ CHECKS = [
     check_a_look_at_the_first_batch_is_no_pass,
     check_lengths_that_are_read_once,
     check_wrong_states,
+    check_state_through_distributed_checkpoint,
 ]
 
 
-def run_checks(rank: int, world_size: int, folder: str) -> None:
-    for check in CHECKS:
-        try:
-            check(rank, world_size)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
-        dist.barrier()
-    check_state_through_distributed_checkpoint(rank, world_size, folder)
-
-
-def test_loader_on_real_ranks(tmp_path: Path) -> None:
+def test_loader_on_real_ranks() -> None:
     pytest.importorskip("torchdata")
-    run_ranks(run_checks, 2, str(tmp_path), timeout_s=300)
+    run_checks(CHECKS, 2)
 
 
 def failing_after(batches: list[Tokens], error: BaseException) -> Iterator[Tokens]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from balancer_checks import run_checks
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
@@ -298,17 +299,8 @@ CHECKS = [
 ]
 
 
-def run_checks(rank: int, world_size: int) -> None:
-    for check in CHECKS:
-        try:
-            check(rank, world_size)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__} on rank {rank} of {world_size}") from error
-        dist.barrier()
-
-
 def test_samples_on_real_ranks() -> None:
-    run_ranks(run_checks, 4, timeout_s=300)
+    run_checks(CHECKS, 4)
 
 
 def failing_after(batches: list[list[Sample]], error: BaseException) -> Iterator[list[Sample]]:

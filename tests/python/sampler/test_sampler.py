@@ -9,10 +9,9 @@ import torch
 from distributed.ranks import run_ranks
 from losses_ranks import SampledStep, alone, run_sampled
 from sampler.samplers import WIDTH, lengths_of, samplers, samples_in, steps_of
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import knapformer
-from knapformer import BalancedBatchSampler
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,6 @@ def test_a_sample_longer_than_the_rest_together_is_no_reason_to_share_it():
     lengths = [100_000] + [50] * 63
     steps = steps_of(samplers(lengths, 4, batch_size=4, micro_batches=4), 4)
     assert samples_in(steps[0]) == list(range(64))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_data_loader_takes_it(num_workers):
-    sampler = BalancedBatchSampler(lengths_of(96), batch_size=3, d_model=WIDTH, micro_batches=2, num_replicas=4, rank=1)
-    loader = DataLoader(torch.arange(96), batch_sampler=sampler, num_workers=num_workers)
-    assert [batch.tolist() for batch in loader] == list(sampler)
-    assert len(loader) == 8
 
 
 def test_work_of_the_formulas_own_values_changes_no_list():
@@ -247,28 +238,3 @@ def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(num_ranks):
             for name, gradient in wanted[case.mean].items():
                 error = (gradients[name] - gradient).norm() / gradient.norm()
                 assert error <= 1e-10, (case, name)
-
-
-def test_the_gradient_of_a_step_is_that_of_one_process():
-    """Ranks that hold no collective can be run one after the other, into the same gradients."""
-    from knapformer.losses import token_mean
-
-    lengths = lengths_of(48) // 16
-    weights = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    generator = torch.Generator().manual_seed(2)
-    data = [torch.randn(int(length), 8, dtype=torch.float64, generator=generator) for length in lengths]
-
-    def per_token(model: torch.Tensor, samples: list[int]) -> torch.Tensor:
-        mixed = [torch.softmax(x @ x.T, dim=-1) @ x @ model for x in (data[i] for i in samples)]
-        return torch.cat(mixed).square().sum(dim=-1)
-
-    ranks = samplers(lengths, 4, batch_size=3, micro_batches=4)
-    (step,) = steps_of(ranks, 4)
-    balanced = weights.clone().requires_grad_()
-    for lists in step:
-        for samples in lists:
-            loss = token_mean(per_token(balanced, samples), total=ranks[0].num_tokens(0), gradient_reduction="sum")
-            loss.backward()
-    plain = weights.clone().requires_grad_()
-    per_token(plain, samples_in(step)).mean().backward()
-    torch.testing.assert_close(balanced.grad, plain.grad, rtol=1e-12, atol=0)

