@@ -17,7 +17,7 @@ from typing import Any
 
 from driver import NUM_RANKS, on_ranks, parser_of, write_results
 
-MODEL = {"num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
+MODEL = {"kind": "transformer", "num_blocks": 4, "d_model": 512, "num_heads": 8, "num_kv_heads": 8}
 # Few tokens, so that no exchange's output lies in recycled memory, whose allocation the profiler does not see.
 LENS = [[200, 20, 30], [40, 180]]
 WAYS = {"none": (False, False), "blocks": (True, False), "blocks, exchanges kept": (True, True)}
@@ -45,16 +45,17 @@ def main() -> None:
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from knapformer.models import Transformer, TransformerBatch, TransformerConfig, init_weights, set_checkpointing
+    from knapformer.adapters.named import build_model, config_from_dict, random_batch
+    from knapformer.models import init_weights, set_checkpointing
 
-    from knapformer import SequenceBalancer
+    from knapformer import Sample, SequenceBalancer
 
-    config = TransformerConfig(**MODEL)
-    model = Transformer(config)
+    config = config_from_dict(MODEL)
+    model = build_model(config)
     init_weights(model)
     balancer = SequenceBalancer("g2n1")
     lens = LENS[dist.get_rank()]
-    batch = TransformerBatch(torch.randn(sum(lens), config.in_channels), lens)
+    batch, _ = random_batch(config, [Sample(0, length) for length in lens], 0, torch.device("cpu"), torch.float32)
 
     def profiled(way: tuple[bool, bool]) -> tuple[Any, Any]:
         set_checkpointing(model, way[0], keep_exchanges=way[1])

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from knapformer.adapters.named import load_config
+from knapformer.adapters.model import PackedModel, SampleBatch
+from knapformer.adapters.named import build_model, load_config
 from knapformer.losses import count_over_ranks, global_mean, sample_mean, token_mean
-from knapformer.models import Transformer, TransformerBatch, init_weights, shard_model
+from knapformer.models import init_weights, shard_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -35,10 +36,14 @@ class Case:
     steps: tuple[Step, ...]
 
 
-def _new_model() -> Transformer:
-    model = Transformer(CONFIG).double()
+def _new_model() -> PackedModel:
+    model = build_model(CONFIG, torch.float64)
     init_weights(model, seed=5)
     return model
+
+
+def _batch(x: Tensor, seq_lens: list[int]) -> SampleBatch:
+    return SampleBatch([{"hidden_states": part} for part in x.split(seq_lens)] if seq_lens else [], seq_lens)
 
 
 def _sample(step: int, number: int, length: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,7 @@ def alone(mean: str, steps: tuple[Step, ...]) -> Outcome:
         loss = torch.zeros((), dtype=torch.float64)
         for number, length in enumerate(lengths):
             x, target = _sample(index, number, length)
-            error = (model(TransformerBatch(x, [length])) - target).square().sum() / CONFIG.out_channels
+            error = (model(_batch(x, [length])) - target).square().sum() / CONFIG.out_channels
             loss = loss + error / (sum(lengths) if mean == "token" else len(lengths) * length)
         if lengths:
             loss.backward()
@@ -79,7 +84,7 @@ def on_ranks(case: Case, naive: bool = False) -> Outcome:
         first = sum(len(of_rank) for of_rank in step[:rank])
         x, target = _packed([_sample(index, first + i, length) for i, length in enumerate(step[rank])])
         seq_lens = list(step[rank])
-        per_token = (run(TransformerBatch(x, seq_lens), balancer) - target).square().mean(1)
+        per_token = (run(_batch(x, seq_lens), balancer) - target).square().mean(1)
 
         plan = total = None
         if case.count == "plan":
@@ -98,7 +103,7 @@ def on_ranks(case: Case, naive: bool = False) -> Outcome:
     return outcome
 
 
-def _wrapped_model(wrapper: str) -> tuple[Transformer, Transformer | DistributedDataParallel]:
+def _wrapped_model(wrapper: str) -> tuple[PackedModel, PackedModel | DistributedDataParallel]:
     """The model, and what is called in its place."""
     model = _new_model()
     if wrapper == "fsdp":
@@ -112,7 +117,7 @@ def _packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def _reduced(model: Transformer, wrapper: str) -> dict[str, Tensor]:
+def _reduced(model: PackedModel, wrapper: str) -> dict[str, Tensor]:
     grads = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -132,7 +137,7 @@ def accumulated(steps: tuple[Step, ...]) -> dict[str, Tensor]:
         first = sum(len(of_rank) for of_rank in step[:rank])
         for i, length in enumerate(step[rank]):
             x, target = _sample(index, first + i, length)
-            per_token = (model(TransformerBatch(x, [length])) - target).square().mean(1)
+            per_token = (model(_batch(x, [length])) - target).square().mean(1)
             token_mean(per_token, total=total).backward()
     grads = {}
     for name, parameter in model.named_parameters():
@@ -177,7 +182,7 @@ def sampled(case: SampledStep) -> dict[str, Tensor]:
     for indices in sampler:
         seq_lens = [case.lengths[i] for i in indices]
         x, target = _packed([_sample(0, i, case.lengths[i]) for i in indices])
-        per_token = (run(TransformerBatch(x, seq_lens)) - target).square().mean(1)
+        per_token = (run(_batch(x, seq_lens)) - target).square().mean(1)
         if case.mean == "token":
             loss = token_mean(per_token, total=sampler.num_tokens(0))
         else:

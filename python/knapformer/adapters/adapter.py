@@ -111,6 +111,15 @@ class Adapter(ABC):
     def __init__(self, max_text_tokens: int) -> None:
         self.max_text_tokens = max_text_tokens
 
+    @staticmethod  # noqa: B027  (most have nothing to check)
+    def check_config(config: Any) -> None:
+        """Raises ArgumentError where fields of a ModelConfig do not go with each other."""
+
+    @staticmethod
+    def mask(model: Any) -> str:
+        """Of the model's attention."""
+        return "full"
+
     def read(self, model: Any, samples: Sequence[Sample]) -> Samples:
         """Raises ArgumentError where samples are not what `required` and `optional` say."""
         like: Tensor = model.get_submodule(self.input_layer).weight
@@ -190,6 +199,11 @@ class Adapter(ABC):
                             f"{name}[{i}].{attention}.processor: got a model with diffusers' context parallelism, "
                             "expected one without: bags of the balancer share sequences"
                         )
+
+
+def expect(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ArgumentError(f"{name}: got {value!r}, expected {expected}")
 
 
 def package_of(of: type) -> str:

@@ -196,7 +196,7 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
             return model._gradient_checkpointing_func(block, *args)
         return block(*args)
 
-    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, planned=planned)
+    step = PackedStep(home.seq_lens, home.x.shape[1], balancer, adapter.mask(model), planned)
     x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
     chunks = adapter.chunks(model, step, x, features, of_chunk)
     x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))

@@ -1,4 +1,4 @@
-"""The configuration of a model of diffusers that has an adapter: the arguments of its class, in diffusers' words."""
+"""The configuration of a model that has an adapter: the arguments of its class, in the words of that class."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, Sample
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, grid_of
-from knapformer.adapters.model import DiffusersModel, SampleBatch
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect, grid_of
+from knapformer.adapters.model import Draw, PackedModel, SampleBatch
 from knapformer.adapters.registry import adapter_named
-from knapformer.models.config import BaseConfig, checked_field, expect
-from knapformer.models.model import Draw
+from knapformer.models.transformer import Transformer
+
+PLAIN = "knapformer.models.transformer.Transformer"
 
 
-class DiffusersConfig(BaseConfig):
-    """The configuration of a class of diffusers, given by name. Every field is an attribute, too: config.num_layers.
+class ModelConfig:
+    """The configuration of a class of diffusers, given by name, or of the plain transformer. Every field is an
+    attribute, too: config.num_layers. It is a value: constant, comparable.
 
     fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
     has no adapter, or a field is wrong.
     """
 
     def __init__(self, class_name: str, **fields: Any) -> None:
+        self.class_name = class_name
+        self.adapter: type[Adapter] = adapter_named(class_name)
         defaults = _defaults_of(class_name)
         for name in fields:
             if name not in defaults:
                 raise ArgumentError(f"got unknown field {name!r}, expected some of {', '.join(sorted(defaults))}")
-        self.class_name = class_name
-        self.adapter: type[Adapter] = adapter_named(class_name)
         counts = self.adapter.block_counts.values()
         self.fields = {
             name: checked_field(name, fields.get(name, default), default, low=0 if name in counts else 1)
             for name, default in defaults.items()
         }
         expect(self.depth > 0, next(reversed(counts)), 0, "at least one block")
-        axes = self.fields.get("axes_dims_rope")
-        even = f"even numbers that add up to attention_head_dim, {self.head_dim}"
-        fit = axes is None or (sum(axes) == self.head_dim and all(axis % 2 == 0 for axis in axes))
-        expect(fit, "axes_dims_rope", axes, even)
+        self.adapter.check_config(self)
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
@@ -52,32 +51,52 @@ class DiffusersConfig(BaseConfig):
         raise AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DiffusersConfig) and self.to_dict() == other.to_dict()
+        return isinstance(other, ModelConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 
-    def replace(self, **fields: Any) -> DiffusersConfig:
-        return DiffusersConfig(self.class_name, **{**self.fields, **fields})
+    def replace(self, **fields: Any) -> ModelConfig:
+        return ModelConfig(self.class_name, **{**self.fields, **fields})
 
     @property
     def d_model(self) -> int:
-        return int(self.num_heads * self.attention_head_dim)
+        return int(self.fields.get("d_model") or self.num_heads * self.attention_head_dim)
 
     @property
     def num_heads(self) -> int:
-        return int(self.num_attention_heads)
+        return int(self.fields.get("num_heads") or self.num_attention_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.fields.get("num_kv_heads") or self.num_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def mask(self) -> str:
+        return str(self.fields.get("mask", "full"))
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks. Each computes 24 l d^2 + 4 l^2 d FLOPs, or about that."""
+        return sum(self.block_counts.values())
 
     @property
     def block_counts(self) -> dict[str, int]:
+        """The number of blocks of each kind; a kind without blocks is left out."""
         counts = {kind: self.fields[field] for kind, field in self.adapter.block_counts.items()}
         return {kind: count for kind, count in counts.items() if count > 0}
 
     @property
     def text_beside(self) -> bool:
+        """True: a sample's text is a stream beside the planned sequence. False: it is the front of that sequence."""
         return self.adapter.text_beside
 
     @property
     def text_limit(self) -> int | None:
+        """Text tokens that a sample may have at most; None: any number."""
         return MAX_TEXT_TOKENS if self.text_beside else None
 
     @property
@@ -94,10 +113,10 @@ class DiffusersConfig(BaseConfig):
     @property
     def patch(self) -> tuple[int, ...]:
         """Numbers of a latent in each direction that make a token."""
-        size = self.patch_size
+        size = self.fields.get("patch_size", 1)
         return size if isinstance(size, tuple) else (size, size)
 
-    def alone(self, kind: str) -> DiffusersConfig:
+    def alone(self, kind: str) -> ModelConfig:
         counts = dict.fromkeys(self.adapter.block_counts.values(), 0)
         return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.min_blocks})
 
@@ -107,8 +126,21 @@ class DiffusersConfig(BaseConfig):
             return sample
         return Sample(sample.text_tokens, math.prod(grid_of(sample.visual_tokens, at_least=at_least)))
 
-    def build(self) -> DiffusersModel:
-        return DiffusersModel(self, _class_of(self.class_name)(**self.fields))
+    def text_tokens(self, seq_len: int, share: float = 0.1) -> int:
+        """The text tokens taken for a sequence of which only the length is known: this share of it. Both halves of a
+        double-stream block run then, and neither decides the time."""
+        return int(share * seq_len) if self.text_limit is None else min(int(share * seq_len), self.text_limit)
+
+    def sample_of(self, seq_len: int, text_tokens: int) -> Sample:
+        """One whose planned sequence has this length, with so many text tokens in it or beside it."""
+        return Sample(text_tokens, seq_len if self.text_beside else seq_len - text_tokens)
+
+    def planned_tokens(self, sample: Sample) -> int:
+        """Length of the sequence that a balancer plans for a sample."""
+        return sample.visual_tokens if self.text_beside else sample.num_tokens
+
+    def build(self) -> PackedModel:
+        return PackedModel(self, _class_of(self.class_name)(**self.fields))
 
     def random_sample(self, size: Sample, draw: Draw) -> dict[str, Any]:
         """The arguments of diffusers' forward for a sample of this size, which is a `possible` one."""
@@ -121,16 +153,44 @@ class DiffusersConfig(BaseConfig):
     ) -> tuple[SampleBatch, Tensor]:
         pairs = list(zip(samples, draw.each(len(samples), seeds), strict=True))
         drawn = [self.random_sample(size, of) for size, of in pairs]
-        targets = [of.normal(size.visual_tokens * self.rows_of_token, self.out_width) for size, of in pairs]
+        has_text = "encoder_hidden_states" in self.adapter.required  # of which there are no predictions
+        tokens = [size.visual_tokens if has_text else size.num_tokens for size in samples]
+        targets = [of.normal(n * self.rows_of_token, self.out_width) for n, (_, of) in zip(tokens, pairs, strict=True)]
         batch = SampleBatch(drawn, [self.planned_tokens(size) for size in samples])
         return batch, torch.cat([draw.normal(0, self.out_width), *targets])
 
     def to_dict(self) -> dict[str, Any]:
-        """As diffusers writes it to config.json."""
-        return {"_class_name": self.class_name, **self.fields}
+        """As diffusers writes it to config.json; of the plain transformer {"kind": "transformer", ...}."""
+        name = {"kind": "transformer"} if self.class_name == PLAIN else {"_class_name": self.class_name}
+        return {**name, **self.fields}
+
+
+def checked_field(name: str, value: Any, default: object, low: int = 1) -> Any:
+    """Checks a field's value by the type of its default: integers are counts from `low` on, floats finite and positive.
+
+    Returns the value, lists of integers as tuples. Where the default is None or a text, any value is taken. Raises
+    ArgumentError.
+    """
+    if isinstance(default, bool):
+        expected, good = "true or false", isinstance(value, bool)
+    elif isinstance(default, tuple):
+        expected = "a list of integers >= 0"
+        good = isinstance(value, (list, tuple)) and all(type(item) is int and item >= 0 for item in value)
+        value = tuple(value) if good else value
+    elif isinstance(default, float):
+        expected = "a finite number > 0"
+        good = type(value) in (int, float) and math.isfinite(value) and value > 0
+    elif isinstance(default, int):
+        expected, good = f"an integer from {low} to 2^24", type(value) is int and low <= value <= 1 << 24
+    else:
+        return value
+    expect(good, name, value, expected)
+    return value
 
 
 def _class_of(class_name: str) -> Any:
+    if class_name == PLAIN:
+        return Transformer
     try:
         diffusers = importlib.import_module("diffusers")
     except ImportError:

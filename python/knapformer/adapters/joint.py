@@ -13,7 +13,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, clip_half, rotation_of, rotation_rows
+from knapformer.adapters.adapter import (
+    Adapter,
+    Chunks,
+    Home,
+    Packed,
+    RunBlock,
+    clip_half,
+    expect,
+    rotation_of,
+    rotation_rows,
+)
 from knapformer.adapters.samples import Samples
 from knapformer.models.layers import Rotation, rotate
 from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, segment_index, text_flags
@@ -39,6 +49,13 @@ def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
 class JointAdapter(Adapter):
     modules = {"norm_out": final_norm}  # noqa: RUF012
     forwards: ClassVar[tuple[str, ...]] = ("AdaLayerNormContinuous",)
+
+    @staticmethod
+    def check_config(config: Any) -> None:
+        axes = config.fields.get("axes_dims_rope")
+        fit = axes is None or (sum(axes) == config.head_dim and all(axis % 2 == 0 for axis in axes))
+        even = f"even numbers that add up to attention_head_dim, {config.head_dim}"
+        expect(fit, "axes_dims_rope", axes, even)
 
     def home(
         self,

@@ -1,4 +1,4 @@
-"""A balanced model of diffusers in the form in which models are simulated, calibrated and replayed."""
+"""A balanced model in the form in which models are simulated, calibrated and replayed, and the numbers it is fed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,41 @@ from torch import Tensor, nn
 from knapformer import Sample
 from knapformer.adapters.adapter import Adapter, Home
 from knapformer.adapters.balance import balance, balanced
-from knapformer.models.model import Draw, PackedModel
 from knapformer.models.step import PackedStep
 
 if TYPE_CHECKING:
     from knapformer.balancer import SequenceBalancer
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random tensors of a batch, drawn on the generator's device.
+
+    On the CPU a seed gives the same numbers for every device; on an accelerator drawing needs no host and no copy.
+    """
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def each(self, count: int, seeds: Sequence[int] | None) -> list[Draw]:
+        """For each of so many samples itself, or a draw of the sample's own seed."""
+        if seeds is None:
+            return [self] * count
+        return [
+            dataclasses.replace(self, generator=torch.Generator(self.generator.device).manual_seed(seed))
+            for seed in seeds
+        ]
+
+    def normal(self, *shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=torch.float32)
+        return drawn.to(self.device, self.dtype)
+
+    def time(self) -> Tensor:
+        """(1,) float32, a power of two up to 1: FLUX embeds 1000 t in its dtype, and bfloat16 would round 1000 t
+        of other numbers t by up to 2."""
+        drawn = torch.randint(8, (1,), generator=self.generator, device=self.generator.device)
+        return torch.exp2(-drawn).to(self.device, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +57,17 @@ class SampleBatch:
     seq_lens: list[int]  # tokens of each, as they are planned
 
 
-class DiffusersModel(PackedModel):
-    """SampleBatch -> (tokens, channels) of all samples; where they are images or videos, (pixels, channels)."""
+class PackedModel(nn.Module):
+    """SampleBatch -> (tokens, channels) of all samples, packed; where they are images or videos, (pixels, channels).
+
+    With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
+    parameter takes part in forward and backward on every rank. planned: the balancer holds the plan of this batch
+    already, as in a loop over a BalancedLoader.
+    """
 
     def __init__(self, config: Any, transformer: nn.Module) -> None:
         super().__init__()
-        self.config = config
+        self.config: Any = config
         self.transformer = balance(transformer)
 
     def forward(self, batch: SampleBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
@@ -44,10 +79,12 @@ class DiffusersModel(PackedModel):
         return torch.cat([rows_of(prediction) for prediction in predictions])
 
     def block_lists(self) -> list[nn.ModuleList]:
+        """All blocks in the order in which they run; each is a unit of FSDP and of checkpointing."""
         return [getattr(self.transformer, name) for name in self.config.adapter.blocks]
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
-        """The arguments in the first call of a block, for random samples of these lengths."""
+        """The arguments in the first call of a block, for random samples of the chunks of `step`. text_lens: for each
+        chunk, how many of its first tokens are text; where text is beside the sequence, the tokens of its text."""
         sizes = list(map(self.config.sample_of, step.chunk_lens, text_lens))
         adapter = balanced(self.transformer).adapter
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,34 +10,22 @@ from torch import Tensor, nn
 
 from knapformer import ArgumentError, Sample
 from knapformer.adapters import registry
-from knapformer.adapters.config import DiffusersConfig
+from knapformer.adapters.config import PLAIN, ModelConfig
+from knapformer.adapters.model import Draw, PackedModel
 from knapformer.json_file import read_json
-from knapformer.models.config import BaseConfig
-from knapformer.models.model import Draw, PackedModel
-from knapformer.models.transformer import TransformerConfig
-
-_PLAIN: dict[str, TransformerConfig] = {
-    "transformer": TransformerConfig(),
-    "transformer-demo": TransformerConfig(num_blocks=3, d_model=256, num_heads=4, num_kv_heads=4),
-    "transformer-tiny": TransformerConfig(
-        num_blocks=2, d_model=32, num_heads=4, num_kv_heads=2, in_channels=8, out_channels=6
-    ),
-}
 
 
 def config_names() -> list[str]:
     """The names of all configurations. Needs no diffusers."""
-    return [*(name for of in registry.names() for name in registry.adapter_named(of).named_configs), *_PLAIN]
+    return [name for of in registry.names() for name in registry.adapter_named(of).named_configs]
 
 
-def load_config(name_or_path: str) -> Any:
+def load_config(name_or_path: str) -> ModelConfig:
     """A named configuration, or one from a JSON file (a name that ends in .json or holds a slash).
 
     Raises ArgumentError for an unknown name, wrong content, or where diffusers is missing; OSError where the file
     cannot be read.
     """
-    if name_or_path in _PLAIN:
-        return _PLAIN[name_or_path]
     for class_name in registry.names():
         fields = registry.adapter_named(class_name).named_configs.get(name_or_path)
         if fields is not None:
@@ -49,38 +36,29 @@ def load_config(name_or_path: str) -> Any:
     return config_from_dict(read_json(name_or_path, "model"))
 
 
-def config_from_dict(given: object) -> Any:
+def config_from_dict(given: object) -> ModelConfig:
     """given: diffusers' config.json, or {"kind": "transformer", ...}, with the fields that differ from the defaults.
 
     Raises ArgumentError, naming the field.
     """
     if not isinstance(given, dict):
         raise ArgumentError(f"model: got {type(given).__name__}, expected a JSON object")
-    if isinstance(class_name := given.get("_class_name"), str):
-        return _named("model", class_name, {name: of for name, of in given.items() if not name.startswith("_")})
-    if given.get("kind") != "transformer":
+    class_name = PLAIN if given.get("kind") == "transformer" else given.get("_class_name")
+    if not isinstance(class_name, str):
         expected = "'transformer', or a config.json of diffusers, with its '_class_name'"
         raise ArgumentError(f"model: kind: got {given.get('kind')!r}, expected {expected}")
-    fields = {name: of for name, of in given.items() if name != "kind"}
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in fields:
-        if name not in known:
-            raise ArgumentError(f"model: got unknown field {name!r}, expected some of {', '.join(sorted(known))}")
-    try:
-        return TransformerConfig(**fields)
-    except ArgumentError as error:
-        raise ArgumentError(f"model: {error}") from None
+    return _named("model", class_name, {name: of for name, of in given.items() if name[0] != "_" and name != "kind"})
 
 
-def _named(where: str, class_name: str, fields: dict[str, Any]) -> DiffusersConfig:
+def _named(where: str, class_name: str, fields: dict[str, Any]) -> ModelConfig:
     try:
-        return DiffusersConfig(class_name, **fields)
+        return ModelConfig(class_name, **fields)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from None
 
 
 def build_model(
-    config: BaseConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PackedModel:
     """The model, with weights as torch draws them; on the device "meta" without weights: see `materialize`.
 
@@ -108,7 +86,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def random_batch(
-    config: BaseConfig, samples: Sequence[Sample], seed: int | Sequence[int], device: torch.device, dtype: torch.dtype
+    config: ModelConfig, samples: Sequence[Sample], seed: int | Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Tensor]:
     """A batch of samples of these sizes, and its target. The same arguments give the same numbers; with a seed for each
     sample, a sample has the same numbers in every batch."""

@@ -14,6 +14,7 @@ _ADAPTERS: dict[str, str | type[Adapter]] = {
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
     "QwenImageTransformer2DModel": "knapformer.adapters.qwen_image:QwenImage",
     "SD3Transformer2DModel": "knapformer.adapters.sd3:StableDiffusion3",
+    "knapformer.models.transformer.Transformer": "knapformer.adapters.plain:Plain",
     "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
     "torchtitan.models.flux.model.model.FluxModel": "knapformer.adapters.torchtitan_flux:TorchtitanFlux",
 }

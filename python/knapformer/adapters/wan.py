@@ -22,7 +22,6 @@ from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
 from knapformer.models.attention import PackedCrossAttention
 from knapformer.models.layers import Rotation, rotate
-from knapformer.models.model import Draw
 from knapformer.models.packing import Segments, gated_add, lengths_list, modulate, positions, segment_index
 from knapformer.models.step import PackedStep
 
@@ -214,7 +213,7 @@ class Wan(Adapter):
 _CLIP_TOKENS = 257  # of a picture
 
 
-def _random_image(config: Any, draw: Draw) -> Tensor | None:
+def _random_image(config: Any, draw: Any) -> Any:
     if config.image_dim is None:
         return None
     room = config.pos_embed_seq_len

@@ -1,12 +1,9 @@
-"""What models are built of: rotary positions, and a checkpointed block."""
+"""Rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Rotation:
@@ -42,21 +39,3 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     else:
         out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(turns))
     return out.flatten(-2).to(x.dtype)
-
-
-class Block(nn.Module):
-    """A block that may be computed again in the backward pass instead of keeping its activations.
-
-    The checkpoint is inside the module's call, so that FSDP's hooks of the module surround it: parameters are gathered
-    once for the recomputation and the gradient.
-    """
-
-    checkpoint: Callable[..., Any] | None = None  # if set, it calls `compute`
-
-    def forward(self, *args: Any) -> Any:
-        if self.checkpoint is not None and torch.is_grad_enabled():
-            return self.checkpoint(self.compute, *args)
-        return self.compute(*args)
-
-    def compute(self, *args: Any) -> Any:
-        raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from knapformer.models.layers import Block
-from knapformer.models.model import PackedModel
-
-_Model = TypeVar("_Model", bound=PackedModel)
-
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges: bool = False) -> None:
     """Every block is computed again in the backward pass instead of keeping its activations.
 
-    model: one of knapformer.models, or a balanced one of diffusers.
+    model: a balanced one of diffusers or of knapformer.models.
     keep_exchanges: keeps the results of the balancer's exchanges, so that no exchange is repeated
     (`knapformer.checkpointing.keep_exchanges`).
     """
@@ -33,15 +28,14 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
         from knapformer.checkpointing import keep_exchanges as contexts
     run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     for module in model.modules():
-        if isinstance(module, Block):  # draws no random numbers: there is no generator state to restore
-            module.checkpoint = partial(run, preserve_rng_state=False) if enabled else None
-        elif hasattr(module, "enable_gradient_checkpointing"):  # of diffusers
+        if hasattr(module, "enable_gradient_checkpointing"):
             of: Any = module
             of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()
 
 
-def shard_model(model: _Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> _Model:
-    """FSDP2 over the ranks of `mesh` (one dimension): each block a unit, the rest in the root.
+def shard_model(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Any:
+    """FSDP2 over the ranks of `mesh` (one dimension): each block a unit, the rest in the root. model: what
+    knapformer.adapters.named builds.
 
     dtype: the dtype of the computation, e.g. bfloat16; parameters keep their own dtype, and gradients are reduced in
     that of the parameters. None: the computation, too, is in the parameters' dtype. In place; returns the model.

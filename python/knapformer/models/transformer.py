@@ -1,151 +1,69 @@
-"""A plain pre-norm transformer over packed sequences."""
+"""A plain pre-norm transformer, for what needs no diffusers."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from knapformer import Sample
-from knapformer.models.attention import MASKS
-from knapformer.models.config import BaseConfig, checked_field, expect
-from knapformer.models.layers import Block, Rotation, rotate, rotations
-from knapformer.models.model import Draw, PackedModel
-from knapformer.models.packing import positions
-from knapformer.models.step import PackedStep
-
-if TYPE_CHECKING:
-    from knapformer.balancer import SequenceBalancer
+from knapformer.models.layers import rotate
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig(BaseConfig):
-    """A plain pre-norm transformer over packed sequences of feature rows.
+class Transformer(nn.Module):
+    """Takes samples through `knapformer.balance`, as models of diffusers do. A sample is {"hidden_states": x}, with x
+    (1, tokens, in_channels); its prediction is (1, tokens, out_channels).
 
     One block computes 24 l d^2 + 4 l^2 d FLOPs on a sequence of l tokens at the defaults (mlp_ratio 4, as many
-    key/value heads as query heads): the workload model, exactly.
+    key/value heads as query heads): the workload model, exactly. mask: of attention, as in PackedAttention.
     """
 
-    num_blocks: int = 12
-    d_model: int = 768
-    num_heads: int = 12
-    num_kv_heads: int = 12
-    mlp_ratio: float = 4.0
-    in_channels: int = 64
-    out_channels: int = 64
-    rope_theta: float = 10000.0
-    mask: str = "full"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            checked_field(field.name, getattr(self, field.name), field.default)
-        expect(self.mask in MASKS, "mask", self.mask, f"one of {', '.join(MASKS)}")
-        expect(self.d_model % self.num_heads == 0, "num_heads", self.num_heads, f"a divisor of d_model {self.d_model}")
-        even = "an even d_model / num_heads, for the rotation of pairs"
-        expect(self.head_dim % 2 == 0, "num_heads", self.num_heads, even)
-        expect(
-            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads,
-            f"a divisor of {self.num_heads} heads",
-        )  # fmt: skip
-
-    @property
-    def mlp_width(self) -> int:
-        return int(self.d_model * self.mlp_ratio)
-
-    @property
-    def block_counts(self) -> dict[str, int]:
-        return {"block": self.num_blocks}
-
-    def build(self) -> Transformer:
-        return Transformer(self)
-
-    def random_batch(
-        self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
-    ) -> tuple[TransformerBatch, Tensor]:
-        seq_lens = [sample.num_tokens for sample in samples]
-        pairs = list(zip(seq_lens, draw.each(len(samples), seeds), strict=True))
-        x, target = (
-            torch.cat([draw.normal(0, channels), *(of.normal(length, channels) for length, of in pairs)])
-            for channels in (self.in_channels, self.out_channels)
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        d_model: int = 768,
+        num_heads: int = 12,
+        num_kv_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        in_channels: int = 64,
+        out_channels: int = 64,
+        rope_theta: float = 10000.0,
+        mask: str = "full",
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rope_theta, self.mask = d_model // num_heads, rope_theta, mask
+        self.in_proj = nn.Linear(in_channels, d_model)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(d_model, (num_heads, num_kv_heads, num_kv_heads), int(d_model * mlp_ratio))
+            for _ in range(num_blocks)
         )
-        return TransformerBatch(x, seq_lens), target
+        self.norm_out = nn.LayerNorm(d_model)
+        self.out_proj = nn.Linear(d_model, out_channels)
+        self.gradient_checkpointing = False
 
-    def alone(self, kind: str) -> TransformerConfig:
-        return dataclasses.replace(self, num_blocks=1)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("transformer: expected knapformer.balance(transformer), and a list of samples")
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "transformer", **dataclasses.asdict(self)}
+    def enable_gradient_checkpointing(self, run: Any) -> None:
+        """run: what calls a block, such as torch's checkpoint."""
+        self.gradient_checkpointing, self._gradient_checkpointing_func = True, run
 
-
-@dataclasses.dataclass(frozen=True)
-class TransformerBatch:
-    """The sequences of one rank, packed. A rank without sequences has tensors of 0 rows."""
-
-    x: Tensor  # (tokens, in_channels)
-    seq_lens: Sequence[int]  # tokens of each sequence
+    def disable_gradient_checkpointing(self) -> None:
+        self.gradient_checkpointing = False
 
 
-class Attention(nn.Module):
-    def __init__(self, config: TransformerConfig) -> None:
+class TransformerBlock(nn.Module):
+    def __init__(self, d_model: int, heads: tuple[int, int, int], mlp_width: int) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim = config.head_dim
-        self.to_qkv = nn.Linear(config.d_model, sum(self.heads) * config.head_dim)
-        self.to_out = nn.Linear(config.d_model, config.d_model)
+        self.heads, self.head_dim = heads, d_model // heads[0]
+        self.norm1 = nn.LayerNorm(d_model)
+        self.to_qkv = nn.Linear(d_model, sum(heads) * self.head_dim)
+        self.to_out = nn.Linear(d_model, d_model)
+        self.norm2 = nn.LayerNorm(d_model)
+        self.ff = nn.Sequential(nn.Linear(d_model, mlp_width), nn.GELU("tanh"), nn.Linear(mlp_width, d_model))
 
-    def forward(self, x: Tensor, step: PackedStep, rotation: Rotation) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 1)
-        out: Tensor = self.to_out(step.attention(rotate(q, rotation), rotate(k, rotation), v).flatten(1))
-        return out
-
-
-class TransformerBlock(Block):
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.d_model)
-        self.attn = Attention(config)
-        self.norm2 = nn.LayerNorm(config.d_model)
-        linear_in, linear_out = nn.Linear(config.d_model, config.mlp_width), nn.Linear(config.mlp_width, config.d_model)
-        self.ff = nn.Sequential(linear_in, nn.GELU("tanh"), linear_out)
-
-    def compute(self, x: Tensor, step: PackedStep, rotation: Rotation) -> Tensor:
-        x = x + self.attn(self.norm1(x), step, rotation)
+    def forward(self, x: Tensor, chunks: Any) -> Tensor:
+        """x: packed tokens (tokens, d_model). chunks: as packed blocks of knapformer.adapters get it."""
+        q, k, v = self.to_qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim)).split(self.heads, 1)
+        x = x + self.to_out(chunks.attention(self, rotate(q, chunks.rotation), rotate(k, chunks.rotation), v))
         out: Tensor = x + self.ff(self.norm2(x))
         return out
-
-
-class Transformer(PackedModel):
-    """(tokens, in_channels) -> (tokens, out_channels), every token attending to its own sequence."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.in_proj = nn.Linear(config.in_channels, config.d_model)
-        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_blocks))
-        self.norm_out = nn.LayerNorm(config.d_model)
-        self.out_proj = nn.Linear(config.d_model, config.out_channels)
-
-    def block_lists(self) -> list[nn.ModuleList]:
-        return [self.blocks]
-
-    def forward(
-        self, batch: TransformerBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False
-    ) -> Tensor:
-        x = self.in_proj(batch.x.to(self.in_proj.weight.dtype))
-        step = PackedStep(batch.seq_lens, self.config.d_model, balancer, self.config.mask, planned)
-        x, (place,), _ = step.enter(x, [positions(batch.seq_lens, x.device)], [])
-        rotation = self._rotation(place, x)
-        for block in self.blocks:
-            x = block(x, step, rotation)
-        out: Tensor = self.out_proj(self.norm_out(step.leave(x)))
-        return out
-
-    def _rotation(self, place: Tensor, x: Tensor) -> Rotation:
-        return rotations(place, self.config.head_dim, self.config.rope_theta, x.dtype)
-
-    def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
-        x = draw.normal(sum(step.chunk_lens), self.config.d_model)
-        return x, step, self._rotation(positions(step.chunk_lens, x.device), x)

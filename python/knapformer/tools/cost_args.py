@@ -17,7 +17,7 @@ from knapformer.tools.ways import Planning
 if TYPE_CHECKING:
     import torch
 
-    from knapformer.models.config import BaseConfig
+    from knapformer.adapters.config import ModelConfig
 
 
 def warn_if_far(args: argparse.Namespace, d_model: int, longest: int, device: str | None = None) -> None:
@@ -121,7 +121,7 @@ def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel,
 
 
 def trained_model(
-    config: BaseConfig, dtype: torch.dtype | None, checkpointing: bool, of: TrainedModel | None = None
+    config: ModelConfig, dtype: torch.dtype | None, checkpointing: bool, of: TrainedModel | None = None
 ) -> TrainedModel:
     """`of` (default: TrainedModel()) with the fields of a model that is run here. dtype: None where not yet known."""
     of = (of or TrainedModel()).replace(

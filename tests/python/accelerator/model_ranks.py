@@ -10,10 +10,10 @@ from unittest import mock
 import simulated_device as sim
 import torch
 import torch.nn.functional as F
+from knapformer.adapters.model import Draw
 from knapformer.adapters.named import build_model, config_from_dict, load_config
 from knapformer.losses import sample_mean, token_mean
 from knapformer.models import attention, init_weights, set_checkpointing
-from knapformer.models.model import Draw
 from torch import Tensor
 
 from knapformer import Sample, SequenceBalancer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 import torch
+from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.model import SampleBatch
 from knapformer.adapters.named import build_model, load_config
-from knapformer.models import TransformerBatch, TransformerConfig, init_weights, set_checkpointing
+from knapformer.models import init_weights, set_checkpointing
 from torch import Tensor
 
 PLAIN = load_config("transformer-tiny")
@@ -47,7 +48,7 @@ def heads_of(x: Tensor, head_dim: int) -> Tensor:
     return x.reshape(len(x), x.shape[1] // head_dim, head_dim).transpose(0, 1)
 
 
-def transformer_reference(w: Weights, c: TransformerConfig, x: Tensor) -> Tensor:
+def transformer_reference(w: Weights, c: ModelConfig, x: Tensor) -> Tensor:
     def norm(name: str, x: Tensor) -> Tensor:
         return normed(x, 1e-5) * w.state[f"{name}.weight"] + w.state[f"{name}.bias"]
 
@@ -57,14 +58,14 @@ def transformer_reference(w: Weights, c: TransformerConfig, x: Tensor) -> Tensor
         block = f"blocks.{i}"
         sizes = [c.num_heads * hd, c.num_kv_heads * hd, c.num_kv_heads * hd]
         q, k, v = (
-            heads_of(part, hd) for part in w.linear(f"{block}.attn.to_qkv", norm(f"{block}.norm1", x)).split(sizes, 1)
+            heads_of(part, hd) for part in w.linear(f"{block}.to_qkv", norm(f"{block}.norm1", x)).split(sizes, 1)
         )
         k, v = (part.repeat_interleave(c.num_heads // c.num_kv_heads, 0) for part in (k, v))
         q, k = rotated(q, c.rope_theta), rotated(k, c.rope_theta)
         scores = q @ k.transpose(1, 2) / math.sqrt(hd)
         if c.mask == "causal":
             scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-        x = x + w.linear(f"{block}.attn.to_out", (scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        x = x + w.linear(f"{block}.to_out", (scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
         x = x + w.linear(f"{block}.ff.2", gelu(w.linear(f"{block}.ff.0", norm(f"{block}.norm2", x))))
     return w.linear("out_proj", norm("norm_out", x))
 
@@ -73,20 +74,21 @@ def transformer_reference(w: Weights, c: TransformerConfig, x: Tensor) -> Tensor
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("seq_lens", [[7], [3, 1, 8, 8]])
 def test_transformer_is_the_reference(seq_lens: list[int], mask: str, checkpointed: bool) -> None:
-    config = dataclasses.replace(PLAIN, mask=mask)
+    config = PLAIN.replace(mask=mask)
     model = build_model(config, torch.float64)
     init_weights(model, seed=3)
     set_checkpointing(model, checkpointed)
     x = torch.randn(sum(seq_lens), config.in_channels, dtype=torch.float64)
-    out = model(TransformerBatch(x, seq_lens))
-    state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    out = model(SampleBatch([{"hidden_states": part} for part in x.split(seq_lens)], seq_lens))
+    named = {name.removeprefix("transformer."): p for name, p in model.named_parameters()}
+    state = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
     expected = torch.cat([transformer_reference(Weights(state), config, part) for part in x.split(seq_lens)])
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-8, atol=1e-10, msg=name)
 
 

@@ -21,32 +21,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("knapformer._torch")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "flux-huge"], "model: got 'flux-huge'"),
-        (["--lengths", "64,64"], "--lengths: got 1 lengths"),
-        (["--lengths", "64,-1"], "--lengths: got '64,-1', expected counts"),
-        (["--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
-        (["--block", "test_calibrate:my_block"], "--d-model: expected it with --block"),
-        (["--block", "my_block", "--d-model", "48"], "--block: got 'my_block', expected module:function"),
-        (["--block", "test_calibrate:nothing", "--d-model", "48"], "--block: got 'test_calibrate:nothing'"),
-        (["--block", "nowhere_at_all:f", "--d-model", "48"], "No module named 'nowhere_at_all'"),
-        (["--block", "test_calibrate:no_block", "--d-model", "4"], "got Linear, expected (block, function of lengths)"),
-    ],
-)
-def test_wrong_input_is_one_line_and_status_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    status = main(["calibrate", *arguments])
-    out, err = capsys.readouterr()
-    assert (status, out, os.listdir(tmp_path)) == (2, "", [])
-    assert err.startswith("knapformer calibrate: ") and message in err.splitlines()[-1]
-
-
 @pytest.mark.usefixtures("flop_clock")
 def test_one_rank_measures_every_kind_of_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from knapformer.adapters.named import load_config
@@ -185,11 +159,12 @@ def test_adapters_on_a_frozen_base_are_calibrated(
 
 def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
     """The plain transformer's, of width 192."""
-    from knapformer.adapters.named import build_model
-    from knapformer.models import PackedStep, TransformerConfig
-    from knapformer.models.model import Draw
+    from knapformer.adapters.model import Draw
+    from knapformer.adapters.named import build_model, config_from_dict
+    from knapformer.models import PackedStep
 
-    model = build_model(TransformerConfig(num_blocks=1, d_model=192, num_heads=4, num_kv_heads=4), dtype, device)
+    plain = {"kind": "transformer", "num_blocks": 1, "d_model": 192, "num_heads": 4, "num_kv_heads": 4}
+    model = build_model(config_from_dict(plain), dtype, device)
 
     def inputs(seq_lens: list[int]) -> tuple[Any, ...]:
         x, *rest = model.block_inputs(
@@ -197,7 +172,7 @@ def wide_block(device: torch.device, dtype: torch.dtype) -> Any:
         )
         return x.requires_grad_(), *rest
 
-    (block,) = model.blocks
+    ((block,),) = model.block_lists()
     return block, inputs
 
 

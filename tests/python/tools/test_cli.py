@@ -20,6 +20,9 @@ from knapformer import Plan, _core
 PLAN_G8 = ["plan", "--topology", "g8n4"]
 SIMULATE = ["simulate", "--topology", "g2n1"]
 TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
+OWN_BLOCK = ["calibrate", "--d-model", "48", "--block"]
+REPLAY = ["replay", "--model", "flux-tiny", "--data", "g1b2i256f1s0,g1b1i512f1s0,g2b1i128f1s0"]
+REPLAY_G4 = [*REPLAY, "--topology", "g4n1"]
 
 
 @pytest.mark.parametrize(
@@ -73,16 +76,49 @@ TWO = ["--data", "g2b1i256f1s0", "--ranks", "2"]
         ([*SIMULATE, "--data", "mixed", "--ranks", "2"], "ranks: got 2"),
         ([*SIMULATE, *TWO, "--topology", "g2n1"], "topology: got 'g2n1' twice"),
         ([*SIMULATE, *TWO, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
+        (["calibrate", "--model", "flux-huge"], "model: got 'flux-huge'"),
+        (["calibrate", "--lengths", "64,64"], "--lengths: got 1 lengths"),
+        (["calibrate", "--lengths", "64,-1"], "--lengths: got '64,-1', expected counts"),
+        (["calibrate", "--device", "cuda", "--ranks", "2"], "device: got 'cuda'"),
+        (["calibrate", "--block", "test_calibrate:my_block"], "--d-model: expected it with --block"),
+        ([*OWN_BLOCK, "my_block"], "--block: got 'my_block', expected module:function"),
+        ([*OWN_BLOCK, "test_calibrate:nothing"], "--block: got 'test_calibrate:nothing'"),
+        ([*OWN_BLOCK, "nowhere_at_all:f"], "No module named 'nowhere_at_all'"),
+        ([*OWN_BLOCK, "test_calibrate:no_block"], "got Linear, expected (block, function of lengths)"),
+        (REPLAY, "--topology: got none"),
+        ([*REPLAY, "--topology", "g3n1"], "topology: got 'g3n1'"),
+        ([*REPLAY_G4, "--ranks", "5"], "ranks: got 5"),
+        ([*REPLAY_G4, "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1, expected at least"),
+        ([*REPLAY_G4, "--micro-batches", "2", "--max-tokens-per-rank", "1"], "max_tokens_per_rank: got 1"),
+        ([*REPLAY_G4, "--gamma", "1", "--calibration", "x"], "not allowed with argument --gamma"),
+        ([*REPLAY_G4, "--peak-tflops", "9", "--mode", "lora"], "--peak-tflops: got one with mode lora"),
+        ([*REPLAY_G4, "--device", "cuda"], "device: got 'cuda'"),
+        ([*REPLAY[:3], "--lengths", "empty.json", "--topology", "g2n1"], "without sequences"),
+        (["plan", "--from", "missing.json"], "missing.json"),
+        (["plan", "--from", "broken.json"], "plan: "),
+        (["plan", "--from", "empty_plan.json", "--report", "x.html"], "plan: got one without sequences"),
+        (["plan", "--from", "plan.json", "--topology", "g1n2"], "--topology: got one beside a plan"),
+        (["plan", "--from", "plan.json", "--gamma", "0.5"], "--gamma: got one beside a plan"),
+        ([*PLAN_G8, *MIXED, "--report", "x.html", "--measured", "broken.json"], "--measured: broken.json"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
+    contents = {
+        "broken.json": '{"topology": ', "empty.json": "[[], []]",
+        "empty_plan.json": knapformer.plan([[], []], "g1n2", d_model=64).to_json(),
+        "plan.json": knapformer.plan([[8], [4]], "g1n2", d_model=64).to_json(),
+    }  # fmt: skip
+    for name, content in contents.items():
+        Path(name).write_text(content)
     status, out, err = run(capsys, *args)
-    assert status == 2 and out == "" and os.listdir(tmp_path) == []
+    assert status == 2 and out == "" and sorted(os.listdir(tmp_path)) == sorted(contents)
     assert err.startswith("knapformer") and err.count("\n") == 1 and message in err and len(err) < 1000
 
 

@@ -216,31 +216,6 @@ def test_text_in_titles_is_escaped(tmp_path):
     assert "&lt;/script&gt;&lt;b&gt;@CHARTS@" in page
 
 
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        ("missing.json", ["--from", "missing.json"]),
-        ("plan: ", ["--from", "broken.json"]),
-        ("plan: got one without sequences", ["--from", "empty.json"]),
-        ("--measured: broken.json", ["--data", "joint", "--topology", "g8n4", "--measured", "broken.json"]),
-        ("--topology: got one beside a plan", ["--from", "whole.json", "--topology", "g1n2"]),
-        ("--gamma: got one beside a plan", ["--from", "whole.json", "--gamma", "0.5"]),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(message, arguments, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.json").write_text('{"topology": ')
-    (tmp_path / "empty.json").write_text(kf.plan([[], []], "g1n2", d_model=64).to_json())
-    (tmp_path / "whole.json").write_text(kf.plan([[8], [4]], "g1n2", d_model=64).to_json())
-    before = sorted(tmp_path.iterdir())
-    assert main(["plan", "--report", "x.html", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("knapformer plan: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_missing_packages_are_named(monkeypatch, tmp_path):
     from knapformer.tools import files
 

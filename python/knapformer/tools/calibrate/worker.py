@@ -17,8 +17,8 @@ from rich.console import Group
 from torch import nn
 
 from knapformer import ArgumentError, Cluster, StateError, TrainedModel, predict_step
+from knapformer.adapters.config import ModelConfig
 from knapformer.calibration import Calibration, ExchangeCost
-from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
@@ -38,13 +38,13 @@ _EXCHANGE_ROUNDS = 20
 _EXCHANGE_SIZES = {"cpu": [1 << e for e in range(14, 23, 2)], "cuda": [1 << e for e in range(16, 29, 2)]}
 
 
-def run_rank(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[int], num_ranks: int) -> None:
+def run_rank(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[int], num_ranks: int) -> None:
     """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
     with joined_group(args.device, args.threads, num_ranks) as device:
         calibrate(args, config, lengths, device)
 
 
-def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[int], device: torch.device) -> None:
+def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[int], device: torch.device) -> None:
     """Collective where torch.distributed is initialised; alone otherwise. Rank 0 reports.
 
     All ranks measure at the same time, as in a run, where they share memory and power; their times are averaged.
@@ -101,7 +101,7 @@ def calibrate(args: argparse.Namespace, config: BaseConfig, lengths: Sequence[in
 
 
 def _works(
-    args: argparse.Namespace, config: BaseConfig, device: torch.device, dtype: torch.dtype, mode: str
+    args: argparse.Namespace, config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str
 ) -> list[KindOfWork]:
     if args.block is None:
         return block_works(config, device, dtype, args.recomputes, mode)
@@ -157,7 +157,7 @@ def _with_exchanges(calibration: Calibration, exchanges: Mapping[str, ExchangeTi
     )
 
 
-def _with_steps(calibration: Calibration, config: BaseConfig, steps: StepTimes, trained: TrainedModel) -> Calibration:
+def _with_steps(calibration: Calibration, config: ModelConfig, steps: StepTimes, trained: TrainedModel) -> Calibration:
     """`calibration` with the fixed time that whole steps took beyond the prediction from its blocks and exchanges."""
     num_ranks = dist.get_world_size()
     cluster = calibration.cluster(Cluster("cpu")).replace(

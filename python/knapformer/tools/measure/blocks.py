@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from knapformer import ArgumentError
+from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.model import Draw, PackedModel
 from knapformer.adapters.named import build_model
-from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
-from knapformer.models.model import Draw, PackedModel
 from knapformer.models.parallel import init_weights
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
@@ -82,7 +82,7 @@ def passes(block: Callable[..., Any], inputs: tuple[Any, ...], checkpointing: bo
 
 
 def build_kinds(
-    config: BaseConfig, device: torch.device, dtype: torch.dtype, mode: str = "training"
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str = "training"
 ) -> list[BlockKind]:
     """mode: "training", or "lora", adapters on a frozen base."""
     kinds = []
@@ -121,7 +121,7 @@ KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
 
 
 def block_works(
-    config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
 ) -> list[KindOfWork]:
     """The works of each kind of block, as time_works takes them."""
 

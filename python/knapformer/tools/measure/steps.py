@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from knapformer import Sample
+from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import build_model, materialize, random_batch
-from knapformer.models.config import BaseConfig
 from knapformer.models.lora import train_adapters
-from knapformer.models.model import PackedModel
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
 from knapformer.tools.measure.blocks import packed_lengths
 from knapformer.tools.measure.device import memory_bytes
@@ -22,7 +22,7 @@ from knapformer.tools.measure.timing import Work, measured_rounds
 
 
 def sharded_model(
-    config: BaseConfig,
+    config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     checkpointing: bool,
@@ -47,7 +47,7 @@ def sharded_model(
     return model
 
 
-def fits(config: BaseConfig, device: torch.device) -> bool:
+def fits(config: ModelConfig, device: torch.device) -> bool:
     """Whether parameters and their gradients, sharded over the world, take at most half of each rank's memory.
     Collective."""
     num_parameters = sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
@@ -67,7 +67,7 @@ class StepTimes:
 
 
 def time_steps(
-    config: BaseConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool,
+    config: ModelConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, checkpointing: bool,
     mode: str, num_rounds: int, num_warmup_rounds: int = 1,
 ) -> StepTimes:  # fmt: skip
     """Steps over about these lengths, short ones packed as `time_works` packs them. Collective over the world."""

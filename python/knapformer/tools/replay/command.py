@@ -18,7 +18,7 @@ from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_step, usual_ways
 
 if TYPE_CHECKING:
-    from knapformer.models.config import BaseConfig
+    from knapformer.adapters.config import ModelConfig
     from knapformer.tools.replay.shares import RankShare
 
 _DEFAULT_MODELS = {"cuda": "flux", "cpu": "flux-narrow"}
@@ -138,7 +138,7 @@ def _row(of: dict[str, Any], baseline_s: float) -> dict[str, Any]:
     }
 
 
-def _ways(args: argparse.Namespace, config: BaseConfig, planning: Planning) -> dict[str, list[Step]]:
+def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> dict[str, list[Step]]:
     """The ways to replay; the first leaves every sequence at home. Raises ArgumentError, OSError."""
     if args.topology is None:
         raise ArgumentError("--topology: got none, expected bags of ranks such as g8n4")
@@ -150,7 +150,7 @@ def _ways(args: argparse.Namespace, config: BaseConfig, planning: Planning) -> d
     return ways
 
 
-def _drawn(args: argparse.Namespace, config: BaseConfig) -> list[list[Lengths]]:
+def _drawn(args: argparse.Namespace, config: ModelConfig) -> list[list[Lengths]]:
     """[step][micro-batch][rank]."""
     if args.lengths is not None:
         if args.micro_batches is not None:

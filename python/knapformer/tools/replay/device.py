@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from knapformer.adapters.config import ModelConfig
 from knapformer.models.attention import PackedAttention
-from knapformer.models.config import BaseConfig
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
@@ -60,7 +60,7 @@ class Replayer:
     """A model's blocks, one of each kind, on a device."""
 
     def __init__(
-        self, config: BaseConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
     ) -> None:
         self._config, self._device, self._dtype, self._checkpointing = config, device, dtype, checkpointing
         self._kinds = build_kinds(config, device, dtype, mode)

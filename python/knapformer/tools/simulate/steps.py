@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from knapformer import ArgumentError, DataMix, Plan, Sample, Topology
-from knapformer.models.config import BaseConfig
+from knapformer.adapters.config import ModelConfig
 from knapformer.tools.doctor.alternatives import Alternative, baselines
 from knapformer.tools.ways import (
     NO_BALANCER,
@@ -44,7 +44,7 @@ class SeededSample:
 class StepData:
     """The samples of an optimizer step, by rank and micro-batch: [rank][micro-batch][sample]."""
 
-    config: BaseConfig
+    config: ModelConfig
     samples: list[list[list[SeededSample]]]
 
     @property
@@ -91,7 +91,7 @@ class VariantStep:
 class Simulation:
     """Construction checks that the fields fit together; its ArgumentError names the field that does not."""
 
-    model: BaseConfig
+    model: ModelConfig
     planning: Planning
     num_ranks: int
     mix: DataMix | None = None  # or

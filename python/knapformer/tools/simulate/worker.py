@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from knapformer import Plan, SequenceBalancer
+from knapformer.adapters.config import ModelConfig
+from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
-from knapformer.models.config import BaseConfig
-from knapformer.models.model import PackedModel
 from knapformer.models.parallel import DTYPES
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import environment
@@ -110,7 +110,7 @@ Batches = list[tuple[Any, torch.Tensor]]  # of each micro-batch, with its target
 
 
 def _batches(
-    config: BaseConfig, micro_batches: Sequence[Sequence[SeededSample]], device: torch.device, dtype: torch.dtype
+    config: ModelConfig, micro_batches: Sequence[Sequence[SeededSample]], device: torch.device, dtype: torch.dtype
 ) -> Batches:
     """The batches of one rank. Each sample is drawn by itself, from its seed."""
     return [

@@ -1,0 +1,72 @@
+"""The plain transformer of knapformer.models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, expect
+from knapformer.adapters.samples import Samples
+from knapformer.models.attention import MASKS
+from knapformer.models.layers import Rotation, rotations
+from knapformer.models.packing import positions
+from knapformer.models.step import PackedStep
+from knapformer.models.transformer import TransformerBlock
+
+
+@dataclass(frozen=True, eq=False)
+class PlainChunks(Chunks):
+    rotation: Rotation
+
+
+class Plain(Adapter):
+    required = ("hidden_states",)
+    input_layer = "in_proj"
+    blocks = {"blocks": TransformerBlock.forward}  # noqa: RUF012
+    attentions = ()
+    processors = ()
+    block_counts = {"block": "num_blocks"}  # noqa: RUF012
+    named_configs = {  # noqa: RUF012
+        "transformer": {},
+        "transformer-demo": {"num_blocks": 3, "d_model": 256, "num_heads": 4, "num_kv_heads": 4},
+        "transformer-tiny": {
+            "num_blocks": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "in_channels": 8, "out_channels": 6,
+        },
+    }  # fmt: skip
+    drawn = {  # noqa: RUF012
+        "hidden_states": lambda config, size, draw: draw.normal(1, size.num_tokens, config.in_channels)
+    }
+
+    @staticmethod
+    def check_config(config: Any) -> None:
+        heads, kv_heads, d_model = config.num_heads, config.num_kv_heads, config.d_model
+        expect(config.mask in MASKS, "mask", config.mask, f"one of {', '.join(MASKS)}")
+        expect(d_model % heads == 0, "num_heads", heads, f"a divisor of d_model {d_model}")
+        expect(d_model // heads % 2 == 0, "num_heads", heads, "an even d_model / num_heads, for the rotation of pairs")
+        expect(heads % kv_heads == 0, "num_kv_heads", kv_heads, f"a divisor of {heads} heads")
+
+    @staticmethod
+    def mask(model: Any) -> str:
+        return str(model.mask)
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        x, seq_lens = samples.rows("hidden_states", model.in_proj.in_features)
+        x = model.in_proj(x)
+        return Home(x, seq_lens, [positions(seq_lens, x.device)])
+
+    def chunks(
+        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+    ) -> PlainChunks:
+        rotation = rotations(features[0], model.head_dim, model.rope_theta, x.dtype)
+        return PlainChunks(step=step, of_token=step.segments(x), rotation=rotation)
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: PlainChunks, run: RunBlock) -> Tensor:
+        for block in model.blocks:
+            x = run(block, x, chunks)
+        return x
+
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
+        out = model.out_proj(model.norm_out(x))
+        return self.predictions(model, out, home.seq_lens, home), out
