@@ -76,7 +76,8 @@ class ModelConfig:
 
     @property
     def mask(self) -> str:
-        return str(self.fields.get("mask", "full"))
+        mask: str = self.fields.get("mask", "full")
+        return mask
 
     @property
     def depth(self) -> int:
