@@ -43,11 +43,13 @@ def config_from_dict(given: object) -> ModelConfig:
     """
     if not isinstance(given, dict):
         raise ArgumentError(f"model: got {type(given).__name__}, expected a JSON object")
-    class_name = PLAIN if given.get("kind") == "transformer" else given.get("_class_name")
-    if not isinstance(class_name, str):
+    fields = {name: of for name, of in given.items() if not name.startswith("_")}
+    if isinstance(class_name := given.get("_class_name"), str):
+        return _named("model", class_name, fields)
+    if (kind := fields.pop("kind", None)) != "transformer":
         expected = "'transformer', or a config.json of diffusers, with its '_class_name'"
-        raise ArgumentError(f"model: kind: got {given.get('kind')!r}, expected {expected}")
-    return _named("model", class_name, {name: of for name, of in given.items() if name[0] != "_" and name != "kind"})
+        raise ArgumentError(f"model: kind: got {kind!r}, expected {expected}")
+    return _named("model", PLAIN, fields)
 
 
 def _named(where: str, class_name: str, fields: dict[str, Any]) -> ModelConfig:

@@ -11,8 +11,7 @@ from torch import Tensor
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
-from knapformer.adapters.samples import Samples, on_host
-from knapformer.device_copies import to_device
+from knapformer.adapters.samples import Samples
 
 
 def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
@@ -52,12 +51,7 @@ class QwenImage(JointAdapter):
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)
         text, padded_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
         text_rows, image_rows = self._rotations(model, samples, padded_lens, image_lens, image.device)
-        kept = self._kept(samples, padded_lens)
-        text_lens = padded_lens
-        if kept is not None:
-            text_lens = [int(part.sum()) for part in kept.split(padded_lens)]
-            rows = to_device(kept.nonzero().squeeze(1), text.device)
-            text, text_rows = text.index_select(0, rows), text_rows.index_select(0, rows)
+        text_lens, text, text_rows = samples.unmasked("encoder_hidden_states_mask", padded_lens, text, text_rows)
         image = model.img_in(image)
         cond = model.time_text_embed(samples.one_each("timestep").to(image.dtype), image)
         text = model.txt_in(model.txt_norm(text))
@@ -83,20 +77,3 @@ class QwenImage(JointAdapter):
             texts.append(torch.view_as_real(text))
         empty = torch.zeros((0, sum(model.config.axes_dims_rope) // 2, 2), device=device)
         return torch.cat([empty, *texts]), torch.cat([empty, *images])
-
-    @staticmethod
-    def _kept(samples: Samples, text_lens: list[int]) -> Tensor | None:
-        """For each text token whether it is kept, on the CPU, where they are counted. Masks that come on a device cost
-        a wait."""
-        name = "encoder_hidden_states_mask"
-        masks = samples.values(name)
-        if all(mask is None for mask in masks):
-            return None
-        for i, length in enumerate(text_lens):
-            masks[i] = torch.ones(length) if masks[i] is None else samples.tensor(i, name).float()
-            if (shape := tuple(masks[i].shape)) not in ((1, length), (length,)):
-                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, {length})")
-        for i, mask in enumerate(masks := on_host(masks)):
-            if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores
-                raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected 1 for a token that counts, or 0")
-        return torch.cat([mask.flatten().bool() for mask in masks])

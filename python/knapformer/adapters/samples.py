@@ -85,6 +85,23 @@ class Samples:
             parts[i] = part.float()
         return torch.cat(parts) if parts else self.like.new_zeros((0, width), dtype=torch.float32)
 
+    def unmasked(self, name: str, lens: list[int], *rows: Tensor) -> tuple[Any, ...]:
+        """The tokens of each sample that its mask (1, tokens), or (tokens,), keeps, and the rows of these tokens. A
+        sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait."""
+        masks = self.values(name)
+        if all(mask is None for mask in masks):
+            return lens, *rows
+        for i, length in enumerate(lens):
+            masks[i] = torch.ones(length) if masks[i] is None else self.tensor(i, name).float()
+            if (shape := tuple(masks[i].shape)) not in ((1, length), (length,)):
+                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, {length})")
+        for i, mask in enumerate(masks := on_host(masks)):
+            if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected 1 for a token that counts, or 0")
+        kept = torch.cat([mask.flatten() for mask in masks]).nonzero().squeeze(1)
+        moved = to_device(kept, self.like.device)
+        return [int(mask.sum()) for mask in masks], *(of.index_select(0, moved) for of in rows)
+
     def row_each(self, name: str, width: int) -> Tensor:
         """One row of each sample, given as (1, width): (samples, width)."""
         packed, counts = self.rows(name, width)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,38 @@ def causal_free_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> 
         weights = torch.einsum("qhd,khd->hqk", qs, ks).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, vs))
     return torch.cat(outs) if outs else q * 1  # no rows, but with an autograd history
+
+
+class Listed(torch.utils.data.Dataset[Any]):
+    """A data set of these items."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+def failing_after(items: list[Any], error: BaseException) -> Iterator[Any]:
+    yield from items
+    raise error
+
+
+Outcome = tuple[str, str, int, float]
+
+
+def outcome_of(steps: Iterable[Any]) -> Outcome:
+    """The type and the words of the error that a loop ends with, '' for none, after how many steps, and the seconds."""
+    count, begin = 0, time.monotonic()
+    try:
+        for _ in steps:
+            count += 1
+    except Exception as error:
+        return type(error).__name__, str(error), count, time.monotonic() - begin
+    return "", "", count, 0.0
 
 
 def _run(rank: int, world_size: int, checks: list[Check]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_checks import run_checks
+from balancer_checks import Listed, Outcome, failing_after, outcome_of, run_checks
 from knapformer._torch import Samples
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
@@ -188,20 +188,9 @@ class Countable:
         self.state = state
 
 
-class AsDataset(torch.utils.data.Dataset[Tokens]):
-    def __init__(self, batches: list[Tokens]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Tokens:
-        return self.batches[index]
-
-
 def shuffled(batches: list[Tokens]) -> DataLoader[Tokens]:
     generator = torch.Generator().manual_seed(7)
-    return DataLoader(AsDataset(batches), batch_size=None, shuffle=bool(batches), generator=generator)
+    return DataLoader(Listed(batches), batch_size=None, shuffle=bool(batches), generator=generator)
 
 
 def stateful(batches: list[Tokens], num_workers: int = 0) -> Any:
@@ -209,7 +198,7 @@ def stateful(batches: list[Tokens], num_workers: int = 0) -> Any:
 
     generator = torch.Generator().manual_seed(7)
     return StatefulDataLoader(
-        AsDataset(batches), batch_size=None, shuffle=bool(batches), generator=generator, num_workers=num_workers
+        Listed(batches), batch_size=None, shuffle=bool(batches), generator=generator, num_workers=num_workers
     )
 
 
@@ -246,7 +235,7 @@ def check_resume_of_every_kind(rank: int, world_size: int) -> None:
 def numbered(rank: int, count: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(AsDataset(make_batches(rank, count)), batch_size=None)
+    return StatefulDataLoader(Listed(make_batches(rank, count)), batch_size=None)
 
 
 def check_resume_between_passes(rank: int, world_size: int) -> None:
@@ -354,18 +343,13 @@ def test_loader_on_real_ranks() -> None:
     run_checks(CHECKS, 2)
 
 
-def failing_after(batches: list[Tokens], error: BaseException) -> Iterator[Tokens]:
-    yield from batches
-    raise error
-
-
 def bad_lens(batch: Tokens) -> list[int]:
     if len(batch.seq_lens) == 1:
         raise KeyError("height")
     return batch.seq_lens
 
 
-def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
+def fail(rank: int, world_size: int) -> list[Outcome]:
     """What each rank raises, after how many steps, where rank 1's data goes wrong."""
     outcomes = []
     own = make_batches(rank, 4)
@@ -383,15 +367,8 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
         balancer = SequenceBalancer(TOPOLOGY, group=dist.new_group([0, 1]), d_model=D_MODEL)
         dist.barrier()  # a rank that were still making its balancer would hear of the mistake there
         loader = make(balancer) if rank == 1 else BalancedLoader(own, balancer, empty=empty)
-        steps, begin = 0, time.monotonic()
-        try:
-            for batch, _ in loader:
-                travel(balancer, batch)
-                time.sleep(0.3)  # long enough to look whether another rank has failed
-                steps += 1
-            outcomes.append(("", "", steps, 0.0))
-        except Exception as error:
-            outcomes.append((type(error).__name__, str(error), steps, time.monotonic() - begin))
+        steps = ((travel(balancer, batch), time.sleep(0.3)) for batch, _ in loader)  # time to look who has failed
+        outcomes.append(outcome_of(steps))
     return outcomes
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_checks import run_checks
+from balancer_checks import Listed, Outcome, failing_after, outcome_of, run_checks
 from ranks import GROUP_TIMEOUT_S, run_ranks
 from torch import Tensor
 
@@ -152,17 +151,6 @@ def check_resume(rank: int, world_size: int) -> None:
         assert list(lists_of(resumed)) == whole, "the pass after it is whole again"
 
 
-class AsDataset(torch.utils.data.Dataset[list[Sample]]):
-    def __init__(self, batches: list[list[Sample]]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> list[Sample]:
-        return self.batches[index]
-
-
 def check_resume_after_a_pass_left_early(rank: int, world_size: int) -> None:
     """The wrapped loader is amid the pass that was left when the next one begins."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -170,7 +158,7 @@ def check_resume_after_a_pass_left_early(rank: int, world_size: int) -> None:
     balancer = SequenceBalancer("g2n2", cluster=CLUSTER, d_model=D_MODEL)
 
     def new() -> BalancedLoader[Any]:
-        own = StatefulDataLoader(AsDataset(batches_of(rank, 8)), batch_size=None)
+        own = StatefulDataLoader(Listed(batches_of(rank, 8)), batch_size=None)
         return BalancedStepLoader(own, balancer, 2, **FIELDS)
 
     whole = list(lists_of(new()))
@@ -303,16 +291,11 @@ def test_samples_on_real_ranks() -> None:
     run_checks(CHECKS, 4)
 
 
-def failing_after(batches: list[list[Sample]], error: BaseException) -> Iterator[list[Sample]]:
-    yield from batches
-    raise error
-
-
 def without(name: str) -> Sample:
     return {field: value for field, value in sample_of(5).items() if field != name}
 
 
-def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
+def fail(rank: int, world_size: int) -> list[Outcome]:
     """What each rank raises, after how many lists, where rank 1's data goes wrong."""
     good = [[sample_of(1000 * rank + batch)] for batch in range(8)]
     broken: list[Callable[[], Any]] = [
@@ -330,13 +313,7 @@ def fail(rank: int, world_size: int) -> list[tuple[str, str, int, float]]:
         balancer = SequenceBalancer("g1n2", group=dist.new_group([0, 1]), d_model=D_MODEL)
         dist.barrier()
         loader = BalancedStepLoader(make() if rank == 1 else good, balancer, 2, **FIELDS)
-        num_lists, begin = 0, time.monotonic()
-        try:
-            for _ in lists_of(loader):
-                num_lists += 1
-            outcomes.append(("", "", num_lists, 0.0))
-        except Exception as error:
-            outcomes.append((type(error).__name__, str(error), num_lists, time.monotonic() - begin))
+        outcomes.append(outcome_of(lists_of(loader)))
         # All ranks know of it by themselves, in the same call, so nothing has stopped.
         assert balancer.plan_routing([3 + rank], D_MODEL).num_sequences == 2
     return outcomes
