@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from knapformer.adapters.model import PackedModel, SampleBatch
+from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import build_model, load_config
 from knapformer.losses import count_over_ranks, global_mean, sample_mean, token_mean
 from knapformer.models import init_weights, shard_model
@@ -42,8 +42,8 @@ def _new_model() -> PackedModel:
     return model
 
 
-def _batch(x: Tensor, seq_lens: list[int]) -> SampleBatch:
-    return SampleBatch([{"hidden_states": part} for part in x.split(seq_lens)] if seq_lens else [], seq_lens)
+def _batch(x: Tensor, seq_lens: list[int]) -> list[dict[str, Tensor]]:
+    return [{"hidden_states": part} for part in x.split(seq_lens)] if seq_lens else []
 
 
 def _sample(step: int, number: int, length: int) -> tuple[Tensor, Tensor]:

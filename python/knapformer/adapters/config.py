@@ -14,7 +14,7 @@ from torch import Tensor
 
 from knapformer import ArgumentError, Sample
 from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect, grid_of
-from knapformer.adapters.model import Draw, PackedModel, SampleBatch
+from knapformer.adapters.model import Draw, PackedModel
 from knapformer.adapters.registry import adapter_named
 from knapformer.models.transformer import Transformer
 
@@ -151,14 +151,13 @@ class ModelConfig:
 
     def random_batch(
         self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
-    ) -> tuple[SampleBatch, Tensor]:
+    ) -> tuple[list[dict[str, Any]], Tensor]:
         pairs = list(zip(samples, draw.each(len(samples), seeds), strict=True))
         drawn = [self.random_sample(size, of) for size, of in pairs]
         has_text = "encoder_hidden_states" in self.adapter.required  # of which there are no predictions
         tokens = [size.visual_tokens if has_text else size.num_tokens for size in samples]
         targets = [of.normal(n * self.rows_of_token, self.out_width) for n, (_, of) in zip(tokens, pairs, strict=True)]
-        batch = SampleBatch(drawn, [self.planned_tokens(size) for size in samples])
-        return batch, torch.cat([draw.normal(0, self.out_width), *targets])
+        return drawn, torch.cat([draw.normal(0, self.out_width), *targets])
 
     def to_dict(self) -> dict[str, Any]:
         """As diffusers writes it to config.json; of the plain transformer {"kind": "transformer", ...}."""

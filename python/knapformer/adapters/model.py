@@ -49,16 +49,9 @@ class Draw:
         return torch.exp2(-drawn).to(self.device, torch.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleBatch:
-    """FSDP's mixed precision casts the floating-point tensors in it, as it casts those of diffusers' own calls."""
-
-    samples: list[dict[str, Any]]  # the arguments of diffusers' forward
-    seq_lens: list[int]  # tokens of each, as they are planned
-
-
 class PackedModel(nn.Module):
-    """SampleBatch -> (tokens, channels) of all samples, packed; where they are images or videos, (pixels, channels).
+    """Samples -> (tokens, channels) of all of them, packed; where they are images or videos, (pixels, channels). A
+    sample is the arguments of diffusers' forward.
 
     With a balancer a forward pass is collective: every rank of its group calls it, also one without samples, and every
     parameter takes part in forward and backward on every rank. planned: the balancer holds the plan of this batch
@@ -70,9 +63,11 @@ class PackedModel(nn.Module):
         self.config: Any = config
         self.transformer = balance(transformer)
 
-    def forward(self, batch: SampleBatch, balancer: SequenceBalancer | None = None, *, planned: bool = False) -> Tensor:
+    def forward(
+        self, samples: Sequence[dict[str, Any]], balancer: SequenceBalancer | None = None, *, planned: bool = False
+    ) -> Tensor:
         balanced(self.transformer).balancer = balancer
-        predictions = self.transformer(batch.samples, planned=planned)
+        predictions = self.transformer(samples, planned=planned)
         if not predictions:
             none: Tensor = predictions.zero.expand(0, self.config.out_width)  # which carries the graph
             return none

@@ -23,7 +23,7 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, Any]:
+def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> tuple[Any, Any, Tensor, list[int], Any]:
     config = config_from_dict(QWEN) if name == "qwen" else load_config(name)
     model = build_model(config, dtype)
     init_weights(model)
@@ -31,8 +31,9 @@ def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> t
     if device != "cpu" and hasattr(embedding := getattr(model, "transformer", None), "patch_embedding"):
         embedding.patch_embedding.forward = functools.partial(_product_over_patches, embedding.patch_embedding)
     draw = Draw(torch.Generator().manual_seed(rank), torch.device(device), dtype)
-    batch, target = config.random_batch([config.possible(size) for size in SAMPLES[rank]], draw)
-    return model.to(device), batch, target, config
+    sizes = [config.possible(size) for size in SAMPLES[rank]]
+    seq_lens = [config.planned_tokens(size) for size in sizes]
+    return model.to(device), *config.random_batch(sizes, draw), seq_lens, config
 
 
 def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
@@ -57,12 +58,12 @@ def models_agree(
     for name in names:
         by_device = {}
         for device in ("cpu", "sim"):
-            model, batch, target, config = _model_and_batch(name, rank, device, dtype)
+            model, batch, target, seq_lens, config = _model_and_batch(name, rank, device, dtype)
             for block in itertools.chain(*model.block_lists()) if compiled and device == "sim" else ():
                 block.compile(backend="aot_eager", dynamic=True)
             for step in range(2):  # the second is like every later one
                 model.zero_grad()
-                plan = balancer.plan_routing(batch.seq_lens, config.d_model)
+                plan = balancer.plan_routing(seq_lens, config.d_model)
                 with sim.counted() as counted:
                     out = model(batch, balancer, planned=True)
                     per_token = (out - target).square().mean(1)
@@ -89,8 +90,8 @@ def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor],
     CPU; and what the second call on the device counted."""
     outputs = []
     for device in ("cpu", "sim"):
-        model, batch, _, _ = _model_and_batch(name, rank, device, torch.float32)
-        for i, sample in enumerate(batch.samples):
+        model, batch, *_ = _model_and_batch(name, rank, device, torch.float32)
+        for i, sample in enumerate(batch):
             numbers = {"timestep": 0.25 + i / 8, "guidance": 4.0}
             sample |= {key: number for key, number in numbers.items() if sample.get(key) is not None}
             if name == "qwen" and i == 0:  # the other sample has no mask
@@ -99,7 +100,7 @@ def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor],
         with torch.no_grad():
             for _ in range(2):
                 with sim.counted() as counted:
-                    out = model.transformer(batch.samples)
+                    out = model.transformer(batch)
         outputs.append([prediction.cpu() for prediction in out])
     return outputs[0], outputs[1], counted
 
@@ -107,17 +108,17 @@ def numbers_of_the_host(rank: int, world: int, name: str) -> tuple[list[Tensor],
 def waits_for_numbers_of_the_device(rank: int, world: int, name: str) -> list[str]:
     """Where the host waits in the second call with time steps and masks on the device."""
     sim.register()
-    model, batch, _, _ = _model_and_batch(name, rank, "sim", torch.float32)
-    for i, sample in enumerate(batch.samples):
+    model, batch, *_ = _model_and_batch(name, rank, "sim", torch.float32)
+    for i, sample in enumerate(batch):
         sample["timestep"] = torch.tensor([0.25 + i / 8], device="sim")
         if name == "qwen":
             kept = torch.arange(sample["encoder_hidden_states"].shape[1]) < 4
             sample["encoder_hidden_states_mask"] = kept.float().unsqueeze(0).to("sim")
-    assert len(batch.samples) > 1
+    assert len(batch) > 1
     with torch.no_grad():
         for _ in range(2):  # the first one copies tables of positions
             with sim.counted() as counted:
-                model.transformer(batch.samples)
+                model.transformer(batch)
     return counted.syncs
 
 

@@ -51,7 +51,6 @@ def test_batches_are_reproducible_and_shaped_by_the_samples(name: str) -> None:
     outputs = []
     for seed in (5, 5, 6):
         batch, target = random_batch(config, samples, seed, CPU, torch.float32)
-        assert batch.seq_lens == [config.planned_tokens(sample) for sample in samples]
         outputs.append(model(batch))
         assert outputs[-1].shape == target.shape and torch.isfinite(outputs[-1]).all()
     assert torch.equal(outputs[0], outputs[1]) and not torch.allclose(outputs[0], outputs[2])

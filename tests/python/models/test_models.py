@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from knapformer.adapters.config import ModelConfig
-from knapformer.adapters.model import SampleBatch
 from knapformer.adapters.named import build_model, load_config
 from knapformer.models import init_weights, set_checkpointing
 from torch import Tensor
@@ -79,7 +78,7 @@ def test_transformer_is_the_reference(seq_lens: list[int], mask: str, checkpoint
     init_weights(model, seed=3)
     set_checkpointing(model, checkpointed)
     x = torch.randn(sum(seq_lens), config.in_channels, dtype=torch.float64)
-    out = model(SampleBatch([{"hidden_states": part} for part in x.split(seq_lens)], seq_lens))
+    out = model([{"hidden_states": part} for part in x.split(seq_lens)])
     named = {name.removeprefix("transformer."): p for name, p in model.named_parameters()}
     state = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
     expected = torch.cat([transformer_reference(Weights(state), config, part) for part in x.split(seq_lens)])
