@@ -15,18 +15,6 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
-def rows_of_tables(text: str) -> list[dict[str, str]]:
-    """The rows of all tables: cells by heading."""
-    headings: list[str] = []
-    rows = []
-    for line in text.splitlines():
-        if line.startswith("┃"):
-            headings = [cell.strip() for cell in line.split("┃")[1:-1]]
-        elif line.startswith("│"):
-            rows.append(dict(zip(headings, (cell.strip() for cell in line.split("│")[1:-1]), strict=True)))
-    return rows
-
-
 def check_tables(text: str) -> None:
     """Checks that tables fit 80 columns, and that their abbreviations are explained."""
     table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]

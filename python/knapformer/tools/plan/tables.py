@@ -1,27 +1,14 @@
-"""What `knapformer plan` prints: every rank of a plan, every micro-batch of a step, predictions."""
+"""What `knapformer plan` prints: of a plan, and of predictions."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Group
 
 from knapformer import Plan
 from knapformer.tools.files import cells_of, show, table_of
 from knapformer.tools.ways import PLANNED_STEP
 
-_MAX_TABLE_RANKS = 64  # of more no table is printed
-_PART = {
-    "part": "part:", "predicted s": "s:.4g", "longest": "longest:.4f", "max tokens": "max_tokens:,",
-    "sequences": "sequences:,", "tokens": "tokens:,",
-}  # fmt: skip
-_RANK = {
-    "rank": "rank:", "bag": "bag:", "sequences": "sequences:,", "tokens": "tokens_before:,",
-    "work": "work_before:.3f", "-> chunks": "chunks:,", "-> tokens": "tokens_after:,", "-> work": "work_after:.3f",
-}  # fmt: skip
 _KEYS = {"ranks": "num_ranks:,", "topology": "topology:"}
 _POINT = {
     "step s": "total_s:.3f", "speed-up": "speed_up:.2f", "compute": "compute_s:.3f", "exchange": "exchange_s:.3f",
@@ -33,49 +20,9 @@ _POINT = {
 
 def print_made(plan: Plan, took: str) -> None:
     """took: how the plan was made."""
-    parts, shown = "", list[str | Group]()
-    if plan.num_micro_batches > 1:
-        parts = f"{plan.num_micro_batches} micro-batches, "
-        shown = [
-            _part_table(plan),
-            "Part: a micro-batch, or the whole step. Longest: work of a rank over the mean rank.",
-        ]
-    elif plan.num_ranks <= _MAX_TABLE_RANKS:
-        work = "Work: of a rank over the mean; ->: after balancing. A chunk: what a rank holds of a sequence."
-        shown = [_rank_table(plan), work]
+    parts = f"{plan.num_micro_batches} micro-batches, " if plan.num_micro_batches > 1 else ""
     size = f"{plan.num_ranks} ranks, {parts}{plan.num_sequences:,} sequences, {plan.num_tokens:,} tokens"
-    show(f"{plan.topology}, {size}, {took}", *shown, _plan_text(plan))
-
-
-def _part_table(step: Plan) -> Group:
-    each = zip(step.plans, step.predicted_times, strict=True)
-    rows = [_part(str(k), plan, [plan], seconds) for k, (plan, seconds) in enumerate(each)]
-    rows.append(_part("step", step, step.plans, step.predicted_time))
-    return table_of([cells_of(row, _PART) for row in rows], keys=("part",))
-
-
-def _part(part: str, of: Plan, plans: Sequence[Plan], predicted_s: float) -> dict[str, Any]:
-    """plans: of the part, whose work is over that of the mean rank of a micro-batch."""
-    mean = math.fsum(math.fsum(plan.workload_after) for plan in plans) / plans[0].num_ranks
-    return {
-        "part": part, "s": predicted_s, "sequences": of.num_sequences, "tokens": of.num_tokens,
-        "longest": math.fsum(max(plan.workload_after) for plan in plans) / mean if mean else None,
-        "max_tokens": of.max_tokens,
-    }  # fmt: skip
-
-
-def _rank_table(plan: Plan) -> Group:
-    mean = statistics.fmean(plan.workload_before) or 1.0
-    rows = (
-        {
-            "rank": str(rank), "bag": str(bag), "sequences": len(plan.seq_lens[rank]),
-            "chunks": len(plan.chunk_lens[rank]), "tokens_before": plan.tokens_before[rank],
-            "tokens_after": plan.tokens_after[rank], "work_before": plan.workload_before[rank] / mean,
-            "work_after": plan.workload_after[rank] / mean,
-        }
-        for bag, ranks in enumerate(plan.topology.bags) for rank in ranks
-    )  # fmt: skip
-    return table_of((cells_of(row, _RANK) for row in rows), keys=("rank", "bag"))
+    show(f"{plan.topology}, {size}, {took}", _plan_text(plan))
 
 
 def _plan_text(plan: Plan) -> str:
