@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -21,7 +20,6 @@ from knapformer.interrupts import unwound
 
 _RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
 _LAUNCHER = "KNAPFORMER_LAUNCHER"  # environment variable: the process that started the ranks
-_TRACEBACK = "KNAPFORMER_TRACEBACK"  # environment variable: if it is set, failures print a traceback
 
 
 def started_here() -> bool:
@@ -82,8 +80,6 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[], No
     try:
         work()
     except BaseException as error:
-        if os.environ.get(_TRACEBACK):
-            traceback.print_exception(error)
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
