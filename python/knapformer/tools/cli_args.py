@@ -9,10 +9,9 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from knapformer import ArgumentError, Cluster, DataMix, Plan, solver_names
+from knapformer import ArgumentError, Cluster, DataMix, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.installed_torch import torch_problem
 from knapformer.tools.sample_files import steps_of
@@ -223,11 +222,6 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     num_ranks = mix.num_ranks if args.ranks is None else args.ranks
     mix.check_divides(num_ranks)
     return mix, num_ranks
-
-
-def read_plan(path: str) -> Plan:
-    """Raises ArgumentError, OSError."""
-    return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
 def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:

@@ -109,13 +109,12 @@ def read_cluster(name: str, model: TrainedModel) -> tuple[Cluster, TrainedModel,
         known = ", ".join([*Cluster.names(), "published"])
         raise ArgumentError(f"--cluster: got {name!r}, expected {known}, or a JSON file that exists")
     content = read_json(name, "--cluster")
-    if not isinstance(content, dict) or not set(content) <= {"cluster", "model"}:
-        raise ArgumentError(f"--cluster: {name}: expected an object with 'cluster' and 'model'")
-    parts = [content.get(part, {}) for part in ("cluster", "model")]
-    if not all(isinstance(fields, dict) for fields in parts):
-        raise ArgumentError(f"--cluster: {name}: expected 'cluster' and 'model' to be objects")
+    is_object = isinstance(content, dict) and set(content) <= {"cluster", "model"}
+    if not is_object or not all(isinstance(fields, dict) for fields in content.values()):
+        raise ArgumentError(f"--cluster: {name}: expected an object with the objects 'cluster' and 'model'")
+    fields = content.get("cluster", {})
     try:
-        return Cluster(**parts[0]), model.replace(**parts[1]), "fixed_s" in parts[0]
+        return Cluster(**fields), model.replace(**content.get("model", {})), "fixed_s" in fields
     except ArgumentError as error:
         raise ArgumentError(f"--cluster: {name}: {error}") from None
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -84,37 +84,27 @@ def write(path: str | None, text: str) -> None:
     process's standard output or error, is written into. Raises OutputError."""
     if path is None:
         return
-    if path == "-":
-        print(text)
+    if (stream := sys.stdout if path == "-" else _standard_stream(path)) is not None:
+        print(text, file=stream)
         return
-    data = f"{text}\n".encode()
     try:
-        through = _descriptor_of(path)
-        if through is None:
-            _replace(os.path.realpath(path), data)
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_text(f"{text}\n", encoding="utf-8")
         else:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # what was printed earlier comes first
-            with os.fdopen(through, "wb") as file:
-                file.write(data)
+            _replace(os.path.realpath(path), f"{text}\n".encode())
     except BrokenPipeError:
         raise
     except OSError as error:
         raise OutputError(error.errno, error.strerror, path) from error
 
 
-def _descriptor_of(path: str) -> int | None:
-    """A descriptor to write into; None where there is no file yet, or a regular one to replace."""
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return None
-    for standard in (1, 2):
-        # Duplicated, not opened again: opening would start at the beginning of a file that output is redirected to.
-        with contextlib.suppress(OSError):  # it may be closed
-            if os.path.samestat(there, os.fstat(standard)):
-                return os.dup(standard)
-    return None if stat.S_ISREG(there.st_mode) else os.open(path, os.O_WRONLY)
+def _standard_stream(path: str) -> TextIO | None:
+    """Standard output or error, where the path is that of the file it goes to."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # it may be closed, or no file
+            if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
+                return stream
+    return None
 
 
 @unwound()  # or the temporary file could stay

@@ -262,11 +262,9 @@ def _npy_values(path: str) -> Iterator[int]:
         raise ArgumentError(
             f"LENGTHS: {path}: got what is no array of numbers, expected a file of numpy.save"
         ) from None
-    if not isinstance(values, numpy.ndarray):
-        raise ArgumentError(f"LENGTHS: {path}: got several arrays, expected one of integers, (samples,)")
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ArgumentError(
-            f"LENGTHS: {path}: got {values.dtype} of shape {values.shape}, expected integers, (samples,)"
-        )
+    if not isinstance(values, numpy.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+        one = isinstance(values, numpy.ndarray)
+        got = f"{values.dtype} of shape {values.shape}" if one else "several arrays"
+        raise ArgumentError(f"LENGTHS: {path}: got {got}, expected integers, (samples,)")
     for start in range(0, len(values), _BATCH_ROWS):
         yield from values[start : start + _BATCH_ROWS].tolist()

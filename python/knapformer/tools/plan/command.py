@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from knapformer import ArgumentError, Cluster, DataMix, Plan, Topology, plan_home
@@ -114,7 +115,7 @@ _Made = tuple[Planning, Plan, list[Point], str]
 
 def _from_file(args: argparse.Namespace) -> _Made:
     refuse(args, _OF_PLANNING, "a plan", "which has its own")
-    plan = cli_args.read_plan(args.plan)
+    plan = Plan.from_json(Path(args.plan).read_text(encoding="utf-8", errors="replace"))
     planning = cost_args.planning(args, plan, d_model=plan.d_model, gamma=plan.workload.gamma, solver=plan.solver)
     plan, points = plan.on(planning.cluster, planning.model), list[Point]()
     if plan.num_micro_batches > 1:
