@@ -72,26 +72,22 @@ class PackedStep:
         """
         if self._step is None:
             return x, list(features), list(sequence_features)
-        given = [*features, *sequence_features]
-        for_host = [tensor.is_cpu and not x.is_cpu for tensor in given]
+        given, num_features = [*features, *sequence_features], len(features)
         moved: dict[int, Tensor] = {}
-        if any(for_host):
-            rows = torch.empty(x.shape[0], 0)
-            self._route(rows, {i: t for i, t in enumerate(given) if for_host[i]}, len(features), moved)
-        x = self._route(x, {i: t for i, t in enumerate(given) if not for_host[i]}, len(features), moved)
-        in_order = [moved[i] for i in range(len(given))]
-        return x, in_order[: len(features)], in_order[len(features) :]
-
-    def _route(self, x: Tensor, tensors: dict[int, Tensor], num_features: int, moved: dict[int, Tensor]) -> Tensor:
-        """Tensors with keys below num_features have a row for each token, the others a row for each sequence."""
-        assert self._step is not None
-        of_tokens, of_sequences = ([i for i in tensors if (i < num_features) == kind] for kind in (True, False))
-        chunk_lens, x, token_rows, sequence_rows = self._step.route(
-            x, [tensors[i] for i in of_tokens], sequence_features=[tensors[i] for i in of_sequences]
-        )
+        for on_host in (True, False):
+            chosen = [i for i, tensor in enumerate(given) if (tensor.is_cpu and not x.is_cpu) == on_host]
+            if on_host and not chosen:
+                continue
+            of_tokens, of_sequences = ([i for i in chosen if (i < num_features) == kind] for kind in (True, False))
+            chunk_lens, rows, token_rows, sequence_rows = self._step.route(
+                torch.empty(x.shape[0], 0) if on_host else x,
+                [given[i] for i in of_tokens],
+                sequence_features=[given[i] for i in of_sequences],
+            )
+            moved |= zip([*of_tokens, *of_sequences], [*token_rows, *sequence_rows], strict=True)
         self.chunk_lens = lengths_list(chunk_lens)
-        moved |= zip([*of_tokens, *of_sequences], [*token_rows, *sequence_rows], strict=True)
-        return x
+        in_order = [moved[i] for i in range(len(given))]
+        return rows, in_order[:num_features], in_order[num_features:]
 
     def segments(self, x: Tensor) -> Segments:
         """The chunk that each chunk token belongs to, on the device of x."""
