@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,10 +100,12 @@ class ModelConfig:
         """Text tokens that a sample may have at most; None: any number."""
         return MAX_TEXT_TOKENS if self.text_beside else None
 
-    @property
-    def rows_of_token(self) -> int:
-        """Rows of a prediction for each token: as many as a patch has latent pixels, or 1 without grids."""
-        return math.prod(self.patch) if self.adapter.of_grids else 1
+    def num_rows(self, sample: Sample) -> int:
+        """Of a sample's prediction: as many for each token as a patch has latent pixels, or 1 without grids. Text that
+        is an argument of its own has none."""
+        has_text = "encoder_hidden_states" in self.adapter.required
+        num_tokens = sample.visual_tokens if has_text else sample.num_tokens
+        return num_tokens * (math.prod(self.patch) if self.adapter.of_grids else 1)
 
     @property
     def out_width(self) -> int:
@@ -148,16 +150,6 @@ class ModelConfig:
         drawn = _DRAWN | self.adapter.drawn
         names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
         return {name: drawn[name](self, size, draw) for name in names}
-
-    def random_batch(
-        self, samples: Sequence[Sample], draw: Draw, seeds: Sequence[int] | None = None
-    ) -> tuple[list[dict[str, Any]], Tensor]:
-        pairs = list(zip(samples, draw.each(len(samples), seeds), strict=True))
-        drawn = [self.random_sample(size, of) for size, of in pairs]
-        has_text = "encoder_hidden_states" in self.adapter.required  # of which there are no predictions
-        tokens = [size.visual_tokens if has_text else size.num_tokens for size in samples]
-        targets = [of.normal(n * self.rows_of_token, self.out_width) for n, (_, of) in zip(tokens, pairs, strict=True)]
-        return drawn, torch.cat([draw.normal(0, self.out_width), *targets])
 
     def to_dict(self) -> dict[str, Any]:
         """As diffusers writes it to config.json; of the plain transformer {"kind": "transformer", ...}."""

@@ -29,15 +29,6 @@ class Draw:
     device: torch.device
     dtype: torch.dtype
 
-    def each(self, count: int, seeds: Sequence[int] | None) -> list[Draw]:
-        """For each of so many samples itself, or a draw of the sample's own seed."""
-        if seeds is None:
-            return [self] * count
-        return [
-            dataclasses.replace(self, generator=torch.Generator(self.generator.device).manual_seed(seed))
-            for seed in seeds
-        ]
-
     def normal(self, *shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=torch.float32)
         return drawn.to(self.device, self.dtype)

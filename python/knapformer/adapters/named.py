@@ -92,5 +92,12 @@ def random_batch(
 ) -> tuple[Any, Tensor]:
     """A batch of samples of these sizes, and its target. The same arguments give the same numbers; with a seed for each
     sample, a sample has the same numbers in every batch."""
-    of_batch, of_samples = (seed, None) if isinstance(seed, int) else (0, seed)
-    return config.random_batch(samples, Draw(torch.Generator().manual_seed(of_batch), device, dtype), of_samples)
+
+    def draw(seed: int) -> Draw:
+        return Draw(torch.Generator().manual_seed(seed), device, dtype)
+
+    draws = [draw(seed)] * len(samples) if isinstance(seed, int) else list(map(draw, seed))
+    pairs = list(zip(samples, draws, strict=True))
+    drawn = [config.random_sample(size, of) for size, of in pairs]
+    targets = [of.normal(config.num_rows(size), config.out_width) for size, of in pairs]
+    return drawn, torch.cat([torch.empty(0, config.out_width, device=device, dtype=dtype), *targets])

@@ -10,8 +10,7 @@ from unittest import mock
 import simulated_device as sim
 import torch
 import torch.nn.functional as F
-from knapformer.adapters.model import Draw
-from knapformer.adapters.named import build_model, config_from_dict, load_config
+from knapformer.adapters.named import build_model, config_from_dict, load_config, random_batch
 from knapformer.losses import sample_mean, token_mean
 from knapformer.models import attention, init_weights, set_checkpointing
 from torch import Tensor
@@ -30,10 +29,9 @@ def _model_and_batch(name: str, rank: int, device: str, dtype: torch.dtype) -> t
     set_checkpointing(model)
     if device != "cpu" and hasattr(embedding := getattr(model, "transformer", None), "patch_embedding"):
         embedding.patch_embedding.forward = functools.partial(_product_over_patches, embedding.patch_embedding)
-    draw = Draw(torch.Generator().manual_seed(rank), torch.device(device), dtype)
     sizes = [config.possible(size) for size in SAMPLES[rank]]
     seq_lens = [config.planned_tokens(size) for size in sizes]
-    return model.to(device), *config.random_batch(sizes, draw), seq_lens, config
+    return model.to(device), *random_batch(config, sizes, rank, torch.device(device), dtype), seq_lens, config
 
 
 def _product_over_patches(conv: torch.nn.Conv3d, video: Tensor) -> Tensor:
