@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ from knapformer.adapters.config import ModelConfig
 from knapformer.calibration import Calibration, ExchangeCost
 from knapformer.models.lora import train_adapters
 from knapformer.models.parallel import DTYPES
+from knapformer.models.step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, write_json
-from knapformer.tools.measure.blocks import BlockTimes, KindOfWork, block_works, passes, time_works
+from knapformer.tools.measure.blocks import BlockKind, BlockTimes, KindOfWork, build_kinds, passes, time_works
 from knapformer.tools.measure.device import default_dtype, joined_group
 from knapformer.tools.measure.environment import device_name, environment
 from knapformer.tools.measure.exchange import ExchangeTimes, node_groups, time_exchanges
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, fits, time_steps
+from knapformer.tools.measure.timing import Work
 from knapformer.tools.ways import Planning
 
 _NUM_STEP_LENGTHS = 5
@@ -104,7 +107,12 @@ def _works(
     args: argparse.Namespace, config: ModelConfig, device: torch.device, dtype: torch.dtype, mode: str
 ) -> list[KindOfWork]:
     if args.block is None:
-        return block_works(config, device, dtype, args.recomputes, mode)
+
+        def work(kind: BlockKind, seq_lens: list[int]) -> Work:
+            step = PackedStep(seq_lens, config.d_model, mask=config.mask)
+            return kind.work(step, list(map(config.text_tokens, seq_lens)), args.recomputes)
+
+        return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
     block, inputs = _load_own_block(args.block, device, dtype)
     if mode == "lora":
         train_adapters(block, [block])

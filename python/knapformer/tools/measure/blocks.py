@@ -120,18 +120,6 @@ class BlockTimes:
 KindOfWork = tuple[str, int, Callable[[list[int]], Work]]
 
 
-def block_works(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool, mode: str = "training"
-) -> list[KindOfWork]:
-    """The works of each kind of block, as time_works takes them."""
-
-    def work(kind: BlockKind, seq_lens: list[int]) -> Work:
-        step = PackedStep(seq_lens, config.d_model, mask=config.mask)
-        return kind.work(step, list(map(config.text_tokens, seq_lens)), checkpointing)
-
-    return [(kind.name, kind.count, partial(work, kind)) for kind in build_kinds(config, device, dtype, mode)]
-
-
 def time_works(
     kinds: Sequence[KindOfWork],
     lengths: Sequence[int],
