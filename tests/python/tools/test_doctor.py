@@ -312,11 +312,20 @@ def test_buckets_and_time_budgets_have_the_batch_size_of_the_mix(capsys, mix):
     assert f"{size:.3g} samples x 1 micro-batches each" in text
 
 
-def test_recorded_batches_have_the_batch_size_that_they_have(tmp_path, capsys):
-    path = file_of(tmp_path / "drawn.json", [[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]])
-    found = diagnosis(capsys, path, "--mode", "lora")
-    assert found["batch_size"] == 4
-    assert by_key(found)["buckets"]["samples_per_s"] * by_key(found)["buckets"]["step_s"] == pytest.approx(8)
+@pytest.mark.parametrize(
+    ("content", "arguments", "size"),
+    [
+        ([[[100] * 3, [100] * 4], [[100] * 4, [100] * 5]], [], 4),  # recorded batches
+        ([100] * 9, ["--ranks", 2, "--steps", 2], 1),
+        ([100] * 9, ["--ranks", 2, "--steps", 2, "--batch-size", 3], 3),
+    ],
+)
+def test_the_batch_size_is_that_of_the_data(tmp_path, capsys, content, arguments, size):
+    found = diagnosis(capsys, file_of(tmp_path / "data.json", content), "--mode", "lora", *arguments)
+    buckets, drawn = (by_key(found)[key] for key in ("buckets", "as_drawn"))
+    assert found["batch_size"] == size
+    assert buckets["samples_per_s"] * buckets["step_s"] == pytest.approx(2 * size)
+    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(2 * size)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -325,16 +334,6 @@ def test_a_batch_size_beside_batches_is_refused(tmp_path, capsys, recorded):
     source = [path] if recorded else ["--data", "low"]
     whose = str(path) if recorded else "--data"
     assert f"--batch-size: got 32, expected none: {whose} states" in refused(capsys, *source, "--batch-size", 32)
-
-
-def test_a_batch_size_is_that_of_drawn_lengths(tmp_path, capsys):
-    path = file_of(tmp_path / "lengths.txt", "100\n" * 9)
-    arguments = [path, "--ranks", 2, "--steps", 2, "--mode", "lora"]
-    assert diagnosis(capsys, *arguments)["batch_size"] == 1
-    found = diagnosis(capsys, *arguments, "--batch-size", 3)
-    assert found["batch_size"] == 3
-    drawn = by_key(found)["as_drawn"]
-    assert drawn["samples_per_s"] * drawn["step_s"] == pytest.approx(6)
 
 
 def calibration(path, **fields):

@@ -255,18 +255,15 @@ def test_every_format_is_read(tmp_path):
         assert samples.steps == ([[[5], [70]], [[900, 12], []]] if path.stem == "steps" else []), path.name
 
 
-@pytest.mark.parametrize(("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", "")])
-def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, name, heading):
+@pytest.mark.parametrize(
+    ("name", "heading"), [("a.csv", "num_tokens\r\n"), ("a.txt", ""), ("a.csv", ""), ("-", "num_tokens\r\n"), ("-", "")]
+)
+def test_a_file_of_a_spreadsheet_loses_no_row(tmp_path, monkeypatch, name, heading):
     """It begins with a byte order mark."""
-    (tmp_path / name).write_bytes(f"\ufeff{heading}5\r\n70\r\n".encode())
-    samples = read_samples(str(tmp_path / name), None)
-    assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
-
-
-@pytest.mark.parametrize("heading", ["num_tokens\r\n", ""])
-def test_so_does_standard_input(monkeypatch, heading):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{heading}5\r\n70\r\n", newline=""))
-    samples = read_samples("-", None)
+    text = f"\ufeff{heading}5\r\n70\r\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=""))
+    (tmp_path / name).write_bytes(text.encode())
+    samples = read_samples(name if name == "-" else str(tmp_path / name), None)
     assert (list(samples.lengths), samples.bad_rows) == ([5, 70], 0)
 
 
