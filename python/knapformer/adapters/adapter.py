@@ -146,13 +146,8 @@ class Adapter(ABC):
         parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy(out.unsqueeze(0), list(lens), 1)
         if not self.of_grids:
             return parts
-        return [unpatched(part, of, self.patch(model)) for part, of in zip(parts, home.grids, strict=True)]
-
-    @staticmethod
-    def patch(model: Any) -> tuple[int, ...]:
-        """With of_grids: how many numbers of a picture or video, in each direction, make a token."""
-        size = model.config.patch_size
-        return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+        patch = patch_of(model.config.patch_size)
+        return [unpatched(part, of, patch) for part, of in zip(parts, home.grids, strict=True)]
 
     def check_forward(self, name: str, module: nn.Module) -> None:
         """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
@@ -248,6 +243,11 @@ def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:
 def clip_half(x: Tensor) -> Tensor:
     """Clips float16 as diffusers' blocks do."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def patch_of(size: int | Sequence[int]) -> tuple[int, ...]:
+    """How many numbers of a picture or video, in each direction, make a token: `patch_size` of diffusers."""
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def unpatched(patches: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:

@@ -52,7 +52,7 @@ def balance(
     max_text_tokens: int = MAX_TEXT_TOKENS,
     batches: bool = False,
 ) -> Model:
-    """Lets a transformer of diffusers or torchtitan take a list of samples of any sizes in one call, without padding.
+    """Lets a transformer of diffusers, torchtitan or knapformer.models take a list of samples of any sizes, unpadded.
 
         knapformer.balance(transformer, balancer)
         predictions = transformer(samples)

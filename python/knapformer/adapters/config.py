@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from knapformer import ArgumentError, Sample
-from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect, grid_of
+from knapformer.adapters.adapter import MAX_TEXT_TOKENS, Adapter, expect, grid_of, patch_of
 from knapformer.adapters.model import Draw, PackedModel
 from knapformer.adapters.registry import adapter_named
 from knapformer.models.transformer import Transformer
@@ -115,9 +115,7 @@ class ModelConfig:
 
     @property
     def patch(self) -> tuple[int, ...]:
-        """Numbers of a latent in each direction that make a token."""
-        size = self.fields.get("patch_size", 1)
-        return size if isinstance(size, tuple) else (size, size)
+        return patch_of(self.fields.get("patch_size", 1))
 
     def alone(self, kind: str) -> ModelConfig:
         counts = dict.fromkeys(self.adapter.block_counts.values(), 0)
