@@ -92,6 +92,8 @@ class Adapter(ABC):
     forwards: ClassVar[tuple[str, ...]] = ()
     # Classes of attention processors, likewise, that compute the same as the packed blocks.
     processors: ClassVar[tuple[str, ...]]
+    # Fields of the model's config with which, where they are set, it computes what packed blocks do not.
+    refused: ClassVar[tuple[str, ...]] = ()
     # Modules of the blocks and of the model whose parts are called in place of the module itself.
     in_parts: ClassVar[tuple[str, ...]] = ()
 
@@ -178,6 +180,9 @@ class Adapter(ABC):
 
     def check(self, model: Any) -> None:
         """Raises StateError where the model computes what packed blocks do not."""
+        for name in self.refused:
+            if value := getattr(model.config, name, None):
+                raise StateError(f"transformer: got a model with {name} {value!r}, expected one without")
         if getattr(model, "is_cache_enabled", False):
             raise StateError(
                 "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError, StateError
+from knapformer import ArgumentError
 from knapformer.adapters.adapter import Home, clip_half
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
@@ -31,6 +31,7 @@ class QwenImage(JointAdapter):
     input_layer = "img_in"
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
+    refused = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
     in_parts = ("attn",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     named_configs = {  # noqa: RUF012
@@ -40,12 +41,6 @@ class QwenImage(JointAdapter):
             "joint_attention_dim": 64,
         },
     }  # fmt: skip
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        for name in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"):
-            if getattr(model.config, name, False):
-                raise StateError(f"transformer: got a model with {name}, expected one without")
 
     def embed(self, model: Any, samples: Samples) -> Home:
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)

@@ -18,6 +18,7 @@ class StableDiffusion3(JointAdapter):
     input_layer = "pos_embed.proj"
     blocks = {"transformer_blocks": adaptive_double_block}  # noqa: RUF012
     forwards = ("JointTransformerBlock", *JointAdapter.forwards)
+    refused = ("dual_attention_layers",)
     in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
@@ -36,10 +37,6 @@ class StableDiffusion3(JointAdapter):
 
     def check(self, model: Any) -> None:
         super().check(model)
-        if model.config.dual_attention_layers:
-            raise StateError(
-                f"transformer: got dual_attention_layers {model.config.dual_attention_layers}, expected ()"
-            )
         fused = any(type(block.attn.processor).__name__.startswith("Fused") for block in model.transformer_blocks)
         if fused and model.config.qk_norm is not None:
             raise StateError(

@@ -10,11 +10,13 @@ import pytest
 import torch
 from adapters.cases import (
     SIZES,
+    Case,
     Sample,
     assert_gradients_equal,
     cases,
     gradients,
     one_by_one,
+    qwen_image,
     relative_error,
     sample_loss,
     sd3,
@@ -279,6 +281,18 @@ def test_what_cannot_be_packed_is_refused() -> None:
     model.single_transformer_blocks[0].attn.processor._parallel_config = object()
     with pytest.raises(knapformer.StateError, match=r"single_transformer_blocks\[0\].attn.processor: .*context parall"):
         model(samples_of())
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    [
+        (sd3(dual_attention_layers=(0,)), r"dual_attention_layers \(0,\)"),
+        (qwen_image(zero_cond_t=True), "zero_cond_t True"),
+    ],
+)
+def test_a_model_that_is_set_to_compute_something_else_is_refused(case: Case, setting: str) -> None:
+    with pytest.raises(knapformer.StateError, match=f"transformer: got a model with {setting}, expected one without"):
+        knapformer.balance(case.make())
 
 
 @pytest.mark.parametrize(
