@@ -95,13 +95,14 @@ int main() {
                                               [&](const std::vector<int64_t>& bag) { return groups.group(bag, rank); });
         balancer.plan_routing(kLengths[static_cast<size_t>(rank)], kWidth);
         const at::Tensor x = tokens_of(rank, step);
-        const auto routed = balancer.route(x);
+        const knapformer::Step moves = balancer.current();
+        const auto routed = moves.route(x);
         const at::Tensor h = model.forward(routed.x, [&](const auto& q, const auto& k, const auto& v) {
-          return balancer.attention(q, k, v, [](const auto& q, const auto& k, const auto& v, const auto& seq_lens) {
+          return moves.attention(q, k, v, [](const auto& q, const auto& k, const auto& v, const auto& seq_lens) {
             return attend(q, k, v, seq_lens);
           });
         });
-        const at::Tensor loss = (balancer.reverse_route(h).x - x.roll(1, 1)).square().sum();
+        const at::Tensor loss = (moves.reverse_route(h).x - x.roll(1, 1)).square().sum();
         losses[static_cast<size_t>(rank)] = loss.item<double>();
         of_rank[static_cast<size_t>(rank)] = gradients(loss, model);
       });

@@ -118,10 +118,11 @@ void bind_planning(BalancerClass& balancer) {
       .def_property_readonly(
           "plan", [](const SequenceBalancer& self) { return self.current().step_plan(); },
           "The plan of the micro-batch in force. StateError where there is none.")
-      .def_property_readonly("seq_lens", &SequenceBalancer::seq_lens,
-                             "int32 on the CPU: tokens of this rank's sequences in the plan in force.")
       .def_property_readonly(
-          "chunk_lens", &SequenceBalancer::chunk_lens,
+          "seq_lens", [](const SequenceBalancer& self) { return self.current().seq_lens(); },
+          "int32 on the CPU: tokens of this rank's sequences in the plan in force.")
+      .def_property_readonly(
+          "chunk_lens", [](const SequenceBalancer& self) { return self.current().chunk_lens(); },
           "int32 on the CPU: tokens of the chunks that this rank holds in the plan in force, in row order.")
       .def("observe",
            [](SequenceBalancer& self, const py::object& seconds) { self.observe(number_from(seconds, "seconds")); })

@@ -76,11 +76,6 @@ std::shared_ptr<StepPlan> SequenceBalancer::plan_routing(std::span<const int64_t
   return take(planner_.plan(seq_lens, d_model, data));
 }
 
-std::shared_ptr<PlanningAhead> SequenceBalancer::start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
-                                                                const StepData& data) {
-  return planner_.start(seq_lens, d_model, data);
-}
-
 std::shared_ptr<StepPlan> SequenceBalancer::finish_planning(PlanningAhead& ahead) {
   clear();
   return take(planner_.finish(ahead));

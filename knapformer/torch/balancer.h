@@ -2,23 +2,14 @@
 //
 //   SequenceBalancer balancer("g4/2/1n2", {.plan = {.workload = {.gamma = 1.71}}}, group, make_bag_group);
 //   balancer.plan_routing(seq_lens, d_model);
-//   auto routed = balancer.route(x, {ids}, {conditioning});   // (tokens, ...) -> (tokens of this rank's chunks, ...)
-//   auto h = balancer.attention(q, k, v, attend);             // (chunk tokens, heads, head_dim), there and back
-//   x = balancer.reverse_route(x).x;                          // back home, in the order of seq_lens
-//
-// attend(q, k, v, seq_lens) sees whole sequences with a share of the heads, and applies the mask: the plan counts with
-// one, and attention is told which one the kernel applies. In flat bags attention's two sides are there too:
-//
-//     auto a = balancer.pre_attn(q, k, v);                           // (tokens of whole sequences, heads / g, ...)
-//     h = balancer.post_attn(attend(a.q, a.k, a.v, a.seq_lens)).o;   // (chunk tokens, heads, ...)
+//   const Step step = balancer.current();                 // which moves tensors: step.h
 //
 // Three parts do the work: Ranks (groups, and errors that become errors on all ranks), StepPlanner (lengths in, plans
-// out), and Step (a plan that moves tensors). Here they have the names of the published method, which go by the step in
-// force: that of the last plan. Code that may run when another plan has been made since holds its Step.
+// out), and Step (a plan that moves tensors). The calls of the published method, which go by the step in force (that of
+// the last plan), are Python's.
 //
-// Methods that plan or move tensors are collective. All ranks of the group call them in the same order, also ranks
-// without sequences; attention, pre_attn and post_attn are called by all ranks of a bag. An error on one rank becomes
-// an error on all, which then need a new balancer.
+// Methods that plan are collective: all ranks of the group call them in the same order, also ranks without sequences.
+// An error on one rank becomes an error on all, which then need a new balancer.
 //
 // Collectives in a step: one to plan, one for each route and reverse_route, two for each attention (none in bags of
 // one), and as many in the backward pass, planning aside.
@@ -67,7 +58,9 @@ class SequenceBalancer {
   /// As plan_routing in two halves, of which the first launches the gather of lengths and returns, while another step
   /// computes. Steps that were started may be finished in any order, and again, as long as all ranks do the same.
   std::shared_ptr<PlanningAhead> start_planning(std::span<const int64_t> seq_lens, int64_t d_model,
-                                                const StepData& data);
+                                                const StepData& data) {
+    return planner_.start(seq_lens, d_model, data);
+  }
   std::shared_ptr<StepPlan> finish_planning(PlanningAhead& ahead);
   /// As StepPlanner's.
   void start_moving(PlanningAhead& ahead) { planner_.start_moving(ahead); }
@@ -91,31 +84,7 @@ class SequenceBalancer {
   /// By outputs of the step in force it shows whose backward pass runs. Returns `output`.
   at::Tensor watched(at::Tensor output);
 
-  // Those of the step in force.
-  Step::Routed route(const at::Tensor& x, at::TensorList features = {}, at::TensorList sequence_features = {}) {
-    return current_for("route").route(x, features, sequence_features);
-  }
-  Step::Returned reverse_route(const at::Tensor& x) {
-    Step::Returned returned = current_for("reverse_route").reverse_route(x);
-    returned.x = watched(returned.x);
-    return returned;
-  }
-  Step::AttentionInputs pre_attn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const KernelMask& mask = Mask()) {
-    return current_for("pre_attn").pre_attn(q, k, v, mask);
-  }
-  Step::AttentionOutput post_attn(const at::Tensor& o) {
-    Step::AttentionOutput output = current_for("post_attn").post_attn(o);
-    output.o = watched(output.o);
-    return output;
-  }
-  at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
-                       const KernelMask& mask = Mask()) {
-    return watched(current_for("attention").attention(q, k, v, attend, mask));
-  }
   const Plan& plan() const { return current().plan(); }
-  const at::Tensor& seq_lens() const { return current().seq_lens(); }
-  const at::Tensor& chunk_lens() const { return current().chunk_lens(); }
 
   /// Tensors on this device will come: what is planned ahead from now on packs its index tables for it. Without, a
   /// balancer knows a device from the first exchange there. Not collective.

@@ -114,7 +114,7 @@ void check_rank(InProcessWorld& world, int32_t rank, const AttentionCase& setup,
     const bool whole_here = tables.levels[0].degree == 1 && !tables.levels[0].seq_lens.empty();
     const int64_t before = all_to_alls;
     int64_t num_calls = 0, at_whole = -1, at_whole_backward = -1;
-    const at::Tensor o = balancer.attention(
+    const at::Tensor o = balancer.current().attention(
         rows[0], rows[1], rows[2],
         [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
           if (++num_calls == 1 && whole_here) {
@@ -228,7 +228,7 @@ TEST(NestedBags, RefuseTheHalvesOfFlatAttention) {
                               [&](const std::vector<int64_t>& ranks) { return world.group(ranks, rank); });
     balancer.plan_routing(std::vector<int64_t>{4}, 8);
     const at::Tensor q = at::zeros({balancer.plan().tokens_after()[static_cast<size_t>(rank)], 2, 2});
-    balancer.pre_attn(q, q, q);
+    balancer.current().pre_attn(q, q, q);
   });
   for (const auto& error : errors) {
     EXPECT_NE(testing::describe(error).find("pre_attn: got the topology g2/1n1, expected flat bags"), std::string::npos)

@@ -119,7 +119,7 @@ TEST_P(Balancer, RoutesForthAndBack) {
       const at::Tensor ids = numbered(home, 1, 1.0).squeeze(1).to(at::kLong);
       const at::Tensor bits = ids.remainder(3).eq(0).unsqueeze(1).expand({-1, 5});
 
-      const Step::Routed routed = balancer->route(x, {ids, bits});
+      const Step::Routed routed = balancer->current().route(x, {ids, bits});
       std::vector<int64_t> chunk_lens;
       for (const int32_t c : plan.chunks_on(Rank(rank))) chunk_lens.push_back(plan.chunk(c).num_tokens);
       EXPECT_EQ(to_list(routed.chunk_lens), chunk_lens);
@@ -128,7 +128,7 @@ TEST_P(Balancer, RoutesForthAndBack) {
       EXPECT_TRUE(at::equal(routed.features.at(0), held_ids));
       EXPECT_TRUE(at::equal(routed.features.at(1), held_ids.remainder(3).eq(0).unsqueeze(1).expand({-1, 5})));
 
-      const Step::Returned back = balancer->reverse_route(routed.x * 2);
+      const Step::Returned back = balancer->current().reverse_route(routed.x * 2);
       EXPECT_EQ(to_list(back.seq_lens), lists[static_cast<size_t>(rank)]);
       EXPECT_TRUE(at::equal(back.x, x * 2));
       // A loss that weighs every token on its own.
@@ -155,7 +155,7 @@ TEST_P(Balancer, SideDataReachesEveryChunkAndSumsBack) {
             (at::arange(count, at::kDouble) + first).unsqueeze(1).expand({-1, 2}).to(dtype).set_requires_grad(true);
         const at::Tensor numbers = at::arange(count, at::kInt) + first;
 
-        const Step::Routed routed = balancer->route(x, {}, {side, numbers});
+        const Step::Routed routed = balancer->current().route(x, {}, {side, numbers});
         // The gradient of each holder is its rank's number plus 1.
         at::Tensor loss = (routed.sequence_features.at(0) * (rank + 1)).sum() + routed.x.sum();
         const auto chunks = plan.chunks_on(Rank(rank));
@@ -209,7 +209,7 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
     const at::Tensor q = values_of(held, heads.query, 1).set_requires_grad(true);
     const at::Tensor k = values_of(held, heads.key_value, 2).set_requires_grad(true);
     const at::Tensor v = values_of(held, heads.key_value, 3).set_requires_grad(true);
-    const Step::AttentionInputs inputs = balancer->pre_attn(q, k, v);
+    const Step::AttentionInputs inputs = balancer->current().pre_attn(q, k, v);
 
     const auto expect_heads = [&](const at::Tensor& got, const HeadShares& shares, int64_t num_heads, double scale) {
       const at::Tensor whole = values_of(seen, num_heads, scale);
@@ -230,7 +230,7 @@ void check_attention(const Setup& setup, const Heads& heads, uint64_t seed) {
     }
     EXPECT_EQ(to_list(inputs.seq_lens), seen_lens);
 
-    const Step::AttentionOutput output = balancer->post_attn(inputs.q * 7);
+    const Step::AttentionOutput output = balancer->current().post_attn(inputs.q * 7);
     EXPECT_TRUE(at::equal(output.o, q * 7));
 
     at::Tensor loss = output.o.sum();
@@ -270,7 +270,7 @@ TEST(BalancerBackward, SumsHalfTypesInFloat) {
       balancer->plan_routing(rank == 3 ? std::vector<int64_t>{16} : std::vector<int64_t>{}, 8);
       const int64_t count = rank == 3 ? 1 : 0;
       const at::Tensor side = at::ones({count, 2}, at::kBFloat16).set_requires_grad(true);
-      const auto routed = balancer->route(at::zeros({count * 16, 1}), {}, {side});
+      const auto routed = balancer->current().route(at::zeros({count * 16, 1}), {}, {side});
       (routed.sequence_features.at(0) * (rank == 0 ? 256 : 1)).sum().backward();
       EXPECT_TRUE(rank != 3 || side.grad()[0][1].item<double>() == 264.0);
     }

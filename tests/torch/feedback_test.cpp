@@ -40,10 +40,11 @@ TEST(Metrics, CountWhatTheGroupsCount) {
       balancer->plan_routing(lens, 16);
       const Plan& plan = balancer->plan();
       const at::Tensor x = at::ones({lens[0] + lens[1], 8}).set_requires_grad(true);
-      const auto routed = balancer->route(x);
+      const auto routed = balancer->current().route(x);
       const at::Tensor q = routed.x.view({-1, 2, 4});
-      const at::Tensor o = balancer->attention(q, q, q, [](const auto& query, auto&&...) { return query * 2; });
-      balancer->reverse_route(o.flatten(1)).x.sum().backward();
+      const at::Tensor o =
+          balancer->current().attention(q, q, q, [](const auto& query, auto&&...) { return query * 2; });
+      balancer->current().reverse_route(o.flatten(1)).x.sum().backward();
 
       const StepMetrics m = balancer->metrics();
       EXPECT_EQ(value_of(m, "num_collectives"), counts.all_to_all + counts.all_gather - collectives);
