@@ -25,7 +25,7 @@ def _step(balancer: SequenceBalancer, backward: bool = False) -> None:
     rank = dist.get_rank()
     lens = [3 + 5 * rank, 2]
     x = (torch.arange(sum(lens) * 8.0).view(-1, 8) + 1000 * rank).requires_grad_(backward)
-    balancer.plan_routing(lens, 8)
+    balancer.finish_planning(balancer.start_planning(lens, 8))  # by a thread, which a forked process does not have
     _, y, _ = balancer.route(x)
     qkv = y.view(-1, 4, 2)
     o = balancer.attention(qkv, qkv, qkv, lambda q, k, v, lens: v * 1)
