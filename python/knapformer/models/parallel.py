@@ -1,8 +1,9 @@
-"""How the models are spread over ranks: FSDP2 per block, activation checkpointing per block, precision, weights."""
+"""How models are trained: FSDP2 and activation checkpointing per block, adapters, precision, weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from knapformer import ArgumentError
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -31,6 +34,24 @@ def set_checkpointing(model: nn.Module, enabled: bool = True, *, keep_exchanges:
         if hasattr(module, "enable_gradient_checkpointing"):
             of: Any = module
             of.enable_gradient_checkpointing(run) if enabled else of.disable_gradient_checkpointing()
+
+
+def train_adapters(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Freezes the model, and gives every linear layer of its blocks a low-rank adapter of PEFT, of rank 16, as LoRA
+    trains them. In place.
+
+    Works on the device "meta", too. Raises ArgumentError where PEFT is missing.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ArgumentError("mode: got 'lora', which takes PEFT: pip install peft") from None
+    model.requires_grad_(False)
+    for block in blocks:
+        linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        weight = next(block.parameters())
+        inject_adapter_in_model(LoraConfig(r=16, target_modules=linear), block, low_cpu_mem_usage=weight.is_meta)
+        block.to(weight.dtype)  # on "meta" PEFT leaves adapters in float32
 
 
 def shard_model(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Any:

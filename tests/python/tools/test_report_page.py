@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.report import write_report
+from knapformer.tools.report.page import write_report
 
 import knapformer as kf
 

@@ -20,8 +20,7 @@ from torch import nn
 from knapformer import ArgumentError, Cluster, StateError, TrainedModel, predict_step
 from knapformer.adapters.config import ModelConfig
 from knapformer.calibration import Calibration, ExchangeCost
-from knapformer.models.lora import train_adapters
-from knapformer.models.parallel import DTYPES
+from knapformer.models.parallel import DTYPES, train_adapters
 from knapformer.models.step import PackedStep
 from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, error_warnings, fit_exchange, fit_fixed
 from knapformer.tools.cost_args import trained_model

@@ -20,8 +20,7 @@ from knapformer import ArgumentError
 from knapformer.adapters.config import ModelConfig
 from knapformer.adapters.model import Draw, PackedModel
 from knapformer.adapters.named import build_model
-from knapformer.models.lora import train_adapters
-from knapformer.models.parallel import init_weights
+from knapformer.models.parallel import init_weights, train_adapters
 from knapformer.models.step import PackedStep
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
 

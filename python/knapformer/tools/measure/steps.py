@@ -14,8 +14,7 @@ from knapformer import Sample
 from knapformer.adapters.config import ModelConfig
 from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import build_model, materialize, random_batch
-from knapformer.models.lora import train_adapters
-from knapformer.models.parallel import init_weights, set_checkpointing, shard_model
+from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
 from knapformer.tools.measure.blocks import packed_lengths
 from knapformer.tools.measure.device import memory_bytes
 from knapformer.tools.measure.timing import Work, measured_rounds

@@ -18,7 +18,7 @@ from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import show, write, write_json
 from knapformer.tools.plan.tables import print_made, print_points
-from knapformer.tools.report import measured_of, write_report
+from knapformer.tools.report.page import measured_of, write_report
 from knapformer.tools.ways import (
     NO_BALANCER,
     PEAK_TFLOPS,
