@@ -120,7 +120,7 @@ class StepSolver {
     }
     std::ranges::stable_sort(tried, {}, &Tried::time_s);
     for (Tried& t : tried) {
-      if (best_) return;
+      if (best_ || !t.packing.keeps_limit) return;
       if (effort_.moves != Effort::kLow && t.time_s > accumulated_s(input_, t.packing.levels_s) * Effort::kGoodEnough) {
         Packing annealed = pack_by_time(input_.sequences, t.packing.levels_s, t.sharing, effort_);
         if (time_of(annealed) < time_of(t.packing)) t.packing = std::move(annealed);
