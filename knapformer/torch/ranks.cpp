@@ -54,7 +54,7 @@ Ranks::Ranks(std::string_view topology, BalancerOptions options, ProcessGroupPtr
   all_ = CommGroup::make(comm_group_name(*group), group, prefix + "/all", watchdog_);
   watchdog_->guard([&] {
     agree(parse(group->getSize()));
-    if (make_cpu_group && !all_->has_cpu_backend()) all_->use_cpu_group(make_cpu_group());
+    if (make_cpu_group && !all_->control_device().is_cpu()) all_->use_cpu_group(make_cpu_group());
     BagMaking making{.group = group, .store_prefix = prefix + "/bag", .make_bag_group = make_bag_group};
     if (is_auto) {
       undecided_ = std::move(making);

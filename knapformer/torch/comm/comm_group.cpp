@@ -135,10 +135,6 @@ ProcessGroupPtr CommGroup::group_for(at::Device device) const {
   return process_group();
 }
 
-bool CommGroup::has_cpu_backend() const {
-  return std::ranges::any_of(process_group()->getDeviceTypes(), [](const at::Device& d) { return d.is_cpu(); });
-}
-
 void CommGroup::use_cpu_group(ProcessGroupPtr group) {
   const std::lock_guard lock(mutex_);
   cpu_group_ = std::move(group);
@@ -147,8 +143,8 @@ void CommGroup::use_cpu_group(ProcessGroupPtr group) {
 at::Device CommGroup::control_device() const {
   const std::vector<at::Device> devices = group_for(at::kCPU)->getDeviceTypes();
   if (devices.empty()) throw StateError("group: got one without a backend, expected a group that can communicate");
-  const bool has_cpu = std::ranges::any_of(devices, [](const at::Device& d) { return d.is_cpu(); });
-  return has_cpu ? at::Device(at::kCPU) : devices.front();
+  const auto cpu = std::ranges::find(devices, at::kCPU, &at::Device::type);
+  return cpu != devices.end() ? *cpu : devices.front();
 }
 
 void CommGroup::fail(std::string_view label, const std::exception& error) {

@@ -61,7 +61,6 @@ class CommGroup {
   const std::string& name() const { return name_; }
   /// Throws StateError after release_process_groups. Thread-safe.
   ProcessGroupPtr process_group() const;
-  int32_t rank() const { return fingerprints_->place().rank; }
   int32_t num_ranks() const { return fingerprints_->place().num_ranks; }
   CallFingerprints& fingerprints() { return *fingerprints_; }
   /// CallFingerprints::gradients_of_speaker; what this rank waits in it counts as a wait in `label`.
@@ -69,7 +68,6 @@ class CommGroup {
                                    std::string_view label);
   CommCounters& counters() { return counters_; }
   Watchdog& watchdog() { return *watchdog_; }
-  bool has_cpu_backend() const;
   /// From now on, tensors on the CPU travel by `group`, which has the same ranks, as this group's own process group has
   /// no backend for them.
   void use_cpu_group(ProcessGroupPtr group);

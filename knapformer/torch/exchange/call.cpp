@@ -1,6 +1,5 @@
 #include "knapformer/torch/exchange/call.h"
 
-#include <numeric>
 #include <utility>
 
 #include "knapformer/core/util/error.h"

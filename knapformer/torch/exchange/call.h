@@ -16,7 +16,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>

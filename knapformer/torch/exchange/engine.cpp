@@ -3,6 +3,8 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "knapformer/torch/exchange/copies.h"
 
 namespace knapformer {

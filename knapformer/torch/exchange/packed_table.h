@@ -53,8 +53,6 @@ class PackedEndView {
   bool heads_shared() const { return field(kHeadsShared) != 0; }
   bool has_duplicates() const { return field(kHasDuplicates) != 0; }
   ExchangeEngine engine() const { return static_cast<ExchangeEngine>(field(kEngine)); }
-  /// Rows on the wire, those to or from this rank itself included.
-  int64_t num_wire_rows() const { return row_offsets()[num_peers()]; }
   int64_t step() const { return field(kStep); }
   int32_t speaker() const { return static_cast<int32_t>(field(kSpeaker)); }
   PeersWithoutRows without_rows() const { return peers_at(kNumWithoutRows); }
