@@ -351,7 +351,6 @@ def kernels(args: argparse.Namespace) -> None:
 
 
 def padded(args: argparse.Namespace) -> None:
-    """A packed call beside diffusers' padded batch."""
     path = args.out / "adapters.json"
     run([sys.executable, ROOT / "bench/bench_adapters.py", "--device", args.device, "--rounds", "5", "--json", path])
     for name, row in json.loads(path.read_text())["comparisons"].items():
