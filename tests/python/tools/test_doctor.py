@@ -466,7 +466,7 @@ def test_the_verdict_speaks_to_somebody_who_has_read_nothing_else(tmp_path, caps
     text = printed(capsys, "--data", "mixed", "--steps", 3)
     advice = "Take the balancer in the model, with long samples shared by up to 16 ranks: training flux on 32 ranks is"
     assert text.startswith(f"{advice} then 2.")
-    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g16/8/4/2/1n2"))'
+    code = 'knapformer.balance(transformer, knapformer.SequenceBalancer("g16/8/4/2/1n2", max_tokens_per_rank=144045))'
     model = "diffusers' FluxTransformer2DModel"
     assert f"What to change: {code}, where transformer is {model}; then call it with a list of samples. " in text
     assert "bags" not in text and text.count("g16/") == 1

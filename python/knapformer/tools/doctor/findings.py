@@ -174,19 +174,20 @@ class Findings:
         """In code where it is this project's."""
         of, case, model = self.verdict.taken.alternative, self.case, f"diffusers' {self.preset.transformer}"
         planning, takes = case.planning, self.preset.transformer
-        gamma = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
+        settings = "" if planning.gamma == DEFAULT_GAMMA else f", gamma={planning.gamma:.3g}"
+        settings += f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
         if of.key == "sampler":
-            limit = f", max_tokens_per_rank={case.max_tokens}" if case.max_tokens else ""
             packs = f"knapformer.balance(transformer), so that {model} takes samples of any sizes; " if takes else ""
             return (
                 "in the data loader, batch_sampler=knapformer.BalancedBatchSampler(lengths, "
                 f"batch_size={max(1, round(case.batch_size))}, d_model={planning.d_model}, "
-                f"micro_batches={case.micro_batches}{gamma}{limit}); {packs}losses weighed with "
+                f"micro_batches={case.micro_batches}{settings}); {packs}losses weighed with "
                 "knapformer.losses.token_mean."
             )
         if not of.topology:
             return f"{of.change}."
-        balancer = f'knapformer.SequenceBalancer("{of.topology}"{gamma})'
+        width = "" if takes else f", d_model={planning.d_model}"
+        balancer = f'knapformer.SequenceBalancer("{of.topology}"{width}{settings})'
         whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
         whole = whole if case.micro_batches > 1 else ""
         if takes:
