@@ -224,8 +224,7 @@ def test_what_is_faster_on_other_samples_is_said_and_not_advised(tmp_path, capsy
 
 def test_what_does_not_fit_is_not_advised(capsys):
     arguments = ["--data", "joint", "--micro-batches", 4, "--steps", 3]
-    needed = {key: row["max_gib"] for key, row in by_key(diagnosis(capsys, *arguments)).items()}
-    limit = (needed["as_drawn"] + min(needed[key] for key in needed if key.startswith("bags "))) / 2
+    limit = 0.85 * by_key(diagnosis(capsys, *arguments))["as_drawn"]["max_gib"]
     tight = diagnosis(capsys, *arguments, "--memory-gib", limit)
     assert "fit" in by_key(tight)["as_drawn"]["problem"] and tight["take"].startswith("bags ")
     assert "no balancing does not fit in memory" in tight["verdict"]

@@ -51,7 +51,7 @@ Packing pack(const PlanInput& input, std::span<const double> levels_s, Construct
 
 }  // namespace
 
-std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32_t count) {
+std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32_t count, int32_t max_steps) {
   struct Item {
     double seconds;  // with the smallest degree with which it fits the sum
     int32_t degree;
@@ -81,7 +81,7 @@ std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32
       if (next[r] < replicas[r].size()) longest_s = std::max(longest_s, replicas[r][next[r]].seconds);
     }
     const double even_s = left_s / (count - k);
-    if (longest_s <= even_s || k + 1 == count) {
+    if (longest_s <= even_s || k + 1 == count || k == max_steps) {
       levels_s.resize(static_cast<size_t>(count), even_s);
       break;
     }

@@ -27,7 +27,9 @@ struct Packing {
 ///   level 1 |#####################|     the longest sequences set the first levels: each is the longest that is left;
 ///   level 2 |###########|               what remains of the time is divided evenly over the rest, so that no
 ///   level 3 |###########|               micro-batch holds more tokens than it must
-std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32_t count);
+///
+/// `max_steps`: so many levels at most are set by the longest sequences; with 0 all are even.
+std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32_t count, int32_t max_steps);
 
 /// What a packing by time shares.
 enum class Sharing {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <tuple>
 
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/planners/whole_step/fill_ranks.h"
@@ -209,6 +210,22 @@ INSTANTIATE_TEST_SUITE_P(
                     StepGoal{"mixed", 0.41, 4, 1.0003, 0.0005}, StepGoal{"joint", 0.41, 4, 1.0003, 0.0005},
                     StepGoal{"mixed", 1.0, 4, 1.0003, 0.0005}, StepGoal{"joint", 1.0, 4, 1.0003, 0.0005},
                     StepGoal{"mixed", 0.41, 8, 1.0003, 0.0003}, StepGoal{"joint", 1.0, 8, 1.0003, 0.0003}));
+
+/// Where each micro-batch takes at least what FSDP gathers and a fixed time take.
+TEST(MicroBatches, OnTheDefaultClusterFewSequencesAreShared) {
+  for (const auto& [mix, num_micro_batches, goal] :
+       {std::tuple{"mixed", 3, 1.025}, {"mixed", 5, 1.015}, {"joint", 4, 1.016}, {"joint", 5, 1.011}}) {
+    double over_ideal = 0;
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+      StepInput input = step_of_mix(mix, seed, 0.41, num_micro_batches);
+      input.sequences.cluster = {};
+      input.sequences.model = {.routed = false};
+      const AccumulatedTime time = predict_accumulated(plan_step(input, "balanced"));
+      over_ideal += time.total_s / time.ideal_s / 6;
+    }
+    EXPECT_LE(over_ideal, goal) << mix << ' ' << num_micro_batches;
+  }
+}
 
 TEST(MicroBatches, RanksThatWaitOnceNeedNoEvenMicroBatches) {
   for (const char* mix : {"mixed", "joint"}) {
