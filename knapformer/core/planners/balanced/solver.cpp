@@ -150,9 +150,11 @@ class BalancedSolver {
       is_greedy_[r] = is_good(r, replica_lower_bound_s(input_, smallest, static_cast<int32_t>(r)));
     if (!contains(is_greedy_, true)) return;
     placements_ = greedy_placements(input_, smallest);
+    for (size_t r = 0; r < is_greedy_.size(); ++r) {
+      is_greedy_[r] =
+          is_greedy_[r] && is_good(r, flat_lower_bound_s(input_, smallest, static_cast<int32_t>(r), placements_));
+    }
     for (Placement& place : placements_) place.bag = input_.topology.bag_of(place.first_rank);
-    const std::vector<ReplicaFigures> figures = figures_of(Plan(input_, "balanced", placements_));
-    for (size_t r = 0; r < is_greedy_.size(); ++r) is_greedy_[r] = is_greedy_[r] && is_good(r, figures[r].block_s);
   }
 
   /// Whether there is a placement, and another one than before.
@@ -278,14 +280,32 @@ class BalancedSolver {
 
   /// The plan, with those replicas from plans of flat topologies that are better there. `best`: the plan's figures.
   Plan with_flat_replicas(Plan plan, std::vector<ReplicaFigures> best) const {
+    std::vector<char> may_win(best.size());
     const std::vector<Topology> flats = input_.topology.flat_topologies();
+    // Then a flat plan is greedy's; a limit of tokens may have it search.
+    const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
+    std::vector<double> budgets_s;  // the longest block with which a flat plan could win
+    const auto set_budgets = [&] {
+      budgets_s.clear();
+      for (const ReplicaFigures& figures : best) budgets_s.push_back(block_budget_s(input_, figures.step_s));
+    };
+    set_budgets();
     for (const Topology& topology : flats) {
       const bool is_smallest = &topology == &flats.front();
-      std::vector<char> may_win(best.size());
       for (size_t r = 0; r < best.size(); ++r) {
-        const double least_s = replica_lower_bound_s(input_, topology, static_cast<int32_t>(r));
-        may_win[r] = !(is_smallest && is_greedy_[r]) &&
-                     (!best[r].keeps_limit() || replica_step_s(input_, least_s, 0) < best[r].step_s);
+        const auto replica = static_cast<int32_t>(r);
+        const auto may_be_below = [&](double block_s) {
+          return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
+                           : flat_may_take_less(input_, topology, replica, block_s);
+        };
+        may_win[r] = !(is_smallest && is_greedy_[r]) && (!best[r].keeps_limit() || may_be_below(budgets_s[r]));
+      }
+      if (is_greedy && contains(may_win, true)) {
+        const std::vector<Placement> greedy = greedy_placements(input_, topology);
+        for (size_t r = 0; r < best.size(); ++r) {
+          may_win[r] =
+              may_win[r] && flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy) < budgets_s[r];
+        }
       }
       if (!contains(may_win, true)) continue;
       PlanInput input = input_;
@@ -293,6 +313,7 @@ class BalancedSolver {
       const Plan flat =
           in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
       plan = with_better(std::move(plan), flat, may_win, best);
+      set_budgets();
     }
     return plan;
   }
