@@ -21,6 +21,7 @@ from knapformer import __version__
 from knapformer._core import MAX_MAGNITUDE, MAX_SEQUENCE_TOKENS, ArgumentError, Plan, StateError, Topology, TrainedModel
 from knapformer.agreement import check_equal_on_ranks
 from knapformer.cost import Cost, CostSettings
+from knapformer.epoch_order import EpochOrder
 from knapformer.planning import plan
 from knapformer.sample_values import (
     checked_integers,
@@ -38,40 +39,6 @@ if TYPE_CHECKING:
 
 _SEEDS = (-(2**63), 2**64 - 1)  # that torch takes
 _STEPS_KEPT = 8  # plans that are kept: a DataLoader's workers fetch ahead of the step that a trainer asks for
-
-
-@dataclass(frozen=True)
-class _Order:
-    """In which order an epoch goes through the samples; the same on all ranks."""
-
-    num_samples: int  # of an epoch
-    shuffle: bool
-    seed: int
-    repeats: Tensor | None  # how often each stands in an epoch
-    weights: Tensor | None  # by which samples are drawn
-
-    def of(self, epoch: int) -> Tensor:
-        """The indices of an epoch's samples."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        if self.weights is not None:
-            ends = self.weights.double().cumsum(0)
-            # torch.multinomial takes at most 2^24 weights
-            drawn = torch.rand(self.num_samples, dtype=torch.float64, generator=generator) * ends[-1:]
-            return torch.searchsorted(ends, drawn, right=True)
-        count = self.num_samples
-        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        return order if self.repeats is None else torch.repeat_interleave(self.repeats)[order]
-
-    @cached_property
-    def state(self) -> dict[str, int]:
-        """What the order depends on, beside the epoch."""
-        drawn = self.repeats if self.weights is None else self.weights
-        return {
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "num_samples": self.num_samples,
-            "repeats_and_weights": 0 if drawn is None else int(described(drawn).split()[-1], 16),
-        }
 
 
 @dataclass
@@ -216,7 +183,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch_size = size if of_repeats is None else int(of_repeats.sum())
         if num_samples is not None:
             epoch_size = integer("num_samples", num_samples, 1 if size > 0 else 0, None if size > 0 else 0)
-        self._order = _Order(epoch_size, shuffle, seed, of_repeats, of_weights)
+        self._order = EpochOrder(epoch_size, shuffle, seed, of_repeats, of_weights)
         self._micro_batches, self._num_ranks, self._rank = micro_batches, num_replicas, rank
         self._step_size = num_replicas * micro_batches * batch_size
         self._drop_last, self._allow_empty = drop_last, allow_empty

@@ -180,7 +180,7 @@ struct StepGoal {
   const char* mix;
   double gamma;
   int32_t num_micro_batches;
-  double loss, exchanged_fraction;
+  double loss, low_loss, exchanged_fraction;
 };
 
 class StepGoals : public testing::TestWithParam<StepGoal> {};
@@ -197,19 +197,21 @@ TEST_P(StepGoals, AreReachedOnTheMean) {
     low += strict_loss(plan_step(input, "balanced", {.moves = Effort::kLow}).plans()) / kSeeds;
   }
   EXPECT_LE(loss, goal.loss);
-  EXPECT_LE(low, goal.loss + 0.005);
+  EXPECT_LE(low, goal.low_loss);
   EXPECT_LE(exchanged_fraction, goal.exchanged_fraction);
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Mixes, StepGoals,
-    testing::Values(StepGoal{"mixed", 0.41, 2, 1.0425, 0.25}, StepGoal{"joint", 0.41, 2, 1.025, 0.15},
-                    StepGoal{"mixed", 1.0, 2, 1.036, 0.25}, StepGoal{"joint", 1.0, 2, 1.019, 0.15},
-                    StepGoal{"mixed", 0.41, 3, 1.0003, 0.001}, StepGoal{"joint", 0.41, 3, 1.0003, 0.001},
-                    StepGoal{"mixed", 1.0, 3, 1.0003, 0.001}, StepGoal{"joint", 1.0, 3, 1.016, 0.15},
-                    StepGoal{"mixed", 0.41, 4, 1.0003, 0.0005}, StepGoal{"joint", 0.41, 4, 1.0003, 0.0005},
-                    StepGoal{"mixed", 1.0, 4, 1.0003, 0.0005}, StepGoal{"joint", 1.0, 4, 1.0003, 0.0005},
-                    StepGoal{"mixed", 0.41, 8, 1.0003, 0.0003}, StepGoal{"joint", 1.0, 8, 1.0003, 0.0003}));
+    testing::Values(StepGoal{"mixed", 0.41, 2, 1.0425, 1.0455, 0.25}, StepGoal{"joint", 0.41, 2, 1.025, 1.0295, 0.15},
+                    StepGoal{"mixed", 1.0, 2, 1.036, 1.0388, 0.25}, StepGoal{"joint", 1.0, 2, 1.019, 1.0218, 0.15},
+                    StepGoal{"mixed", 0.41, 3, 1.0003, 1.0035, 0.001},
+                    StepGoal{"joint", 0.41, 3, 1.0003, 1.0035, 0.001}, StepGoal{"mixed", 1.0, 3, 1.0003, 1.0025, 0.001},
+                    StepGoal{"joint", 1.0, 3, 1.016, 1.0195, 0.15}, StepGoal{"mixed", 0.41, 4, 1.0003, 1.003, 0.0005},
+                    StepGoal{"joint", 0.41, 4, 1.0003, 1.0025, 0.0005},
+                    StepGoal{"mixed", 1.0, 4, 1.0003, 1.003, 0.0005}, StepGoal{"joint", 1.0, 4, 1.0003, 1.002, 0.0005},
+                    StepGoal{"mixed", 0.41, 8, 1.0003, 1.001, 0.0003},
+                    StepGoal{"joint", 1.0, 8, 1.0003, 1.002, 0.0003}));
 
 /// Where each micro-batch takes at least what FSDP gathers and a fixed time take.
 TEST(MicroBatches, OnTheDefaultClusterFewSequencesAreShared) {
