@@ -339,7 +339,7 @@ def kernels(args: argparse.Namespace) -> None:
             return pairing._by_sequence(q, k, v, causal=False)
 
     for length in (num_tokens // 128, num_tokens // 32, num_tokens // 8, num_tokens // 2, num_tokens):
-        pairing = attention._self_pairing((length,) * (num_tokens // length))
+        pairing = attention._pairing(*[(length,) * (num_tokens // length)] * 2)
         for name in ("varlen", "cudnn"):
             try:
                 seconds = kernel_seconds(lambda: attend(name, pairing).backward(gradient), device, "", 3)  # noqa: B023

@@ -189,8 +189,8 @@ def published_table(rows: list[Row]) -> str:
 def own_table() -> str:
     def cells() -> Iterator[tuple[str, ...]]:
         for mix in PUBLISHED_S:
-            flat = ((topology, "greedy") for topology in ("none", "g1n32", "g4n8"))
-            for topology, solver in (*flat, ("g8/4/2/1n4", "balanced")):
+            flat = [(topology, "greedy") for topology in ("none", "g1n32", "g4n8", "g1n8+g2n4+g4n4")]
+            for topology, solver in (*flat, (flat[-1][0], "greedy_remaining"), ("g8/4/2/1n4", "balanced")):
                 plans = plans_of(mix, topology, solver, num_steps=10)
                 t = mean_terms(plans, Cluster())
                 moved = statistics.fmean(p.attention_tokens_moved / p.num_tokens for p in plans)

@@ -96,7 +96,7 @@ void bind_step_time(py::module_& m) {
       .def_readonly("token_s", &PassTime::token_s, "Per-token layers.")
       .def_readonly("wait_before_s", &PassTime::wait_before_s, "The wait for the group's longest per-token phase.")
       .def_readonly("pre_attn_s", &PassTime::pre_attn_s, "The exchange before attention, hidden or not.")
-      .def_readonly("hidden_s", &PassTime::hidden_s, "The part of pre_attn_s that hides behind whole_attention_s.")
+      .def_readonly("hidden_s", &PassTime::hidden_s, "The part of pre_attn_s that hides behind attention.")
       .def_readonly("whole_attention_s", &PassTime::whole_attention_s,
                     "Attention on sequences that are whole on the rank.")
       .def_readonly("shared_attention_s", &PassTime::shared_attention_s,

@@ -2,6 +2,8 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "knapformer/bindings/arguments.h"
 #include "knapformer/bindings/core_bindings.h"
 #include "knapformer/core/cost/accumulation.h"
@@ -34,6 +36,15 @@ auto per_sequence(Field field) {
     for_each_sequence(step,
                       [&](SequenceId, const Plan& plan, SequenceId id) { out.push_back(field(plan.placement(id))); });
     return out;
+  };
+}
+
+/// By degree, a number of how attention is cut.
+auto by_degree(int32_t QueryCut::*number) {
+  return [number](const StepPlan& step) {
+    std::map<int32_t, int32_t> numbers;
+    for (const QueryCut& cut : step.input().sequences.query_cuts) numbers[cut.degree] = cut.*number;
+    return numbers;
   };
 }
 
@@ -73,6 +84,23 @@ py::list chunks(const StepPlan& step) {
   for_each_sequence(step, [&](SequenceId id, const Plan& plan, SequenceId in_plan) {
     for (const Chunk& c : plan.chunks(in_plan))
       out.append(py::make_tuple(id.value, c.rank.value, c.first_token, c.num_tokens));
+  });
+  return out;
+}
+
+/// By sequence, the parts of its queries: (first query, queries, first key, keys, pairs).
+py::list parts_of_sequence(const StepPlan& step) {
+  const Mask& mask = step.input().sequences.mask;
+  py::list out;
+  for_each_sequence(step, [&](SequenceId, const Plan& plan, SequenceId in_plan) {
+    const int64_t length = plan.seq_lens()[in_plan];
+    py::list parts;
+    for (const QueryPart& p : plan.query_parts(in_plan)) {
+      const int64_t pairs =
+          mask.pairs_before(length, p.first_query + p.num_queries) - mask.pairs_before(length, p.first_query);
+      parts.append(py::make_tuple(p.first_query, p.num_queries, p.first_key, p.num_keys, pairs));
+    }
+    out.append(std::move(parts));
   });
   return out;
 }
@@ -226,6 +254,17 @@ void bind_plan(py::module_& m) {
                              "Per sequence, the first of the consecutive ranks that hold it.")
       .def_property_readonly("degree_of_sequence", per_sequence([](const Placement& p) { return p.degree; }),
                              "How many consecutive ranks share each sequence.")
+      .def_property_readonly(
+          "query_parts", by_degree(&QueryCut::num_parts),
+          "By degree, into how many parts the ranks that share a sequence cut its queries. Empty: they cut heads "
+          "alone.")
+      .def_property_readonly(
+          "stages", by_degree(&QueryCut::num_stages),
+          "By degree, in how many stages keys and values travel, all but the first while attention runs.")
+      .def_property_readonly(
+          "parts_of_sequence", &parts_of_sequence,
+          "Per sequence, the parts into which its ranks cut its queries, in rank order: tuples (first "
+          "query, queries, first key, keys, pairs), the pairs by the mask of all sequences.")
       .def_property_readonly("chunk_lens", per_chunk([](const Chunk& c, SequenceId) { return c.num_tokens; }),
                              "Per rank, the tokens of the chunks that it holds, in row order.")
       .def_property_readonly("sequences_on", per_chunk([](const Chunk&, SequenceId id) { return id.value; }),

@@ -100,7 +100,9 @@ StepPlan plan_of(py::handle seq_lens_per_rank, py::handle topology, py::handle c
   StepInput step{.sequences = settings_from(cost, max_tokens_per_rank)};
   step.sequences.d_model = width_from(cost.attr("d_model"));
   step.sequences.seq_lens = lengths_from(seq_lens_per_rank, "seq_lens_per_rank");
-  step.sequences.attention_pairs = pairs_from(masks.is_none() ? cost.attr("mask") : masks, step.sequences.seq_lens);
+  const py::object mask = py::reinterpret_borrow<py::object>(masks.is_none() ? cost.attr("mask") : masks);
+  step.sequences.attention_pairs = pairs_from(mask, step.sequences.seq_lens);
+  if (const std::optional<std::string> of_all = as_text(mask)) step.sequences.mask = Mask::parse(*of_all);
   if (!work.is_none()) give_work(step.sequences, work);
   const bool is_auto = as_text(micro_batches) == "auto";
   if (!is_auto) {
@@ -129,6 +131,7 @@ std::vector<TopologyOption> rank_topologies_of(py::handle batches, py::handle co
                   PlanInput& input = inputs.emplace_back(common);
                   input.seq_lens = lengths_from(batch, argument);
                   input.attention_pairs = pairs_from(py::cast(mask), input.seq_lens);
+                  input.mask = Mask::parse(mask);
                 });
   if (!work.is_none()) give_work(inputs, work);
   const py::gil_scoped_release release;

@@ -8,13 +8,36 @@ using namespace knapformer;  // NOLINT: this file is nothing but names of the li
 
 namespace {
 
+/// Of the keys of all stages, one stage after another, the rows by sequence.
+at::Tensor by_sequence(const SequenceRows& rows, at::Device device) {
+  std::vector<std::vector<int64_t>> of_sequences(static_cast<size_t>(rows.query_lens.numel()));
+  int64_t next = 0;
+  for (const at::Tensor& key_lens : rows.stage_key_lens) {
+    for (size_t sequence = 0; sequence < of_sequences.size(); ++sequence) {
+      for (int64_t n = key_lens.const_data_ptr<int32_t>()[sequence]; n > 0; --n)
+        of_sequences[sequence].push_back(next++);
+    }
+  }
+  std::vector<int64_t> order;
+  for (const auto& of_sequence : of_sequences) order.insert(order.end(), of_sequence.begin(), of_sequence.end());
+  return at::tensor(order, at::kLong).to(device);
+}
+
+/// Whether a kernel says that it takes parts of queries.
+bool cuts_queries(py::handle attend) {
+  const bool has_attributes =
+      PyFunction_Check(attend.ptr()) == 0 ||
+      reinterpret_cast<PyFunctionObject*>(attend.ptr())->func_dict != nullptr;  // a miss is slow
+  return has_attributes && py::bool_(py::getattr(attend, "cuts_queries", py::bool_(false)));
+}
+
 /// Calls `attend` under the GIL, whether or not the caller holds it.
 Attend attend_from(const Step& self, const py::object& attend) {
   if (PyCallable_Check(attend.ptr()) == 0) throw_argument("attend", type_of(attend), "a function");
-  return [&self, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
+  const auto called = [&self](const py::object& kernel, const auto&... arguments) {
     const py::gil_scoped_acquire acquire;
     try {
-      const py::object result = attend(q, k, v, seq_lens);
+      const py::object result = kernel(arguments...);
       if (!py::isinstance<py::tuple>(result)) return tensor_from(result, "attend's result");
       const auto pair = result.cast<py::tuple>();
       if (pair.size() != 2) throw_argument("attend's result", text(pair.size(), " values"), "o, or (o, log_sum_exp)");
@@ -25,6 +48,30 @@ Attend attend_from(const Step& self, const py::object& attend) {
                                   std::string(py::str(error.value())))));
       throw;
     }
+  };
+  if (cuts_queries(attend)) {
+    Attend made = [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const SequenceRows& rows) {
+      return called(attend, q, k, v, rows.query_lens, rows.key_lens, rows.query_starts);
+    };
+    if (py::hasattr(attend, "in_stages")) {
+      made.in_stages = [called, &attend](const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next) {
+        const py::gil_scoped_acquire acquire;
+        if (!py::bool_(attend.attr("merges")(q))) return at::Tensor();
+        const py::cpp_function next_stage([&next]() -> py::object {
+          const auto stage = [&] {
+            const py::gil_scoped_release release;
+            return next();
+          }();
+          return stage ? py::object(py::make_tuple(stage->k, stage->v, stage->key_lens)) : py::none();
+        });
+        return called(attend.attr("in_stages"), q, query_lens, next_stage);
+      };
+    }
+    return made;
+  }
+  return [called, &attend](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& seq_lens) {
+    return called(attend, q, k, v, seq_lens);
   };
 }
 
@@ -114,29 +161,39 @@ A plan has one, an optimizer step's plan one for each micro-batch; no other step
           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("attend"), py::arg("mask") = py::none())
       .def(
           "op_attention",
-          [](const Step& self, const at::Device& device, const py::object& mask) {
+          [](const Step& self, const at::Device& device, const py::object& mask, bool cuts_queries) {
             const KernelMask applied = convert_or_report([&] { return mask_from(mask); },
                                                          [&](const std::exception& error) { self.report(error); });
-            const Ulysses ulysses = self.ulysses_on(device, applied);
+            const SharedAttention composer = self.attention_on(device, applied, cuts_queries);
             const auto of_op = [](const ExchangeArguments& arguments) {
               OpArguments made(arguments);
               return std::make_tuple(std::move(made.tables), std::move(made.layout), std::move(made.names));
             };
             std::vector<at::Tensor> rows;
             std::vector<bool> travels;
-            for (size_t level = 0; level < ulysses.tables.levels.size(); ++level) {
-              rows.push_back(at::empty({ulysses.tables.levels[level].num_rows, 0}));
-              travels.push_back(ulysses.travels(level));
+            std::vector<std::tuple<at::Tensor, at::Tensor, at::Tensor>> attended;
+            py::list stages;
+            for (size_t level = 0; level < composer.tables.levels.size(); ++level) {
+              rows.push_back(at::empty({composer.tables.levels[level].num_rows, 0}));
+              travels.push_back(composer.travels(level));
+              const SequenceRows& of_level = composer.attended[level];
+              attended.emplace_back(of_level.query_lens, of_level.key_lens, of_level.query_starts);
+              py::list further;
+              for (size_t stage = 1; stage < of_level.stage_key_lens.size() && travels.back(); ++stage)
+                further.append(of_op(composer.to_stage(level, stage, {})));
+              stages.append(further.empty() ? py::none()
+                                            : py::object(py::make_tuple(further, by_sequence(of_level, device))));
             }
-            const std::vector<at::Tensor> seq_lens(ulysses.seq_lens.begin(), ulysses.seq_lens.end());
-            return std::make_tuple(rows, seq_lens, travels, of_op(ulysses.to_sequences({})),
-                                   of_op(ulysses.to_rows({})));
+            return py::make_tuple(rows, attended, travels, of_op(composer.to_sequences({})),
+                                  of_op(composer.to_rows({})), stages);
           },
-          py::arg("device"), py::arg("mask") = "full",
+          py::arg("device"), py::arg("mask") = "full", py::arg("cuts_queries") = false,
           R"(For knapformer.compile: what attention takes in this step, for tensors on `device`. mask: as in attention.
+cuts_queries: whether the kernel takes parts of queries.
 
-Returns (rows, seq_lens, travels, to_sequences, to_rows). The first three have an entry for each level of attention:
-(rows of this rank, 0); the lengths of the sequences that attention sees, int32 on the CPU; whether the level's rows
-travel. The others are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). Not
+Returns (rows, attended, travels, to_sequences, to_rows, stages). The first three have an entry for each level of attention:
+(rows of this rank, 0); of each sequence that attention sees the queries, the keys, and where its queries begin, int32 on
+the CPU; whether the level's rows travel. The next two are arguments of the op knapformer::exchange for the levels that travel: (tables, layout, names). stages: of
+each level None, or the arguments of the exchanges of further stages of keys, and the rows of all stages by sequence. Not
 collective.)");
 }

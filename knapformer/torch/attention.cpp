@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "knapformer/core/util/error.h"
 
@@ -56,43 +58,71 @@ at::Tensor recomputed_to_the_end(const at::Tensor& o, int64_t plan) {
   return checkpointed ? SavePlan::apply(o, plan) : o;
 }
 
-bool Ulysses::travels(size_t level) const {
+bool SharedAttention::travels(size_t level) const {
   const bool any_whole = tables.levels[0].degree == 1;
   return tables.levels[level].degree > 1 && (tables.any_shared || !any_whole);
 }
 
-int64_t Ulysses::num_query_heads(size_t level, HeadCounts heads) const {
+int64_t SharedAttention::num_query_heads(size_t level, HeadCounts heads) const {
   const AttentionLevel& l = tables.levels[level];
-  return static_cast<int64_t>(head_partition(heads, l.degree)->query.of(l.index_in_group).size());
+  const int32_t head_parts = l.degree / l.query_parts;
+  return static_cast<int64_t>(head_partition(heads, head_parts)->query.of(l.index_in_group % head_parts).size());
 }
 
-ExchangeArguments Ulysses::exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
-                                       HeadCounts heads) const {
+size_t SharedAttention::table_of(size_t level) const {
+  size_t table = 0;
+  for (size_t l = 0; l < level; ++l) table += tables.levels[l].degree > 1 ? 1 + tables.levels[l].stages.size() : 0;
+  return table;
+}
+
+void SharedAttention::add_segment(ExchangeArguments& arguments, size_t level, size_t table,
+                                  std::initializer_list<Moved> tensors) const {
+  const AttentionLevel& of = tables.levels[level];
+  SegmentArguments& segment = arguments.segments.emplace_back();
+  segment.table = shared_tables[table];
+  segment.sharing = {.shared_end = HeadSharing::kSend,
+                     .degree = of.degree,
+                     .index_in_group = of.index_in_group,
+                     .query_parts = of.query_parts};
+  for (const Moved& tensor : tensors) {
+    segment.roles.push_back(tensor.role);
+    arguments.names.push_back(text(tensor.name, "/", of.degree));
+  }
+}
+
+ExchangeArguments SharedAttention::exchange_of(std::initializer_list<Moved> queries, std::initializer_list<Moved> keys,
+                                               HeadCounts heads) const {
   ExchangeArguments arguments{.heads = heads, .group = group, .call = "attention"};
-  arguments.segments.reserve(tables.levels.size());
-  size_t next_table = 0;
+  arguments.segments.reserve(2 * tables.levels.size());
   for (size_t level = 0; level < tables.levels.size(); ++level) {
     if (!travels(level)) continue;
-    const int32_t degree = tables.levels[level].degree;
-    SegmentArguments& segment = arguments.segments.emplace_back();
-    segment.table = shared_tables[next_table++];
-    segment.sharing = {
-        .shared_end = HeadSharing::kSend, .degree = degree, .index_in_group = tables.levels[level].index_in_group};
-    segment.roles.reserve(tensors.size());
-    for (const auto& [name, role] : tensors) {
-      segment.roles.push_back(role);
-      arguments.names.push_back(text(name, "/", degree));
+    const size_t table = table_of(level);
+    add_segment(arguments, level, table, queries);
+    if (keys.size() == 0) continue;
+    if (tables.levels[level].cuts_queries()) {
+      add_segment(arguments, level, table + 1, keys);
+      continue;
+    }
+    for (const Moved& tensor : keys) {  // by the same table
+      arguments.segments.back().roles.push_back(tensor.role);
+      arguments.names.push_back(text(tensor.name, "/", tables.levels[level].degree));
     }
   }
   return arguments;
 }
 
-ExchangeArguments Ulysses::to_sequences(HeadCounts heads) const {
-  return exchange_of({{"q", HeadRole::kQuery}, {"k", HeadRole::kKeyValue}, {"v", HeadRole::kKeyValue}}, heads);
+ExchangeArguments SharedAttention::to_stage(size_t level, size_t stage, HeadCounts heads) const {
+  ExchangeArguments arguments{.heads = heads, .group = group, .call = text("attention, stage ", stage + 1)};
+  add_segment(arguments, level, table_of(level) + 1 + stage, {{"k", HeadRole::kKey}, {"v", HeadRole::kValue}});
+  return arguments;
 }
 
-ExchangeArguments Ulysses::to_rows(HeadCounts heads) const {
-  ExchangeArguments arguments = exchange_of({{"o", HeadRole::kQuery}}, heads);
+ExchangeArguments SharedAttention::to_sequences(HeadCounts heads) const {
+  return exchange_of({{"q", HeadRole::kQuery}}, {{"k", HeadRole::kKey}, {"v", HeadRole::kValue}}, heads);
+}
+
+ExchangeArguments SharedAttention::to_rows(HeadCounts heads) const {
+  ExchangeArguments arguments = exchange_of({{"o", HeadRole::kQuery}}, {}, heads);
   for (SegmentArguments& segment : arguments.segments) {
     segment.table = segment.table.inverse();
     segment.sharing = segment.sharing.inverse();
@@ -100,23 +130,70 @@ ExchangeArguments Ulysses::to_rows(HeadCounts heads) const {
   return arguments;
 }
 
-at::Tensor Ulysses::attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const {
-  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], seq_lens[level]);
+void SharedAttention::check_output(size_t level, const at::Tensor& o, const at::Tensor& q, HeadCounts heads) const {
   const int64_t num_heads = num_query_heads(level, heads);
-  if (!o.defined() || o.dim() < 2 || o.size(0) != qkv[0].size(0) || o.size(1) != num_heads) {
+  if (!o.defined() || o.dim() < 2 || o.size(0) != q.size(0) || o.size(1) != num_heads) {
     throw_argument("attend", o.defined() ? text("a result of shape ", o.sizes()) : std::string("no tensor"),
-                   text("(", qkv[0].size(0), " tokens, ", num_heads, " heads, ...), as q has"));
+                   text("(", q.size(0), " tokens, ", num_heads, " heads, ...), as q has"));
   }
-  if (o.device() != qkv[0].device()) {
-    throw_argument("attend", text("a result on ", o.device()), text(qkv[0].device(), ", where q is"));
-  }
+  if (o.device() != q.device())
+    throw_argument("attend", text("a result on ", o.device()), text(q.device(), ", where q is"));
+}
+
+at::Tensor SharedAttention::attend_level(size_t level, const Inputs& qkv, HeadCounts heads,
+                                         const Attend& attend) const {
+  at::Tensor o = attend(qkv[0], qkv[1], qkv[2], attended[level]);
+  check_output(level, o, qkv[0], heads);
   return o;
 }
 
-at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const {
+NextStage SharedAttention::stages_of(size_t level, Inputs first, Inputs rows, HeadCounts heads) const {
+  return [this, level, rows = std::move(rows), heads, come = std::move(first), started = at::Tensor(),
+          stage = size_t{0}]() mutable -> std::optional<KeyStage> {
+    const std::vector<at::Tensor>& key_lens = attended[level].stage_key_lens;
+    if (stage == key_lens.size()) return std::nullopt;
+    if (stage > 0) come = finish_exchange(started);
+    KeyStage next{.k = come[0], .v = come[1], .key_lens = key_lens[stage]};
+    if (++stage < key_lens.size()) {
+      ExchangeArguments arguments = to_stage(level, stage, heads);
+      arguments.tensors = rows;
+      started = start_exchange(std::move(arguments));
+    }
+    return next;
+  };
+}
+
+at::Tensor SharedAttention::attend_to_stages(size_t level, const at::Tensor& q, const NextStage& next, HeadCounts heads,
+                                             const Attend& attend) const {
+  at::Tensor o;
+  if (attend.in_stages) o = attend.in_stages(q, attended[level].query_lens, next);
+  if (o.defined()) {
+    check_output(level, o, q, heads);
+    if (next()) throw_argument("attend", "a result of some stages", "one of all of them");
+    return o;
+  }
+  Inputs k, v;  // by sequence, then stage
+  std::vector<std::vector<at::Tensor>> of_k, of_v;
+  while (const std::optional<KeyStage> stage = next()) {
+    const at::Tensor lens = stage->key_lens.to(at::kLong);
+    const at::IntArrayRef sizes(lens.const_data_ptr<int64_t>(), static_cast<size_t>(lens.numel()));
+    of_k.push_back(stage->k.split_with_sizes(sizes));
+    of_v.push_back(stage->v.split_with_sizes(sizes));
+  }
+  for (size_t sequence = 0; sequence < of_k[0].size(); ++sequence) {
+    for (size_t stage = 0; stage < of_k.size(); ++stage) {
+      k.push_back(of_k[stage][sequence]);
+      v.push_back(of_v[stage][sequence]);
+    }
+  }
+  return attend_level(level, {q, at::cat(k), at::cat(v)}, heads, attend);
+}
+
+at::Tensor SharedAttention::run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const Attend& attend) const {
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
-  const auto has_tokens = [&](size_t level) { return !tables.levels[level].seq_lens.empty(); };
+  const auto has_tokens = [&](size_t level) { return tables.levels[level].has_queries(); };
   if (first_shared == 1 && !tables.any_shared) {
     at::Tensor o = attend_level(0, {q, k, v}, heads, attend);
     return has_tokens(0) ? o : depending_on(std::move(o), {q, k, v});
@@ -135,6 +212,7 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   for (size_t level = first_shared; level < inputs.size(); ++level) {
     there.tensors.insert(there.tensors.end(), inputs[level].begin(), inputs[level].end());
   }
+  std::vector<Inputs> late(inputs.size());  // what comes in further stages on a rank that does not attend to it
   std::vector<at::Tensor> moved;
   if (first_shared == 1 && has_tokens(0)) {  // sequences that are whole here attend while the others travel
     const at::Tensor started = start_exchange(std::move(there));
@@ -145,10 +223,25 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   }
   for (size_t level = first_shared; level < inputs.size(); ++level) {
     const auto first = moved.begin() + static_cast<std::ptrdiff_t>(3 * (level - first_shared));
+    const Inputs rows = {inputs[level][1], inputs[level][2]};
     inputs[level] = {first, first + 3};
-    if (has_tokens(level)) outputs[level] = attend_level(level, inputs[level], heads, attend);
+    if (tables.levels[level].stages.size() > 1) {
+      const NextStage next = stages_of(level, {first + 1, first + 3}, rows, heads);
+      if (has_tokens(level)) {
+        outputs[level] = attend_to_stages(level, inputs[level][0], next, heads, attend);
+        continue;
+      }
+      next();  // which has come
+      while (const std::optional<KeyStage> stage = next()) late[level].insert(late[level].end(), {stage->k, stage->v});
+    }
+    // Of whose sequences this rank has no queries, the kernel sees them all the same: each comes in its place.
+    if (tables.levels[level].sequences.empty()) continue;
+    at::Tensor o = attend_level(level, inputs[level], heads, attend);
+    if (has_tokens(level)) outputs[level] = std::move(o);
   }
   fill_outputs_without_tokens(inputs, outputs, heads, attend);
+  for (size_t level = first_shared; level < inputs.size(); ++level)
+    outputs[level] = depending_on(std::move(outputs[level]), late[level]);
 
   const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);
   ExchangeArguments back = to_rows(heads);
@@ -159,8 +252,8 @@ at::Tensor Ulysses::run(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
 /// Gives levels without tokens on this rank an output of no rows, in the shape of the other levels' outputs and with
 /// gradients where the level's outputs have them on its peers.
-void Ulysses::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
-                                          HeadCounts heads, const Attend& attend) const {
+void SharedAttention::fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
+                                                  HeadCounts heads, const Attend& attend) const {
   const size_t first_shared = tables.levels[0].degree == 1 ? 1 : 0;
   const auto defined = [](const at::Tensor& o) { return o.defined(); };
   const auto shared = outputs.begin() + static_cast<std::ptrdiff_t>(first_shared);

@@ -1,5 +1,6 @@
-// Attention over the ranks of a bag, composed of exchanges and the user's kernel. Ulysses: each rank that shares a
-// sequence sees all of its tokens and a share of the heads.
+// Attention over the ranks of a bag, composed of exchanges and the user's kernel. A rank that shares a sequence attends
+// with a share of the heads, and where queries are cut (knapformer/core/plan/heads.h) with a part of the queries, to
+// all keys that these see. Ulysses is the case of one part.
 //
 //   rows of this rank   | whole here (degree 1) | shared by 2 | shared by 4 |   all heads
 //                             |                      `------------'
@@ -7,20 +8,25 @@
 //                             attend
 //                           attend                        |
 //                             |                   attend      attend            whole sequences, heads / 2, heads / 4
-//                             |                      `------------'
+//                             |                      `------------'             (or a part of their queries)
 //                             |                     one all-to-all
 //   rows of this rank   | whole here            | shared by 2 | shared by 4 |   all heads
 //
-// Another way of sharing a sequence (ring attention, say) is another composer beside Ulysses, with the same inputs. It
-// offers the same, too: run() for Step::attention, and for compiled blocks the ExchangeArguments of what it moves.
+// Another way of sharing a sequence (ring attention, say) is another composer beside SharedAttention, with the same
+// inputs. It offers the same, too: run() for Step::attention, and for compiled blocks the ExchangeArguments of what it
+// moves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <initializer_list>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "knapformer/core/plan/exchange_table.h"
@@ -28,39 +34,98 @@
 
 namespace knapformer {
 
-/// The kernel, over packed sequences. q: (tokens, heads, head_dim); k, v: (tokens, kv heads, ...); seq_lens: int32 CPU.
-/// Returns o: (tokens, heads, ...).
-using Attend = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                        const at::Tensor& seq_lens)>;
+/// Where the rows of attention lie: int32 CPU, a number for each sequence.
+struct SequenceRows {
+  at::Tensor query_lens, key_lens;
+  at::Tensor query_starts;                      // of the first query, counted from the first key
+  std::vector<at::Tensor> stage_key_lens = {};  // where keys come in stages: those of each
+};
+
+/// Keys and values of a stage, with the number of keys of each sequence.
+struct KeyStage {
+  at::Tensor k, v, key_lens;
+};
+/// The next stage; none after the last one. Waits for it, and starts the exchange of the one after it.
+using NextStage = std::function<std::optional<KeyStage>()>;
+
+/// The kernel, over packed sequences: of q (queries, heads, head_dim) and of k, v (keys, kv heads, ...) it returns o
+/// (queries, heads, ...). It takes whole sequences by their lengths (int32 CPU), or SequenceRows: then each sequence's
+/// queries may be a part of them. Keys that come in stages are put together for it, unless `in_stages` is set: a kernel
+/// that attends to each stage while the next one travels, and merges the results.
+class Attend {
+ public:
+  /// Undefined where it cannot merge for such queries: then it has taken no stage.
+  std::function<at::Tensor(const at::Tensor& q, const at::Tensor& query_lens, const NextStage& next)> in_stages;
+
+  template <class Kernel>
+  Attend(Kernel kernel)  // NOLINT(google-explicit-constructor): a lambda is passed as such
+      : cuts_queries_(!std::is_invocable_v<Kernel&, at::Tensor, at::Tensor, at::Tensor, at::Tensor>),
+        call_([kernel = std::move(kernel)](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                           const SequenceRows& rows) mutable -> at::Tensor {
+          if constexpr (std::is_invocable_v<Kernel&, at::Tensor, at::Tensor, at::Tensor, at::Tensor>) {
+            return kernel(q, k, v, rows.query_lens);
+          } else {
+            return kernel(q, k, v, rows);
+          }
+        }) {}
+
+  bool cuts_queries() const { return cuts_queries_; }
+  at::Tensor operator()(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SequenceRows& rows) const {
+    return call_(q, k, v, rows);
+  }
+
+ private:
+  bool cuts_queries_;
+  std::function<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const SequenceRows&)> call_;
+};
 
 /// A step's attention on one rank.
-struct Ulysses {
+struct SharedAttention {
   const AttentionTables& tables;
-  std::span<const at::Tensor> seq_lens;        // for each level: int32 CPU
-  std::span<const PackedTable> shared_tables;  // for each level that several ranks share
+  std::span<const SequenceRows> attended;      // for each level
+  std::span<const PackedTable> shared_tables;  // for each level that several ranks share: queries, and keys if any
   std::string group;                           // the bag's, by name; empty where no level has several ranks
 
   /// q: (rows of this rank, heads, head_dim); k, v: (rows, kv heads, ...). Returns (rows, heads, ...). Collective over
   /// the bag: at most one all-to-all before attention and one after it, forward and backward each. `attend` is called
-  /// once for each level that has tokens on this rank; on a rank without tokens it is called once, with none.
+  /// once for each level that has sequences on this rank, of which it may have no queries; on a rank without queries it
+  /// is called once more, with none.
   at::Tensor run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend) const;
 
   /// The two exchanges of run(), without their tensors. Level by level, the first moves q, k, v from this rank's rows
   /// to whole sequences, and the second moves o back. They have no segments where no level travels.
+  /// Of keys that come in stages, those of the first one.
   ExchangeArguments to_sequences(HeadCounts heads) const;
   ExchangeArguments to_rows(HeadCounts heads) const;
 
+  /// The exchange of the keys and values of a further stage.
+  ExchangeArguments to_stage(size_t level, size_t stage, HeadCounts heads) const;
+
   /// Whether rows of this level travel in this step.
   bool travels(size_t level) const;
-  /// How many query heads this rank has while sequences of this level are whole.
+  /// How many query heads this rank attends with at this level.
   int64_t num_query_heads(size_t level, HeadCounts heads) const;
 
  private:
   using Inputs = std::vector<at::Tensor>;  // q, k, v of a level
 
-  ExchangeArguments exchange_of(std::initializer_list<std::pair<const char*, HeadRole>> tensors,
+  struct Moved {
+    const char* name;
+    HeadRole role;
+  };
+  /// Of each level that travels, `queries` by the table of queries and `keys` by that of keys, which may be the same.
+  ExchangeArguments exchange_of(std::initializer_list<Moved> queries, std::initializer_list<Moved> keys,
                                 HeadCounts heads) const;
+  void add_segment(ExchangeArguments& arguments, size_t level, size_t table,
+                   std::initializer_list<Moved> tensors) const;
+  /// Of shared_tables, that of a level's queries; those of its stages follow.
+  size_t table_of(size_t level) const;
   at::Tensor attend_level(size_t level, const Inputs& qkv, HeadCounts heads, const Attend& attend) const;
+  /// The stages of a level, one by one. first: its k and v that have come already. rows: k and v of this rank's rows.
+  NextStage stages_of(size_t level, Inputs first, Inputs rows, HeadCounts heads) const;
+  at::Tensor attend_to_stages(size_t level, const at::Tensor& q, const NextStage& next, HeadCounts heads,
+                              const Attend& attend) const;
+  void check_output(size_t level, const at::Tensor& o, const at::Tensor& q, HeadCounts heads) const;
   void fill_outputs_without_tokens(const std::vector<Inputs>& inputs, std::vector<at::Tensor>& outputs,
                                    HeadCounts heads, const Attend& attend) const;
 };

@@ -25,6 +25,19 @@ at::Tensor lengths_tensor(std::span<const int64_t> lens) {
   return tensor;
 }
 
+SequenceRows rows_of(const std::vector<QueryPart>& sequences) {
+  std::vector<int64_t> query_lens, key_lens, query_starts;
+  for (const QueryPart& part : sequences) {
+    query_lens.push_back(part.num_queries);
+    key_lens.push_back(part.num_keys);
+    query_starts.push_back(part.first_query - part.first_key);
+  }
+  return {.query_lens = lengths_tensor(query_lens),
+          .key_lens = lengths_tensor(key_lens),
+          .query_starts = lengths_tensor(query_starts),
+          .stage_key_lens = {}};
+}
+
 /// Of all that says which rows move: ranks that follow plans of different hash would not exchange the same rows.
 int64_t hash_of(const Plan& plan) {
   uint64_t hash = 0;
@@ -36,6 +49,7 @@ int64_t hash_of(const Plan& plan) {
   for (int32_t r = 0; r < plan.num_ranks(); ++r) add(lengths.last_of(Rank(r)).value);
   for (const int64_t length : lengths.lens()) add(length);
   for (const Placement& placement : plan.placements()) add(placement.degree);
+  for (const QueryCut& cut : plan.input().query_cuts) add(cut.num_parts * QueryCut::kMaxStages + cut.num_stages);
   for (const Chunk& chunk : plan.chunks()) {
     add(chunk.rank.value);
     add(chunk.num_tokens);
@@ -74,7 +88,11 @@ std::shared_ptr<RankPlan> RankPlan::make(std::shared_ptr<StepPlan> of_step, int3
                                                   .attention = make_attention_tables(*plan, rank)});
   step->seq_lens = lengths_tensor(step->plan->seq_lens().lens(rank));
   step->chunk_lens = lengths_tensor(step->route.chunk_lens);
-  for (const AttentionLevel& level : step->attention.levels) step->attn_lens.push_back(lengths_tensor(level.seq_lens));
+  for (const AttentionLevel& level : step->attention.levels) {
+    SequenceRows& rows = step->attended.emplace_back(rows_of(level.sequences));
+    for (const AttentionLevel::Stage& stage : level.stages)
+      rows.stage_key_lens.push_back(lengths_tensor(stage.key_lens));
+  }
   step->planning_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return step;
 }
@@ -124,13 +142,14 @@ RankPlan::TablesOnDevice& RankPlan::pack(const TablesDevice& on) {
                                                                      c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   std::vector<const ExchangeTable*> tables = {&route.tokens, &route.sequences};
   for (const AttentionLevel& level : attention.levels) {
-    if (level.degree > 1) tables.push_back(&level.pre_attn);
+    if (level.degree > 1) tables.push_back(&level.queries);
+    for (const AttentionLevel::Stage& stage : level.stages) tables.push_back(&stage.keys);
   }
   std::vector<PackedTable> all = pack_tables(tables, on.engine, on.device, number);
-  const auto first_level = all.begin() + 2;
+  const auto first_of_attention = all.begin() + 2;
   PackedTables named{.tokens = std::move(all[0]),
                      .sequences = std::move(all[1]),
-                     .shared_levels = {std::make_move_iterator(first_level), std::make_move_iterator(all.end())}};
+                     .attention = {std::make_move_iterator(first_of_attention), std::make_move_iterator(all.end())}};
   TablesOnDevice& made = packed.emplace_back(TablesOnDevice{.device = on.device, .tables = std::move(named)});
   if (!on.device.is_cpu()) {
     made.streams = {c10::impl::VirtualGuardImpl(on.device.type()).getStream(on.device)};
@@ -162,6 +181,8 @@ StepInput Planning::input(GatheredLengths gathered) const {
   input.attention_pairs = std::move(gathered.attention_pairs);
   input.topology = topology;
   input.d_model = d_model;
+  const bool has_own = std::ranges::any_of(input.attention_pairs, [](int64_t pairs) { return pairs != kDefaultPairs; });
+  if (!has_own) input.mask = options.mask;
   if (input.attention_pairs.empty() && options.mask.kind != Mask::Kind::kFull) {
     input.attention_pairs.assign(input.seq_lens.lens().size(), kDefaultPairs);
   }

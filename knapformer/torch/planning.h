@@ -19,6 +19,7 @@
 #include "knapformer/core/plan/plan.h"
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/util/error.h"
+#include "knapformer/torch/attention.h"
 #include "knapformer/torch/balancer_options.h"
 #include "knapformer/torch/comm/comm_group.h"
 #include "knapformer/torch/comm/gather_lengths.h"
@@ -62,8 +63,8 @@ struct RankPlan {
 
   /// The tables in the form in which the exchange takes them.
   struct PackedTables {
-    PackedTable tokens, sequences;           // of route
-    std::vector<PackedTable> shared_levels;  // of each attention level of several ranks
+    PackedTable tokens, sequences;       // of route
+    std::vector<PackedTable> attention;  // of each level of several ranks: its queries, and its keys if it has them
   };
   /// For the present stream of the device. Packed at the first call, where they have not been packed ahead.
   const PackedTables& tables_on(const TablesDevice& on);
@@ -77,7 +78,7 @@ struct RankPlan {
   RouteTables route;
   AttentionTables attention;
   at::Tensor seq_lens = {}, chunk_lens = {};  // int32 CPU: tokens of this rank's sequences and chunks
-  std::vector<at::Tensor> attn_lens = {};     // of each attention level
+  std::vector<SequenceRows> attended = {};    // by each attention level
   double planning_s = 0;                      // what it took to make all this
   HeadCounts heads = {};                      // of the last pre_attn
   KernelMask kernel_mask = {};                // the last that was found to be the planned one

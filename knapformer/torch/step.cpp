@@ -94,17 +94,34 @@ void Step::check_mask(const KernelMask& mask) const {
   s.kernel_mask = mask;
 }
 
-Ulysses Step::ulysses_on(at::Device device, const KernelMask& mask) const {
+void Step::check_cuts(bool cuts_queries, const KernelMask& mask) const {
+  for (const AttentionLevel& level : rank_plan_->attention.levels) {
+    if (!level.cuts_queries()) continue;
+    if (!cuts_queries) {
+      throw_argument("attend", "a kernel of whole sequences",
+                     text("one that takes parts of their queries (attend.cuts_queries), as ", level.degree,
+                          " ranks share the queries of a sequence in ", level.query_parts,
+                          " parts; or a plan of a TrainedModel without cuts_queries"));
+    }
+    const Mask& planned = plan().input().mask;
+    if (mask && planned.kind != Mask::Kind::kFull && *mask != planned)
+      throw_argument("mask", text("'", mask->str(), "'"), text("'", planned.str(), "', by which queries are cut"));
+  }
+}
+
+SharedAttention Step::attention_on(at::Device device, const KernelMask& mask, bool cuts_queries) const {
   return ranks_->collective([&] {
     check_mask(mask);
-    return ulysses(device);
+    check_cuts(cuts_queries, mask);
+    return shared_attention(device);
   });
 }
 
-Ulysses Step::ulysses(at::Device device) const {
-  Ulysses made{.tables = rank_plan_->attention, .seq_lens = rank_plan_->attn_lens, .shared_tables = {}, .group = {}};
+SharedAttention Step::shared_attention(at::Device device) const {
+  SharedAttention made{
+      .tables = rank_plan_->attention, .attended = rank_plan_->attended, .shared_tables = {}, .group = {}};
   if (ranks_->bag()) {
-    made.shared_tables = tables_on(device).shared_levels;
+    made.shared_tables = tables_on(device).attention;
     made.group = ranks_->bag()->name();
   }
   return made;
@@ -174,14 +191,17 @@ void Step::check_attention_inputs(const at::Tensor& q, const at::Tensor& k, cons
   const HeadCounts heads{.num_heads = q.size(1), .num_kv_heads = k.size(1)};
   if (heads.num_heads == 0) throw_argument("q", "0 heads", "at least 1 head");
   for (const AttentionLevel& level : rank_plan_->attention.levels) {
-    static_cast<void>(head_partition(heads, level.degree));  // checks the counts
+    static_cast<void>(head_partition(heads, level.degree / level.query_parts));  // checks the counts
   }
 }
 
 void Step::check_flat(std::string_view call) const {
-  if (ranks_->topology().is_flat()) return;
+  const bool cuts = rank_plan_->attention.levels[0].cuts_queries();
+  if (ranks_->topology().is_flat() && !cuts) return;
   throw StateError(text(call, ": got the topology ", ranks_->topology().str(),
-                        ", expected flat bags, such as g4n2: nested ones attend by attention(q, k, v, attend)"));
+                        cuts ? ", whose ranks share queries" : "",
+                        ", expected flat bags, such as g4n2, of ranks that share heads alone: others attend by "
+                        "attention(q, k, v, attend)"));
 }
 
 at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
@@ -189,7 +209,8 @@ at::Tensor Step::attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor o = ranks_->collective([&] {
     check_attention_inputs(q, k, v);
     check_mask(mask);
-    return ulysses(q.device()).run(q, k, v, attend);
+    check_cuts(attend.cuts_queries(), mask);
+    return shared_attention(q.device()).run(q, k, v, attend);
   });
   return recomputed_to_the_end(o, rank_plan_->number);  // out here: what ends a recomputation is no error to tell
 }
@@ -203,14 +224,14 @@ Step::AttentionInputs Step::pre_attn(const at::Tensor& q, const at::Tensor& k, c
     check_mask(mask);
     s.heads = {.num_heads = q.size(1), .num_kv_heads = k.size(1)};
     if (s.attention.levels[0].degree == 1) {
-      return {.seq_lens = s.attn_lens[0], .q = as_view(q), .k = as_view(k), .v = as_view(v)};
+      return {.seq_lens = s.attended[0].query_lens, .q = as_view(q), .k = as_view(k), .v = as_view(v)};
     }
-    ExchangeArguments arguments = ulysses(q.device()).to_sequences(s.heads);
+    ExchangeArguments arguments = shared_attention(q.device()).to_sequences(s.heads);
     arguments.call = "pre_attn";
     arguments.names = {"q", "k", "v"};
     arguments.tensors = {q, k, v};
     const std::vector<at::Tensor> moved = exchange(std::move(arguments));
-    return {.seq_lens = s.attn_lens[0], .q = moved[0], .k = moved[1], .v = moved[2]};
+    return {.seq_lens = s.attended[0].query_lens, .q = moved[0], .k = moved[1], .v = moved[2]};
   });
 }
 
@@ -221,10 +242,10 @@ Step::AttentionOutput Step::post_attn(const at::Tensor& o) const {
     if (s.heads.num_heads == 0)
       throw StateError("pre_attn: has not been called since plan_routing, expected before post_attn");
     const AttentionLevel& level = s.attention.levels[0];
-    const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.pre_attn.recv.num_rows;
+    const int64_t num_rows = level.degree == 1 ? s.route.tokens.recv.num_rows : level.queries.recv.num_rows;
     check_rows(o, "o", num_rows, "token of the sequences that attention saw", 2);
     check_has_memory(o, "o");
-    const Ulysses composer = ulysses(o.device());
+    const SharedAttention composer = shared_attention(o.device());
     const int64_t num_heads = composer.num_query_heads(0, s.heads);
     if (o.size(1) != num_heads)
       throw_argument("o", text(o.size(1), " heads"), text(num_heads, " heads, this rank's share"));

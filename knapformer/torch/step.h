@@ -69,13 +69,15 @@ class Step {
   AttentionOutput post_attn(const at::Tensor& o) const;
 
   /// Attention of chunk tokens over their whole sequences, in flat and nested bags (attention.h). q, k, v as in
-  /// pre_attn, and mask; returns (chunk tokens, heads, ...).
+  /// pre_attn, and mask; returns (chunk tokens, heads, ...). Throws ArgumentError where queries are cut and `attend`
+  /// takes whole sequences alone.
   at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attend& attend,
                        const KernelMask& mask = Mask()) const;
 
   /// What composes attention in this step, for tensors on this device. For compiled blocks, which call the op
-  /// themselves. mask: as in pre_attn. Valid as long as the step. Not collective.
-  Ulysses ulysses_on(at::Device device, const KernelMask& mask = Mask()) const;
+  /// themselves. mask: as in pre_attn. cuts_queries: whether the kernel takes parts of queries. Valid as long as the
+  /// step. Not collective.
+  SharedAttention attention_on(at::Device device, const KernelMask& mask = Mask(), bool cuts_queries = false) const;
 
   /// Of the micro-batch.
   const Plan& plan() const { return *rank_plan_->plan; }
@@ -98,7 +100,8 @@ class Step {
   void check_attention_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
   /// Looks at every sequence once a plan.
   void check_mask(const KernelMask& mask) const;
-  Ulysses ulysses(at::Device device) const;
+  void check_cuts(bool cuts_queries, const KernelMask& mask) const;
+  SharedAttention shared_attention(at::Device device) const;
   void check_flat(std::string_view call) const;
 
   std::shared_ptr<Ranks> ranks_;

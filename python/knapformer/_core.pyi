@@ -74,6 +74,7 @@ class TrainedModel:
     side_bytes_per_token: Final[int]
     num_heads: Final[int]
     num_kv_heads: Final[int]
+    cuts_queries: Final[bool]
     token_passes: Final[float]
     attention_passes: Final[float]
     def __init__(self, **fields: float | str) -> None: ...
@@ -98,6 +99,9 @@ class Plan:
     num_tokens: Final[int]
     seq_lens: Final[list[list[int]]]
     attention_pairs: Final[list[int]]
+    query_parts: Final[dict[int, int]]
+    stages: Final[dict[int, int]]
+    parts_of_sequence: Final[list[list[tuple[int, int, int, int, int]]]]
     sequence_works: Final[list[float]]
     bag_of_sequence: Final[list[int]]
     first_rank_of_sequence: Final[list[int]]

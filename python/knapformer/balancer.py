@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["SequenceBalancer", "Step"]
 
 Lengths: TypeAlias = Iterable[SupportsIndex] | Tensor
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+# (q, k, v, lengths) -> o or (o, log_sum_exp), as in SequenceBalancer.attention.
+Attend: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 # On a rank that happens to own no rows, Inductor would drop the exchange from the graph as dead code, and the rank's
 # peers would wait for it. So the op is marked as having a side effect: the one on the other ranks.
@@ -44,14 +45,15 @@ def _shapes_of_exchange(
     outputs: list[Tensor] = []
     numbers = iter(layout)
     for segment in range(next(numbers)):
-        shared_end, degree, index, num_tensors = (next(numbers) for _ in range(4))
+        shared_end, degree, index, query_parts, num_tensors = (next(numbers) for _ in range(5))
+        head_parts = degree // query_parts
         for _ in range(num_tensors):
             tensor, role = tensors[len(outputs)], next(numbers)
             shape = [tables[6 * segment + 4].shape[0], *tensor.shape[1:]]
             if role > 0:  # where the receiving end is shared it has all heads
-                shape[1] = (
-                    heads[role - 1] if shared_end == 2 else head_shares(heads[0], heads[1], degree)[index][role - 1]
-                )
+                of_keys = int(role > 1)
+                shares = head_shares(heads[0], heads[1], head_parts)
+                shape[1] = heads[of_keys] if shared_end == 2 else shares[index % head_parts][of_keys]
             outputs.append(tensor.new_empty(shape))
     return outputs
 
@@ -76,7 +78,8 @@ class SequenceBalancer(_torch.SequenceBalancer):
     group: the ranks that balance among each other; all of them make the balancer. None: the default group, or this
         process alone where torch.distributed is not initialised. The group may be shared with others (FSDP), as long as
         all ranks call into it in the same order.
-    solver: "balanced" (None), or "greedy", the published one, for flat topologies.
+    solver: "balanced" (None); or, for flat topologies, "greedy", the published code's, or "greedy_remaining", the
+        published text's.
     max_tokens_per_rank: as in `knapformer.plan`. Planning lengths that cannot keep it raises ArgumentError on every
         rank; other lengths are planned as before.
 
@@ -280,6 +283,12 @@ class SequenceBalancer(_torch.SequenceBalancer):
             pre_attn), and returns o, (tokens, heads, ...), or (o, log_sum_exp), of which the second is not used. It is
             called once for each degree (number of sharing ranks) of the sequences here; on a rank without tokens it is
             called once, with none. Where more ranks than heads share a sequence, some see it without heads.
+            With a TrainedModel of cuts_queries, ranks share queries as well as heads: then attend.cuts_queries must be
+            true, as it is of PackedAttention, and the call is attend(q, k, v, query_lens, key_lens, query_starts), each
+            int32 on the CPU with a number for each sequence: q has consecutive queries of it, k and v the keys that its
+            mask lets them see, or more, and the first of these queries is at query_starts among these keys. Of a short
+            sequence there may be none of either.
+            ArgumentError on all ranks for a kernel that does not say so.
         mask: the one that attend applies, as in `knapformer.attention_pairs`, or 'planned' where attend applies to each
             sequence the mask that was planned for it. None: attend.mask where attend is an object with that text, as
             PackedAttention of knapformer.models, or else 'full'. Raises ArgumentError on all ranks where the plan

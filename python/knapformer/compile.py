@@ -45,24 +45,30 @@ class AttentionTables:
     travels: list[bool]  # whether the level's rows travel
     to_sequences: OpArguments  # for the levels that travel: q, k, v of this rank's rows -> of whole sequences
     to_rows: OpArguments  # for the same levels: o back to this rank's rows
+    # Where keys come in stages: the exchanges of those behind the first, and the rows of all stages by sequence.
+    stages: list[tuple[list[OpArguments], Tensor] | None]
 
     @staticmethod
     def of(
         balancer: SequenceBalancer | Step,
         device: torch.device,
-        layout: Callable[[Tensor], Any] = lambda seq_lens: seq_lens,
+        layout: Callable[..., Any] = lambda seq_lens: seq_lens,
         mask: str = "full",
+        cuts_queries: bool = False,
     ) -> AttentionTables:
         """The tables of a step, or of the one in force, for tensors on `device`. To be called outside of the compiled
         part.
 
         layout: called here for each level, with the lengths (int32 CPU) of the sequences that `attend` will see. Its
         result is passed to `attend`: what no graph can make, such as offsets on the device. Default: the lengths.
+        cuts_queries: `attend` takes parts of queries. `layout` is then called with their lengths, those of the keys,
+            and where queries begin among them (SequenceBalancer.attention).
         mask: the one that `attend` applies, as in SequenceBalancer.attention; ArgumentError where another is planned.
         """
         step = balancer if isinstance(balancer, Step) else balancer.current
-        rows, seq_lens, travels, to_sequences, to_rows = step.op_attention(device, mask)
-        return AttentionTables(rows, [layout(lens) for lens in seq_lens], travels, to_sequences, to_rows)
+        rows, attended, travels, to_sequences, to_rows, stages = step.op_attention(device, mask, cuts_queries)
+        layouts = [layout(*lens) if cuts_queries else layout(lens[0]) for lens in attended]
+        return AttentionTables(rows, layouts, travels, to_sequences, to_rows, stages)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """Like SequenceBalancer.attention, with the same collectives, but `attend` is called for every level, also for
@@ -75,7 +81,12 @@ class AttentionTables:
         split = [t.split(sizes) if len(sizes) > 1 else [t] for t in (q, k, v)]
         inputs = self._exchange([list(level) for level in zip(*split, strict=True)], heads, self.to_sequences)
         outputs = []
-        for (q, k, v), layout in zip(inputs, self.layouts, strict=True):
+        for (q, k, v), layout, stages, rows in zip(
+            inputs, self.layouts, self.stages, zip(*split, strict=True), strict=True
+        ):
+            if stages is not None:
+                come = [[k, v], *(self._run(list(rows[1:]), heads, arguments) for arguments in stages[0])]
+                k, v = (torch.cat(list(of)).index_select(0, stages[1]) for of in zip(*come, strict=True))
             attended = attend(q, k, v, layout)
             o = attended[0] if isinstance(attended, tuple) else attended
             if q.shape[0] == 0:  # `attend` need not use q, k, v then; the backward of their exchange needs this rank
@@ -84,14 +95,18 @@ class AttentionTables:
         returned = [o for (o,) in self._exchange(outputs, heads, self.to_rows)]
         return returned[0] if len(returned) == 1 else torch.cat(returned)
 
+    @staticmethod
+    def _run(tensors: list[Tensor], heads: list[int], arguments: OpArguments) -> list[Tensor]:
+        differentiable = [int(t.requires_grad) for t in tensors] if torch.is_grad_enabled() else []
+        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments)
+        return moved
+
     def _exchange(self, levels: list[list[Tensor]], heads: list[int], arguments: OpArguments) -> list[list[Tensor]]:
         """Moves the levels that travel, by one all-to-all, and returns the other levels as they are."""
         tensors = [t for level, travels in zip(levels, self.travels, strict=True) if travels for t in level]
         if not tensors:
             return levels
-        differentiable = [int(t.requires_grad) for t in tensors] if torch.is_grad_enabled() else []
-        moved: list[Tensor] = torch.ops.knapformer.exchange(tensors, differentiable, heads, *arguments)
-        result = []
+        moved, result = self._run(tensors, heads, arguments), []
         for level, travels in zip(levels, self.travels, strict=True):
             result.append(moved[: len(level)] if travels else level)
             moved = moved[len(level) :] if travels else moved

@@ -80,6 +80,20 @@ class Cases {
             .model = {.num_parameters = 0}};
   }
 
+  /// Cuts the queries of each degree in some way, and gives all sequences a mask.
+  void cut_queries(PlanInput& input) {
+    const char* const masks[] = {"full", "causal", "prefix:7", "block_causal:3:5", "window:4:9"};
+    input.mask = Mask::parse(masks[integer(0, 4)]);
+    for (const int64_t length : input.seq_lens.lens()) input.attention_pairs.push_back(input.mask.pairs(length));
+    for (int32_t degree = 2; degree <= 8; ++degree) {
+      auto parts = static_cast<int32_t>(integer(1, degree));
+      while (degree % parts != 0) --parts;
+      const bool may_stage = parts > 1 && input.mask.kind == Mask::Kind::kFull;
+      input.query_cuts.push_back(
+          {.degree = degree, .num_parts = parts, .num_stages = may_stage ? static_cast<int32_t>(integer(1, 3)) : 1});
+    }
+  }
+
   /// Of each rank, 0.5 to 2.
   std::vector<double> rank_speed(int32_t num_ranks) {
     std::vector<double> speeds(static_cast<size_t>(num_ranks));

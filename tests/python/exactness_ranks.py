@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from knapformer import Cluster, Sample, SequenceBalancer
+from knapformer import Cluster, Sample, SequenceBalancer, TrainedModel
 
 GAMMA = 0.7
 # An exchange costs a few percent of a token's work at these widths: plans share short sequences, but not all of them.
@@ -37,6 +37,11 @@ class Case:
     topology: str | None
     checkpointing: bool
     steps: tuple[Step, ...]
+
+    @property
+    def cuts_queries(self) -> bool:
+        """Those with checkpointing, whose recomputation repeats the exchanges."""
+        return self.checkpointing
 
 
 def batch_of(name: str, step: Step, index: int, ranks: list[int]) -> tuple[Any, Tensor]:
@@ -66,7 +71,11 @@ def run_on_ranks(case: Case) -> Outcome:
     init_weights(model, seed=5)
     set_checkpointing(model, case.checkpointing)
     shard_model(model, init_device_mesh("cpu", (world,)))
-    balancer = None if case.topology is None else SequenceBalancer(case.topology, gamma=GAMMA, cluster=CLUSTER)
+    # Planned for one head, every rank that shares a sequence has a part of its queries.
+    planned = TrainedModel(num_heads=1, cuts_queries=True) if case.cuts_queries else None
+    balancer = None
+    if case.topology is not None:
+        balancer = SequenceBalancer(case.topology, gamma=GAMMA, cluster=CLUSTER, model=planned)
     losses = []
     for index, step in enumerate(case.steps):
         batch, target = batch_of(case.model, step, index, [rank])

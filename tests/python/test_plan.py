@@ -221,8 +221,10 @@ def test_auto_chooses_from_lengths_and_heads():
     node_of_two = kf.Cluster(ranks_per_node=1)
     assert all(
         len(kf.Topology(o.topology).bags[0]) <= 2
-        for o in kf.rank_topologies([lengths], d_model=3072, cluster=node_of_two)
+        for o in kf.rank_topologies([[[100]] * 4], d_model=3072, cluster=node_of_two)
     )
+    needed = kf.rank_topologies([lengths], d_model=3072, cluster=node_of_two)  # for its long one
+    assert any(len(kf.Topology(o.topology).bags[0]) == 4 for o in needed)
     ranking = kf.rank_topologies([lengths, [[5], [6], [7], [8]]], d_model=3072)
     assert [o.predicted_time for o in ranking] == sorted(o.predicted_time for o in ranking)
     assert "longest sequence alone" in next(o for o in ranking if o.topology == "g1n4").reason

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from knapformer.losses import sample_mean, token_mean
-from knapformer.models import varlen_attention
+from knapformer.models import PackedAttention, varlen_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from knapformer import BalancedBatchSampler, BalancedStepLoader, Cluster, Plan, SequenceBalancer
+from knapformer import BalancedBatchSampler, BalancedStepLoader, Cluster, Plan, SequenceBalancer, TrainedModel
 
 LENGTHS = (13, 1, 40, 5, 5, 2, 3, 7, 21, 9, 90, 4, 4, 8, 1, 30, 2, 6, 11, 17, 25, 3, 19)
 CHANNELS, WIDTH, HEADS = 3, 16, 4
@@ -103,6 +103,11 @@ def alone(mean: str, lengths: Sequence[int]) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def model_of(case: Case) -> TrainedModel | None:
+    """In every other case the ranks that share a sample cut its queries: planned for one head, all of them do."""
+    return TrainedModel(num_heads=1, cuts_queries=True) if case.mean == "sample" else None
+
+
 def gradient_error(outcome: Outcome, wanted: dict[str, Tensor]) -> float:
     """The relative error of the parameter's gradient that is furthest off."""
     return max(float((outcome.gradients[name] - g).norm() / g.norm()) for name, g in wanted.items())
@@ -143,7 +148,7 @@ class Step:
         lens = torch.tensor([end - begin for _, begin, end in pieces], dtype=torch.int32)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return varlen_attention(q, k, v, lens) if local else self._balancer.attention(q, k, v, varlen_attention)
+            return varlen_attention(q, k, v, lens) if local else self._balancer.attention(q, k, v, PackedAttention())
 
         out = self._run(x, position, attention, self._balancer if routed else None)
         per_token = (out - target).square().mean(1)
@@ -184,6 +189,7 @@ def by_sampler(case: Case, step: Step, balancer: SequenceBalancer) -> int:
         topology=case.topology,
         allow_empty=True,
         cluster=CLUSTER,
+        model=model_of(case),
     )
     for number, indices in enumerate(sampler):
         pieces = sampler.chunks(0, number)
@@ -245,7 +251,7 @@ WAYS = {"sampler": by_sampler, "loader": by_loader, "model": in_model}
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
     outcomes = []
     for case in cases:
-        balancer = SequenceBalancer(case.topology, cluster=CLUSTER, d_model=WIDTH)
+        balancer = SequenceBalancer(case.topology, cluster=CLUSTER, d_model=WIDTH, model=model_of(case))
         step = Step(case, balancer)
         shared = WAYS[case.way](case, step, balancer)
         outcomes.append(Outcome(step.gradients(), step.pieces, shared))

@@ -23,11 +23,21 @@ std::span<const Bag> bags_of(const Topology& topology, int32_t replica) {
 struct Offer {
   int32_t degree = 1;
   double speed = 0;              // summed
-  Traffic exchange_s_per_token;  // tokens of a chunk
+  Traffic exchange_s_per_token;  // of tokens of a chunk, as far as nothing can hide it
 };
 
+/// What of a token's exchange counts in a bound: what nothing may hide. A part of the queries need not see all keys,
+/// and may attend to some while others travel.
+Traffic counted(const PlanInput& input, const AttentionShares& shares, Rank first_rank, int32_t degree, bool may_hide) {
+  const SentRows rows = sent_range(input.cluster, shares, first_rank, degree).min;
+  if (may_hide) return rows.after;
+  const QueryCut cut = input.query_cut(degree);
+  const bool sees_all = cut.num_parts == 1 || (cut.num_stages == 1 && input.mask.kind == Mask::Kind::kFull);
+  return sees_all ? rows.sum() : rows.after * 2;
+}
+
 /// One for each degree, ascending.
-std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica) {
+std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, int32_t replica, bool may_hide) {
   const AttentionShares shares = input.attention_shares();
   std::vector<Offer> offers;
   for (const Bag& bag : bags_of(topology, replica)) {
@@ -39,21 +49,20 @@ std::vector<Offer> offers_of(const PlanInput& input, const Topology& topology, i
       }
       Traffic& sent = offer->exchange_s_per_token;  // until the end, the part of a row
       for (int32_t r = bag.first_rank.value; r < bag.first_rank.value + bag.num_ranks; r += degree) {
-        const Traffic min = sent_range(input.cluster, shares, Rank(r), degree).min;
+        const Traffic min = counted(input, shares, Rank(r), degree, may_hide);
         sent = {.inside = std::min(sent.inside, min.inside), .between = std::min(sent.between, min.between)};
         offer->speed = std::max(offer->speed, input.group_speed(Rank(r), degree).sum);
       }
     }
   }
-  for (Offer& offer : offers) offer.exchange_s_per_token = exchange_s_per_token(input, offer.exchange_s_per_token);
+  for (Offer& offer : offers) offer.exchange_s_per_token = exchange_s(input, offer.exchange_s_per_token);
   return offers;
 }
 
 /// Exchange time of a token on a rank of a flat bag. All tokens are divided alike over the links, and nothing hides the
 /// exchange.
 double flat_exchange_s(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
-  const SentRange sent = sent_range(input.cluster, shares, bag.first_rank, bag.num_ranks);
-  const Traffic sent_s = exchange_s_per_token(input, sent.min);
+  const Traffic sent_s = exchange_s(input, counted(input, shares, bag.first_rank, bag.num_ranks, /*may_hide=*/false));
   return std::max(sent_s.inside, sent_s.between);
 }
 
@@ -76,9 +85,9 @@ bool may_be_packed(std::vector<double> items, size_t num_bags, double capacity) 
   return true;
 }
 
-/// The bound with the exchange on one link alone. `shown`: the part of the exchange that counts.
+/// The bound with the exchange on one link alone.
 double link_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica,
-                          std::span<const Offer> offers, Link link, double shown) {
+                          std::span<const Offer> offers, Link link) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
   // The exchange is not faster on a faster rank. The sum below weights rank time by speed, so it counts the exchange
@@ -90,7 +99,7 @@ double link_lower_bound_s(const PlanInput& input, const Topology& topology, int3
   const BlockRates rates(input);
   const auto cost_s = [&, min_speed = min_speed](SequenceId id, const Offer& offer) {
     return rates.work_s(input, id) +
-           static_cast<double>(input.seq_lens[id]) * (offer.exchange_s_per_token.*link * shown * min_speed);
+           static_cast<double>(input.seq_lens[id]) * (offer.exchange_s_per_token.*link * min_speed);
   };
   const auto exchange_s = [link](const Offer& offer) { return offer.exchange_s_per_token.*link; };
   const Offer& cheapest = *std::ranges::min_element(offers, {}, exchange_s);
@@ -151,12 +160,10 @@ bool may_hide(const Cluster& cluster, const Topology& topology) {
 double replica_lower_bound_s(const PlanInput& input, const Topology& topology, int32_t replica) {
   const auto [first, last] = input.sequences_of(replica);
   if (first == last) return 0;
-  const std::vector<Offer> offers = offers_of(input, topology, replica);
-  constexpr double kPostAttn = kPostAttnTensors / (kPreAttnTensors + kPostAttnTensors);
-  const double shown = may_hide(input.cluster, topology) ? kPostAttn : 1;
-  double bound_s = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside, shown);
+  const std::vector<Offer> offers = offers_of(input, topology, replica, may_hide(input.cluster, topology));
+  double bound_s = link_lower_bound_s(input, topology, replica, offers, &Traffic::inside);
   if (std::ranges::any_of(offers, [](const Offer& offer) { return offer.exchange_s_per_token.between > 0; }))
-    bound_s = std::max(bound_s, link_lower_bound_s(input, topology, replica, offers, &Traffic::between, shown));
+    bound_s = std::max(bound_s, link_lower_bound_s(input, topology, replica, offers, &Traffic::between));
   return bound_s;
 }
 

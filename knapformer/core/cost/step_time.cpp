@@ -31,7 +31,9 @@ class TrafficSum {
 struct RankLoad {
   int64_t tokens = 0;
   double whole_pairs = 0, shared_pairs = 0;  // (query, key) pairs, in its share of the heads
-  TrafficSum sent;                           // rows that one exchange of one tensor sends
+  TrafficSum sent_queries, sent_keys;        // rows of q that an exchange sends, and of k (or of v)
+  TrafficSum later_keys;                     // of these, in stages behind the first
+  double hiding_pairs = 0;                   // of shared_pairs, attended to while these travel
   double num_pieces = 0;
   Traffic route_sent, route_received;  // tokens
   // A sequence lies on consecutive ranks, so a connected group is a run of ranks. True for all of them but the first.
@@ -39,13 +41,15 @@ struct RankLoad {
 };
 
 std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const TrainedModel& model) {
-  const AttentionShares shares(model.num_heads, model.num_kv_heads);
+  const AttentionShares shares(model.num_heads, model.num_kv_heads, plan.input().query_cuts);
   std::vector<RankLoad> loads(static_cast<size_t>(plan.num_ranks()));
   for (int32_t s = 0; s < plan.num_sequences(); ++s) {
     const SequenceId id(s);
     const Placement& place = plan.placement(id);
     const Rank home = plan.seq_lens().home_of(id);
     const double pairs = plan.input().pairs_of(id);
+    const QueryCut cut = plan.input().query_cut(place.degree);
+    const std::vector<QueryPart> parts = place.degree > 1 ? plan.query_parts(id) : std::vector<QueryPart>();
     for (const Chunk& chunk : plan.chunks(id)) {
       RankLoad& load = loads[chunk.rank.index()];
       load.tokens += chunk.num_tokens;
@@ -58,10 +62,23 @@ std::vector<RankLoad> loads_of(const Plan& plan, const Cluster& cluster, const T
         load.whole_pairs += pairs;
         continue;
       }
-      load.shared_pairs += shares.part(pairs, place.degree, chunk.rank.value - place.first_rank.value);
+      const double part_of_pairs = shares.part(pairs, place.degree, chunk.rank.value - place.first_rank.value);
+      load.shared_pairs += part_of_pairs * cut.attention_factor();
+      load.hiding_pairs += part_of_pairs * cut.part_of_later_stages();
       load.num_pieces += place.degree;
-      load.sent.add(chunk.num_tokens, sent_part(cluster, shares, chunk.rank, place.first_rank, place.degree));
       if (chunk.rank != place.first_rank) load.shares_with_previous = true;
+      for (size_t part = 0; part < parts.size(); ++part) {
+        const auto held = [&](int64_t first, int64_t num) {
+          const int64_t begin = std::max(first, chunk.first_token);
+          return std::max<int64_t>(0, std::min(first + num, chunk.first_token + chunk.num_tokens) - begin);
+        };
+        const SentColumns sent =
+            sent_columns(cluster, shares, chunk.rank, place.first_rank, place.degree, static_cast<int32_t>(part));
+        load.sent_queries.add(held(parts[part].first_query, parts[part].num_queries), sent.query);
+        const int64_t num_keys = held(parts[part].first_key, parts[part].num_keys);
+        load.sent_keys.add(num_keys, sent.key);
+        if (cut.num_stages > 1) load.later_keys.add(num_keys, sent.key * cut.part_of_later_stages());
+      }
     }
   }
   return loads;
@@ -171,31 +188,45 @@ double Traffic::seconds(const Cluster& cluster) const {
   return std::max(inside_s, between_s);
 }
 
-Traffic sent_part(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank, int32_t degree) {
-  const int32_t node_first = cluster.node_of(rank) * cluster.ranks_per_node;
-  const int32_t first_inside = std::max(first_rank.value, node_first) - first_rank.value;
-  const int32_t last_inside =
-      std::min(first_rank.value + degree, node_first + cluster.ranks_per_node) - first_rank.value;
-  if (shares.is_even(degree)) {
-    return {.inside = (last_inside - first_inside - 1) / static_cast<double>(degree),
-            .between = (degree - last_inside + first_inside) / static_cast<double>(degree)};
+SentColumns sent_columns(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank,
+                         int32_t degree, int32_t query_part) {
+  struct Heads {
+    int32_t inside = 0, between = 0;
+
+    Traffic over(int32_t all) const { return {.inside = inside / double(all), .between = between / double(all)}; }
+  } query, key;
+  const int32_t num_parts = shares.head_parts(degree);
+  for (int32_t i = query_part * num_parts; i < (query_part + 1) * num_parts; ++i) {
+    const Rank to(first_rank.value + i);
+    if (to == rank) continue;
+    const auto link = cluster.same_node(rank, to) ? &Heads::inside : &Heads::between;
+    query.*link += shares.query_heads(degree, i);
+    key.*link += shares.key_heads(degree, i);
   }
-  Traffic part;
-  for (int32_t i = 0; i < degree; ++i) {
-    if (i == rank.value - first_rank.value) continue;
-    (i >= first_inside && i < last_inside ? part.inside : part.between) += shares.part(1, degree, i);
-  }
-  return part;
+  return {.query = query.over(shares.num_heads(degree)), .key = key.over(shares.num_heads(degree))};
 }
 
 SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank first_rank, int32_t degree) {
-  SentRange range{.min = sent_part(cluster, shares, first_rank, first_rank, degree), .max = {}};
-  range.max = range.min;
-  if (shares.is_even(degree) && cluster.same_node(first_rank, Rank(first_rank.value + degree - 1))) return range;
-  for (int32_t i = 1; i < degree; ++i) {
-    const Traffic part = sent_part(cluster, shares, Rank(first_rank.value + i), first_rank, degree);
-    range.min = {std::min(range.min.inside, part.inside), std::min(range.min.between, part.between)};
-    range.max = {std::max(range.max.inside, part.inside), std::max(range.max.between, part.between)};
+  SentRange range;
+  const auto widen = [](SentRange& to, const SentRows& rows, Traffic SentRows::*when, double Traffic::*link) {
+    to.min.*when.*link = std::min(to.min.*when.*link, rows.*when.*link);
+    to.max.*when.*link = std::max(to.max.*when.*link, rows.*when.*link);
+  };
+  // Ranks of a group that is even and inside a node all send the same.
+  const bool alike = shares.is_even(degree) && cluster.same_node(first_rank, Rank(first_rank.value + degree - 1));
+  for (int32_t i = 0; i < (alike ? 1 : degree); ++i) {
+    SentRows rows;
+    for (int32_t part = 0; part < shares.query_parts(degree); ++part) {
+      const SentColumns sent = sent_columns(cluster, shares, Rank(first_rank.value + i), first_rank, degree, part);
+      if (part == i / shares.head_parts(degree)) rows.after = sent.query;
+      rows.before = rows.before + sent.key * 2;
+    }
+    rows.before = rows.before + rows.after;
+    if (i == 0) range = {.min = rows, .max = rows};
+    for (const auto when : {&SentRows::before, &SentRows::after}) {
+      widen(range, rows, when, &Traffic::inside);
+      widen(range, rows, when, &Traffic::between);
+    }
   }
   return range;
 }
@@ -206,11 +237,10 @@ BlockRates::BlockRates(const PlanInput& input) {
   pair_s = passes.attention() * input.workload.attention_work_of_pairs(1, input.d_model) / input.cluster.flops_per_s;
 }
 
-Traffic exchange_s_per_token(const PlanInput& input, const Traffic& part) {
-  const double bytes =
-      row_bytes(input.d_model, input.model) * (kPreAttnTensors + kPostAttnTensors) * input.model.passes().exchanges();
-  return {.inside = part.inside * bytes / input.cluster.node_bytes_per_s,
-          .between = part.between * bytes / input.cluster.network_bytes_per_s};
+Traffic exchange_s(const PlanInput& input, const Traffic& columns) {
+  const double bytes = row_bytes(input.d_model, input.model) * input.model.passes().exchanges();
+  return {.inside = columns.inside * bytes / input.cluster.node_bytes_per_s,
+          .between = columns.between * bytes / input.cluster.network_bytes_per_s};
 }
 
 double StepTime::total_s() const {
@@ -251,21 +281,26 @@ StepTime predict_step(const Plan& plan, const Cluster& cluster, const TrainedMod
                                     : measured[r];
     measured_s += passes.token() * compute.token_s +
                   passes.attention() * (compute.whole_attention_s + compute.shared_attention_s);
-    const Traffic sent = load.sent.sum() * bytes;  // by one tensor in one exchange
+    const Traffic after = load.sent_queries.sum() * bytes, before = after + load.sent_keys.sum() * (2 * bytes);
+    const Traffic later = load.later_keys.sum() * (2 * bytes);
     const auto pass = [&](double token_factor, double attention_factor) {
       PassTime t{.token_s = token_factor * compute.token_s,
-                 .pre_attn_s = (sent * kPreAttnTensors).seconds(cluster),
+                 .pre_attn_s = (before + later * -1).seconds(cluster),
                  .whole_attention_s = attention_factor * compute.whole_attention_s,
                  .shared_attention_s = attention_factor * compute.shared_attention_s,
-                 .post_attn_s = (sent * kPostAttnTensors).seconds(cluster)};
+                 .post_attn_s = after.seconds(cluster)};
       if (cluster.overlaps_attention) t.hidden_s = std::min(t.pre_attn_s, t.whole_attention_s);
+      if (later.total() > 0) {
+        const double later_s = later.seconds(cluster);
+        t.pre_attn_s += later_s;
+        t.hidden_s += std::min(later_s, t.shared_attention_s * load.hiding_pairs / load.shared_pairs);
+      }
       return t;
     };
     const Rank group = load.shares_with_previous ? out.ranks[r - 1].group : Rank(r);
     out.ranks[r] = {.group = group, .forward = pass(1, 1), .backward = {}};
     if (passes.backwards > 0) out.ranks[r].backward = pass(passes.token_backward, passes.attention_backward);
-    out.attention_bytes =
-        out.attention_bytes + sent * ((kPreAttnTensors + kPostAttnTensors) * passes.exchanges() * model.num_blocks);
+    out.attention_bytes = out.attention_bytes + (before + after) * (passes.exchanges() * model.num_blocks);
     out.route_bytes = out.route_bytes + load.route_sent * (token_bytes * passes.routes);
   }
 

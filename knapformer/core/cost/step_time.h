@@ -43,12 +43,25 @@ struct Traffic {
   double seconds(const Cluster& cluster) const;
 };
 
-/// The part of a row's columns that `rank` sends to the other ranks of a group in one all-to-all of attention.
-Traffic sent_part(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank, int32_t degree);
+/// What a rank sends of a row of q, and of one of k (or of v), in widths of the model.
+struct SentColumns {
+  Traffic query, key;
+};
+/// To the other ranks of its group that compute this part of the queries. A row of q goes to those of its own part, and
+/// one of k and v to those of every part that sees it.
+SentColumns sent_columns(const Cluster& cluster, const AttentionShares& shares, Rank rank, Rank first_rank,
+                         int32_t degree, int32_t query_part);
 
-/// The minimum and the maximum of sent_part over the ranks of the group, link by link.
+/// What a rank sends for each token of a shared sequence: before attention (q, k and v) and after it (the output), in
+/// widths of the model. As if each part of the queries lay on the ranks that compute it and saw all keys.
+struct SentRows {
+  Traffic before, after;
+
+  Traffic sum() const { return before + after; }
+};
+/// The minimum and the maximum over the ranks of the group, link by link.
 struct SentRange {
-  Traffic min, max;
+  SentRows min, max;
 };
 SentRange sent_range(const Cluster& cluster, const AttentionShares& shares, Rank first_rank, int32_t degree);
 
@@ -64,12 +77,8 @@ struct BlockRates {
   }
 };
 
-/// Seconds of a block's exchanges, all passes, by link, for each token of a shared sequence on a rank that sends `part`
-/// of a row.
-Traffic exchange_s_per_token(const PlanInput& input, const Traffic& part);
-
-/// The tensors that travel before attention (q, k and v) and after it (its output), each as wide as the model.
-inline constexpr double kPreAttnTensors = 3, kPostAttnTensors = 1;
+/// Seconds in which a block's exchanges, in all passes, send `columns`, in widths of the model; by link.
+Traffic exchange_s(const PlanInput& input, const Traffic& columns);
 
 /// One pass over one block on one rank, in seconds. Fields are in the order of time; in a backward pass, in reverse
 /// order.
@@ -77,7 +86,7 @@ struct PassTime {
   double token_s = 0;        // per-token layers
   double wait_before_s = 0;  // for the group's longest per-token phase
   double pre_attn_s = 0;     // all of it
-  double hidden_s = 0;       // of pre_attn_s, behind whole_attention_s
+  double hidden_s = 0;       // of pre_attn_s, behind whole_attention_s; of keys that come in stages, behind attention
   double whole_attention_s = 0;
   double shared_attention_s = 0;
   double post_attn_s = 0;

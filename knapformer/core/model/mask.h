@@ -14,8 +14,17 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace knapformer {
+
+/// Consecutive queries of a sequence, and the run of keys that holds all that its mask lets them see.
+struct QueryPart {
+  int64_t first_query = 0, num_queries = 0;
+  int64_t first_key = 0, num_keys = 0;
+
+  bool operator==(const QueryPart&) const = default;
+};
 
 struct Mask {
   enum class Kind { kFull, kCausal, kPrefix, kBlockCausal, kWindow, kDensity };
@@ -37,9 +46,19 @@ struct Mask {
   std::string str() const;
 
   /// (query, key) pairs of a sequence. Text tokens beyond the end of the sequence do not count.
-  int64_t pairs(int64_t seq_len) const;
+  int64_t pairs(int64_t seq_len) const { return pairs_before(seq_len, seq_len); }
+  /// Those of the first `num_queries` queries.
+  int64_t pairs_before(int64_t seq_len, int64_t num_queries) const;
+  /// Cuts the queries of a sequence into consecutive parts with equally many pairs, to within those of one query. A
+  /// part may be empty; its keys are, too.
+  std::vector<QueryPart> query_parts(int64_t seq_len, int32_t num_parts) const;
 
   bool operator==(const Mask&) const = default;
+
+ private:
+  /// The end of the keys that a query up to `last` sees, and the first key that the query `first` sees.
+  int64_t keys_end(int64_t seq_len, int64_t first, int64_t last) const;
+  int64_t keys_begin(int64_t first) const;
 };
 
 }  // namespace knapformer

@@ -135,6 +135,22 @@ Topology Topology::flattened(std::span<const int32_t> degrees) const {
   return flat;
 }
 
+Topology Topology::within(int32_t num_ranks) const {
+  std::vector<BagShape> shapes = shapes_;
+  for (BagShape& shape : shapes) {
+    const auto end = std::ranges::upper_bound(shape.degrees, num_ranks);
+    if (end == shape.degrees.begin()) continue;
+    const int32_t size = shape.num_ranks_per_bag();
+    shape.degrees.erase(end, shape.degrees.end());
+    shape.num_bags *= size / shape.num_ranks_per_bag();
+  }
+  Topology smaller;
+  smaller.shapes_ = joined(std::move(shapes));
+  smaller.num_ranks_per_replica_ = num_ranks_per_replica_;
+  smaller.repeat(num_replicas_);
+  return smaller;
+}
+
 std::vector<Topology> Topology::flat_topologies() const {
   constexpr size_t kMaxChoices = 64;
   size_t num_choices = 1;  // ways to choose a degree for each shape

@@ -60,6 +60,9 @@ class Topology {
   /// The flat topology over the same ranks in the same order, whose bags are this topology's groups of `degrees[s]`
   /// ranks in each bag of shapes()[s]. Its bags may not be ordered by size.
   Topology flattened(std::span<const int32_t> degrees) const;
+  /// The same ranks in the same order, without groups of more than `num_ranks`: each bag becomes its largest groups of
+  /// no more. A bag whose groups are all larger stays.
+  Topology within(int32_t num_ranks) const;
   /// All flattened topologies, the smallest degrees first. Where they are more than 64, only those with groups of about
   /// one size: for each degree g one topology, in which each shape takes its largest degree up to g, or else its
   /// smallest.

@@ -40,6 +40,7 @@ struct TrainedModel {
   int32_t side_bytes_per_token = 0;
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
+  bool cuts_queries = false;
 
   Passes passes() const;
 
@@ -66,7 +67,10 @@ struct TrainedModel {
               "Query heads; where a group's ranks do not divide them, some compute more. 0: as if evenly shared.", 0,
               1 << 20),
         field("num_kv_heads", &TrainedModel::num_kv_heads,
-              "Key/value heads, a divisor of num_heads. 0: as many as query heads.", 0, 1 << 20)};
+              "Key/value heads, a divisor of num_heads. 0: as many as query heads.", 0, 1 << 20),
+        field("cuts_queries", &TrainedModel::cuts_queries,
+              "The attention kernel takes a part of a sequence's queries beside all of its keys, as PackedAttention "
+              "does: ranks whose number does not divide the heads then share queries as well.")};
   }
 };
 static_assert(kListsEveryField<TrainedModel>);

@@ -54,62 +54,121 @@ void set_peers_without_rows(ExchangeEnd& end, int32_t this_peer, const std::vect
   }
 }
 
-/// Who in the bag has rows of chunks, and who of whole sequences; in both cases, of those that travel or stay.
+/// Who in the bag has rows of chunks, and who of sequences that attention sees; of those that travel or stay.
 struct RowsInBag {
-  explicit RowsInBag(const Plan& plan, const Bag& bag) {
+  RowsInBag(const Plan& plan, const Bag& bag) {
     const auto num_ranks = static_cast<size_t>(bag.num_ranks);
     for (std::vector<bool>* of : {&chunks, &chunks_stay, &sequences, &sequences_stay}) of->assign(num_ranks, false);
     for (size_t i = 0; i < num_ranks; ++i) {
       for (const int32_t index : plan.chunks_on(Rank(bag.first_rank.value + static_cast<int32_t>(i)))) {
         const Chunk& chunk = plan.chunk(index);
-        const bool travels = plan.degree_of(chunk) > 1, has_rows = chunk.num_tokens > 0;
-        if (has_rows) (travels ? chunks : chunks_stay)[i] = true;
-        (travels ? sequences : sequences_stay)[i] = true;
+        const bool travels = plan.degree_of(chunk) > 1;
+        if (chunk.num_tokens > 0) (travels ? chunks : chunks_stay)[i] = true;
+        std::vector<bool>& attended = travels ? sequences : sequences_stay;
+        if (!attended[i]) attended[i] = attends(plan, chunk);
       }
     }
   }
 
-  void set(ExchangeTable& pre_attn) const {
-    set_peers_without_rows(pre_attn.send, pre_attn.this_peer, chunks, chunks_stay);
-    set_peers_without_rows(pre_attn.recv, pre_attn.this_peer, sequences, sequences_stay);
+  /// Whether the rank of this chunk has queries of its sequence.
+  static bool attends(const Plan& plan, const Chunk& chunk) {
+    const Placement& place = plan.placement(chunk.sequence);
+    const int32_t num_parts = plan.input().num_query_parts(place.degree);
+    if (num_parts == 1) return true;
+    const int32_t part = (chunk.rank.value - place.first_rank.value) / (place.degree / num_parts);
+    return plan.query_parts(chunk.sequence)[part].num_queries > 0;
+  }
+
+  void set(ExchangeTable& table) const {
+    set_peers_without_rows(table.send, table.this_peer, chunks, chunks_stay);
+    set_peers_without_rows(table.recv, table.this_peer, sequences, sequences_stay);
   }
 
   std::vector<bool> chunks, chunks_stay, sequences, sequences_stay;
 };
 
+/// Tokens of a sequence: [first, last).
+struct TokenRange {
+  int64_t first = 0, last = 0;
+
+  static TokenRange queries_of(const QueryPart& part) {
+    return {part.first_query, part.first_query + part.num_queries};
+  }
+  static TokenRange keys_of(const QueryPart& part) { return {part.first_key, part.first_key + part.num_keys}; }
+  /// The tokens of both, as rows of the first, which begin at `row`.
+  RowRun shared_with(const TokenRange& other, int64_t row) const {
+    const int64_t begin = std::max(first, other.first), end = std::min(last, other.last);
+    return {.first_row = row + begin - first, .num_rows = std::max<int64_t>(0, end - begin)};
+  }
+};
+
+/// The two ends of one table of a level.
+struct LevelRuns {
+  std::vector<PeerRun> sent, received;
+  int64_t num_received = 0;
+
+  /// The rows of a sequence that `parts` takes (queries_of, or keys_of), of each chunk one slice of several. chunk:
+  /// this rank's, whose rows begin at `row`. Returns how many rows come here.
+  int64_t add(const Plan& plan, const Bag& bag, const Chunk& chunk, int64_t row, std::span<const QueryPart> parts,
+              TokenRange (*tokens_of)(const QueryPart&), int32_t slice = 0, int32_t num_slices = 1) {
+    const std::span<const Chunk> chunks = plan.chunks(chunk.sequence);
+    const auto head_parts = chunks.size() / parts.size();
+    const auto slice_of = [&](const Chunk& of) {
+      return TokenRange{of.first_token + of.num_tokens * slice / num_slices,
+                        of.first_token + of.num_tokens * (slice + 1) / num_slices};
+    };
+    const TokenRange mine = slice_of(chunk);
+    const TokenRange own = tokens_of(parts[static_cast<size_t>(&chunk - chunks.data()) / head_parts]);
+    const int64_t before = num_received;
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const int32_t peer = chunks[i].rank.value - bag.first_rank.value;
+      const RowRun out = mine.shared_with(tokens_of(parts[i / head_parts]), row + mine.first - chunk.first_token);
+      const int64_t num_in = own.shared_with(slice_of(chunks[i]), 0).num_rows;
+      sent.push_back({.peer = peer, .run = out});
+      received.push_back({.peer = peer, .run = {.first_row = num_received, .num_rows = num_in}});
+      num_received += num_in;
+    }
+    return num_received - before;
+  }
+};
+
 AttentionLevel make_level(const Plan& plan, const Bag& bag, Rank rank, int32_t degree, std::span<const int32_t> chunks,
                           int64_t first_row) {
   const int32_t index_in_bag = rank.value - bag.first_rank.value;
-  const int32_t first_peer = index_in_bag / degree * degree;  // where this rank's group begins inside the bag
   AttentionLevel level;
   level.degree = degree;
-  level.index_in_group = index_in_bag - first_peer;
+  level.index_in_group = index_in_bag % degree;
+  const QueryCut cut = plan.input().query_cut(degree);
+  level.query_parts = cut.num_parts;
   level.first_row = first_row;
-  std::vector<PeerRun> received;
-  int64_t num_attention_rows = 0;
+  LevelRuns queries;
+  std::vector<LevelRuns> keys(level.cuts_queries() ? static_cast<size_t>(cut.num_stages) : 0);
+  level.stages.resize(keys.size());
   for (const int32_t index : chunks) {
-    const SequenceId id = plan.chunk(index).sequence;
-    level.num_rows += plan.chunk(index).num_tokens;
-    level.seq_lens.push_back(plan.seq_lens()[id]);
-    if (degree > 1) {
-      for (const Chunk& chunk : plan.chunks(id)) {
-        received.push_back(
-            {.peer = chunk.rank.value - bag.first_rank.value,
-             .run = {.first_row = num_attention_rows + chunk.first_token, .num_rows = chunk.num_tokens}});
-      }
+    const Chunk& chunk = plan.chunk(index);
+    const std::vector<QueryPart> parts = plan.query_parts(chunk.sequence);
+    level.sequences.push_back(parts[level.index_in_group / (degree / level.query_parts)]);
+    if (degree > 1) queries.add(plan, bag, chunk, level.num_rows, parts, &TokenRange::queries_of);
+    for (size_t s = 0; s < keys.size(); ++s) {
+      level.stages[s].key_lens.push_back(keys[s].add(plan, bag, chunk, level.num_rows, parts, &TokenRange::keys_of,
+                                                     static_cast<int32_t>(s), cut.num_stages));
     }
-    num_attention_rows += plan.seq_lens()[id];
+    level.num_rows += chunk.num_tokens;
   }
-  if (degree == 1) return level;
-  std::vector<PeerRun> sent;
-  for (int32_t i = 0; i < degree; ++i) {
-    sent.push_back({.peer = first_peer + i, .run = {.first_row = 0, .num_rows = level.num_rows}});
+  const auto table_of = [&](const LevelRuns& runs) {
+    ExchangeTable table{.this_peer = index_in_bag,
+                        .num_peers = bag.num_ranks,
+                        .send = make_end(level.num_rows, bag.num_ranks, runs.sent),
+                        .recv = make_end(runs.num_received, bag.num_ranks, runs.received)};
+    table.send.heads_shared = true;
+    table.send.all_rows = !level.cuts_queries();
+    return table;
+  };
+  if (degree > 1) level.queries = table_of(queries);
+  for (size_t s = 0; s < keys.size(); ++s) {
+    level.stages[s].keys = table_of(keys[s]);
+    level.stages[s].keys.send.has_duplicate_rows = true;
   }
-  level.pre_attn = {.this_peer = index_in_bag,
-                    .num_peers = bag.num_ranks,
-                    .send = make_end(level.num_rows, bag.num_ranks, sent),
-                    .recv = make_end(num_attention_rows, bag.num_ranks, received)};
-  level.pre_attn.send.heads_shared = true;
   return level;
 }
 
@@ -192,7 +251,8 @@ AttentionTables make_attention_tables(const Plan& plan, Rank rank) {
   KNAPFORMER_ASSERT(next == chunks.size());
   const RowsInBag rows(plan, bag);
   for (AttentionLevel& level : tables.levels) {
-    if (level.degree > 1) rows.set(level.pre_attn);
+    if (level.degree > 1) rows.set(level.queries);
+    for (AttentionLevel::Stage& stage : level.stages) rows.set(stage.keys);
   }
   tables.any_shared = std::ranges::find(rows.sequences, true) != rows.sequences.end();
   return tables;

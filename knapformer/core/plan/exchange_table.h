@@ -14,8 +14,8 @@
 // table like all others; they need not enter the all-to-all.
 //
 // There are two kinds of ends. A *whole* end exchanges its rows with all their columns (heads). A *shared* end
-// exchanges with peer p only p's share of the heads, and the same rows with every peer of the group: Ulysses. In
-// pre_attn the sending end is shared and the receiving one whole; post_attn is its inverse.
+// exchanges with peer p only p's share of the heads. Before attention the sending end is shared and the receiving one
+// whole; after it the inverse table moves the output.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,8 @@ struct ExchangeEnd {
   std::vector<int64_t> peer_rows;
   /// Whether this end exchanges with each peer only that peer's share of the heads (see above).
   bool heads_shared = false;
+  /// Whether each peer of such an end meets all rows, in order, or none, whatever the plan.
+  bool all_rows = false;
   /// Whether some row goes to several peers with the same columns. Where this end receives (in a backward), such rows
   /// add up.
   bool has_duplicate_rows = false;
@@ -89,13 +91,25 @@ struct RouteTables {
 /// One degree of sharing in this rank's bag.
 struct AttentionLevel {
   int32_t degree = 1;
-  int32_t index_in_group = 0;  // which share of the heads this rank computes
+  int32_t index_in_group = 0;  // which share of the heads and which part of the queries this rank computes
+  int32_t query_parts = 1;     // into how many parts queries are cut; 1: each rank of the group has all of them
   int64_t first_row = 0;       // this level's rows on this rank are consecutive
   int64_t num_rows = 0;
-  std::vector<int64_t> seq_lens;  // whole sequences, in the order in which attention sees them
-  /// Rows of this level's chunks here -> rows of its whole sequences. Peers are the ranks of the bag. Rows are counted
-  /// from first_row. Degree 1 needs no exchange and its table is empty.
-  ExchangeTable pre_attn;
+  /// What attention sees, in this order: of each sequence the queries of this rank's part, and the keys for them.
+  std::vector<QueryPart> sequences;
+  /// Rows of this level's chunks here -> rows of `sequences`: of queries; and of keys and values, by stage. Where
+  /// queries are not cut all three travel by `queries`, and there are no stages. Peers are the ranks of the bag. Rows
+  /// are counted from first_row. Degree 1 needs no exchange and its tables are empty.
+  ExchangeTable queries;
+  struct Stage {
+    ExchangeTable keys;
+    std::vector<int64_t> key_lens;  // of each sequence: those that come in this stage, some of every chunk
+  };
+  std::vector<Stage> stages;
+
+  bool cuts_queries() const { return query_parts > 1; }
+  /// Whether this rank has queries to attend with.
+  bool has_queries() const { return degree == 1 ? !sequences.empty() : queries.recv.num_rows > 0; }
 };
 
 struct AttentionTables {

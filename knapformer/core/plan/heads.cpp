@@ -53,17 +53,44 @@ HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t d
   return partition;
 }
 
-const std::vector<int32_t>& AttentionShares::heads(int32_t degree) const {
-  std::vector<int32_t>& counts = heads_[degree];
-  if (counts.empty()) {
-    const HeadPartition shares = partition_heads(num_heads_, num_kv_heads_ == 0 ? num_heads_ : num_kv_heads_, degree);
-    for (int32_t i = 0; i < degree; ++i) counts.push_back(static_cast<int32_t>(shares.query.of(i).size()));
-  }
-  return counts;
+AttentionShares::AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const QueryCut> cuts)
+    : num_heads_(num_heads),
+      num_kv_heads_(num_kv_heads == 0 ? num_heads : num_kv_heads),
+      cuts_(cuts.begin(), cuts.end()) {}
+
+QueryCut QueryCut::of(std::span<const QueryCut> cuts, int32_t degree) {
+  const auto cut = std::ranges::find(cuts, degree, &QueryCut::degree);
+  return cut == cuts.end() ? QueryCut{.degree = degree} : *cut;
+}
+
+bool AttentionShares::is_even(int32_t degree) const {
+  const int32_t parts = head_parts(degree);
+  return (num_kv_heads_ < parts ? num_heads_ : num_kv_heads_) % parts == 0;
+}
+
+double AttentionShares::part(double whole, int32_t degree, int32_t index_in_group) const {
+  if (is_even(degree)) return whole / degree;
+  return whole * query_heads(degree, index_in_group) / num_heads(degree) / query_parts(degree);
 }
 
 double AttentionShares::max(int32_t degree) const {
-  return is_even(degree) ? 1.0 / degree : static_cast<double>(std::ranges::max(heads(degree))) / num_heads_;
+  if (is_even(degree)) return 1.0 / degree;
+  int32_t most = 0;
+  for (int32_t i = 0; i < head_parts(degree); ++i) most = std::max(most, query_heads(degree, i));
+  return static_cast<double>(most) / num_heads(degree) / query_parts(degree);
+}
+
+const AttentionShares::Counts& AttentionShares::counts(int32_t degree, int32_t index_in_group) const {
+  const int32_t parts = head_parts(degree);
+  std::vector<Counts>& of_parts = counts_[parts];
+  if (of_parts.empty()) {
+    const HeadPartition shares = partition_heads(num_heads(degree), num_heads_ == 0 ? parts : num_kv_heads_, parts);
+    for (int32_t i = 0; i < parts; ++i) {
+      of_parts.push_back({.query = static_cast<int32_t>(shares.query.of(i).size()),
+                          .key = static_cast<int32_t>(shares.key_value.of(i).size())});
+    }
+  }
+  return of_parts[index_in_group % parts];
 }
 
 }  // namespace knapformer

@@ -34,32 +34,57 @@ struct HeadPartition {
 /// Throws ArgumentError where num_kv_heads does not divide num_heads, or a count is below 1.
 HeadPartition partition_heads(int64_t num_heads, int64_t num_kv_heads, int32_t degree);
 
-/// How the ranks of a group divide a sequence's attention: in proportion to the query heads of each, or evenly if the
-/// number of heads is not known. Computed once for each degree.
+/// How the attention of a sequence is cut that `degree` ranks share: its queries into parts (AttentionShares), and its
+/// keys into stages, which travel one after another while attention runs on those that have come.
+struct QueryCut {
+  static constexpr int32_t kMaxStages = 8;
+
+  int32_t degree = 1, num_parts = 1, num_stages = 1;
+
+  /// Of keys and values, what comes while attention runs on earlier stages, which is as large a part of it.
+  double part_of_later_stages() const { return 1 - 1.0 / num_stages; }
+  /// Of attention: each further stage is merged with those before (2 % each, measured on an H200).
+  double attention_factor() const { return 1 + 0.02 * (num_stages - 1); }
+
+  /// Of the degree; where it is not in the list, heads alone are cut.
+  static QueryCut of(std::span<const QueryCut> cuts, int32_t degree);
+  bool operator==(const QueryCut&) const = default;
+};
+
+/// How the ranks of a group divide a sequence's attention. Its heads are cut into u parts and its queries into r, with
+/// u r ranks in the group: rank j u + i attends with queries of part j and heads of part i to all keys of these heads.
+/// r = 1 is Ulysses. Queries are cut evenly, heads as partition_heads does; evenly, too, if their number is not known.
 class AttentionShares {
  public:
-  /// num_heads 0: not known. num_kv_heads 0: as many as query heads. part and max throw as partition_heads does.
-  AttentionShares(int32_t num_heads, int32_t num_kv_heads) : num_heads_(num_heads), num_kv_heads_(num_kv_heads) {}
+  /// num_heads 0: not known. num_kv_heads 0: as many as query heads. cuts: of the degrees with r > 1, where r divides
+  /// the degree. All but the counts of parts throw as partition_heads does.
+  AttentionShares(int32_t num_heads, int32_t num_kv_heads, std::span<const QueryCut> cuts = {});
+
+  int32_t query_parts(int32_t degree) const { return QueryCut::of(cuts_, degree).num_parts; }
+  int32_t head_parts(int32_t degree) const { return degree / query_parts(degree); }
 
   /// The part of `whole` on rank `index_in_group` of a group of `degree` ranks.
-  double part(double whole, int32_t degree, int32_t index_in_group) const {
-    if (is_even(degree)) return whole / degree;
-    return whole * heads(degree)[index_in_group] / num_heads_;
-  }
+  double part(double whole, int32_t degree, int32_t index_in_group) const;
   /// The largest share.
   double max(int32_t degree) const;
-
   /// Whether every rank has the same share.
-  bool is_even(int32_t degree) const {
-    const int32_t unit = num_kv_heads_ == 0 || num_kv_heads_ < degree ? num_heads_ : num_kv_heads_;
-    return unit % degree == 0;
-  }
+  bool is_even(int32_t degree) const;
+
+  /// The heads of a row of queries that a rank gets, those of a row of keys (or of values), and all of a row of
+  /// queries. Unknown heads count as one for each part.
+  int32_t query_heads(int32_t degree, int32_t index_in_group) const { return counts(degree, index_in_group).query; }
+  int32_t key_heads(int32_t degree, int32_t index_in_group) const { return counts(degree, index_in_group).key; }
+  int32_t num_heads(int32_t degree) const { return num_heads_ == 0 ? head_parts(degree) : num_heads_; }
 
  private:
-  const std::vector<int32_t>& heads(int32_t degree) const;
+  struct Counts {
+    int32_t query = 0, key = 0;
+  };
+  const Counts& counts(int32_t degree, int32_t index_in_group) const;
 
   int32_t num_heads_, num_kv_heads_;
-  mutable std::map<int32_t, std::vector<int32_t>> heads_;  // by degree: the query heads of each rank of a group
+  std::vector<QueryCut> cuts_;
+  mutable std::map<int32_t, std::vector<Counts>> counts_;  // by head parts: of each
 };
 
 }  // namespace knapformer

@@ -93,6 +93,16 @@ void PlanInput::validate() const {
   } else {
     check_range("token_part", token_part, 0, 1);
   }
+  for (const QueryCut& cut : query_cuts) {
+    if (cut.degree < 1 || cut.num_parts < 1 || cut.degree % cut.num_parts != 0) {
+      throw_argument("query_cuts", text(cut.num_parts, " parts for ", cut.degree, " ranks"), "a divisor of the ranks");
+    }
+    const bool may_stage = cut.num_parts > 1 && mask.kind == Mask::Kind::kFull;
+    if (cut.num_stages < 1 || cut.num_stages > (may_stage ? QueryCut::kMaxStages : 1)) {
+      throw_argument("query_cuts", text(cut.num_stages, " stages of ", cut.num_parts, " parts"),
+                     text("1, or up to ", QueryCut::kMaxStages, " where queries are cut of full attention"));
+    }
+  }
   if (max_tokens_per_rank < 0)
     throw_argument("max_tokens_per_rank", max_tokens_per_rank, "at least 1, or 0 for no limit");
 }
@@ -212,6 +222,10 @@ void Plan::lay_out(std::span<const int64_t> chunk_lens) {
     for (size_t r = 0; r < num_ranks; ++r)
       std::stable_sort(begin + rank_chunks_.offsets[r], begin + rank_chunks_.offsets[r + 1], by_degree);
   }
+}
+
+std::vector<QueryPart> Plan::query_parts(SequenceId id) const {
+  return input_.mask.query_parts(seq_lens()[id], input_.num_query_parts(placement(id).degree));
 }
 
 std::vector<int64_t> Plan::chunk_lens() const {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "knapformer/core/model/cluster.h"
+#include "knapformer/core/model/mask.h"
 #include "knapformer/core/model/topology.h"
 #include "knapformer/core/model/trained_model.h"
 #include "knapformer/core/model/workload.h"
@@ -53,6 +54,9 @@ struct PlanInput {
   WorkloadModel workload = {};
   /// (query, key) pairs that the mask leaves of each sequence, from 0 to l^2 (Mask::pairs). Empty: full attention.
   std::vector<int64_t> attention_pairs = {};
+  /// The mask of every sequence, by which queries are cut. Full where sequences have several: then parts of their
+  /// queries are equally long, and see all keys.
+  Mask mask = {};
   Cluster cluster = {};
   TrainedModel model = {};
   /// Per rank, relative to cluster.flops_per_s: 1e-18 to 1e18, the fastest at most 1e6 times the slowest. Empty: all 1.
@@ -63,6 +67,8 @@ struct PlanInput {
   /// formula's work.
   std::vector<double> given_work = {};
   double token_part = 1;
+  /// By degree, where queries are cut (AttentionShares): see cut_queries in cost/query_cuts.h.
+  std::vector<QueryCut> query_cuts = {};
 
   /// Sets given_work (by sequence, each from 1 / kMaxMagnitude to kMaxMagnitude), and token_part for these lengths and
   /// width. Throws ArgumentError (argument "work", or "gamma" where it is below 1e-6).
@@ -87,7 +93,10 @@ struct PlanInput {
     double sum = 0, slowest = 0;
   };
   GroupSpeed group_speed(Rank first, int32_t num_ranks) const;
-  AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads}; }
+  /// How attention is cut that so many ranks share.
+  QueryCut query_cut(int32_t degree) const { return QueryCut::of(query_cuts, degree); }
+  int32_t num_query_parts(int32_t degree) const { return query_cut(degree).num_parts; }
+  AttentionShares attention_shares() const { return {model.num_heads, model.num_kv_heads, query_cuts}; }
   /// The sequences at home in a replica: [first, last).
   std::pair<SequenceId, SequenceId> sequences_of(int32_t replica) const;
   /// The same sequences by descending work, ties by id: the order in which planners take them.
@@ -98,7 +107,7 @@ struct PlanInput {
   /// (util/record.h). A new member does not compile until it is named here.
   template <class Self, class Visit>
   static void for_each_setting(Self& self, Visit visit) {
-    auto& [lengths, bags, width, workload_model, pairs, machine, trained, speed, limit, works, part] = self;
+    auto& [lengths, bags, width, workload_model, pairs, mask, machine, trained, speed, limit, works, part, cuts] = self;
     visit("d_model", width);
     visit("gamma", workload_model.gamma);
     visit("cluster", machine);
@@ -137,6 +146,8 @@ class Plan {
 
   std::span<const Placement> placements() const { return placements_; }
   const Placement& placement(SequenceId id) const { return placements_[id.index()]; }
+  /// The parts of a sequence's queries that the ranks of its group share, in rank order; one where only heads are cut.
+  std::vector<QueryPart> query_parts(SequenceId id) const;
   /// The chunks of a sequence, in token order, which is rank order.
   std::span<const Chunk> chunks(SequenceId id) const { return chunks_.of(id.value); }
   /// All chunks, in sequence order.
@@ -163,8 +174,9 @@ class Plan {
   /// share.
   double attention_tokens_moved() const { return attention_tokens_moved_; }
 
-  /// Tokens of the fullest rank.
+  /// Tokens of the fullest rank; and whether these are within the input's limit, if it has one.
   int64_t max_tokens() const { return tokens_after_.empty() ? 0 : std::ranges::max(tokens_after_); }
+  bool keeps_limit() const { return input_.max_tokens_per_rank == 0 || max_tokens() <= input_.max_tokens_per_rank; }
 
   /// Checks every promise above from the parts alone: each token of each sequence is on exactly one rank, groups are
   /// aligned and inside their bag and replica, order, sums. Throws StateError with the first promise that is broken.

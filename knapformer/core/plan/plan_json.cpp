@@ -38,6 +38,7 @@ void read(const Json& json, const char* name, T& value) {
     value = it != json.end() && it->is_null() ? kInfinity : json_field<double>(json, name);
   } else if constexpr (std::is_same_v<T, StepMode>) {
     value = parse_step_mode(json_field<std::string>(json, name));
+  } else if (std::is_same_v<T, bool> && !json.contains(name)) {  // cuts_queries: plans of 1.0 have none
   } else {
     value = json_field<T>(json, name);
   }
@@ -57,6 +58,10 @@ std::string plan_to_json(const Plan& plan, const PlanPrediction& prediction) {
   json["num_ranks"] = plan.num_ranks();
   PlanInput::for_each_setting(plan.input(), [&](const char* name, const auto& value) { json[name] = to_json(value); });
   json["attention_pairs"] = plan.input().attention_pairs;
+  json["mask"] = plan.input().mask.str();
+  json["query_cuts"] = Json::array();
+  for (const QueryCut& cut : plan.input().query_cuts)
+    json["query_cuts"].push_back({cut.degree, cut.num_parts, cut.num_stages});
   if (!plan.input().given_work.empty() || plan.input().token_part != 1) {
     json["work"] = plan.input().given_work;
     json["token_part"] = plan.input().token_part;
@@ -108,6 +113,14 @@ Plan plan_from_json(std::string_view json_text) {
   if (json.contains("work")) {
     input.given_work = json_field<std::vector<double>>(json, "work");
     input.token_part = json_field<double>(json, "token_part");
+  }
+  if (json.contains("mask")) input.mask = Mask::parse(json_field<std::string>(json, "mask"));
+  if (json.contains("query_cuts")) {
+    for (const auto& cut : json_field<std::vector<std::vector<int32_t>>>(json, "query_cuts")) {
+      if (cut.size() != 3)
+        throw_argument("plan", text("'query_cuts' with ", cut.size(), " numbers"), "3: ranks, parts, stages");
+      input.query_cuts.push_back({.degree = cut[0], .num_parts = cut[1], .num_stages = cut[2]});
+    }
   }
   input.validate();
   const auto bags = json_field<std::vector<int32_t>>(json, "bag_of_sequence");

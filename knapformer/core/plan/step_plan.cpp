@@ -47,12 +47,14 @@ std::vector<PlanInput> micro_batch_inputs(const StepInput& input, std::span<cons
                       .d_model = step.d_model,
                       .workload = step.workload,
                       .attention_pairs = std::move(part.pairs),
+                      .mask = step.mask,
                       .cluster = step.cluster,
                       .model = step.model,
                       .rank_speed = step.rank_speed,
                       .max_tokens_per_rank = step.max_tokens_per_rank,
                       .given_work = std::move(part.work),
-                      .token_part = step.token_part});
+                      .token_part = step.token_part,
+                      .query_cuts = step.query_cuts});
   }
   return inputs;
 }

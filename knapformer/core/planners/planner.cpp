@@ -4,21 +4,19 @@
 #include <array>
 #include <numeric>
 
+#include "knapformer/core/cost/query_cuts.h"
 #include "knapformer/core/planners/balanced/solver.h"
 #include "knapformer/core/planners/greedy/greedy.h"
 
 namespace knapformer {
 namespace {
 
-constexpr std::array<Planner, 2> kPlanners = {{
+constexpr std::array<Planner, 3> kPlanners = {{
     {.name = "balanced", .plan = plan_balanced, .plans_nested_bags = true},
-    {.name = "greedy", .plan = [](PlanInput input, Effort) { return plan_greedy(std::move(input)); }},
+    {.name = "greedy", .plan = [](PlanInput in, Effort) { return plan_greedy(std::move(in), Capacity::kWhole); }},
+    {.name = "greedy_remaining",
+     .plan = [](PlanInput in, Effort) { return plan_greedy(std::move(in), Capacity::kRemaining); }},
 }};
-
-bool keeps_limit(const Plan& plan) {
-  const int64_t limit = plan.input().max_tokens_per_rank;
-  return limit == 0 || plan.max_tokens() <= limit;
-}
 
 /// The first limit that the planner keeps, of those tried from `limit` on. The planner may fail to keep even a limit
 /// that its plan for another limit happens to keep, since each limit leads the search another way.
@@ -26,7 +24,7 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
   for (;;) {
     input.max_tokens_per_rank = limit;
     const Plan plan = planner.plan(input, effort);
-    if (keeps_limit(plan)) return limit;
+    if (plan.keeps_limit()) return limit;
     limit = plan.max_tokens();
   }
 }
@@ -69,6 +67,7 @@ int64_t kept_limit(PlanInput input, const Planner& planner, Effort effort, int64
 /// The plan, whether it keeps its limit or not.
 Plan planned(PlanInput input, const Planner& planner, Effort effort) {
   input.validate();
+  if (input.query_cuts.empty()) cut_queries(input);
   return planner.plan(std::move(input), effort);
 }
 
@@ -95,14 +94,14 @@ const Planner& planner_for(const Topology& topology, std::string_view solver, Ef
 std::optional<Plan> plan_within_limit(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
   Plan plan = planned(std::move(input), planner, effort);
-  if (!keeps_limit(plan)) return std::nullopt;
+  if (!plan.keeps_limit()) return std::nullopt;
   return plan;
 }
 
 Plan make_plan(PlanInput input, std::string_view solver, Effort effort) {
   const Planner& planner = planner_for(input.topology, solver, effort);
   Plan plan = planned(std::move(input), planner, effort);
-  if (!keeps_limit(plan)) refuse(plan, planner, effort);
+  if (!plan.keeps_limit()) refuse(plan, planner, effort);
   return plan;
 }
 

@@ -19,12 +19,31 @@ struct Candidate {
   TopologyOption option;
   int32_t bag_ranks = 1;
   bool nested = false;
+  int32_t max_degree = 1;  // of the sequences of any plan
 };
 
-std::vector<Candidate> candidates(int32_t num_ranks, int32_t ranks_per_node, bool may_nest) {
+/// The most ranks that a bag may need: twice a node, and twice what the longest sequence takes in an even step, or what
+/// it takes under the limit of tokens.
+int64_t max_bag_ranks(std::span<const PlanInput> batches, int32_t node) {
+  double most = 2.0 * node;
+  for (const PlanInput& batch : batches) {
+    const BlockRates rates(batch);
+    double total_s = 0, longest_s = 0;
+    for (SequenceId id(0); id.value < batch.seq_lens.num_sequences(); ++id.value) {
+      total_s += rates.work_s(batch, id);
+      longest_s = std::max(longest_s, rates.work_s(batch, id));
+      if (batch.max_tokens_per_rank > 0)
+        most = std::max(most, 2.0 * static_cast<double>(batch.seq_lens[id] / batch.max_tokens_per_rank));
+    }
+    if (total_s > 0) most = std::max(most, 2 * longest_s / total_s * batch.seq_lens.num_ranks());
+  }
+  return static_cast<int64_t>(most);
+}
+
+std::vector<Candidate> candidates(int32_t num_ranks, int32_t ranks_per_node, int64_t max_size, bool may_nest) {
   const int32_t node = std::min(ranks_per_node, num_ranks);
   std::vector<Candidate> out;
-  for (int32_t size = 1; size <= std::min(2 * static_cast<int64_t>(node), int64_t{num_ranks}); ++size) {
+  for (int32_t size = 1; size <= std::min(max_size, int64_t{num_ranks}); ++size) {
     const bool tiles_nodes = node % size == 0 || size % node == 0 || size == num_ranks;
     if (num_ranks % size != 0 || !tiles_nodes) continue;
     out.push_back({.option = {.topology = text('g', size, 'n', num_ranks / size)}, .bag_ranks = size});
@@ -78,7 +97,8 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
     if (batch.cluster != cluster) throw_argument("batches", "several clusters", "one for all");
   }
 
-  std::vector<Candidate> ranked = candidates(num_ranks, cluster.ranks_per_node, may_nest);
+  const int64_t max_size = max_bag_ranks(batches, std::min(cluster.ranks_per_node, num_ranks));
+  std::vector<Candidate> ranked = candidates(num_ranks, cluster.ranks_per_node, max_size, may_nest);
   for (Candidate& candidate : ranked) {
     TopologyOption& option = candidate.option;
     double exchange = 0, fsdp = 0, ideal_s = 0, longest_s = 0;
@@ -91,6 +111,8 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
         const Plan plan = make_plan(std::move(input), solver);
         const StepTime time = predict_step(plan);
         option.predicted_time_s += weight * time.total_s();
+        for (const Placement& place : plan.placements())
+          candidate.max_degree = std::max(candidate.max_degree, place.degree);
         option.efficiency_loss += weight * time.over_ideal();
         if (time.ideal_step_s() > 0) {
           exchange += weight * (time.exchange_s + time.route_s) / time.ideal_step_s();
@@ -116,6 +138,11 @@ std::vector<TopologyOption> rank_topologies(std::span<const PlanInput> batches, 
     }
     if (option.reason.empty()) option.reason = reason_for(candidate, exchange, fsdp, ideal_s, longest_s);
   }
+  // Nested bags of several nodes whose sequences all stay inside a node are those of the nodes.
+  std::erase_if(ranked, [&](const Candidate& of) {
+    return of.nested && of.bag_ranks > cluster.ranks_per_node && of.max_degree <= cluster.ranks_per_node &&
+           !std::isinf(of.option.predicted_time_s);
+  });
   double best_s = kInfinity;
   for (const Candidate& candidate : ranked) best_s = std::min(best_s, candidate.option.predicted_time_s);
   const auto order = [&](const Candidate& candidate) {

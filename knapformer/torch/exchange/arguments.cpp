@@ -69,15 +69,20 @@ void ExchangeArguments::follow_others(bool in_backward) {
   }
 }
 
-/// In attention a level without rows on this rank follows the other levels: a slot that is differentiable in one of
-/// them is so in this level on the peers, too.
+/// In attention a level without rows on this rank follows the other levels: what is differentiable in one of them (q, k
+/// or v) is so in this level on the peers, too.
 void ExchangeArguments::follow_other_levels() {
   if (heads.num_heads == 0) return;
-  const size_t num_slots = segments.front().roles.size();
+  std::vector<HeadRole> roles;
+  for (const SegmentArguments& segment : segments)
+    roles.insert(roles.end(), segment.roles.begin(), segment.roles.end());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].size(0) > 0 || tensors[i].requires_grad()) continue;
-    for (size_t other = i % num_slots; other < tensors.size(); other += num_slots) {
-      if (tensors[other].requires_grad()) tensors[i] = tensors[i].detach().set_requires_grad(true);
+    for (size_t other = 0; other < tensors.size(); ++other) {
+      if (roles[other] == roles[i] && tensors[other].requires_grad()) {
+        tensors[i] = tensors[i].detach().set_requires_grad(true);
+        break;
+      }
     }
   }
 }
@@ -148,20 +153,20 @@ Fingerprint ExchangeArguments::fingerprint() const {
   return fingerprint;
 }
 
-std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t degree) {
+std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t num_parts) {
   struct Known {
     HeadCounts heads;
-    int32_t degree = 0;
+    int32_t num_parts = 0;
     std::shared_ptr<const HeadPartition> partition;
   };
   thread_local std::array<Known, 8> known;  // more than the degrees of a bag
   thread_local size_t oldest = 0;
   for (const Known& k : known) {
-    if (k.partition && k.heads == heads && k.degree == degree) return k.partition;
+    if (k.partition && k.heads == heads && k.num_parts == num_parts) return k.partition;
   }
   auto partition = std::make_shared<const HeadPartition>(
-      heads.num_heads == 0 ? HeadPartition{} : partition_heads(heads.num_heads, heads.num_kv_heads, degree));
-  known[oldest++ % known.size()] = {.heads = heads, .degree = degree, .partition = partition};
+      heads.num_heads == 0 ? HeadPartition{} : partition_heads(heads.num_heads, heads.num_kv_heads, num_parts));
+  known[oldest++ % known.size()] = {.heads = heads, .num_parts = num_parts, .partition = partition};
   return partition;
 }
 
@@ -172,7 +177,7 @@ const HeadShares* shares_of(const HeadPartition& partition, HeadRole role) {
 
 int64_t num_heads_at(HeadSharing::End end, const HeadShares& shares, const HeadSharing& sharing) {
   if (sharing.shared_end == end) return shares.num_heads;
-  return static_cast<int64_t>(shares.of(sharing.index_in_group).size());
+  return static_cast<int64_t>(shares.of(sharing.index_in_group % sharing.head_parts()).size());
 }
 
 }  // namespace knapformer

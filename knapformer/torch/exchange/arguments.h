@@ -20,7 +20,7 @@
 namespace knapformer {
 
 /// Which heads of a tensor meet a peer at a shared end. A tensor with a role is (rows, heads, ...).
-enum class HeadRole : int64_t { kNone, kQuery, kKeyValue };
+enum class HeadRole : int64_t { kNone, kQuery, kKey, kValue };
 
 /// Heads of the whole model; 0 where no tensor has a role.
 struct HeadCounts {
@@ -37,7 +37,9 @@ struct HeadSharing {
   End shared_end = kNeither;
   int32_t degree = 1;
   int32_t index_in_group = 0;
+  int32_t query_parts = 1;  // of the degree's ranks, those of each part share the heads
 
+  int32_t head_parts() const { return degree / query_parts; }
   HeadSharing inverse() const;
 };
 
@@ -85,9 +87,9 @@ struct ExchangeArguments {
   void follow_other_levels();
 };
 
-/// The partition of the heads over the ranks that share them; empty where no tensor has a role. The last ones are
+/// The partition of the heads into parts, which ranks share; empty where no tensor has a role. The last ones are
 /// cached: a step asks for the same ones again and again.
-std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t degree);
+std::shared_ptr<const HeadPartition> head_partition(HeadCounts heads, int32_t num_parts);
 /// The shares of a tensor with this role; null: all columns meet every peer.
 const HeadShares* shares_of(const HeadPartition& partition, HeadRole role);
 /// Heads that a tensor with these shares has on this rank at one end.

@@ -46,7 +46,7 @@ void check_tables(const Segment& segment, const HeadSharing& sharing, const Segm
 std::span<const int32_t> SegmentEnd::heads_of(const Slot& slot, int32_t peer) const {
   const int32_t index = peer - this_peer() + sharing.index_in_group;
   if (index < 0 || index >= sharing.degree) return {};
-  return slot.shares->of(index);
+  return slot.shares->of(index % sharing.head_parts());
 }
 
 int64_t SegmentEnd::wire_bytes(const Slot& slot, int32_t peer) const {
@@ -79,7 +79,7 @@ ExchangeCall::ExchangeCall(const ExchangeArguments& arguments) : label_(argument
     Segment& segment =
         segments_.emplace_back(Segment{.send = {PackedEndView(given.table.send), HeadSharing::kSend, given.sharing},
                                        .recv = {PackedEndView(given.table.recv), HeadSharing::kRecv, given.sharing},
-                                       .heads = head_partition(arguments.heads, given.sharing.degree),
+                                       .heads = head_partition(arguments.heads, given.sharing.head_parts()),
                                        .slots = {}});
     check_tables(segment, given.sharing, segments_.front(), label);
     segment.slots.reserve(given.roles.size());

@@ -16,7 +16,7 @@ Rows rows_of(const Slot& slot, const SegmentEnd& end, int32_t peer) {
   void* first = sends ? const_cast<void*>(slot.input.const_data_ptr()) : slot.output.mutable_data_ptr();
   return {.first = static_cast<std::byte*>(first),
           .stride = sends ? slot.input_stride_bytes : slot.output_row_bytes,
-          .index = end.heads_shared() ? nullptr : end.index_at(peer)};  // at a shared end all rows meet every peer
+          .index = end.has_index() ? end.index_at(peer) : nullptr};
 }
 
 /// Of the rows of a block, between their tensor and the buffer.
@@ -77,14 +77,18 @@ void add_block(ExchangeCall& call, const WireBlock& block) {
                                 .view(slot.output.scalar_type())
                                 .view(shape)
                                 .to(slot.sum.scalar_type());
-  if (!recv.heads_shared()) {
-    slot.sum.index_add_(0, recv.index_of(block.peer), values);  // no row is twice in the index
-    return;
-  }
+  const auto add = [&](at::Tensor sum, const at::Tensor& rows) {
+    if (recv.has_index()) {
+      sum.index_add_(0, recv.index_of(block.peer), rows);  // no row is twice in the index
+    } else {
+      sum.add_(rows);
+    }
+  };
+  if (!recv.heads_shared()) return add(slot.sum, values);
   int64_t next = 0;
   for (const ColumnRun& run : recv.columns_of(slot, block.peer)) {
     const int64_t first_head = run.first_byte / slot.head_bytes, num_heads = run.num_bytes / slot.head_bytes;
-    slot.sum.narrow(1, first_head, num_heads).add_(values.narrow(1, next, num_heads));
+    add(slot.sum.narrow(1, first_head, num_heads), values.narrow(1, next, num_heads));
     next += num_heads;
   }
 }

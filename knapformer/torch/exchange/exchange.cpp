@@ -27,8 +27,8 @@ OpArguments::OpArguments(const ExchangeArguments& a)
   for (const auto& [table, roles, sharing] : a.segments) {
     tables.insert(tables.end(), {table.send.table, table.send.rows, table.send.index, table.recv.table, table.recv.rows,
                                  table.recv.index});
-    layout.insert(layout.end(),
-                  {sharing.shared_end, sharing.degree, sharing.index_in_group, static_cast<int64_t>(roles.size())});
+    layout.insert(layout.end(), {sharing.shared_end, sharing.degree, sharing.index_in_group, sharing.query_parts,
+                                 static_cast<int64_t>(roles.size())});
     for (const HeadRole role : roles) layout.push_back(static_cast<int64_t>(role));
   }
   names.insert(names.end(), a.names.begin(), a.names.end());
@@ -73,10 +73,12 @@ ExchangeArguments arguments_from(at::TensorList tensors, at::IntArrayRef differe
                      .recv = {.table = t[3], .rows = t[4], .index = t[5]}};
     segment.sharing = {.shared_end = static_cast<HeadSharing::End>(take(0, HeadSharing::kRecv)),
                        .degree = static_cast<int32_t>(take(1, kAny)),
-                       .index_in_group = static_cast<int32_t>(take(0, kAny))};
+                       .index_in_group = static_cast<int32_t>(take(0, kAny)),
+                       .query_parts = static_cast<int32_t>(take(1, kAny))};
+    check(segment.sharing.degree % segment.sharing.query_parts == 0, "layout");
     segment.roles.resize(static_cast<size_t>(take(1, kAny)));
     for (HeadRole& role : segment.roles) {
-      role = static_cast<HeadRole>(take(0, heads[0] < 1 ? 0 : static_cast<int64_t>(HeadRole::kKeyValue)));
+      role = static_cast<HeadRole>(take(0, heads[0] < 1 ? 0 : static_cast<int64_t>(HeadRole::kValue)));
     }
     num_tensors += segment.roles.size();
   }

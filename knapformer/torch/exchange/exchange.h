@@ -4,8 +4,8 @@
 //            int[] differentiable,   of each tensor: 1 where its gradient travels; empty in no_grad mode
 //            int[] heads,            query and key/value heads of the whole model; 0, 0 without roles
 //            Tensor[] tables,        of each segment: the tensors of its PackedTable, send then recv
-//            int[] layout,           number of segments; of each: shared end, degree, index in group (HeadSharing),
-//                                    number of tensors, their HeadRoles
+//            int[] layout,           number of segments; of each: shared end, degree, index in group, query parts
+//                                    (HeadSharing), number of tensors, their HeadRoles
 //            str[] names             CommGroup::name, the call, the tensors: for messages
 //            ) -> Tensor[]
 //

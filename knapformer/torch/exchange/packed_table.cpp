@@ -10,7 +10,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int64_t kTableMagic = 0x4b4e415045583037;  // "KNAPEX07"
+constexpr int64_t kTableMagic = 0x4b4e415045583038;  // "KNAPEX08"
 
 }  // namespace
 
@@ -25,6 +25,7 @@ at::Tensor PackedEndView::pack(const ExchangeEnd& end, const ExchangeTable& tabl
   out[kThisPeer] = table.this_peer;
   out[kNumPeers] = table.num_peers;
   out[kHeadsShared] = end.heads_shared;
+  out[kAllRows] = end.all_rows;
   out[kEngine] = static_cast<int64_t>(engine);
   out[kHasDuplicates] = end.has_duplicate_rows;
   out[kStep] = step;
@@ -62,7 +63,7 @@ std::vector<PackedTable> pack_tables(std::span<const ExchangeTable* const> table
       tensors.table = PackedEndView::pack(end, *tables[i], engine, step);
       tensors.rows = at::empty({end.num_rows, 0}, at::TensorOptions().dtype(at::kByte).device(device));
       ends.emplace_back(&tensors, index.size());
-      if (end.heads_shared) continue;
+      if (end.all_rows) continue;
       for (const RowRun& run : end.runs.values) {
         index.resize(index.size() + static_cast<size_t>(run.num_rows));
         std::iota(index.end() - run.num_rows, index.end(), run.first_row);

@@ -26,7 +26,8 @@ enum class ExchangeEngine {
 struct PackedEnd {
   at::Tensor table;  // int64 CPU; PackedEndView reads it
   at::Tensor rows;   // (num_rows, 0) on the tensors' device: its size tells a traced graph the rows of this end
-  at::Tensor index;  // int64 on the tensors' device: the rows in wire order; empty where heads are shared
+  at::Tensor index;  // int64 on the tensors' device: the rows in wire order; empty where all rows, in order, or none
+                     // meet each peer, as in Ulysses before attention
 };
 
 struct PackedTable {
@@ -59,7 +60,9 @@ class PackedEndView {
   PeersWithoutRows without_any_rows() const { return peers_at(kNumWithoutAnyRows); }
   int64_t peer_rows(int32_t peer) const { return row_offsets()[peer + 1] - row_offsets()[peer]; }
 
-  /// The rows that meet `peer`, on the device. Not where heads are shared: there all rows, in order, meet every peer.
+  /// Whether the rows that meet a peer are listed; otherwise they are all rows, in order.
+  bool has_index() const { return field(kAllRows) == 0; }
+  /// The rows that meet `peer`, on the device; where there is an index.
   at::Tensor index_of(int32_t peer) const { return index_.narrow(0, row_offsets()[peer], peer_rows(peer)); }
   const int64_t* index_at(int32_t peer) const { return index_.const_data_ptr<int64_t>() + row_offsets()[peer]; }
 
@@ -75,6 +78,7 @@ class PackedEndView {
     kThisPeer,
     kNumPeers,
     kHeadsShared,
+    kAllRows,
     kEngine,
     kHasDuplicates,
     kStep,

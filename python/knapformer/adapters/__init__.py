@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from knapformer.adapters.adapter import Adapter, Chunks, Home
 from knapformer.adapters.balance import balance, unbalance
+from knapformer.adapters.check import check
 from knapformer.adapters.registry import names, register
 from knapformer.adapters.samples import Predictions, Samples
 
-__all__ = ["Adapter", "Chunks", "Home", "Predictions", "Samples", "balance", "names", "register", "unbalance"]
+__all__ = ["Adapter", "Chunks", "Home", "Predictions", "Samples", "balance", "check", "names", "register", "unbalance"]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Sample, Samples
-from knapformer.models.layers import Rotation
-from knapformer.models.packing import Segments
+from knapformer.device_copies import to_device
+from knapformer.models.layers import Rotation, rotate
+from knapformer.models.packing import Lengths, Segments, lengths_list
 from knapformer.models.step import PackedStep
 
 LIBRARIES = ("diffusers", "torchtitan")
@@ -58,11 +59,16 @@ class Packed:
     of_token: Segments  # for each token its row of modulation
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Chunks(Packed):
     """What packed blocks get for the chunks on this rank, computed once a step. Adapters add fields."""
 
     step: PackedStep
+    rotation: Rotation | None = None
+
+    def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys (chunk tokens, heads, head_dim), by the positions of their tokens."""
+        return heads if self.rotation is None else tuple(rotate(x, self.rotation) for x in heads)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, or a kernel that takes lengths
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,9 +78,53 @@ class Chunks(Packed):
         """
         return self.step.attention(q, k, v, attend_by(attn)).flatten(1)
 
+    @staticmethod
+    def alone(lens: Sequence[int], x: Tensor, rotation: Rotation | None = None) -> Chunks:
+        """Of whole sequences on this rank, which attend to themselves: of texts, before they are a part of the balanced
+        sequences, for the blocks that refine them."""
+        step = PackedStep(lens, x.shape[1])
+        return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
+
+
+class BySequence:
+    """A kernel that attend(q, k, v, rows, spans) computes. rows: those of the sequences that q, k and v are of; spans:
+    for each, the place of its first query here, and how many are here.
+
+    of_chunks: for each chunk on this rank a row that says something of the whole sequence that the chunk is of.
+    """
+
+    cuts_queries = True
+
+    def __init__(self, of_chunks: Tensor, attend: Callable[..., Tensor]) -> None:
+        self._of_chunks, self._attend = of_chunks, attend
+        self._first = 0  # a step's attention calls its kernel for sequences in the order of the chunks
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, query_lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
+    ) -> Tensor:
+        counts = lengths_list(query_lens)
+        rows = self._of_chunks[self._first : self._first + len(counts)]
+        self._first += len(counts)
+        firsts = [0] * len(counts) if starts is None else lengths_list(starts)
+        return self._attend(q, k, v, rows, list(zip(firsts, counts, strict=True)))
+
+
+def kinds_of(lens: Tensor, spans: Sequence[tuple[int, int]], kind: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """Which queries, and which keys, are of one kind, of sequences with so many tokens of each kind, in order; and how
+    many of each sequence."""
+    keys = [torch.arange(lens.shape[1]).repeat_interleave(row) == kind for row in lens]
+    queries = [flags[first : first + count] for flags, (first, count) in zip(keys, spans, strict=True)]
+    none = torch.zeros(0).bool()
+    num_queries, num_keys = ([int(flags.sum()) for flags in of] for of in (queries, keys))
+    return torch.cat([none, *queries]), torch.cat([none, *keys]), num_queries, num_keys
+
 
 class Adapter(ABC):
     """For one class of models. Everything here is called with the user's own model and the model's own modules."""
+
+    # For the table in docs/integration.md: what is planned and moved, and what a packed call refuses.
+    sequence: ClassVar[str] = "text and image tokens"
+    left_out: ClassVar[str] = ""
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
@@ -82,10 +132,14 @@ class Adapter(ABC):
     input_layer: ClassVar[str]
     # Names of the arguments of the model's own forward, if all have a batch as their first dimension.
     batched: ClassVar[tuple[str, ...]] = ()
-    # For each list of blocks, the packed forward of its blocks; and the names of a block's modules that attend.
+    # For each list of blocks, by its name in the model, the packed forward of its blocks; and the names of a block's
+    # modules that attend.
     blocks: ClassVar[dict[str, PackedForward]]
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    # The same for other modules of the model. FSDP gathers a module when it is called, not when only its parts are.
+    # Lists of blocks that refine a text where the sample is, before it is a part of a balanced sequence.
+    refiners: ClassVar[dict[str, PackedForward]] = {}
+    # The same for other modules of the model, or for each in a ModuleDict. FSDP gathers a module when it is called, not
+    # when only its parts are.
     modules: ClassVar[dict[str, PackedForward]] = {}
     # Classes of blocks and of those modules, by whose forward the packed one goes; none: not compared. They are those
     # of LIBRARIES, or of the adapter's own package.
@@ -96,6 +150,12 @@ class Adapter(ABC):
     refused: ClassVar[tuple[str, ...]] = ()
     # Modules of the blocks and of the model whose parts are called in place of the module itself.
     in_parts: ClassVar[tuple[str, ...]] = ()
+
+    # For check(): fields of a small model, of odd sizes that could be mistaken for each other; and random arguments, in
+    # the form of `drawn`, where training has them and the models that are simulated do not.
+    small: ClassVar[dict[str, Any]] = {}
+    conditions: ClassVar[dict[str, Callable[..., Any]]] = {}
+    min_text_tokens: ClassVar[int] = 0
 
     # Only for models that are simulated, calibrated or replayed: by name, the fields that differ from the defaults of
     # the class; for each list in `blocks`, the name of its kind and the field that counts its blocks; and the number of
@@ -112,6 +172,10 @@ class Adapter(ABC):
 
     def __init__(self, max_text_tokens: int) -> None:
         self.max_text_tokens = max_text_tokens
+
+    @classmethod
+    def lists(cls) -> dict[str, PackedForward]:
+        return cls.blocks | cls.refiners
 
     @staticmethod  # noqa: B027  (most have nothing to check)
     def check_config(config: Any) -> None:
@@ -139,8 +203,9 @@ class Adapter(ABC):
         """All blocks: (chunk tokens, width) -> the same."""
 
     @abstractmethod
-    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        """(tokens, width) at home -> a prediction for each sample, and the tensor that was split into them."""
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
+        """(tokens, width) at home -> a prediction for each sample, and the tensor that was split into them; or a tuple
+        of tensors for each, and a tuple of those that were split."""
 
     def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
         """(tokens, channels) -> (1, tokens, channels) of each sample, or what its grid is a picture or video of."""
@@ -151,6 +216,12 @@ class Adapter(ABC):
         patch = patch_of(model.config.patch_size)
         return [unpatched(part, of, patch) for part, of in zip(parts, home.grids, strict=True)]
 
+    @staticmethod
+    def own(model: Any, sample: Sample) -> Any:
+        """What the model's own forward gives for a sample, in the form of a prediction: a tensor, or several."""
+        out = model(**sample)
+        return out if isinstance(out, Tensor) else out.sample
+
     def check_forward(self, name: str, module: nn.Module) -> None:
         """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""
         of = next(base for base in type(module).__mro__ if "forward" in base.__dict__)
@@ -160,11 +231,11 @@ class Adapter(ABC):
                 f"call would not compute, expected that of {' or '.join(self.forwards)} (Adapter.forwards)"
             )
 
-    def check_parts(self, model: nn.Module) -> None:
+    def check_parts(self, model: Any) -> None:
         """Raises ArgumentError where a module that is called in parts has a forward of a user's own."""
         owners = {"": model}
-        for name in self.blocks:
-            blocks = enumerate(getattr(model, name))
+        for name in self.lists():
+            blocks = enumerate(model.get_submodule(name))
             owners |= {f"{name}.{i}.": block for i, wrapper in blocks for block in originals_of(wrapper)}
         for name, part in itertools.product(owners, self.in_parts):
             module = getattr(owners[name], part, None)
@@ -187,8 +258,8 @@ class Adapter(ABC):
             raise StateError(
                 "cache: got one of diffusers, expected none in a packed call (transformer.disable_cache())"
             )
-        for name in self.blocks:
-            for i, block in enumerate(getattr(model, name)):
+        for name in self.lists():
+            for i, block in enumerate(model.get_submodule(name)):
                 for attention in self.attentions:
                     processor = getattr(getattr(block, attention), "processor", None)
                     if not self._is_one_of(self.processors, type(processor)):
@@ -234,6 +305,20 @@ def rotation_rows(cos: Tensor, sin: Tensor) -> Tensor:
 def rotation_of(rows: Tensor, dtype: torch.dtype) -> Rotation:
     """The Rotation of these rows, for heads of `dtype`: what is rotated in float64 is not rounded to float32."""
     return Rotation(rows.to(torch.promote_types(rows.dtype, dtype)).contiguous().unsqueeze(1))
+
+
+def runs_of(values: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
+    """Where neighbouring tokens have the same row of modulation: what each such run of tokens has in common, and the
+    run of each token; on the device. values (tokens,) on the CPU."""
+    of_runs, counts = torch.unique_consecutive(values, return_counts=True)
+    return to_device(of_runs, device), Segments.of_lengths(counts, device)
+
+
+def random_mask(size: Any) -> Tensor | None:
+    """(1, text tokens), at least one: the last third is padding; an empty text is nothing but padding."""
+    count = max(size.text_tokens, 1)
+    kept = size.text_tokens - count // 3
+    return None if kept == count else (torch.arange(count) < kept).float().unsqueeze(0)
 
 
 def grid_of(num_tokens: int, *, at_least: bool = False) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -17,7 +16,7 @@ from knapformer.models.step import Attend
 def attend_by(attn: nn.Module) -> Attend | None:
     """The function that computes the attention of this module; None: the PackedStep's own."""
     backend = _backend_of(attn)
-    return None if backend is None else functools.partial(_dispatched, backend)
+    return None if backend is None else _Dispatched(backend)
 
 
 def _backend_of(attn: nn.Module) -> Any:
@@ -33,16 +32,33 @@ def _backend_of(attn: nn.Module) -> Any:
     return None if backend == AttentionBackendName.NATIVE else backend
 
 
-def _dispatched(backend: Any, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
+class _Dispatched:
     """Neighbouring sequences of one length are one batch for the backend."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths_list(seq_lens)) if length > 0]
-    if not runs or q.shape[1] == 0:
-        return no_attention(q, k, v)
-    sizes = [length * count for length, count in runs]
-    outs = []
-    for (length, count), *parts in zip(runs, *(t.split(sizes) for t in (q, k, v)), strict=True):
-        batch = (part.unflatten(0, (count, length)) for part in parts)
-        outs.append(dispatch_attention_fn(*batch, backend=backend).flatten(0, 1))
-    return torch.cat(outs) if len(outs) > 1 else outs[0]
+    cuts_queries = True
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, query_lens: Lengths, key_lens: Lengths | None = None, _: Any = None
+    ) -> Tensor:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        queries = lengths_list(query_lens)
+        keys = queries if key_lens is None else lengths_list(key_lens)
+        runs = [(*lens, len(list(run))) for lens, run in itertools.groupby(zip(queries, keys, strict=True)) if lens[1]]
+        if q.numel() == 0:
+            return no_attention(q, k, v)
+        # Once for each head of the queries: few backends take grouped heads.
+        k, v = (t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        parts = [q.split([num_queries * count for num_queries, _, count in runs])]
+        parts += [t.split([num_keys * count for _, num_keys, count in runs]) for t in (k, v)]
+        outs = []
+        for (num_queries, num_keys, count), *of_run in zip(runs, *parts, strict=True):
+            if num_queries == 0:
+                continue
+            lens = (num_queries, num_keys, num_keys)
+            batch = (part.unflatten(0, (count, length)) for part, length in zip(of_run, lens, strict=True))
+            outs.append(dispatch_attention_fn(*batch, backend=self._backend).flatten(0, 1))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]

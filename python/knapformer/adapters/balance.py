@@ -127,16 +127,18 @@ def balanced(transformer: nn.Module) -> _Balanced:
 
 def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:
     """The model's modules that a packed call goes through, and what they compute there."""
-    for name, packed_forward in adapter.blocks.items():
-        for block in getattr(model, name):
+    for name, packed_forward in adapter.lists().items():
+        for block in model.get_submodule(name):
             yield from ((module, packed_forward) for module in originals_of(block))
     for name, packed_forward in adapter.modules.items():
-        yield from ((module, packed_forward) for module in originals_of(getattr(model, name)))
+        of = model.get_submodule(name)
+        for module in of.values() if isinstance(of, nn.ModuleDict) else [of]:
+            yield from ((original, packed_forward) for original in originals_of(module))
 
 
 def _check_packed(model: Any, adapter: Adapter) -> None:
-    for name in adapter.blocks:
-        for i, block in enumerate(getattr(model, name)):
+    for name in adapter.lists():
+        for i, block in enumerate(model.get_submodule(name)):
             # Mostly it is the first of these; a wrapper that is not known here may hold the block.
             if not any(_STATE in module.__dict__ for module in itertools.chain(originals_of(block), block.modules())):
                 raise StateError(f"{name}[{i}]: got a block that came after balance(), expected balance() again")
@@ -200,5 +202,5 @@ def _packed_call(model: Any, samples: Sequence[Sample], *, planned: bool = False
     x, features, of_chunk = step.enter(home.x, home.features, home.sequence_features)
     chunks = adapter.chunks(model, step, x, features, of_chunk)
     x = step.leave(adapter.compute(model, x, of_chunk, chunks, run))
-    predictions, out = adapter.head(model, x, home)
-    return Predictions(predictions, zero=out[:0].sum())
+    predictions, outs = adapter.head(model, x, home)
+    return Predictions(predictions, zero=sum(out[:0].sum() for out in (outs if isinstance(outs, tuple) else (outs,))))

@@ -21,9 +21,34 @@ from knapformer.models.transformer import Transformer
 PLAIN = "knapformer.models.transformer.Transformer"
 
 
-class ModelConfig:
-    """The configuration of a class of diffusers, given by name, or of the plain transformer. Every field is an
-    attribute, too: config.num_layers. It is a value: constant, comparable.
+class Fields:
+    """The arguments of a class that has an adapter. Every field is an attribute, too: config.num_layers."""
+
+    def __init__(self, adapter: type[Adapter], fields: dict[str, Any]) -> None:
+        self.adapter = adapter
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+    @property
+    def patch(self) -> tuple[int, ...]:
+        return patch_of(self.fields.get("patch_size", 1))
+
+    def random_sample(self, size: Any, draw: Draw, conditions: bool = False) -> dict[str, Any]:
+        """The arguments of diffusers' forward for a sample of this size, which is a `possible` one. conditions: with
+        those of Adapter.conditions, of which some samples have more than others."""
+        drawn = _DRAWN | self.adapter.drawn | (_CONDITIONS | self.adapter.conditions if conditions else {})
+        names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
+        return {name: drawn[name](self, size, draw) for name in names}
+
+
+class ModelConfig(Fields):
+    """The configuration of a class of diffusers, given by name, or of the plain transformer. It is a value:
+    constant, comparable.
 
     fields: those that differ from the defaults of the class. Raises ArgumentError where diffusers is missing, the class
     has no adapter, or a field is wrong.
@@ -31,24 +56,23 @@ class ModelConfig:
 
     def __init__(self, class_name: str, **fields: Any) -> None:
         self.class_name = class_name
-        self.adapter: type[Adapter] = adapter_named(class_name)
+        adapter = adapter_named(class_name)
+        if not adapter.named_configs:
+            raise ArgumentError(f"got a model of class {class_name}, which is balanced, and not simulated")
         defaults = _defaults_of(class_name)
         for name in fields:
             if name not in defaults:
                 raise ArgumentError(f"got unknown field {name!r}, expected some of {', '.join(sorted(defaults))}")
-        counts = self.adapter.block_counts.values()
-        self.fields = {
-            name: checked_field(name, fields.get(name, default), default, low=0 if name in counts else 1)
-            for name, default in defaults.items()
-        }
+        counts = adapter.block_counts.values()
+        super().__init__(
+            adapter,
+            {
+                name: checked_field(name, fields.get(name, default), default, low=0 if name in counts else 1)
+                for name, default in defaults.items()
+            },
+        )
         expect(self.depth > 0, next(reversed(counts)), 0, "at least one block")
         self.adapter.check_config(self)
-
-    def __getattr__(self, name: str) -> Any:
-        fields = self.__dict__.get("fields", {})
-        if name in fields:
-            return fields[name]
-        raise AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelConfig) and self.to_dict() == other.to_dict()
@@ -113,10 +137,6 @@ class ModelConfig:
         channels = self.out_channels or self.in_channels
         return int(channels if self.adapter.of_grids else channels * math.prod(self.patch))
 
-    @property
-    def patch(self) -> tuple[int, ...]:
-        return patch_of(self.fields.get("patch_size", 1))
-
     def alone(self, kind: str) -> ModelConfig:
         counts = dict.fromkeys(self.adapter.block_counts.values(), 0)
         return self.replace(**counts | {self.adapter.block_counts[kind]: self.adapter.min_blocks})
@@ -142,12 +162,6 @@ class ModelConfig:
 
     def build(self) -> PackedModel:
         return PackedModel(self, _class_of(self.class_name)(**self.fields))
-
-    def random_sample(self, size: Sample, draw: Draw) -> dict[str, Any]:
-        """The arguments of diffusers' forward for a sample of this size, which is a `possible` one."""
-        drawn = _DRAWN | self.adapter.drawn
-        names = [name for name in (*self.adapter.required, *self.adapter.optional) if name in drawn]
-        return {name: drawn[name](self, size, draw) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """As diffusers writes it to config.json; of the plain transformer {"kind": "transformer", ...}."""
@@ -197,16 +211,20 @@ def _class_of(class_name: str) -> Any:
 
 @functools.cache
 def _defaults_of(class_name: str) -> dict[str, Any]:
-    arguments = inspect.signature(_class_of(class_name).__init__).parameters
+    return defaults_of(_class_of(class_name))
+
+
+def defaults_of(model_class: Any) -> dict[str, Any]:
+    """The arguments of a class with their defaults."""
+    arguments = inspect.signature(model_class.__init__).parameters
     return {name: argument.default for name, argument in arguments.items() if name != "self"}
 
 
 def _tokens(config: Any, size: Sample, draw: Draw) -> Tensor:
     if not config.adapter.of_grids:
         return draw.normal(1, size.visual_tokens, config.in_channels)
-    *frames, of_rows, of_columns = config.patch
-    rows, columns = grid_of(size.visual_tokens)
-    return draw.normal(1, config.in_channels, *frames, rows * of_rows, columns * of_columns)
+    grid = getattr(size, "grid", (1, *grid_of(size.visual_tokens)))[-len(config.patch) :]
+    return draw.normal(1, config.in_channels, *(count * side for count, side in zip(grid, config.patch, strict=True)))
 
 
 def _text(config: Any, size: Sample, draw: Draw) -> Tensor:
@@ -239,4 +257,19 @@ _DRAWN: dict[str, Callable[[Any, Sample, Draw], Any]] = {
     "img_ids": _places,
     "txt_ids": lambda config, size, draw: torch.zeros(size.text_tokens, len(config.axes_dims_rope), device=draw.device),
     "img_shapes": _shapes,
+}
+
+#: Of a check's samples.
+_CONDITIONS: dict[str, Callable[[Any, Any, Draw], Any]] = {
+    "guidance": lambda config, size, draw: 4 * draw.time() if config.fields.get("guidance_embeds", True) else None,
+    # The last third of larger images are tokens of a reference, as FLUX.1 Kontext has them.
+    "img_ids": lambda config, size, draw: torch.where(
+        (torch.arange(size.visual_tokens) >= 2 * size.visual_tokens / 3).unsqueeze(1)
+        & (torch.arange(len(config.axes_dims_rope)) == 0),
+        1.0,
+        _places(config, size, draw),
+    ),
+    "txt_ids": lambda config, size, draw: torch.randint(
+        9, (size.text_tokens, len(config.axes_dims_rope)), generator=draw.generator
+    ).float(),
 }

@@ -14,7 +14,6 @@ from knapformer.adapters.joint import (
     Stream,
     double_stream,
     joint_attention,
-    rotated,
     rotations_of_ids,
 )
 from knapformer.adapters.samples import Samples
@@ -42,12 +41,13 @@ def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Te
     sizes = [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor]
     qkv, hidden = projected.split(sizes, -1)
     q, k, v = qkv.unflatten(-1, (3, -1, attn.head_dim)).unbind(1)
-    attended = chunks.attention(attn, *rotated(attn.norm_q(q), attn.norm_k(k), chunks), v)
+    attended = chunks.attention(attn, *chunks.rotated(attn.norm_q(q), attn.norm_k(k)), v)
     update = attn.to_out(torch.cat([attended, attn.mlp_act_fn(hidden)], -1))
     return clip_half(gated_add(x, update, gate, chunks.of_token))
 
 
 class Flux2(JointAdapter):
+    left_out = "the cache of reference images"
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("guidance",)
     input_layer = "x_embedder"
@@ -55,6 +55,10 @@ class Flux2(JointAdapter):
     forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
     in_parts = ("attn",)
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    small = {  # noqa: RUF012
+        "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,
+        "joint_attention_dim": 10, "timestep_guidance_channels": 16, "mlp_ratio": 2.5, "axes_dims_rope": (2, 4, 4, 2),
+    }  # fmt: skip
     block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
     named_configs = {  # noqa: RUF012
         "flux2": {},
@@ -68,14 +72,11 @@ class Flux2(JointAdapter):
         config = model.config
         image, image_lens = samples.rows("hidden_states", config.in_channels)
         text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
-
-        def rounded(name: str) -> Tensor:  # each as its own hidden_states, which autocast lets have several dtypes
-            pairs = zip(samples.numbers(name), samples.values("hidden_states"), strict=True)
-            return samples.packed([number.to(hidden.dtype) * 1000 for number, hidden in pairs])
-
+        time = samples.scaled("timestep", 1000, "hidden_states")
         # As in diffusers, guidance is left out where the model was made without it.
         guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
-        cond = model.time_guidance_embed(rounded("timestep"), rounded("guidance") if guided else None)
+        guidance = samples.scaled("guidance", 1000, "hidden_states") if guided else None
+        cond = model.time_guidance_embed(time, guidance)
         rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=False)
         image, text = model.x_embedder(image), model.context_embedder(text)
         return self.home(text, text_lens, image, image_lens, rotation, cond)

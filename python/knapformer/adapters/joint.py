@@ -15,29 +15,73 @@ from torch import Tensor, nn
 
 from knapformer.adapters.adapter import (
     Adapter,
+    BySequence,
     Chunks,
     Home,
     Packed,
     RunBlock,
     clip_half,
     expect,
+    kinds_of,
     rotation_of,
     rotation_rows,
 )
+from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Samples
-from knapformer.models.layers import Rotation, rotate
-from knapformer.models.packing import Segments, TwoStreams, gated_add, modulate, segment_index, text_flags
+from knapformer.models.attention import PackedAttention
+from knapformer.models.layers import Rotation
+from knapformer.models.packing import Segments, TwoStreams, gated_add, lengths_list, modulate, segment_index, text_flags
 from knapformer.models.step import PackedStep
 
 Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # text, image -> the same
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class JointChunks(Chunks):
+    kinds: Tensor  # (chunk tokens,) on the CPU: 0 of text tokens; of others 1, or more where they are of several kinds
     streams: TwoStreams  # where text and image tokens lie
     of_text: Segments  # of_token of the text tokens alone
     of_image: Segments
-    rotation: Rotation | None
+
+    def part(self, kind: int, lens: Tensor) -> PartChunks:
+        """The tokens of one kind alone, which attend to each other. lens (chunks, kinds): how many of each kind the
+        whole sequence of a chunk has; they lie in the order of their kinds."""
+        flags, device = self.kinds == kind, self.streams.text_rows.device
+        streams = TwoStreams.of_flags(~flags, device)
+        rotation = None if self.rotation is None else Rotation(streams.split(self.rotation.turns)[1])
+        of_token = Segments.of_lengths(counts_of(flags, self.step.chunk_lens), device)
+        return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, kind=kind, lens=lens)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartChunks(Chunks):
+    """What blocks get that compute the tokens of one kind of each sequence, apart from its other tokens."""
+
+    streams: TwoStreams  # where other tokens and these lie
+    kind: int
+    lens: Tensor
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of q, k, v of these tokens alone. They travel in their places in the sequence, beside zeros."""
+        others = len(self.streams.text_rows)
+        q, k, v = (self.streams.join(t.new_zeros((others, *t.shape[1:])), t) for t in (q, k, v))
+        kernel = attend_by(attn) or PackedAttention()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+            of_queries, of_keys, *counts = kinds_of(lens, spans, self.kind)
+            queries, keys = (TwoStreams.of_flags(~flags, q.device) for flags in (of_queries, of_keys))
+            others, q = queries.split(q)
+            out = kernel(q, keys.split(k)[1], keys.split(v)[1], *counts)
+            return queries.join(out.new_zeros((len(others), *out.shape[1:])), out)
+
+        return self.streams.split(self.step.attention(q, k, v, BySequence(self.lens, attend)))[1].flatten(1)
+
+
+def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
+    """For each chunk, how many of its tokens are flagged."""
+    counts = torch.zeros(len(chunk_lens), dtype=torch.int64)
+    return lengths_list(counts.index_add_(0, segment_index(chunk_lens), flags.long()))
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
@@ -65,15 +109,22 @@ class JointAdapter(Adapter):
         image_lens: list[int],
         rotation: tuple[Tensor, Tensor] | None,
         cond: Tensor,
+        kinds: Tensor | None = None,
     ) -> Home:
-        """text (text tokens, width), image (image tokens, width), rotation: the rows of each, cond (samples, ...)."""
+        """text (text tokens, width), image (image tokens, width), rotation: the rows of each, cond (samples, ...);
+        kinds (image tokens,) from 1 on, on the CPU, where they are of several."""
         # On the CPU: the host reads which tokens of its chunks are text, without waiting for a device.
         is_text = text_flags(text_lens, image_lens)
+        kind_of_token = (~is_text).to(torch.uint8)
+        if kinds is not None:
+            kind_of_token[~is_text] = kinds.to(torch.uint8)
         streams = TwoStreams.of_flags(is_text, image.device)
+        dtype = torch.promote_types(text.dtype, image.dtype)
+        text, image = text.to(dtype), image.to(dtype)
         return Home(
             x=streams.join(text, image),
             seq_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
-            features=[is_text] if rotation is None else [is_text, streams.join(*rotation)],
+            features=[kind_of_token] if rotation is None else [kind_of_token, streams.join(*rotation)],
             sequence_features=[cond],
             rest=(streams, image_lens, cond),
         )
@@ -81,15 +132,15 @@ class JointAdapter(Adapter):
     def chunks(
         self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
     ) -> JointChunks:
-        is_text = features[0]
-        of_chunks = torch.zeros(len(step.chunk_lens), dtype=torch.int64)
-        text_lens = of_chunks.index_add_(0, segment_index(step.chunk_lens), is_text.long()).tolist()
+        kinds = features[0]
+        text_lens = counts_of(kinds == 0, step.chunk_lens)
         image_lens = [length - text for length, text in zip(step.chunk_lens, text_lens, strict=True)]
         return JointChunks(
             step=step,
             of_token=step.segments(x),
             rotation=rotation_of(features[1], x.dtype) if len(features) > 1 else None,
-            streams=TwoStreams.of_flags(is_text, x.device),
+            kinds=kinds,
+            streams=TwoStreams.of_flags(kinds == 0, x.device),
             of_text=Segments.of_lengths(text_lens, x.device),
             of_image=Segments.of_lengths(image_lens, x.device),
         )
@@ -150,19 +201,13 @@ def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor
     return _normed(norms[0], q, head_dim), _normed(norms[1], k, head_dim), _normed(None, v, head_dim)
 
 
-def rotated(q: Tensor, k: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    if chunks.rotation is None:
-        return q, k
-    return rotate(q, chunks.rotation), rotate(k, chunks.rotation)
-
-
 def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
     """Joint attention as diffusers' attention modules compute it, in the form that double_stream takes."""
 
     def attend(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
         streams = chunks.streams
         q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
-        out_text, out_image = streams.split(chunks.attention(attn, *rotated(q, k, chunks), v))
+        out_text, out_image = streams.split(chunks.attention(attn, *chunks.rotated(q, k), v))
         out_image = attn.to_out[1](attn.to_out[0](out_image))
         if not getattr(attn, "context_pre_only", None):
             out_text = attn.to_add_out(out_text)

@@ -66,7 +66,8 @@ class PackedModel(nn.Module):
 
     def block_lists(self) -> list[nn.ModuleList]:
         """All blocks in the order in which they run; each is a unit of FSDP and of checkpointing."""
-        return [getattr(self.transformer, name) for name in self.config.adapter.blocks]
+        model: Any = self.transformer
+        return [model.get_submodule(name) for name in self.config.adapter.blocks]
 
     def block_inputs(self, step: PackedStep, text_lens: Sequence[int], draw: Draw) -> tuple[Any, ...]:
         """The arguments in the first call of a block, for random samples of the chunks of `step`. text_lens: for each

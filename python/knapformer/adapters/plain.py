@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,18 +9,14 @@ from torch import Tensor
 from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, expect
 from knapformer.adapters.samples import Samples
 from knapformer.models.attention import MASKS
-from knapformer.models.layers import Rotation, rotations
+from knapformer.models.layers import rotations
 from knapformer.models.packing import positions
 from knapformer.models.step import PackedStep
 from knapformer.models.transformer import TransformerBlock
 
 
-@dataclass(frozen=True, eq=False)
-class PlainChunks(Chunks):
-    rotation: Rotation
-
-
 class Plain(Adapter):
+    sequence = "tokens"
     required = ("hidden_states",)
     input_layer = "in_proj"
     blocks = {"blocks": TransformerBlock.forward}  # noqa: RUF012
@@ -56,13 +51,11 @@ class Plain(Adapter):
         x = model.in_proj(x)
         return Home(x, seq_lens, [positions(seq_lens, x.device)])
 
-    def chunks(
-        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
-    ) -> PlainChunks:
+    def chunks(self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]) -> Chunks:
         rotation = rotations(features[0], model.head_dim, model.rope_theta, x.dtype)
-        return PlainChunks(step=step, of_token=step.segments(x), rotation=rotation)
+        return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
 
-    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: PlainChunks, run: RunBlock) -> Tensor:
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Chunks, run: RunBlock) -> Tensor:
         for block in model.blocks:
             x = run(block, x, chunks)
         return x

@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import Home, clip_half
+from knapformer.adapters.adapter import Home, Packed, RunBlock, clip_half, random_mask, runs_of
 from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, joint_attention
 from knapformer.adapters.samples import Samples
+from knapformer.models.packing import segment_index
 
 
-def block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: JointChunks) -> tuple[Tensor, Tensor]:
-    """As QwenImageTransformerBlock.forward, with a row of modulation for each chunk."""
+def block(
+    block: Any, text: Tensor, image: Tensor, cond: Tensor, of_image: Tensor, chunks: JointChunks
+) -> tuple[Tensor, Tensor]:
+    """As QwenImageTransformerBlock.forward; cond, of_image: for each row of chunks.of_text, and of chunks.of_image."""
     text, image = double_stream(
         joint_attention(block.attn, chunks),
         Stream(text, block.txt_mod(cond).chunk(6, -1), block.txt_norm1, block.txt_norm2, block.txt_mlp),
-        Stream(image, block.img_mod(cond).chunk(6, -1), block.img_norm1, block.img_norm2, block.img_mlp),
+        Stream(image, block.img_mod(of_image).chunk(6, -1), block.img_norm1, block.img_norm2, block.img_mlp),
         chunks,
     )
     return clip_half(text), clip_half(image)
 
 
 class QwenImage(JointAdapter):
+    sequence = "text tokens that no mask hides, and image tokens, those of references too"
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
-    optional = ("encoder_hidden_states_mask", "txt_seq_lens")
+    optional = ("encoder_hidden_states_mask", "txt_seq_lens", "additional_t_cond")
     input_layer = "img_in"
     blocks = {"transformer_blocks": block}  # noqa: RUF012
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
-    refused = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
+    refused = ("guidance_embeds",)
     in_parts = ("attn",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
+    small = {  # noqa: RUF012
+        "in_channels": 7, "out_channels": 2, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
+        "joint_attention_dim": 10, "axes_dims_rope": (4, 6, 6),
+    }  # fmt: skip
+    conditions = {  # noqa: RUF012  (diffusers refuses an empty text: it gets one token, masked)
+        "encoder_hidden_states": lambda config, size, draw: draw.normal(1, max(size.text_tokens, 1), 10),
+        "encoder_hidden_states_mask": lambda config, size, draw: random_mask(size),
+        # The last row of larger pictures is a reference.
+        "img_shapes": lambda config, size, draw: [
+            [(f, h, w)] if h < 4 else [(f, h - 1, w), (1, f, w)] for f, h, w in [size.grid]
+        ],
+        "additional_t_cond": lambda config, size, draw: (
+            torch.tensor([size.text_tokens % 2]) if config.use_additional_t_cond else None
+        ),
+    }
     named_configs = {  # noqa: RUF012
         "qwen-image": {},
         "qwen-image-demo": {
@@ -48,9 +68,35 @@ class QwenImage(JointAdapter):
         text_rows, image_rows = self._rotations(model, samples, padded_lens, image_lens, image.device)
         text_lens, text, text_rows = samples.unmasked("encoder_hidden_states_mask", padded_lens, text, text_rows)
         image = model.img_in(image)
-        cond = model.time_text_embed(samples.one_each("timestep").to(image.dtype), image)
+        needed = samples.expect("additional_t_cond", model.config.use_additional_t_cond)
+        more = samples.one_each("additional_t_cond").long() if needed else None
+        time = samples.one_each("timestep").to(image.dtype)
+        times = [time, time * 0] if model.zero_cond_t else [time]  # of text and predicted image, and of references
+        cond = torch.stack([model.time_text_embed(each, image, more) for each in times], 1)
         text = model.txt_in(model.txt_norm(text))
-        return self.home(text, text_lens, image, image_lens, (text_rows, image_rows), cond)
+        kinds = self._kinds(samples) if model.zero_cond_t else None
+        return self.home(text, text_lens, image, image_lens, (text_rows, image_rows), cond, kinds)
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        cond = of_image = of_chunk[0][:, 0]
+        if model.zero_cond_t:
+            keys = 2 * segment_index(chunks.step.chunk_lens) + chunks.kinds - 1
+            of_runs, segments = runs_of(keys[chunks.kinds > 0], x.device)
+            of_image, chunks = of_chunk[0].flatten(0, 1).index_select(0, of_runs), replace(chunks, of_image=segments)
+        text, image = chunks.streams.split(x)
+        for each in model.transformer_blocks:
+            text, image = run(each, text, image, cond, of_image, chunks)
+        return chunks.streams.join(text, image)
+
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        return super().last(model, image, cond[:, 0], packed)
+
+    @staticmethod
+    def _kinds(samples: Samples) -> Tensor:
+        """1 of tokens of the first picture of a sample, 2 of the others."""
+        counts = [list(map(math.prod, _shapes(shapes))) for shapes in samples.values("img_shapes")]
+        pairs = [count for first, *others in counts for count in (first, sum(others))]
+        return torch.tensor([1, 2]).repeat(len(counts)).repeat_interleave(torch.tensor(pairs, dtype=torch.int64))
 
     @staticmethod
     def _rotations(
@@ -58,13 +104,9 @@ class QwenImage(JointAdapter):
     ) -> tuple[Tensor, Tensor]:
         texts, images = [], []
         for i, shapes in enumerate(samples.values("img_shapes")):
-            shapes = shapes if isinstance(shapes, list) else [shapes]
-            if isinstance(shapes[0], list):
-                if len(shapes) != 1:
-                    raise ArgumentError(
-                        f"samples[{i}]['img_shapes']: got those of {len(shapes)} samples, expected one's"
-                    )
-                shapes = shapes[0]
+            if isinstance(shapes, list) and isinstance(shapes[0], list) and len(shapes) != 1:
+                raise ArgumentError(f"samples[{i}]['img_shapes']: got those of {len(shapes)} samples, expected one's")
+            shapes = _shapes(shapes)
             if (count := sum(math.prod(shape) for shape in shapes)) != image_lens[i]:
                 raise ArgumentError(f"samples[{i}]['img_shapes']: got {count} tokens, expected {image_lens[i]}")
             image, text = model.pos_embed([shapes], max_txt_seq_len=text_lens[i], device=device)
@@ -72,3 +114,9 @@ class QwenImage(JointAdapter):
             texts.append(torch.view_as_real(text))
         empty = torch.zeros((0, sum(model.config.axes_dims_rope) // 2, 2), device=device)
         return torch.cat([empty, *texts]), torch.cat([empty, *images])
+
+
+def _shapes(shapes: Any) -> list[tuple[int, int, int]]:
+    """Those of one sample, which may be in a list of samples, or the shape of its only picture."""
+    shapes = shapes if isinstance(shapes, list) else [shapes]
+    return shapes[0] if isinstance(shapes[0], list) else shapes

@@ -10,14 +10,31 @@ from knapformer.adapters.adapter import Adapter, name_of, package_of
 
 # The name of a class of diffusers, or a class's name with its module -> where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
+    "ChromaTransformer2DModel": "knapformer.adapters.chroma:Chroma",
+    "ChronoEditTransformer3DModel": "knapformer.adapters.wan:ChronoEdit",
     "Flux2Transformer2DModel": "knapformer.adapters.flux2:Flux2",
+    "Flux3Transformer2DModel": "knapformer.adapters.flux3:Flux3",
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
+    "HunyuanVideo15Transformer3DModel": "knapformer.adapters.hunyuan_video15:HunyuanVideo15",
+    "Krea2Transformer2DModel": "knapformer.adapters.krea2:Krea2",
+    "LTX2VideoTransformer3DModel": "knapformer.adapters.ltx2:LTX2",
+    "LongCatImageTransformer2DModel": "knapformer.adapters.flux:LongCatImage",
+    "MiniMaxH3Transformer3DModel": "knapformer.adapters.minimax_h3:MiniMaxH3",
+    "QwenImage21Transformer2DModel": "knapformer.adapters.qwen_image21:QwenImage21",
     "QwenImageTransformer2DModel": "knapformer.adapters.qwen_image:QwenImage",
     "SD3Transformer2DModel": "knapformer.adapters.sd3:StableDiffusion3",
+    "ZImageTransformer2DModel": "knapformer.adapters.z_image:ZImage",
     "knapformer.models.transformer.Transformer": "knapformer.adapters.plain:Plain",
+    "SkyReelsV2Transformer3DModel": "knapformer.adapters.wan:SkyReelsV2",
     "WanTransformer3DModel": "knapformer.adapters.wan:Wan",
     "torchtitan.models.flux.model.model.FluxModel": "knapformer.adapters.torchtitan_flux:TorchtitanFlux",
 }
+
+
+_WITHOUT_ADAPTER = """; for others write an adapter (docs/integration.md), or balance by the sampler, which needs none:
+    lengths = [...]  # tokens of each sample of the dataset
+    sampler = knapformer.BalancedBatchSampler(lengths, batch_size=..., d_model=...)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)"""
 
 
 def register(model_class: type, adapter: type[Adapter]) -> None:
@@ -45,16 +62,16 @@ def adapter_named(class_name: str) -> type[Adapter]:
     return found
 
 
-def adapter_of(module: Any) -> type[Adapter] | None:
-    """Found by the name of the module's class or of a base of it: FSDP replaces the class by one derived from it.
+def adapter_of(model_class: Any) -> type[Adapter] | None:
+    """Found by the name of the class or of a base of it: FSDP replaces a module's class by one derived from it.
 
     Raises ArgumentError where the class computes something else than that base."""
-    for base in type(module).__mro__:
+    for base in model_class.__mro__:
         for key in (_full_name(base), base.__name__ if package_of(base) == "diffusers" else ""):
             if key in _ADAPTERS:
-                if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+                if model_class.forward is not base.forward:
                     raise ArgumentError(
-                        f"transformer: got {type(module).__name__}, with a forward of its own in place of "
+                        f"transformer: got {model_class.__name__}, with a forward of its own in place of "
                         f"{base.__name__}'s, expected an adapter for it (knapformer.adapters.register)"
                     )
                 return adapter_named(key)
@@ -64,10 +81,10 @@ def adapter_of(module: Any) -> type[Adapter] | None:
 def find_model(transformer: Any) -> tuple[Any, type[Adapter]]:
     """The model itself, which PEFT, DDP or torch.compile may have wrapped, and its adapter."""
     modules = transformer.modules() if hasattr(transformer, "modules") else ()
-    found = [(module, adapter) for module in modules if (adapter := adapter_of(module)) is not None]
+    found = [(module, adapter) for module in modules if (adapter := adapter_of(type(module))) is not None]
     got = name_of(type(transformer), names())
     if not found:
-        raise ArgumentError(f"transformer: got {got}, expected one of {', '.join(names())}")
+        raise ArgumentError(f"transformer: got {got}, expected one of {', '.join(names())}{_WITHOUT_ADAPTER}")
     model, adapter = found[0]
     of_model = {id(module) for module in model.modules()}
     num_models = 1 + sum(id(module) not in of_model for module, _ in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Samples:
             got = type(samples).__name__
             raise ArgumentError(f"samples: got {got}, expected a list of dicts of forward's arguments")
         self._samples = samples
+        self._optional = optional
         self.like = like
         for i, sample in enumerate(samples):
             if not isinstance(sample, Mapping):
@@ -49,14 +51,15 @@ class Samples:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def rows(self, name: str, width: int) -> tuple[Tensor, list[int]]:
-        """Packs tensors (1, tokens, width), or (tokens, width), of floating-point numbers: returns (all tokens, width),
-        in the widest of their dtypes, and the tokens of each."""
-        parts = [self._checked(i, name, width) for i in range(len(self))]
+    def rows(self, name: str, *width: int) -> tuple[Tensor, list[int]]:
+        """Packs tensors (1, tokens, *width), or (tokens, *width), of floating-point numbers: returns (all tokens,
+        *width), in the widest of their dtypes, and the tokens of each. An optional argument that a sample has not, has
+        no tokens."""
+        parts = [self._checked(i, name, *width) for i in range(len(self))]
         for i, part in enumerate(parts):
             if not part.is_floating_point():
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {part.dtype}, expected floating-point numbers")
-        return torch.cat(parts) if parts else self.like.new_zeros((0, width)), [len(part) for part in parts]
+        return torch.cat(parts) if parts else self.like.new_zeros((0, *width)), [len(part) for part in parts]
 
     def grids(self, name: str, channels: int, patch: Sequence[int]) -> tuple[list[Tensor], list[tuple[int, ...]]]:
         """Images or videos (1, channels, *sizes), as they came, and the sizes of each in patches. Without samples a
@@ -85,20 +88,31 @@ class Samples:
             parts[i] = part.float()
         return torch.cat(parts) if parts else self.like.new_zeros((0, width), dtype=torch.float32)
 
-    def unmasked(self, name: str, lens: list[int], *rows: Tensor) -> tuple[Any, ...]:
+    def unmasked(
+        self, name: str, lens: list[int], *rows: Tensor, beside: Sequence[int] | None = None, boolean: bool = False
+    ) -> tuple[Any, ...]:
         """The tokens of each sample that its mask (1, tokens), or (tokens,), keeps, and the rows of these tokens. A
-        sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait."""
+        sample without a mask keeps all. Masks are counted on the CPU: those that come on a device cost a wait.
+
+        beside: the tokens behind these that the mask covers, too, and has to keep. boolean: the model adds masks of
+        numbers to its scores, so that they mask nothing."""
         masks = self.values(name)
         if all(mask is None for mask in masks):
             return lens, *rows
-        for i, length in enumerate(lens):
+        covered = [sum(pair) for pair in zip(lens, beside, strict=True)] if beside else lens
+        for i, length in enumerate(covered):
+            if boolean and masks[i] is not None and self.tensor(i, name).dtype != torch.bool:
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {masks[i].dtype}, expected torch.bool")
             masks[i] = torch.ones(length) if masks[i] is None else self.tensor(i, name).float()
             if (shape := tuple(masks[i].shape)) not in ((1, length), (length,)):
                 raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, {length})")
         for i, mask in enumerate(masks := on_host(masks)):
+            masks[i], others = mask.flatten().split([lens[i], covered[i] - lens[i]])
+            if not others.all():
+                raise ArgumentError(f"samples[{i}][{name!r}]: got 0 for a token of an image, expected 1")
             if len(other := mask[(mask != 0) & (mask != 1)]):  # as of one that is added to the scores
                 raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected 1 for a token that counts, or 0")
-        kept = torch.cat([mask.flatten() for mask in masks]).nonzero().squeeze(1)
+        kept = torch.cat(masks).nonzero().squeeze(1)
         moved = to_device(kept, self.like.device)
         return [int(mask.sum()) for mask in masks], *(of.index_select(0, moved) for of in rows)
 
@@ -113,6 +127,14 @@ class Samples:
     def one_each(self, name: str) -> Tensor:
         """One number of each sample, given as a number or a tensor with one element: (samples,)."""
         return self.packed(self.numbers(name))
+
+    def scaled(self, name: str, scale: float, like: str | None = None) -> Tensor:
+        """As one_each, times `scale`, as the model rounds each: in its own dtype, or in that of its argument `like`;
+        autocast lets samples have several."""
+        numbers = self.numbers(name)
+        if like is not None:
+            numbers = [number.to(value.dtype) for number, value in zip(numbers, self.values(like), strict=True)]
+        return self.packed([number * scale for number in numbers])
 
     def numbers(self, name: str) -> list[Tensor]:
         """As one_each, before they are packed: each (1,), with its dtype, where it is."""
@@ -131,6 +153,22 @@ class Samples:
         device = self.like.device
         moved = [to_device(number, device) if number.is_cpu else number.to(device) for number in numbers]
         return torch.cat(moved) if moved else self.like.new_zeros(0)
+
+    def time_each_token(self, name: str, lens: list[int], otherwise: str | None = None) -> list[Tensor]:
+        """For each sample a time step for each token, float32 on the CPU, where runs of equal ones are counted; given
+        as one for all, or one for each. Those that come on a device cost a wait. otherwise: the argument that is taken
+        where a sample has not this one; without both 0."""
+        values = self.values(name)
+        if otherwise is not None:
+            values = [of if value is None else value for value, of in zip(values, self.values(otherwise), strict=True)]
+        given = on_host([torch.as_tensor(0.0 if value is None else value).flatten().float() for value in values])
+        for i, (time, length) in enumerate(zip(given, lens, strict=True)):
+            if time.numel() not in (1, length):
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {time.numel()} numbers, expected 1 or {length}")
+        return [time.expand(length) for time, length in zip(given, lens, strict=True)]
+
+    def sample(self, i: int) -> Sample:
+        return self._samples[i]
 
     def values(self, name: str) -> list[Any]:
         """The arguments of this name as they came; None where a sample has none."""
@@ -152,14 +190,24 @@ class Samples:
             raise ArgumentError(f"samples[{i}][{name!r}]: got {type(value).__name__}, expected a tensor")
         return value
 
-    def _checked(self, i: int, name: str, width: int) -> Tensor:
+    def _checked(self, i: int, name: str, *width: int) -> Tensor:
+        if name in self._optional and self._samples[i].get(name) is None:
+            return self.like.new_zeros((0, *width))
         value = self.tensor(i, name)
         shape = tuple(value.shape)
-        if value.ndim == 3 and shape[0] == 1:
+        if value.ndim == 2 + len(width) and shape[0] == 1:
             value = value[0]
-        if value.ndim != 2 or shape[-1] != width:
-            raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, tokens, {width})")
+        if value.shape[1:] != width:
+            expected = ", ".join(map(str, width))
+            raise ArgumentError(f"samples[{i}][{name!r}]: got shape {shape}, expected (1, tokens, {expected})")
         return value
+
+
+def one_after_another(*streams: tuple[Tensor, Sequence[int]]) -> tuple[Tensor, list[int]]:
+    """Packed streams, with the rows of each sample in them -> for each sample its rows of all streams; and how many."""
+    parts = zip(*(rows.split(list(lens)) for rows, lens in streams), strict=True)
+    lens = [sum(of) for of in zip(*(lens for _, lens in streams), strict=True)]
+    return torch.cat([*(rows[:0] for rows, _ in streams), *itertools.chain(*parts)]), lens
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -173,8 +221,9 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @dataclass(eq=False)
-class Predictions(Sequence[Tensor]):
-    """What diffusers' forward would have returned for each sample, in order; each with its batch of one.
+class Predictions(Sequence[Any]):
+    """What diffusers' forward would have returned for each sample, in order; each with its batch of one: a tensor, or a
+    tuple of tensors where a model predicts video and audio.
 
     zero: a scalar 0 to add to the loss. It carries the graph. So backward runs, with its collectives, and every
     parameter gets its (zero) gradient, on a rank without samples, or one that drops the losses of its samples:
@@ -185,7 +234,7 @@ class Predictions(Sequence[Tensor]):
     accelerate's mixed precision makes outputs float32 that have a dtype and `float()`.
     """
 
-    tensors: list[Tensor]
+    tensors: list[Any]
     zero: Tensor
 
     def __len__(self) -> int:
@@ -199,7 +248,7 @@ class Predictions(Sequence[Tensor]):
         return self.zero.dtype
 
     def float(self) -> Predictions:
-        return Predictions([tensor.float() for tensor in self.tensors], self.zero.float())
+        return Predictions(pytree.tree_map(torch.Tensor.float, self.tensors), self.zero.float())
 
 
 pytree.register_pytree_node(

@@ -14,6 +14,7 @@ from knapformer.adapters.samples import Samples
 
 
 class StableDiffusion3(JointAdapter):
+    left_out = "blocks with two attentions (3.5 medium)"
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     input_layer = "pos_embed.proj"
     blocks = {"transformer_blocks": adaptive_double_block}  # noqa: RUF012
@@ -22,6 +23,12 @@ class StableDiffusion3(JointAdapter):
     in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
+    small = {  # noqa: RUF012
+        "sample_size": 16, "patch_size": 2, "in_channels": 3, "num_layers": 3, "attention_head_dim": 8,
+        "num_attention_heads": 3, "joint_attention_dim": 10, "caption_projection_dim": 24, "pooled_projection_dim": 9,
+        "out_channels": 5, "pos_embed_max_size": 12, "qk_norm": "rms_norm",
+    }  # fmt: skip
+    conditions = {"timestep": lambda config, size, draw: 1000 * draw.time()}  # noqa: RUF012
     min_blocks = 2  # the last one writes no text
     named_configs = {  # noqa: RUF012
         "sd3": {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192},

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from knapformer.adapters.adapter import Home, Packed
-from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream, rotated
+from knapformer.adapters.joint import JointAdapter, JointChunks, Stream, double_stream
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
@@ -33,7 +33,7 @@ def double_block(block: Any, text: Tensor, image: Tensor, cond: Tensor, chunks: 
         of_text = _projected(block.txt_attn.qkv(text), block.txt_attn.norm, block.num_heads)
         of_image = _projected(block.img_attn.qkv(image), block.img_attn.norm, block.num_heads)
         q, k, v = (chunks.streams.join(t, i) for t, i in zip(of_text, of_image, strict=True))
-        text, image = chunks.streams.split(chunks.attention(block.inner_attention, *rotated(q, k, chunks), v))
+        text, image = chunks.streams.split(chunks.attention(block.inner_attention, *chunks.rotated(q, k), v))
         return block.txt_attn.proj(text), block.img_attn.proj(image)
 
     return double_stream(
@@ -50,7 +50,7 @@ def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Te
     hidden = block.linear1(modulate(block.pre_norm(x), shift, scale, chunks.of_token))
     qkv, mlp = hidden.split([3 * block.hidden_size, block.mlp_hidden_dim], -1)
     q, k, v = _projected(qkv, block.norm, block.num_heads)
-    attended = chunks.attention(block.inner_attention, *rotated(q, k, chunks), v)
+    attended = chunks.attention(block.inner_attention, *chunks.rotated(q, k), v)
     return gated_add(x, block.linear2(torch.cat([attended, block.mlp_act(mlp)], -1)), gate, chunks.of_token)
 
 

@@ -8,7 +8,6 @@ with the same time step.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knapformer import ArgumentError
-from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows
-from knapformer.adapters.samples import Samples, on_host
-from knapformer.device_copies import to_device
+from knapformer import ArgumentError, StateError
+from knapformer.adapters.adapter import Adapter, Chunks, Home, RunBlock, rotation_of, rotation_rows, runs_of
+from knapformer.adapters.context import context_of_rows, rows_of_context
+from knapformer.adapters.samples import Samples, one_after_another
 from knapformer.models.attention import PackedCrossAttention
-from knapformer.models.layers import Rotation, rotate
-from knapformer.models.packing import Segments, gated_add, lengths_list, modulate, positions, segment_index
+from knapformer.models.packing import gated_add, lengths_list, modulate
 from knapformer.models.step import PackedStep
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WanChunks(Chunks):
-    rotation: Rotation
     to_context: tuple[PackedCrossAttention, PackedCrossAttention | None]  # text, image
     times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
 
@@ -70,7 +67,7 @@ def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: 
     shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
     normed = modulate(block.norm1(x.float()), shift, scale, of_token).to(dtype)
     q, k, v = _attention_inputs(block.attn1, normed, normed)
-    attended = chunks.attention(block.attn1, rotate(q, chunks.rotation), rotate(k, chunks.rotation), v)
+    attended = chunks.attention(block.attn1, *chunks.rotated(q, k), v)
     attended = block.attn1.to_out[1](block.attn1.to_out[0](attended))
     x = gated_add(x.float(), attended.float(), gate, of_token).to(dtype)
 
@@ -81,6 +78,7 @@ def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: 
 
 
 class Wan(Adapter):
+    sequence = "video patches; text and picture travel beside"
     required = ("hidden_states", "timestep", "encoder_hidden_states")
     optional = ("encoder_hidden_states_image",)
     input_layer = "patch_embedding"
@@ -92,6 +90,18 @@ class Wan(Adapter):
     drawn = {  # noqa: RUF012
         "timestep": lambda config, size, draw: 1000 * draw.time().cpu(),
         "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw),
+    }
+    small = {  # noqa: RUF012
+        "patch_size": (1, 2, 2), "num_attention_heads": 3, "attention_head_dim": 14, "in_channels": 3,
+        "out_channels": 2, "text_dim": 10, "freq_dim": 16, "ffn_dim": 50, "num_layers": 2, "rope_max_seq_len": 32,
+    }  # fmt: skip
+    conditions = {  # noqa: RUF012
+        "timestep": lambda config, size, draw: _random_times(size, draw),
+        # With layers for the image, diffusers takes the last 512 tokens for the text.
+        "encoder_hidden_states": lambda config, size, draw: draw.normal(
+            1, 512 if config.added_kv_proj_dim else size.text_tokens, config.text_dim
+        ),
+        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw, 7),
     }
     text_beside = True
     of_grids = True
@@ -131,21 +141,19 @@ class Wan(Adapter):
             image, image_lens = self._images(embedder.image_embedder, samples, config)
             image_room = config.pos_embed_seq_len or _CLIP_TOKENS
             if config.added_kv_proj_dim is None:  # as in diffusers: one context, read by the projections of the text
-                pairs = zip(image.split(image_lens), text.split(text_lens), strict=True)
-                text = torch.cat([image[:0], text[:0], *itertools.chain.from_iterable(pairs)])
-                text_lens = [sum(lens) for lens in zip(image_lens, text_lens, strict=True)]
+                text, text_lens = one_after_another((image, image_lens), (text, text_lens))
                 room, limit = room + image_room, f"{limit} and {image_room} of the picture"
             else:
                 name = "encoder_hidden_states_image"
-                of_images = _rows_of_context(name, image, image_lens, image_room, str(image_room))
-        of_sequences = [*_rows_of_context("encoder_hidden_states", text, text_lens, room, limit), *of_images]
-        times = torch.cat([torch.zeros(0), *self._times(samples, lens)])
+                of_images = rows_of_context(name, image, image_lens, image_room, str(image_room))
+        of_sequences = [*rows_of_context("encoder_hidden_states", text, text_lens, room, limit), *of_images]
+        times = torch.cat([torch.zeros(0), *samples.time_each_token("timestep", lens)])
         return Home(x, lens, [rotation, times], of_sequences, rest=times, grids=grids)
 
     def chunks(
         self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
     ) -> WanChunks:
-        times, of_token = _runs(features[1], x.device)
+        times, of_token = runs_of(features[1], x.device)
         context_lens = [lengths_list(lens) for lens in of_chunk[1::2]]
         crosses = [PackedCrossAttention(step.chunk_lens, lens) for lens in context_lens]
         return WanChunks(
@@ -158,7 +166,7 @@ class Wan(Adapter):
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: WanChunks, run: RunBlock) -> Tensor:
         embedder = model.condition_embedder
-        contexts = [_context_of_rows(*pair, x.shape[1]) for pair in zip(of_chunk[::2], of_chunk[1::2], strict=True)]
+        contexts = [context_of_rows(*pair, x.shape[1]) for pair in zip(of_chunk[::2], of_chunk[1::2], strict=True)]
         text, image = contexts[0], contexts[1] if len(contexts) > 1 else None
         cond = _time_embedding(embedder, chunks.times, x.dtype)
         time_rows = embedder.time_proj(embedder.act_fn(cond)).unflatten(1, (6, -1))
@@ -167,24 +175,12 @@ class Wan(Adapter):
         return x
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
-        times, of_token = _runs(home.rest, x.device)
+        times, of_token = runs_of(home.rest, x.device)
         cond = _time_embedding(model.condition_embedder, times, x.dtype)
         shift, scale = (model.scale_shift_table + cond.unsqueeze(1)).unbind(1)
         normed = modulate(model.norm_out(x.float()), shift, scale, of_token).to(x.dtype)
         out = model.proj_out(normed)
         return self.predictions(model, out, home.seq_lens, home), out
-
-    @staticmethod
-    def _times(samples: Samples, lens: list[int]) -> list[Tensor]:
-        """For each sample a time step for each token, in float32, on the CPU, where runs of equal ones are counted.
-        Time steps that come on a device cost a wait."""
-        given = on_host([torch.as_tensor(value).flatten().float() for value in samples.values("timestep")])
-        times = []
-        for i, (time, length) in enumerate(zip(given, lens, strict=True)):
-            if time.numel() not in (1, length):
-                raise ArgumentError(f"samples[{i}]['timestep']: got {time.numel()} numbers, expected 1 or {length}")
-            times.append(time.expand(length))
-        return times
 
     @staticmethod
     def _images(image_embedder: Any, samples: Samples, config: Any) -> tuple[Tensor, list[int]]:
@@ -210,20 +206,46 @@ class Wan(Adapter):
         return torch.cat(rows), [len(row) for row in rows]
 
 
+class ChronoEdit(Wan):
+    """diffusers' ChronoEditTransformer3DModel, whose frames have other positions."""
+
+    named_configs = {}  # noqa: RUF012
+
+
+class SkyReelsV2(Wan):
+    """diffusers' SkyReelsV2Transformer3DModel where attention is full: Wan's blocks, and one time step a sample."""
+
+    left_out = "diffusion forcing, frames in causal blocks, embedded frame rates"
+    forwards = ("SkyReelsV2TransformerBlock",)
+    processors = ("SkyReelsV2AttnProcessor",)
+    refused = ("inject_sample_info",)
+    conditions = Wan.conditions | {"timestep": lambda config, size, draw: 1000 * draw.time()}
+    named_configs = {}  # noqa: RUF012
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        if (frames := model.config.num_frame_per_block) > 1:
+            raise StateError(f"transformer: got a model with num_frame_per_block {frames}, expected 1")
+
+
 _CLIP_TOKENS = 257  # of a picture
 
 
-def _random_image(config: Any, draw: Any) -> Any:
+def _random_image(config: Any, draw: Any, tokens: int = _CLIP_TOKENS) -> Any:
     if config.image_dim is None:
         return None
     room = config.pos_embed_seq_len
-    return draw.normal(*((1, _CLIP_TOKENS) if room is None else (2, room // 2)), config.image_dim)
+    return draw.normal(*((1, tokens) if room is None else (2, room // 2)), config.image_dim)
 
 
-def _runs(times: Tensor, device: torch.device) -> tuple[Tensor, Segments]:
-    """The time step of each run of tokens with the same one, and the run of each token; on the device."""
-    of_runs, counts = torch.unique_consecutive(times, return_counts=True)
-    return to_device(of_runs, device), Segments.of_lengths(counts, device)
+def _random_times(size: Any, draw: Any) -> Tensor:
+    """One for all tokens; of videos with several frames one for each, that of the first frame, which is known, 0."""
+    time: Tensor = 1000 * draw.time()
+    frames = size.grid[0]
+    if frames > 1:
+        time = time.repeat(1, size.visual_tokens)
+        time[:, : size.visual_tokens // frames] = 0
+    return time
 
 
 def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,27 +255,3 @@ def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
         projected = projected.to(of_weights)
     cond: Tensor = embedder.time_embedder(projected).to(dtype)
     return cond
-
-
-def _rows_of_context(name: str, tokens: Tensor, lens: list[int], room: int, limit: str) -> list[Tensor]:
-    """(tokens, width) -> (samples, room * width) with zeros behind each context; and the contexts' lengths. limit: the
-    room, for the error."""
-    for i, length in enumerate(lens):
-        if length > room:
-            raise ArgumentError(f"samples[{i}][{name!r}]: got {length} tokens, expected at most {limit}")
-    rows = tokens.new_zeros((len(lens) * room, tokens.shape[1]))
-    rows = rows.index_copy(0, _places(lens, room, tokens.device), tokens)
-    # The lengths stay on the CPU, where the host reads them.
-    return [rows.reshape(len(lens), room * tokens.shape[1]), torch.tensor(lens, dtype=torch.int64)]
-
-
-def _context_of_rows(rows: Tensor, lens: Tensor, width: int) -> Tensor:
-    """The inverse of _rows_of_context, for this rank's chunks."""
-    room = rows.shape[1] // width
-    places = _places(lengths_list(lens), room, rows.device)
-    return rows.reshape(len(lens) * room, width).index_select(0, places)
-
-
-def _places(lens: list[int], room: int, device: torch.device) -> Tensor:
-    """(tokens,) int64: where packed tokens lie among rows of `room` tokens a sequence."""
-    return to_device(segment_index(lens) * room + positions(lens), device)

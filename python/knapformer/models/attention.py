@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from knapformer import ArgumentError
 from knapformer.device_copies import to_device
 from knapformer.models.packing import Lengths, lengths_list
+from knapformer.models.stages import Stages
 
 MASKS = ("full", "causal")  # the masks computed here, as knapformer.attention_pairs reads them
 
@@ -33,22 +34,62 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths, mask: s
     q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim), kv_heads a divisor of heads; seq_lens adds up to
     tokens, zeros allowed; mask: "full" or "causal". Returns (tokens, heads, head_dim). Scaled by head_dim ** -0.5.
     """
-    pairing, causal = _self_pairing(tuple(lengths_list(seq_lens))), _is_causal(mask)
+    lens = tuple(lengths_list(seq_lens))
+    pairing, causal = _pairing(lens, lens), _is_causal(mask)
     if q.shape[0] != pairing.num_queries:
         raise ValueError(f"seq_lens: got {pairing.num_queries} tokens in all, expected {q.shape[0]}, as q has")
     return pairing.attend(q, k, v, causal)
 
 
 class PackedAttention:
-    """varlen_attention with a mask, as an object: SequenceBalancer.attention reads its `mask`, and calls it with whole
-    sequences and this rank's heads."""
+    """varlen_attention with a mask, as an object: SequenceBalancer.attention reads its `mask`, and calls it with this
+    rank's heads of whole sequences, or with a part of their queries."""
+
+    cuts_queries = True
 
     def __init__(self, mask: str = "full") -> None:
         self.mask = mask
         _is_causal(mask)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Lengths) -> Tensor:
-        return varlen_attention(q, k, v, seq_lens, self.mask)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_lens: Lengths,
+        key_lens: Lengths | None = None,
+        query_starts: Lengths | None = None,
+    ) -> Tensor:
+        """key_lens, query_starts: as in SequenceBalancer.attention, where queries are a part of their sequences. With
+        the mask "causal" the last query sees the last key; ValueError where they lie otherwise."""
+        if key_lens is None:
+            return varlen_attention(q, k, v, query_lens, self.mask)
+        pairing, causal = (
+            _pairing(tuple(lengths_list(query_lens)), tuple(lengths_list(key_lens))),
+            _is_causal(self.mask),
+        )
+        starts = None if query_starts is None else lengths_list(query_starts)
+        if causal and starts != pairing.causal_starts:
+            raise ValueError(f"query_starts: got {starts}, expected {pairing.causal_starts}, to the end of the keys")
+        return pairing.attend(q, k, v, causal)
+
+    def merges(self, q: Tensor) -> bool:
+        """Whether a kernel for such queries gives the log-sum-exps by which in_stages merges."""
+        (q,) = as_autocast(q)
+        return q.device.type == "cpu" or (
+            q.is_cuda and _kernel_runs(q.device, q.dtype, q.shape[2], grouped=False, causal=False)
+        )
+
+    def in_stages(
+        self, q: Tensor, query_lens: Lengths, next_stage: Callable[[], tuple[Tensor, Tensor, Tensor] | None]
+    ) -> Tensor:
+        """Full attention to keys that come in stages: next_stage() gives k, v and the number of keys of each sequence,
+        and None after the last stage."""
+        lens, (q,) = tuple(lengths_list(query_lens)), as_autocast(q)
+        stages = Stages(q)
+        for k, v, key_lens in iter(next_stage, None):
+            stages.add(_pairing(lens, tuple(lengths_list(key_lens))), *as_autocast(k, v))
+        return stages.result()
 
 
 class PackedCrossAttention:
@@ -102,21 +143,27 @@ def _is_causal(mask: str) -> bool:
 
 
 class _Pairing:
-    """Which packed queries attend to which packed keys: those of one sequence."""
+    """Which packed queries attend to which packed keys: those of one sequence. Causal: its last query to all of them,
+    the one before it to all but one, and so on."""
 
     def __init__(self, query_lens: list[int], key_lens: list[int]) -> None:
         if len(query_lens) != len(key_lens):
             raise ValueError(f"key_lens: got {len(key_lens)} lengths, expected {len(query_lens)}")
         self.num_queries, self.num_keys = sum(query_lens), sum(key_lens)
-        self._lens = (query_lens, key_lens)
+        self.lens = (query_lens, key_lens)
         # (sequences, query length, key length): neighbours of equal lengths are computed together.
         pairs = itertools.groupby(zip(query_lens, key_lens, strict=True))
-        self._runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
+        self.runs = [(len(list(run)), *pair) for pair, run in pairs if pair != (0, 0)]
         self._offsets: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def causal_starts(self) -> list[int]:
+        """Where the first query of each sequence lies among its keys."""
+        return [num_keys - num_queries for num_queries, num_keys in zip(*self.lens, strict=True)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         q, k, v = as_autocast(q, k, v)
-        if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self._runs):
+        if q.shape[1] == 0 or all(query_len * key_len == 0 for _, query_len, key_len in self.runs):
             return no_attention(q, k, v)
         if _may_have_kernel(q.device) and _kernel_runs(
             q.device, q.dtype, q.shape[2], grouped=k.shape[1] != q.shape[1], causal=causal
@@ -126,22 +173,25 @@ class _Pairing:
 
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         # split, not slices: the gradient of split is one concatenation, that of each slice a tensor of full size.
-        query_parts = q.split([count * length for count, length, _ in self._runs])
-        key_sizes = [count * length for count, _, length in self._runs]
+        query_parts = q.split([count * length for count, length, _ in self.runs])
+        key_sizes = [count * length for count, _, length in self.runs]
         grouped = k.shape[1] != q.shape[1]
         if grouped and q.device.type != "cpu":
             # Where no kernel takes grouped heads, as for float32 on CUDA, torch falls back to matrices of all scores.
             k, v = _for_each_head(q, k, v)
             grouped = False
         outs = []
-        parts = zip(self._runs, query_parts, k.split(key_sizes), v.split(key_sizes), strict=True)
+        parts = zip(self.runs, query_parts, k.split(key_sizes), v.split(key_sizes), strict=True)
         for (count, query_len, key_len), q_run, k_run, v_run in parts:
             if query_len * key_len == 0:
                 outs.append(q_run * 0)
                 continue
             q_run = q_run.unflatten(0, (count, query_len)).transpose(1, 2)
             k_run, v_run = (part.unflatten(0, (count, key_len)).transpose(1, 2) for part in (k_run, v_run))
-            out = F.scaled_dot_product_attention(q_run, k_run, v_run, is_causal=causal, enable_gqa=grouped)
+            if causal and query_len < key_len:
+                out = _causal_to_the_end(q_run, k_run, v_run, grouped)
+            else:
+                out = F.scaled_dot_product_attention(q_run, k_run, v_run, is_causal=causal, enable_gqa=grouped)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
@@ -155,16 +205,28 @@ class _Pairing:
             else:
                 k, v = _for_each_head(q, k, v)
         run: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
-        return run(q, k, v, *self._offsets_on(q.device), max(self._lens[0]), max(self._lens[1]), **options)
+        return run(q, k, v, *self.offsets_on(q.device), max(self.lens[0]), max(self.lens[1]), **options)
 
-    def _offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where sequences of queries and keys begin and end, int32: copied once, for all layers and passes."""
         if device not in self._offsets:
             with torch.inference_mode(False):  # a later step may want gradients
-                ends = [torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self._lens]
+                ends = [torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in self.lens]
                 of_queries, of_keys = to_device(torch.stack(ends), device).unbind(0)
             self._offsets[device] = (of_queries, of_keys)
         return self._offsets[device]
+
+
+def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    """Causal attention of the last queries of sequences, (sequences, heads, queries, head_dim), to all of their keys:
+    in blocks of queries, so that there is no matrix of all of them."""
+    block, num_keys, outs = 512, k.shape[2] - q.shape[2], []
+    for part in q.split(block, 2):
+        seen = torch.ones(part.shape[2], num_keys + part.shape[2], dtype=torch.bool, device=q.device).tril(num_keys)
+        num_keys += part.shape[2]
+        keys, values = k[:, :, :num_keys], v[:, :, :num_keys]
+        outs.append(F.scaled_dot_product_attention(part, keys, values, attn_mask=seen, enable_gqa=grouped))
+    return torch.cat(outs, 2)
 
 
 def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,8 +237,8 @@ def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 # Of a step as many as its bag has degrees; those of micro-batches in flight are kept, too.
 @functools.lru_cache(maxsize=64)
-def _self_pairing(lens: tuple[int, ...]) -> _Pairing:
-    return _Pairing(list(lens), list(lens))
+def _pairing(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> _Pairing:
+    return _Pairing(list(query_lens), list(key_lens))
 
 
 def _may_have_kernel(device: torch.device) -> bool:

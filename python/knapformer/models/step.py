@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from knapformer.models.attention import PackedAttention, as_autocast
-from knapformer.models.packing import Lengths, Segments, lengths_list
+from knapformer.models.packing import Segments, lengths_list
 
 if TYPE_CHECKING:
     from knapformer._torch import Step
     from knapformer.balancer import SequenceBalancer
 
-Attend = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]  # q, k, v and the lengths of their sequences -> o, as q
+Attend = Callable[..., Tensor]  # q, k, v and the lengths of their sequences -> o, as q
 
 
 class PackedStep:

@@ -124,8 +124,9 @@ def trained_model(
 ) -> TrainedModel:
     """`of` (default: TrainedModel()) with the fields of a model that is run here. dtype: None where not yet known."""
     of = (of or TrainedModel()).replace(
-        num_blocks=config.depth, recomputes=checkpointing, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
-    )
+        num_blocks=config.depth, recomputes=checkpointing, cuts_queries=True,
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+    )  # fmt: skip
     return of if dtype is None else of.replace(element_size=dtype.itemsize)
 
 

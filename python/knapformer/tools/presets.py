@@ -43,8 +43,9 @@ class Preset:
 
     def trained_model(self) -> TrainedModel:
         return TrainedModel(
-            num_blocks=self.num_blocks, num_parameters=self.num_parameters, num_heads=self.num_heads, routed=False
-        )
+            num_blocks=self.num_blocks, num_parameters=self.num_parameters, num_heads=self.num_heads,
+            cuts_queries=True, routed=False,
+        )  # fmt: skip
 
 
 # From the configurations published with the weights; numbers of parameters as their authors state them.

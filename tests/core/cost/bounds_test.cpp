@@ -19,6 +19,7 @@ TEST(LowerBound, NoPlanBeatsIt) {
     in.model.mode = static_cast<StepMode>(seed % 3);
     in.model.num_heads = seed % 5 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
     if (seed % 7 == 0) in.cluster.node_bytes_per_s = in.cluster.network_bytes_per_s;
+    if (seed % 4 == 1) cases.cut_queries(in);
     const double bound = lower_bound_s(in);
     for (int i = 0; i < 5; ++i) EXPECT_GE(step_s(cases.any_plan(in)), bound * (1 - 1e-12)) << "seed " << seed;
   }
@@ -35,6 +36,7 @@ TEST(FlatBound, NoPlanOfFlatBagsTakesLessThanWhatIsProven) {
     in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 8));
     if (seed % 3 == 0) in.rank_speed = cases.rank_speed(in.topology.num_ranks());
     in.model.num_heads = seed % 5 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
+    if (seed % 4 == 1) cases.cut_queries(in);
     const double bound = replica_lower_bound_s(in, in.topology, 0);
     for (const Plan& plan : {cases.any_plan(in), greedy(in), balanced(in, {.moves = 300})}) {
       const double time_s = predict_step(plan).replicas[0].block_s;

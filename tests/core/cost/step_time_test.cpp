@@ -279,13 +279,37 @@ TEST(StepTime, SpeedShortensComputeAndNotTheExchange) {
   EXPECT_DOUBLE_EQ(step.ideal_s, (24 * 8 + 4 * 64) / 3.0);
 }
 
+TEST(StepTime, LaterStagesOfKeysHideBehindAttention) {
+  // One head on two ranks: each has half of the queries, and sends its half of k and v, in two stages.
+  for (const double bytes_per_s : {1.0, 1e-3}) {
+    PlanInput in = unit_input({{8}, {}}, "g2n1");
+    in.model.num_heads = 1;
+    in.cluster.node_bytes_per_s = bytes_per_s;
+    const StepTime at_once = predict_step([&] {
+      in.query_cuts = {{.degree = 2, .num_parts = 2}};
+      return Plan(in, "any", {at(0, 0, 2)});
+    }());
+    in.query_cuts = {{.degree = 2, .num_parts = 2, .num_stages = 2}};
+    const PassTime staged = predict_step(Plan(in, "any", {at(0, 0, 2)})).ranks[0].forward;
+    const PassTime whole = at_once.ranks[0].forward;
+    EXPECT_DOUBLE_EQ(staged.shared_attention_s, 1.02 * whole.shared_attention_s);
+    EXPECT_DOUBLE_EQ(staged.pre_attn_s, whole.pre_attn_s);
+    EXPECT_DOUBLE_EQ(staged.post_attn_s, 0);  // queries stay where they are
+    EXPECT_EQ(whole.hidden_s, 0);
+    EXPECT_DOUBLE_EQ(staged.hidden_s, std::min(whole.pre_attn_s / 2, whole.shared_attention_s / 2));
+  }
+}
+
 TEST(StepTime, SentPartsFollowNodesAndHeads) {
   const Cluster cluster{.ranks_per_node = 2};
   const auto expect_part = [&](int32_t num_heads, int32_t rank, int32_t first, int32_t degree, double inside,
                                double between) {
-    const Traffic part = sent_part(cluster, AttentionShares(num_heads, 0), Rank(rank), Rank(first), degree);
-    EXPECT_DOUBLE_EQ(part.inside, inside);
-    EXPECT_DOUBLE_EQ(part.between, between);
+    const AttentionShares shares(num_heads, 0);
+    const SentColumns sent = sent_columns(cluster, shares, Rank(rank), Rank(first), degree, 0);
+    for (const Traffic& part : {sent.query, sent.key}) {
+      EXPECT_DOUBLE_EQ(part.inside, inside);
+      EXPECT_DOUBLE_EQ(part.between, between);
+    }
   };
   expect_part(0, 0, 0, 1, 0, 0);
   expect_part(0, 0, 0, 2, 0.5, 0);
@@ -367,6 +391,7 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
     PlanInput in = cases.input(true, 500);
     const auto node = in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 5));
     in.model.num_heads = seed % 3 == 0 ? static_cast<int32_t>(cases.integer(1, 12)) : 0;
+    if (seed % 2 == 0) cases.cut_queries(in);
     const Plan plan = cases.any_plan(in);
     const Passes passes = in.model.passes();
     const double row = static_cast<double>(in.d_model) * in.model.element_size;
@@ -383,8 +408,19 @@ TEST(StepTime, BytesAreThoseOfEveryChunkToEveryPeer) {
       for (int32_t i = 0; i < place.degree; ++i) {
         const int32_t peer = place.first_rank.value + i;
         if (peer == rank) continue;
-        const double part = in.attention_shares().part(1, place.degree, i);
-        const double bytes = tokens * 4 * row * passes.exchanges() * in.model.num_blocks * part;  // q, k, v and o
+        // q and o go where their part of the queries is computed, k and v to the parts that see them.
+        const int32_t num_parts = in.num_query_parts(place.degree), head_parts = place.degree / num_parts;
+        const HeadPartition shares =
+            partition_heads(in.model.num_heads == 0 ? head_parts : in.model.num_heads,
+                            in.model.num_heads == 0 ? head_parts : in.model.num_heads, head_parts);
+        const double heads = static_cast<double>(shares.query.of(i % head_parts).size()) / shares.query.num_heads;
+        const QueryPart part = plan.query_parts(chunk.sequence)[static_cast<size_t>(i / head_parts)];
+        double rows = 0;
+        for (int64_t t = chunk.first_token; t < chunk.first_token + chunk.num_tokens; ++t) {
+          rows += t >= part.first_query && t < part.first_query + part.num_queries ? 2 : 0;
+          rows += t >= part.first_key && t < part.first_key + part.num_keys ? 2 : 0;
+        }
+        const double bytes = rows * row * passes.exchanges() * in.model.num_blocks * heads;
         attention += bytes;
         if (peer / node != rank / node) attention_between += bytes;
       }

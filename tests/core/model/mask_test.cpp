@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "knapformer/core/util/error.h"
@@ -40,7 +42,7 @@ int64_t brute_count(const Mask& mask, int64_t seq_len) {
   return pairs;
 }
 
-TEST(Mask, PairsAreThoseOfABruteCount) {
+std::vector<Mask> some_masks() {
   std::vector<Mask> masks = {{.kind = Mask::Kind::kFull}, {.kind = Mask::Kind::kCausal}};
   for (const int64_t text : {0, 1, 5, 17, 40}) {
     masks.push_back({.kind = Mask::Kind::kPrefix, .text_tokens = text});
@@ -51,11 +53,52 @@ TEST(Mask, PairsAreThoseOfABruteCount) {
       masks.push_back({.kind = Mask::Kind::kWindow, .left = text, .right = right});
   }
   masks.push_back({.kind = Mask::Kind::kWindow, .left = -1, .right = 2});
-  for (const Mask& mask : masks) {
+  return masks;
+}
+
+TEST(Mask, PairsAreThoseOfABruteCount) {
+  for (const Mask& mask : some_masks()) {
     for (int64_t length = 1; length <= 45; ++length) {
       EXPECT_EQ(mask.pairs(length), brute_count(mask, length)) << mask.str() << ", " << length << " tokens";
     }
   }
+}
+
+TEST(Mask, PartsOfQueriesHaveEqualPairsAndTheirKeys) {
+  for (const Mask& mask : some_masks()) {
+    for (int64_t length = 1; length <= 45; ++length) {
+      for (const int32_t num_parts : {1, 2, 3, 7}) {
+        const std::vector<QueryPart> parts = mask.query_parts(length, num_parts);
+        ASSERT_EQ(std::ssize(parts), num_parts);
+        int64_t next = 0, most = 0, least = length * length;
+        for (const QueryPart& part : parts) {
+          EXPECT_EQ(part.first_query, next);
+          next += part.num_queries;
+          int64_t pairs = 0, first_key = length, last_key = -1;
+          for (int64_t i = part.first_query; i < next; ++i) {
+            for (int64_t j = 0; j < length; ++j) {
+              if (!sees(mask, i, j)) continue;
+              ++pairs;
+              first_key = std::min(first_key, j);
+              last_key = std::max(last_key, j);
+            }
+          }
+          if (part.num_queries == 0) {
+            EXPECT_EQ(part.num_keys, 0);
+          } else {
+            EXPECT_EQ(part.first_key, first_key) << mask.str() << ", " << length << " tokens";
+            EXPECT_EQ(part.num_keys, last_key + 1 - first_key) << mask.str() << ", " << length << " tokens";
+          }
+          most = std::max(most, pairs);
+          least = std::min(least, pairs);
+        }
+        EXPECT_EQ(next, length);
+        EXPECT_LE(most - least, 2 * length) << mask.str() << ", " << length << " tokens";
+      }
+    }
+  }
+  const QueryPart last = Mask::parse("causal").query_parts(int64_t{1} << 31, 4)[3];
+  EXPECT_NEAR(static_cast<double>(last.first_query), std::sqrt(0.75) * 0x1p31, 2);
 }
 
 TEST(Mask, LongSequencesDoNotOverflow) {

@@ -74,6 +74,19 @@ TEST(Topology, FlattenedKeepsEveryRankWhereItIs) {
   EXPECT_EQ(flat.bag(flat.bag_of(Rank(14))).num_ranks, 2);
 }
 
+TEST(Topology, WithinHasTheSameRanksInSmallerBags) {
+  const auto within = [](std::string_view text, int64_t num_ranks) {
+    const Topology topology = Topology::parse(text, num_ranks).within(8);
+    EXPECT_EQ(topology.num_ranks(), num_ranks);
+    return topology.str();
+  };
+  EXPECT_EQ(within("g32/16/8/4/2/1n1", 64), "g8/4/2/1n4");
+  EXPECT_EQ(within("g8/4/2/1n1", 32), "g8/4/2/1n1");
+  EXPECT_EQ(within("g16/2n1", 16), "g2n8");
+  EXPECT_EQ(within("g16n1", 16), "g16n1");
+  EXPECT_EQ(within("g1n1+g12/6/1n1", 13), "g1n1+g6/1n2");
+}
+
 class MalformedTopology : public testing::TestWithParam<const char*> {};
 
 TEST_P(MalformedTopology, IsRefusedByName) {

@@ -171,12 +171,13 @@ void check_attention(const Plan& plan) {
       for (const AttentionLevel& level : of_rank.levels) {
         (level.degree > 1 ? chunks_travel : chunks_stay).back() += level.num_rows;
         Rows& sequences = level.degree > 1 ? sequences_travel : sequences_stay;
-        for (const int64_t length : level.seq_lens) sequences.back() += length;
+        for (const QueryPart& part : level.sequences) sequences.back() += part.num_queries;
       }
     }
     for (size_t level = 0; level < degrees.size(); ++level) {
-      std::vector<ExchangeTable> pre_attn;
-      std::vector<Rows> partial, whole;
+      std::vector<ExchangeTable> queries;
+      std::vector<std::vector<ExchangeTable>> keys;  // by stage
+      std::vector<Rows> partial, whole_queries, whole_keys;
       for (int32_t i = 0; i < bag.num_ranks; ++i) {
         const Rank rank(bag.first_rank.value + i);
         const AttentionLevel& mine = tables[i].levels[level];
@@ -184,38 +185,76 @@ void check_attention(const Plan& plan) {
         EXPECT_EQ(mine.index_in_group, i % mine.degree);
         const Rows held = tokens_held(plan, rank);
         partial.emplace_back(held.begin() + mine.first_row, held.begin() + mine.first_row + mine.num_rows);
-        Rows& rows = whole.emplace_back();
-        std::vector<int64_t> seq_lens;
-        for (int32_t s = 0; s < plan.num_sequences(); ++s) {  // each sequence whole and in order
+        Rows &of_queries = whole_queries.emplace_back(), &of_keys = whole_keys.emplace_back();
+        std::vector<QueryPart> sequences;
+        for (int32_t s = 0; s < plan.num_sequences(); ++s) {  // this rank's part of each sequence, in order
           const Placement& place = plan.placement(SequenceId(s));
           if (place.degree != mine.degree || rank < place.first_rank ||
               rank.value >= place.first_rank.value + place.degree)
             continue;
-          seq_lens.push_back(plan.seq_lens()[SequenceId(s)]);
-          for (int64_t t = 0; t < seq_lens.back(); ++t) rows.push_back(token_row(SequenceId(s), t));
+          const std::vector<QueryPart> parts = plan.query_parts(SequenceId(s));
+          const auto head_parts = mine.degree / static_cast<int32_t>(parts.size());
+          const QueryPart& part = parts[static_cast<size_t>((rank.value - place.first_rank.value) / head_parts)];
+          sequences.push_back(part);
+          for (int64_t t = 0; t < part.num_queries; ++t)
+            of_queries.push_back(token_row(SequenceId(s), part.first_query + t));
+          for (int64_t t = 0; t < part.num_keys; ++t) of_keys.push_back(token_row(SequenceId(s), part.first_key + t));
         }
-        EXPECT_EQ(mine.seq_lens, seq_lens);
-        pre_attn.push_back(mine.pre_attn);
+        EXPECT_EQ(mine.sequences, sequences);
+        queries.push_back(mine.queries);
+        keys.resize(std::max(mine.stages.size(), size_t{1}));
+        for (size_t s = 0; s < keys.size(); ++s) {
+          keys[s].push_back(mine.cuts_queries() ? mine.stages[s].keys : mine.queries);
+        }
         if (mine.degree == 1) {
-          EXPECT_EQ(partial.back(), whole.back()) << "what is whole on a rank needs no exchange";
+          EXPECT_EQ(partial.back(), of_queries) << "what is whole on a rank needs no exchange";
         }
-        EXPECT_EQ(mine.pre_attn.send.heads_shared, mine.degree > 1);
-        EXPECT_FALSE(mine.pre_attn.recv.heads_shared);
+        EXPECT_EQ(mine.queries.send.heads_shared, mine.degree > 1);
+        EXPECT_FALSE(mine.queries.recv.heads_shared);
       }
       if (degrees[level] == 1) continue;
-      EXPECT_EQ(run(pre_attn, partial), whole);
-      check_peers_without_rows(send_ends(pre_attn), chunks_travel, chunks_stay);
-      check_peers_without_rows(send_ends(inverses(pre_attn)), sequences_travel, sequences_stay);
-      // post_attn sends each rank its own tokens back, once from every rank of the group: all of them with the same
-      // rows.
-      const auto back = inverses(pre_attn);
-      for (int32_t i = 0; i < bag.num_ranks; ++i) {
-        for (int32_t peer = 0; peer < bag.num_ranks; ++peer) {
-          Rows sent;
-          for (const int64_t row : wire_rows(back[peer].send, i)) sent.push_back(whole[peer][row]);
-          const bool same_group = peer / degrees[level] == i / degrees[level];
-          EXPECT_EQ(sent, same_group ? partial[i] : Rows{});
+      EXPECT_EQ(run(queries, partial), whole_queries);
+      std::vector<Rows> come(partial.size());
+      for (size_t s = 0; s < keys.size(); ++s) {
+        const std::vector<Rows> of_stage = run(keys[s], partial);
+        for (size_t i = 0; i < come.size(); ++i) {
+          come[i].insert(come[i].end(), of_stage[i].begin(), of_stage[i].end());
+          if (keys.size() == 1) continue;
+          const auto& lens = tables[i].levels[level].stages[s].key_lens;
+          EXPECT_EQ(std::accumulate(lens.begin(), lens.end(), int64_t{0}), std::ssize(of_stage[i]));
+          const auto& sequences = tables[i].levels[level].sequences;
+          for (size_t next = 0, n = 0; n < lens.size(); next += static_cast<size_t>(lens[n++])) {  // whose they are
+            for (size_t t = next; t < next + static_cast<size_t>(lens[n]); ++t)
+              EXPECT_EQ(std::ranges::count(whole_keys[i], of_stage[i][t]), 1) << sequences.size();
+          }
         }
+      }
+      if (keys.size() > 1) {
+        for (auto* rows : {&come, &whole_keys}) std::ranges::for_each(*rows, [](Rows& of) { std::ranges::sort(of); });
+      }
+      EXPECT_EQ(come, whole_keys);
+      std::vector<std::vector<ExchangeTable>> all_moved = keys;
+      all_moved.push_back(queries);
+      for (const auto& moved : all_moved) {
+        check_peers_without_rows(send_ends(moved), chunks_travel, chunks_stay);
+        check_peers_without_rows(send_ends(inverses(moved)), sequences_travel, sequences_stay);
+      }
+      // The way back sends each rank its own tokens, once from every rank that had queries of theirs.
+      const auto back = inverses(queries);
+      const int32_t num_parts = plan.input().num_query_parts(degrees[level]);
+      for (int32_t i = 0; i < bag.num_ranks; ++i) {
+        Rows sent;
+        for (int32_t peer = 0; peer < bag.num_ranks; ++peer) {
+          const Rows rows = wire_rows(back[peer].send, i);
+          EXPECT_TRUE(rows.empty() || peer / degrees[level] == i / degrees[level]);
+          for (const int64_t row : rows) sent.push_back(whole_queries[peer][row]);
+        }
+        Rows expected;
+        for (int32_t copy = 0; copy < degrees[level] / num_parts; ++copy)
+          expected.insert(expected.end(), partial[i].begin(), partial[i].end());
+        std::ranges::sort(sent);
+        std::ranges::sort(expected);
+        EXPECT_EQ(sent, expected);
       }
     }
   }
@@ -228,7 +267,9 @@ TEST_P(ExchangeTables, MoveEveryRowToWhereThePlanSays) {
   for (int i = 0; i < kCases; ++i) {
     Cases cases(static_cast<uint64_t>(GetParam() * kCases + i));
     const bool nested = i % 2 == 0;
-    const Plan any = cases.any_plan(cases.input(nested));
+    PlanInput input = cases.input(nested);
+    if (i % 4 < 2) cases.cut_queries(input);
+    const Plan any = cases.any_plan(std::move(input));
     SCOPED_TRACE(testing::Message() << "case " << GetParam() * kCases + i << ", topology " << any.topology().str());
     any.validate();
     check_route(any);

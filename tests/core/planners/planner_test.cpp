@@ -113,6 +113,20 @@ TEST(Greedy, PlansNothingAtAll) {
 
 TEST(Greedy, RefusesNestedBags) { EXPECT_THROW(greedy(lengths_in({{4}, {}}, "g2/1n1", 8)), ArgumentError); }
 
+TEST(MakePlan, GroupsOfSeveralNodesAreOfUseOrLeftOut) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    Cases cases(seed);
+    PlanInput in = cases.input(/*nested=*/true, 4000);
+    in.d_model = 512;
+    in.cluster.ranks_per_node = static_cast<int32_t>(cases.integer(1, 4));
+    PlanInput inside = in;
+    inside.topology = in.topology.within(in.cluster.ranks_per_node);
+    const Plan wide = balanced(in);
+    wide.validate();
+    EXPECT_LE(step_s(wide), step_s(balanced(inside)) * (1 + 1e-12)) << "seed " << seed;
+  }
+}
+
 TEST(MakePlan, KnowsItsSolversByName) {
   const PlanInput input = lengths_in({{4}, {9}}, "g2n1", 8);
   for (const Planner& planner : planners()) EXPECT_NO_THROW(make_plan(input, planner.name).validate()) << planner.name;

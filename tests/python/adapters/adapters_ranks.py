@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from adapters.cases import SIZES, Case, Sample, cases, flux, gradients, sample_loss
+import torch.utils._pytree as pytree
+from adapters.cases import Sample, SmallModel, cases, gradients, of, sample_loss
 from exactness_ranks import CLUSTER
+from knapformer.adapters.check import with_lora
+from knapformer.adapters.registry import find_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -23,18 +28,17 @@ TOPOLOGIES = {2: "g2/1n1", 4: "g4/2/1n1"}
 FROZEN, ADAPTED, COMPILED, HYBRID, TENSOR_PARALLEL = "frozen", "adapted", "compiled", "hybrid", "tensor parallel"
 WRAPPED = "wrapped in FSDP1"
 FLUX = cases()["flux"]
-TENSOR_PARALLEL_CASE = flux(num_attention_heads=4, num_layers=1)
-COMPILED_CASE = flux(num_layers=0, num_single_layers=1)
-ADAPTED_CASE = Case(lambda: adapted(), FLUX.sample)
-Outcome = tuple[list[int], list[Tensor], dict[str, Tensor], int]  # home, outputs, whole gradients, shared sequences
+TENSOR_PARALLEL_CASE = of("FluxTransformer2DModel", num_attention_heads=4, num_layers=1)
+COMPILED_CASE = of("FluxTransformer2DModel", num_layers=0, num_single_layers=1)
+Outcome = tuple[list[int], list[Any], dict[str, Tensor], int]  # home, outputs, whole gradients, shared sequences
 
 
-def samples_of(case: Case) -> list[Sample]:
-    return [case.sample(*size, seed) for seed, size in enumerate(SIZES)]
+def samples_of(case: SmallModel) -> list[Sample]:
+    return case.samples()
 
 
 def outcome_of(
-    model: nn.Module, case: Case, home: list[int], num_ranks: int, balancer: SequenceBalancer, call: nn.Module
+    model: nn.Module, case: SmallModel, home: list[int], num_ranks: int, balancer: SequenceBalancer, call: nn.Module
 ) -> Outcome:
     """call: the model, or what wraps it. FSDP and DDP take the mean over their num_ranks ranks."""
     samples = [samples_of(case)[index] for index in home]
@@ -43,7 +47,7 @@ def outcome_of(
     (loss * num_ranks).backward()
     grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients(model).items()}
     shared = sum(degree > 1 for degree in balancer.plan.degree_of_sequence)
-    return home, [p.detach() for p in predictions], grads, shared
+    return home, pytree.tree_map(torch.detach, list(predictions)), grads, shared
 
 
 def sharded_and_balanced(mesh: DeviceMesh, balancer: SequenceBalancer) -> dict[str, Outcome]:
@@ -74,23 +78,18 @@ def ddp_with_frozen_base(rank: int, pair: DeviceMesh) -> Outcome:
     return outcome_of(model, FLUX, HOMES[2][rank % 2], 2, balancer, call=wrapped)
 
 
-def adapted() -> nn.Module:
-    """FLUX with a LoRA of PEFT, drawn at random: B, which PEFT starts as zeros, would hide A's gradients."""
-    from peft import LoraConfig
+class Adapted(SmallModel):
+    def make(self) -> nn.Module:
+        return with_lora(super().make(), self.adapter)
 
-    model = FLUX.make().requires_grad_(False)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_out.0", "ff.net.2"]))
-    draw = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.2
-    return model
+
+ADAPTED_CASE = Adapted(FLUX.model_class)
 
 
 def ddp_with_adapters(rank: int, pair: DeviceMesh) -> Outcome:
     """Each rank is its own replica, so that one rank holds no token. Its gradients are zeros, but DDP's hooks must run
     there: else the other rank would wait."""
-    model = adapted()
+    model = ADAPTED_CASE.make()
     balancer = SequenceBalancer("g1n1", group=pair.get_group(), cluster=CLUSTER)
     wrapped = DistributedDataParallel(knapformer.balance(model, balancer), process_group=pair.get_group())
     outcome = outcome_of(model, ADAPTED_CASE, HOMES[2][rank % 2], 2, balancer, call=wrapped)
@@ -182,5 +181,5 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    lists = [m for m in model.children() if isinstance(m, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
+    of, adapter = find_model(model)
+    return [block for name in adapter.lists() for block in of.get_submodule(name)]

@@ -10,21 +10,21 @@ import pytest
 import torch
 from adapters.cases import (
     SIZES,
-    Case,
     Sample,
+    SmallModel,
     assert_gradients_equal,
     cases,
     gradients,
+    of,
     one_by_one,
-    qwen_image,
     relative_error,
     sample_loss,
-    sd3,
     seeded,
 )
 from distributed.ranks import run_ranks
 from knapformer.adapters import Predictions
-from knapformer.models import set_checkpointing
+from knapformer.adapters.backend import attend_by
+from knapformer.models import PackedAttention, set_checkpointing
 from torch import nn
 
 import knapformer
@@ -34,7 +34,7 @@ CASE = cases()["flux"]
 
 
 def samples_of(sizes: list[Any] = SIZES[:3]) -> list[Sample]:
-    return [CASE.sample(*size, seed) for seed, size in enumerate(sizes)]
+    return [CASE.sample(size, seed) for seed, size in enumerate(sizes)]
 
 
 def packed(model: nn.Module, samples: list[Sample]) -> dict[str, torch.Tensor]:
@@ -216,7 +216,11 @@ def test_the_backend_that_was_set_computes(monkeypatch: pytest.MonkeyPatch) -> N
     samples = samples_of([SIZES[0], SIZES[3], SIZES[1]])
     model.set_attention_backend("_native_math")
     model(samples)
-    assert calls == [(2, 22), (1, 12)] * 3  # neighbours of one length are one batch; in each of three blocks
+    assert calls == [(2, 22), (1, 24)] * 3  # neighbours of one length are one batch; in each of three blocks
+    q, k, v = torch.randn(3, 12, 2, 4)
+    by_backend = attend_by(model.transformer_blocks[0].attn)
+    of_parts = [attend(q[:7], k, v, [3, 0, 4], [5, 2, 5]) for attend in (by_backend, PackedAttention())]
+    torch.testing.assert_close(*of_parts)
 
 
 def test_fused_projections_are_used() -> None:
@@ -236,7 +240,7 @@ def test_unfused_projections_are_used(name: str) -> None:
     """Also where diffusers leaves its flag and the fused weights on the modules."""
     case = cases()[name]
     model: Any = case.make()
-    samples = [case.sample(*size, seed) for seed, size in enumerate(SIZES[:3])]
+    samples = [case.sample(size, seed) for seed, size in enumerate(SIZES[:3])]
     model.fuse_qkv_projections()
     model.unfuse_qkv_projections()
     seeded(model, seed=1)
@@ -261,7 +265,7 @@ def test_zero_reaches_every_parameter(name: str, sizes: list[Any]) -> None:
     """For a rank without samples, and one that drops the losses of its samples."""
     case = cases()[name]
     model = knapformer.balance(case.make())
-    predictions = model([case.sample(*size, 0) for size in sizes])
+    predictions = model([case.sample(size, 0) for size in sizes])
     assert isinstance(predictions, Predictions) and len(predictions) == len(sizes) and predictions.zero == 0
     predictions.zero.backward()
     for parameter_name, parameter in model.named_parameters():
@@ -269,7 +273,10 @@ def test_zero_reaches_every_parameter(name: str, sizes: list[Any]) -> None:
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(knapformer.ArgumentError, match=r"transformer: got Linear, expected one of Flux2Transformer2DM"):
+    with pytest.raises(
+        knapformer.ArgumentError,
+        match=r"(?s)transformer: got Linear, expected one of .*; for others .*BalancedBatchSampler\(",
+    ):
         knapformer.balance(nn.Linear(2, 2))
     model: Any = CASE.make()
     model.transformer_blocks[1].attn.processor = type("OtherProcessor", (), {})()
@@ -286,11 +293,11 @@ def test_what_cannot_be_packed_is_refused() -> None:
 @pytest.mark.parametrize(
     ("case", "setting"),
     [
-        (sd3(dual_attention_layers=(0,)), r"dual_attention_layers \(0,\)"),
-        (qwen_image(zero_cond_t=True), "zero_cond_t True"),
+        (of("SD3Transformer2DModel", dual_attention_layers=(0,)), r"dual_attention_layers \(0,\)"),
+        (of("QwenImageTransformer2DModel", guidance_embeds=True), "guidance_embeds True"),
     ],
 )
-def test_a_model_that_is_set_to_compute_something_else_is_refused(case: Case, setting: str) -> None:
+def test_a_model_that_is_set_to_compute_something_else_is_refused(case: SmallModel, setting: str) -> None:
     with pytest.raises(knapformer.StateError, match=f"transformer: got a model with {setting}, expected one without"):
         knapformer.balance(case.make())
 
@@ -361,7 +368,7 @@ def test_dropout_is_the_same_when_it_is_recomputed(keep_exchanges: bool) -> None
 def wan_in_float64(rank: int, world_size: int) -> float:
     case = cases()["wan"]
     model = knapformer.balance(seeded(case.make()).double(), SequenceBalancer("g2n1"))
-    sample = {name: value.double() for name, value in case.sample(*SIZES[0], 0).items()}
+    sample = {name: value.double() for name, value in case.sample(SIZES[0], 0).items() if value is not None}
     predictions = model([sample] if rank == 0 else [])
     return sum((p.square().mean().item() for p in predictions), 0.0)
 
@@ -371,13 +378,13 @@ def test_wan_in_float64_where_a_rank_has_no_samples() -> None:
     assert of_first > 0 and of_second == 0
 
 
-ONE_HEAD = sd3(num_attention_heads=1, attention_head_dim=24)
+ONE_HEAD = of("SD3Transformer2DModel", num_attention_heads=1, attention_head_dim=24)
 
 
 def under_autocast(rank: int, world_size: int) -> list[torch.Tensor]:
     model = knapformer.balance(ONE_HEAD.make(), SequenceBalancer("g2n1"))
     with torch.autocast("cpu", torch.bfloat16):
-        predictions = model([ONE_HEAD.sample(*SIZES[0], 0)] if rank == 0 else [])
+        predictions = model([ONE_HEAD.sample(SIZES[0], 0)] if rank == 0 else [])
     sum((p.float().square().mean() for p in predictions), predictions.zero.float()).backward()
     return [prediction.detach() for prediction in predictions]
 
@@ -386,7 +393,7 @@ def test_autocast_where_a_rank_has_no_head() -> None:
     """Norms give queries in float32 there, and attention is in bfloat16: also on the rank that computes none."""
     ((prediction,), _) = run_ranks(under_autocast, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        output = ONE_HEAD.make()(**ONE_HEAD.sample(*SIZES[0], 0)).sample
+        output = ONE_HEAD.make()(**ONE_HEAD.sample(SIZES[0], 0)).sample
     assert relative_error(prediction, output) <= 2e-2
 
 
@@ -419,7 +426,7 @@ def test_wan_with_a_quantized_time_embedding() -> None:
     model: Any = cases()["wan"].make()
     embedder = model.condition_embedder.time_embedder
     embedder.linear_1, embedder.linear_2 = Int8Linear(embedder.linear_1), Int8Linear(embedder.linear_2)
-    samples = [cases()["wan"].sample(*size, seed) for seed, size in enumerate(SIZES)]
+    samples = [cases()["wan"].sample(size, seed) for seed, size in enumerate(SIZES)]
     outputs, _ = one_by_one(model, samples)
     predictions = knapformer.balance(model)(samples)
     assert all(relative_error(p, o) <= 1e-5 for p, o in zip(predictions, outputs, strict=True))

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapters.cases import SIZES, Sample, cases
+from knapformer.adapters import registry
 from torch import nn
 
 import knapformer
 
 CASE = cases()["flux"]
+GUIDE = Path(__file__).parents[3] / "docs/integration.md"
 
 
 def samples_of() -> list[Sample]:
-    return [CASE.sample(*size, seed) for seed, size in enumerate(SIZES[:3])]
+    return [CASE.sample(size, seed) for seed, size in enumerate(SIZES[:3])]
+
+
+def test_the_guide_lists_the_classes() -> None:
+    rows = ["| class | balanced sequence | not in a packed call |", "| --- | --- | --- |"]
+    for name in registry.names():
+        adapter = registry.adapter_named(name)
+        rows.append(f"| `{name}` | {adapter.sequence} | {adapter.left_out} |")
+    assert "\n".join(rows) in GUIDE.read_text()
 
 
 def derived(of: type) -> tuple[type, type]:
@@ -33,7 +44,7 @@ def derived(of: type) -> tuple[type, type]:
 
 def test_a_class_with_a_forward_of_its_own_needs_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed call would leave out what it adds."""
-    from knapformer.adapters import flux, register, registry
+    from knapformer.adapters import flux, register
 
     model: Any = CASE.make()
     model.__class__, doubling = derived(type(model))
@@ -78,7 +89,7 @@ def test_a_class_that_only_has_the_name_is_refused(part: str, error: type[Except
 
 
 def test_an_adapter_for_a_class_of_the_same_name_leaves_that_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from knapformer.adapters import flux, register, registry
+    from knapformer.adapters import flux, register
 
     class Silent(flux.Flux):
         def head(self, model: Any, x: torch.Tensor, home: Any) -> tuple[list[torch.Tensor], torch.Tensor]:

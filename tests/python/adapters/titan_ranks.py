@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.cases import SIZES, Draw, gradients, image_ids, relative_error, seeded
+from adapters.cases import SIZES, gradients, relative_error, seeded
 from exactness_ranks import CLUSTER
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -160,13 +160,13 @@ def _errors_of_a_packed_call(folder: Path) -> tuple[float, float]:
     """Errors of outputs and gradients against the model's own calls, one a sample, relative to the largest of each."""
     model = seeded(_tiny_flux(folder).model.build())
     samples = []
-    for seed, ((_, rows, columns), num_text) in enumerate(SIZES):
-        draw = Draw(seed)
+    for size in SIZES:
+        ids = torch.cartesian_prod(*(torch.arange(float(count)) for count in size.grid))
         samples.append(
             {
-                "img": draw.normal(1, rows * columns, 64), "img_ids": image_ids(rows, columns).unsqueeze(0),
-                "txt": draw.normal(1, num_text, 16), "txt_ids": torch.zeros(1, num_text, 3),
-                "timesteps": draw.uniform(), "y": draw.normal(1, 16),
+                "img": torch.randn(1, len(ids), 64), "img_ids": ids.unsqueeze(0),
+                "txt": torch.randn(1, size.text_tokens, 16), "txt_ids": torch.zeros(1, size.text_tokens, 3),
+                "timesteps": torch.rand(1), "y": torch.randn(1, 16),
             }
         )  # fmt: skip
     targets = [torch.randn(sample["img"].shape) for sample in samples]

@@ -112,7 +112,7 @@ def check_masks_and_work(rank: int, world_size: int) -> None:
         loader = BalancedLoader(make_batches(rank, 4), balancer, masks=masks, work=work, empty=empty)
         for batch, of_loader in loader:
             lens = lens_of_all(batch.seq_lens, world_size)
-            names = [masks_of(lens[0]), ["window:2:2"] * len(lens[1])]
+            names = [masks_of(lens[0]), ["window:2:2"] * len(lens[1])] if lens[0] else "window:2:2"
             works = None if work is None else list(map(work_of, lens))
             assert of_loader == knapformer.plan(lens, TOPOLOGY, d_model=D_MODEL, masks=names, work=works)
 

@@ -68,6 +68,51 @@ def test_varlen_attention_is_masked_attention(seq_lens: list[int], num_kv_heads:
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_parts_of_queries_attend_as_all_of_them_do(num_kv_heads: int, mask: str) -> None:
+    """Of sequences of 700, 5 and 40 tokens the queries from 30, 5 and 0 on: more than a block, none, all."""
+    torch.manual_seed(0)
+    lens, firsts = [700, 5, 40], [30, 5, 0]
+    heads = (4, num_kv_heads, num_kv_heads)
+    inputs = [torch.randn(sum(lens), n, 8, dtype=torch.float64, requires_grad=True) for n in heads]
+    kept = torch.cat([torch.arange(n) >= first for n, first in zip(lens, firsts, strict=True)])
+    queries = [n - first for n, first in zip(lens, firsts, strict=True)]
+    out = PackedAttention(mask)(inputs[0][kept], *inputs[1:], queries, lens, firsts)
+    expected = naive_attention(*inputs, lens, mask)[kept]
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(out)
+    got, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    if mask == "causal":
+        with pytest.raises(ValueError, match="query_starts: got \\[0, 5, 0\\], expected \\[30, 5, 0\\]"):
+            PackedAttention(mask)(inputs[0][kept], *inputs[1:], queries, lens, [0, 5, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_keys_that_come_in_stages_are_attended_to_as_all_at_once(num_kv_heads: int, dtype: torch.dtype) -> None:
+    """Some sequences without queries, one without keys in the first stage."""
+    torch.manual_seed(0)
+    queries, keys = [5, 0, 7, 1], [9, 4, 7, 2]
+    q = torch.randn(sum(queries), 4, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(sum(keys), num_kv_heads, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+
+    def stages() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for stage in range(3):
+            slices = [slice(n * stage // 3, n * (stage + 1) // 3) for n in keys]
+            of_k, of_v = ([t[s] for t, s in zip(of.split(keys), slices, strict=True)] for of in (k, v))
+            yield torch.cat(of_k), torch.cat(of_v), torch.tensor([len(t) for t in of_k])
+
+    come, attend = stages(), PackedAttention()
+    out = attend.in_stages(q, queries, lambda: next(come, None))
+    expected = attend(q, k, v, queries, keys, [0] * 4)
+    weight = torch.randn_like(out)
+    got, wanted = ([o, *torch.autograd.grad((o * weight).sum(), (q, k, v))] for o in (out, expected))
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-2
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
 def test_attention_without_tokens_keeps_every_input_in_the_graph() -> None:
     q, k, v = (torch.empty(0, n, 4, requires_grad=True) for n in (4, 2, 2))
     out = varlen_attention(q, k, v, [])
@@ -145,10 +190,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenKernel]:
     kernel = VarlenKernel()
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_may_have_kernel", lambda device: True)
-    for cached in (attention._kernel_runs, attention._kernel_options, attention._self_pairing):
+    for cached in (attention._kernel_runs, attention._kernel_options, attention._pairing):
         cached.cache_clear()
     yield kernel
-    for cached in (attention._kernel_runs, attention._kernel_options, attention._self_pairing):
+    for cached in (attention._kernel_runs, attention._kernel_options, attention._pairing):
         cached.cache_clear()
 
 

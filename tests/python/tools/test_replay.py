@@ -28,11 +28,11 @@ def text_of(plan: kf.Plan) -> list[int]:
 
 
 def planned_work(share: RankShare, workload: kf.WorkloadModel, num_heads: int) -> float:
-    """FLOPs of one block forward, as the plan counts them: 24 n d^2, and each head its part of attention."""
+    """FLOPs of one block forward, as the plan counts them: 24 n d^2, and each head and query its part of attention."""
     attention = sum(
-        workload.gamma * 4 * length**2 * WIDTH * of.num_heads / num_heads
+        workload.gamma * 4 * queries * keys * WIDTH * of.num_heads / num_heads
         for of in share.attention
-        for length in of.seq_lens
+        for queries, keys, _ in of.rows
     )
     return 24 * WIDTH**2 * sum(share.chunk_lens) + attention
 
@@ -42,8 +42,10 @@ def planned_work(share: RankShare, workload: kf.WorkloadModel, num_heads: int) -
     [("g8n1", "greedy"), ("g1n2+g2n1+g4n1", "greedy"), ("g8/4/2/1n1", "balanced"), ("g2n4", "greedy")],
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (6, 6), (12, 4)])
-def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads: int) -> None:
-    plan = kf.plan(LENGTHS, topology, d_model=WIDTH, gamma=0.41, solver=solver)
+@pytest.mark.parametrize("cuts_queries", [False, True])
+def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads: int, cuts_queries: bool) -> None:
+    model = TrainedModel(num_heads=heads, num_kv_heads=kv_heads, cuts_queries=True) if cuts_queries else None
+    plan = kf.plan(LENGTHS, topology, d_model=WIDTH, gamma=0.41, solver=solver, model=model)
     for of in (plan, plan_home(plan)):
         shares = shares_of(of, heads, kv_heads, text_of(of))
         assert [list(share.chunk_lens) for share in shares] == of.chunk_lens
@@ -52,14 +54,14 @@ def test_shares_cover_the_plan(topology: str, solver: str, heads: int, kv_heads:
         for share in shares:
             for attention in share.attention:
                 assert 0 < attention.num_heads <= heads and 0 < attention.num_kv_heads <= kv_heads
-                for length in attention.seq_lens:
-                    computed[length] += attention.num_heads
-        assert computed == Counter({length: heads for lens in LENGTHS for length in lens})  # lengths are distinct
+                for queries, keys, _ in attention.rows:  # of full attention, which sees all keys
+                    computed[keys] += attention.num_heads * queries
+        assert computed == Counter({length: heads * length for lens in LENGTHS for length in lens})  # all distinct
         assert sum(sum(share.text_lens) for share in shares) == sum(text_of(of))
         assert all(t <= n for share in shares for t, n in zip(share.text_lens, share.chunk_lens, strict=True))
         work = [planned_work(share, of.workload, heads) for share in shares]
         assert sum(work) == pytest.approx(sum(of.workload_after), rel=1e-12)
-        if heads == 8 or of is not plan:  # else the plan counts parts of heads
+        if heads == 8 or of is not plan:  # else the plan counts parts of heads, or even parts of queries
             assert work == pytest.approx(of.workload_after, rel=1e-12)
 
 

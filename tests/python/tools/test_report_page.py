@@ -189,7 +189,7 @@ def test_alternatives_alike_are_one(tmp_path):
     assert names[0].startswith(
         "no balancing; lockstep buckets; longest first; BalancedBatchSampler; balancer, 1-2 ranks;"
     )
-    assert len(names) == 6
+    assert len(names) == 7
 
 
 def test_the_command_reports_plans_and_mixes(tmp_path, capsys):

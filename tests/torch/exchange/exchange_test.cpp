@@ -356,10 +356,10 @@ TEST(Exchange, RefusesArgumentsOfTheOpThatDoNotFitEachOther) {
   std::vector<int64_t> longer = right.layout, shorter = right.layout;
   longer.push_back(0);
   shorter.pop_back();
-  // {segments, shared end, degree, index, roles, role}
+  // {segments, shared end, degree, index, query parts, roles, role}
   for (const std::vector<int64_t>& layout :
        {std::vector<int64_t>{}, longer, shorter, changed(0, 2), changed(1, 3), changed(2, 0), changed(4, 2),
-        changed(5, static_cast<int64_t>(HeadRole::kQuery))}) {
+        changed(5, 2), changed(6, static_cast<int64_t>(HeadRole::kQuery))}) {
     EXPECT_THROW(call(right.tables, layout, {0}, {0, 0}, right.names), ArgumentError) << layout;
   }
   EXPECT_THROW(call({right.tables[0]}, right.layout, {0}, {0, 0}, right.names), ArgumentError);

@@ -196,7 +196,9 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
   Random random(12);
   int64_t num_bags = 0;
   while (num_bags < 150) {
-    const Plan plan = random.any_plan(random.input(/*nested=*/random.integer(0, 3) > 0));
+    PlanInput input = random.input(/*nested=*/random.integer(0, 3) > 0);
+    if (num_bags % 2 == 0) random.cut_queries(input);
+    const Plan plan = random.any_plan(std::move(input));
     const std::vector<HeadCounts> counts{{6, 2}, {5, 5}, {8, 1}, {24, 24}};
     const HeadCounts heads = counts[static_cast<size_t>(random.integer(0, 3))];
     for (int32_t first = 0; first < plan.num_ranks();) {
@@ -208,20 +210,27 @@ TEST(PackingKernel, SharesAndAddsHeadsAsTheOtherEngines) {
         RankInputs& inputs = ranks.emplace_back();
         for (const AttentionLevel& level : make_attention_tables(plan, Rank(rank)).levels) {
           if (level.degree == 1) continue;
-          const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, level.degree);
-          const auto values = [&](const HeadShares& shares, int64_t all) {
-            const int64_t here = static_cast<int64_t>(shares.of(level.index_in_group).size());
-            return inverse ? random.values({level.pre_attn.recv.num_rows, here, 3}, type)
-                           : random.values({level.pre_attn.send.num_rows, all, 3}, type);
+          const HeadSharing sharing{.shared_end = HeadSharing::kSend,
+                                    .degree = level.degree,
+                                    .index_in_group = level.index_in_group,
+                                    .query_parts = level.query_parts};
+          const HeadPartition partition = partition_heads(heads.num_heads, heads.num_kv_heads, sharing.head_parts());
+          const auto values = [&](const ExchangeTable& table, const HeadShares& shares, int64_t all) {
+            const int64_t here = num_heads_at(HeadSharing::kRecv, shares, sharing);
+            return inverse ? random.values({table.recv.num_rows, here, 3}, type)
+                           : random.values({table.send.num_rows, all, 3}, type);
           };
-          inputs.push_back(
-              {.table = level.pre_attn,
-               .tensors = {values(partition.query, heads.num_heads), values(partition.key_value, heads.num_kv_heads)},
-               .roles = {HeadRole::kQuery, HeadRole::kKeyValue},
-               .sharing = {.shared_end = HeadSharing::kSend,
-                           .degree = level.degree,
-                           .index_in_group = level.index_in_group},
-               .inverse = inverse});
+          const ExchangeTable& keys = level.cuts_queries() ? level.stages.back().keys : level.queries;
+          inputs.push_back({.table = level.queries,
+                            .tensors = {values(level.queries, partition.query, heads.num_heads)},
+                            .roles = {HeadRole::kQuery},
+                            .sharing = sharing,
+                            .inverse = inverse});
+          inputs.push_back({.table = keys,
+                            .tensors = {values(keys, partition.key_value, heads.num_kv_heads)},
+                            .roles = {HeadRole::kKey},
+                            .sharing = sharing,
+                            .inverse = inverse});
         }
       }
       if (!ranks[0].empty()) {

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "knapformer/core/planners/balanced/effort.h"
+#include "knapformer/core/util/infinity.h"
 #include "knapformer/core/util/interrupt.h"
 #include "knapformer/core/util/random.h"
 #include "knapformer/core/util/winner_tree.h"
@@ -35,6 +37,7 @@ class Search {
 
   double run() {
     double best = slowest_time();
+    std::vector<int32_t> best_node = node_;
     double temperature = options_.first_temperature;
     // The temperature halves after equal numbers of moves. Another constant factor would have to come from roots, which
     // need libm.
@@ -51,36 +54,16 @@ class Search {
       if (!step(temperature)) continue;
       if (slowest_time() < best) {
         best = slowest_time();
-        journal_.clear();
-        best_.clear();
+        best_node = node_;
         if (best <= options_.good_enough) break;
-      } else if (journal_.size() > 2 * node_.size()) {  // longer than the placement itself
-        if (best_.empty()) best_ = placement_before_journal();
-        journal_.clear();
       }
     }
-    go_back_to(best_.empty() ? placement_before_journal() : best_);
+    node_ = std::move(best_node);
+    trees_.load(node_);
     return best;
   }
 
  private:
-  std::vector<int32_t> placement_before_journal() const {
-    std::vector<int32_t> placement = node_;
-    for (size_t i = journal_.size(); i-- > 0;) placement[journal_[i].first] = journal_[i].second;
-    return placement;
-  }
-
-  void go_back_to(const std::vector<int32_t>& placement) {
-    for (size_t i = 0; i < node_.size(); ++i) {
-      if (node_[i] == placement[i]) continue;
-      trees_.remove(trees_.items()[i], node_[i]);
-      trees_.update_path(node_[i]);
-      trees_.add(trees_.items()[i], placement[i]);
-      trees_.update_path(placement[i]);
-      node_[i] = placement[i];
-    }
-  }
-
   double slowest_time() const { return -slowest_bag_.min(); }
   void refresh(int32_t bag) { slowest_bag_.set(bag, -trees_.bag_time(bag)); }
   int32_t bag_of(int32_t item) const { return trees_.node(node_[item]).bag; }
@@ -221,12 +204,8 @@ class Search {
         return false;
       }
     }
-    journal_.push_back({a, from});
     node_[a] = to;
-    if (b >= 0) {
-      journal_.push_back({b, to});
-      node_[b] = from;
-    }
+    if (b >= 0) node_[b] = from;
     if (!one_bag) {
       erase(a, from_bag);
       insert(a, to_bag);
@@ -248,17 +227,102 @@ class Search {
   std::vector<std::vector<int32_t>> items_of_bag_;
   std::vector<int32_t> position_;  // of an item in its bag's list
   std::vector<DegreeRange> ranges_;
-  /// (item, the node it left) since the best placement, or since the journal was replaced by a copy of that placement.
-  std::vector<std::pair<int32_t, int32_t>> journal_;
-  std::vector<int32_t> best_;       // that copy, or empty
   PlacementTrees::Paths paths_[2];  // of the nodes that a step changes, by bag
+};
+
+/// Branch and bound, for few items in flat bags: places them by descending work, each in every bag in turn, the fastest
+/// first, and leaves a branch as soon as no placement in it can be faster than the best one so far.
+class BranchAndBound {
+ public:
+  BranchAndBound(PlacementTrees& trees, std::vector<int32_t>& node_of_item, const SearchOptions& options)
+      : trees_(trees), best_(node_of_item), node_(node_of_item), options_(options), rest_(node_of_item.size() + 1) {
+    for (size_t i = node_.size(); i-- > 0;) {
+      double least = kInfinity;
+      for (int32_t v = 0; v < trees.num_nodes(); ++v) {
+        const PlacementTrees::Node& n = trees.node(v);
+        const TreeItem& item = trees.items()[i];
+        least = std::min(least, n.degree * (item.tokens * n.time_per_token + item.attention * n.attention_share));
+      }
+      rest_[i] = rest_[i + 1] + least;
+    }
+  }
+
+  /// Finds a placement that is faster than `time`, at most `num_trials` long. Returns whether no other one is faster.
+  bool run(double time, int64_t num_trials) {
+    best_time_ = time;
+    trials_left_ = num_trials;
+    trees_.clear();
+    place(0, trees_.slowest());
+    trees_.load(best_);
+    return trials_left_ > 0;
+  }
+
+ private:
+  void place(size_t i, double slowest) {
+    if (i == node_.size()) {
+      best_time_ = slowest;
+      best_ = node_;
+      return;
+    }
+    std::vector<int32_t> nodes;
+    double room = 0;  // time of ranks, below the best so far, where an item fits
+    for (int32_t v = 0; v < trees_.num_nodes(); ++v) {
+      nodes.push_back(v);
+      const double left = trees_.node(v).degree * (best_time_ - trees_.state(v).time);
+      if (left > rest_[node_.size() - 1]) room += left;
+    }
+    if (room <= rest_[i]) return;
+    std::ranges::stable_sort(nodes, {}, [&](int32_t v) { return trees_.state(v).time; });
+    for (size_t k = 0; k < nodes.size() && best_time_ > options_.good_enough; ++k) {
+      const int32_t v = nodes[k];
+      if (k > 0 && is_like(v, nodes[k - 1])) continue;
+      if (--trials_left_ <= 0) return;
+      checks_.count(20);
+      trees_.add(trees_.items()[i], v);
+      trees_.update_node(v);
+      const double time = std::max(slowest, trees_.state(v).time);
+      node_[i] = v;
+      if (time < best_time_ * (1 - 1e-12)) place(i + 1, time);
+      trees_.remove(trees_.items()[i], v);
+      trees_.update_node(v);
+    }
+  }
+
+  /// Whether two bags would take any item alike.
+  bool is_like(int32_t a, int32_t b) const {
+    const auto figures = [&](int32_t v) {
+      const PlacementTrees::Node& n = trees_.node(v);
+      return std::tuple(trees_.state(v).time, trees_.state(v).tokens, n.degree, n.time_per_token, n.exchange_per_token);
+    };
+    return figures(a) == figures(b);
+  }
+
+  PlacementTrees& trees_;
+  std::vector<int32_t>& best_;
+  std::vector<int32_t> node_;
+  SearchOptions options_;
+  double best_time_ = 0;
+  int64_t trials_left_ = 0;
+  InterruptChecks checks_;
+  std::vector<double> rest_;  // by item: the least time of ranks that it and those after it take
 };
 
 }  // namespace
 
+bool are_few(const PlacementTrees& trees) {
+  return trees.num_nodes() == trees.num_bags() &&
+         std::max(std::ssize(trees.items()), ptrdiff_t{trees.num_bags()}) <= kFewItems;
+}
+
 void improve(PlacementTrees& trees, std::vector<int32_t>& node_of_item, double time, SearchOptions options) {
   constexpr int kMaxRounds = 4;
   constexpr double kRangeOverGain = 2, kMinGain = 1e-3;
+  if (are_few(trees) && time > options.good_enough) {
+    constexpr int64_t kTrials = 4000, kTrialsPerMove = 8;
+    const int64_t num_trials = kTrials + kTrialsPerMove * options.num_moves;
+    if (BranchAndBound(trees, node_of_item, options).run(time, num_trials)) return;
+    time = trees.slowest();
+  }
   for (int round = 0; round < kMaxRounds; ++round) {
     const double before = time;
     if (node_of_item.empty() || options.num_moves == 0 || before <= options.good_enough) return;

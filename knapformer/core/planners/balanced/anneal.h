@@ -5,6 +5,10 @@
 // the bags involved falls. If the energy rises, it keeps the change with a probability that grows with the temperature.
 // The result is the placement with the lowest time of the slowest group.
 //
+// Few sequences in flat bags are placed by branch and bound first, which a local search cannot replace: ranks of 4, 3
+// and 2 sequences may be even where no move or swap leads from 3, 3 and 3 to them. If that ends by itself, its
+// placement is proven to be the best, and nothing is annealed.
+//
 // Steps are counted, not timed, and random numbers are counter-based with a key from the input: the result is the same
 // on every machine.
 #pragma once
@@ -15,6 +19,12 @@
 #include "knapformer/core/planners/balanced/placement_tree.h"
 
 namespace knapformer {
+
+/// With 24 in bags of a rank, branch and bound takes a millisecond at default effort.
+constexpr int32_t kFewItems = 24;
+/// Whether there are at most so many items and bags, all flat. Then `improve` begins with branch and bound, at any
+/// effort.
+bool are_few(const PlacementTrees& trees);
 
 struct SearchOptions {
   int64_t num_moves = 0;

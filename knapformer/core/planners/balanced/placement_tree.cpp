@@ -1,15 +1,14 @@
 #include "knapformer/core/planners/balanced/placement_tree.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/util/error.h"
 
 namespace knapformer {
 
-PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective,
-                               std::span<const double> levels_s)
+PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, int32_t num_micro_batches,
+                               int32_t stride)
     : objective_(objective) {
   const Topology& topology = input.topology;
   const int32_t num_ranks = topology.num_ranks_per_replica();
@@ -19,23 +18,31 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
   double total_s = 0;
   for (int32_t s = first.value; s < last.value; ++s) total_s += rates.work_s(input, SequenceId(s));
   const double total_speed = input.group_speed(Rank(replica * num_ranks), num_ranks).sum;
-  unit_s_ = total_s > 0 ? total_s / total_speed : 1;
-  double highest_s = 0;
-  if (!levels_s.empty()) {
-    highest_s = std::ranges::max(levels_s);
-    unit_s_ *= highest_s / std::accumulate(levels_s.begin(), levels_s.end(), 0.0);
+  unit_s_ = total_s > 0 ? total_s / total_speed / num_micro_batches : 1;
+
+  std::vector<int32_t> bags;
+  int32_t num_ranks_taken = 0;
+  first_bag_ = replica * topology.num_bags_per_replica();
+  for (int32_t b = 0, in_shape = 0; b < topology.num_bags_per_replica(); ++b, ++in_shape) {
+    const Bag& bag = topology.bag(BagId(first_bag_ + b));
+    if (b > 0 && bag.shape != topology.bag(BagId(first_bag_ + b - 1)).shape) in_shape = 0;
+    if (in_shape % stride != 0) continue;
+    bags.push_back(first_bag_ + b);
+    num_ranks_taken += bag.num_ranks;
   }
+  num_bags_per_micro_batch_ = static_cast<int32_t>(bags.size());
 
   const std::vector<SequenceId> order = input.by_descending_work(replica);
-  items_.reserve(order.size());
-  for (const SequenceId id : order) {
-    items_.push_back({.id = id,
-                      .tokens = static_cast<double>(input.seq_lens[id]),
-                      .attention = input.pairs_of(id) * rates.pair_s / unit_s_});
+  items_.reserve(order.size() * static_cast<size_t>(num_ranks_taken) / static_cast<size_t>(num_ranks));
+  for (int64_t i = 0; i < std::ssize(order); ++i) {
+    if (i > 0 && i * num_ranks_taken / num_ranks == (i - 1) * num_ranks_taken / num_ranks) continue;
+    items_.push_back({.id = order[i],
+                      .tokens = static_cast<double>(input.seq_lens[order[i]]),
+                      .attention = input.pairs_of(order[i]) * rates.pair_s / unit_s_});
   }
   const Passes passes = input.model.passes();
   if (input.cluster.overlaps_attention) {
-    overlap_ = {.pre_attn = kPreAttnTensors / (kPreAttnTensors + kPostAttnTensors),
+    overlap_ = {.pre_attn = 0.75,  // q, k and v of four tensors; more where queries are cut
                 .forward_attention = passes.forwards / passes.attention(),
                 .backward_attention = passes.attention_backward / passes.attention(),
                 .forward_exchange = passes.forwards / passes.exchanges(),
@@ -60,24 +67,25 @@ PlacementTrees::PlacementTrees(const PlanInput& input, int32_t replica, Objectiv
   std::sort(degrees_.begin(), degrees_.end());
   degrees_.erase(std::unique(degrees_.begin(), degrees_.end()), degrees_.end());
 
-  first_bag_ = replica * topology.num_bags_per_replica();
-  num_bags_per_micro_batch_ = topology.num_bags_per_replica();
-  for (size_t k = 0; k < std::max(levels_s.size(), size_t{1}); ++k) {
-    const double head_start = levels_s.empty() ? 0 : (highest_s - levels_s[k]) / unit_s_;
-    for (int32_t b = 0; b < num_bags_per_micro_batch_; ++b)
-      add_bag(input, topology.bag(BagId(first_bag_ + b)), head_start);
+  const AttentionShares shares = input.attention_shares();
+  for (int32_t k = 0; k < num_micro_batches; ++k) {
+    for (const int32_t bag : bags) add_bag(input, shares, topology.bag(BagId(bag)));
   }
   states_.resize(nodes_.size());
   update_all();
 }
 
-void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, double head_start) {
+void PlacementTrees::set_levels(std::span<const double> levels_s) {
+  const double highest_s = std::ranges::max(levels_s);
+  for (Node& n : nodes_) n.head_start = (highest_s - levels_s[micro_batch_of(n.bag)]) / unit_s_;
+}
+
+void PlacementTrees::add_bag(const PlanInput& input, const AttentionShares& shares, const Bag& bag) {
   const auto root = static_cast<int32_t>(nodes_.size()), index = static_cast<int32_t>(roots_.size());
   roots_.push_back(root);
   shape_of_bag_.push_back(bag.shape);
   const auto& levels = levels_[bag.shape];
   const double time_per_token = BlockRates(input).token_s / unit_s_;
-  const AttentionShares shares = input.attention_shares();
   const double num_exchanges = 2 * input.model.passes().exchanges();  // before and after attention
   KNAPFORMER_ASSERT(levels.size() <= static_cast<size_t>(kMaxDepth));
   for (size_t k = levels.size(); k-- > 0;) {  // from the root down
@@ -86,7 +94,6 @@ void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, double head
       Node n;
       n.degree = level.degree;
       n.bag = index;
-      n.head_start = head_start;
       n.first_rank = bag.first_rank.value + i * level.degree;
       if (k + 1 < levels.size()) n.parent = root + levels[k + 1].offset + i / (levels[k + 1].degree / level.degree);
       if (k > 0) {
@@ -98,8 +105,10 @@ void PlacementTrees::add_bag(const PlanInput& input, const Bag& bag, double head
       const PlanInput::GroupSpeed speed = input.group_speed(Rank(n.first_rank), n.degree);
       n.time_per_token = time_per_token / speed.sum;
       n.attention_share = shares.max(n.degree) / speed.slowest;
-      const Traffic sent = sent_range(input.cluster, shares, Rank(n.first_rank), n.degree).max;
-      const Traffic sent_s = exchange_s_per_token(input, sent);
+      const SentRows rows = sent_range(input.cluster, shares, Rank(n.first_rank), n.degree).max;
+      const double later = input.query_cut(n.degree).part_of_later_stages();  // keys that hide behind attention
+      const Traffic sent = rows.sum() + (rows.before + rows.after * -1) * -later;
+      const Traffic sent_s = exchange_s(input, sent);
       n.exchange_per_token = std::max(sent_s.inside, sent_s.between) / unit_s_;
       n.latency = num_exchanges / unit_s_ *
                   std::max(sent.inside > 0 ? input.cluster.node_latency_s : 0,

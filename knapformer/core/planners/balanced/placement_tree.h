@@ -34,7 +34,7 @@
 //
 // A node's state follows from its children's states and its own sequences in a few operations, and a change of one node
 // changes only that node and the nodes above it. Times are of a block, all passes, in units of the replica's ideal
-// time: 1 is perfect balance without exchange.
+// time over the number of micro-batches: with one, 1 is perfect balance without exchange.
 #pragma once
 
 #include <algorithm>
@@ -101,14 +101,22 @@ class PlacementTrees {
     int32_t num_sequences = 0;
   };
 
-  /// Builds the trees of the replica's bags. `levels_s`: of several micro-batches, each of which has all bags, the time
-  /// that each is to take. What counts is how far a bag is above its level: so a bag's time is that of its sequences,
-  /// and what its level is below the highest one.
-  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, std::span<const double> levels_s = {});
+  /// Builds the trees of the replica's bags, which each of several micro-batches has. `stride`: of so many bags and of
+  /// so many sequences one is taken, for a sample, which is not to be asked for placements.
+  PlacementTrees(const PlanInput& input, int32_t replica, Objective objective, int32_t num_micro_batches = 1,
+                 int32_t stride = 1);
+  /// The time that each micro-batch is to take. What counts is how far a bag is above its level: from now on a bag's
+  /// time is that of its sequences, and what its level is below the highest one. Times are out of date until `clear`.
+  void set_levels(std::span<const double> levels_s);
 
   /// The time unit, in seconds.
   double unit_s() const { return unit_s_; }
   int32_t num_bags() const { return static_cast<int32_t>(roots_.size()); }
+  int32_t num_ranks_per_micro_batch() const {
+    int32_t num_ranks = 0;
+    for (int32_t bag = 0; bag < num_bags_per_micro_batch_; ++bag) num_ranks += node(root(bag)).degree;
+    return num_ranks;
+  }
   int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
   /// Descending by work, ties by id.
   std::span<const TreeItem> items() const { return items_; }
@@ -201,7 +209,7 @@ class PlacementTrees {
   int32_t node_of(const Placement& place) const;
 
  private:
-  void add_bag(const PlanInput& input, const Bag& bag, double head_start);
+  void add_bag(const PlanInput& input, const AttentionShares& shares, const Bag& bag);
   double energy_of_rank(double time) const {
     double x = std::max(0.0, time - floor_) * inverse_range_;
     x *= x;

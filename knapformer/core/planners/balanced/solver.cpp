@@ -85,6 +85,13 @@ Plan merged(Plan plan, const Plan& other, std::span<const char> from_other) {
   return Plan(plan.input(), plan.solver(), std::move(placements), std::move(chunk_lens));
 }
 
+/// A plan whose groups are some of this input's, as one of this input's bags.
+Plan in_bags_of(const PlanInput& input, const Plan& plan) {
+  std::vector<Placement> placements(plan.placements().begin(), plan.placements().end());
+  for (Placement& place : placements) place.bag = input.topology.bag_of(place.first_rank);
+  return Plan(input, "balanced", std::move(placements), plan.chunk_lens());
+}
+
 class BalancedSolver {
  public:
   /// `effort` as in Effort::moves.
@@ -115,27 +122,16 @@ class BalancedSolver {
   /// candidate beside a nested plan, the whole step.
   enum class FlatGoal { kEven, kStep };
 
-  /// Improves the placement, whose slowest group takes `time`. At high effort by at least as much as at default effort:
-  /// from the result of that (`goes_on`), or from the same placement.
+  /// Improves the placement, whose slowest group takes `time`. High effort goes on from the result of the default.
   void search(PlacementTrees& trees, std::vector<int32_t>& node_of_item, int32_t replica, double time,
-              SearchOptions options, bool goes_on) const {
+              SearchOptions options) const {
     options.key = random_key(input_, replica);
-    const auto anneal = [&](std::vector<int32_t>& nodes, double start, int64_t effort) {
+    const auto anneal = [&](double start, int64_t effort) {
       options.num_moves = num_moves(trees, effort);
-      improve(trees, nodes, start, options);
+      improve(trees, node_of_item, start, options);
     };
-    if (effort_ != Effort::kHigh) return anneal(node_of_item, time, effort_);
-    std::vector<int32_t> other = node_of_item;
-    anneal(node_of_item, time, Effort::kDefault);
-    const double by_default = trees.slowest();
-    if (goes_on) return anneal(node_of_item, by_default, Effort::kHigh);
-    trees.load(other);
-    anneal(other, time, Effort::kHigh);
-    if (trees.slowest() < by_default) {
-      node_of_item.swap(other);
-    } else {
-      trees.load(node_of_item);
-    }
+    anneal(time, effort_ == Effort::kHigh ? Effort::kDefault : effort_);
+    if (effort_ == Effort::kHigh) anneal(std::min(time, trees.slowest()), effort_);
   }
 
   /// Leaves sequences whole, as greedy places them, in replicas where that is good enough.
@@ -213,7 +209,7 @@ class BalancedSolver {
     SearchOptions options{.bound = bound, .good_enough = bound * Effort::kGoodEnough, .last_temperature = 0.0005};
     const auto time_from = [&](std::vector<int32_t>& placement) {
       trees.load(placement);
-      search(trees, placement, replica, trees.slowest(), options, /*goes_on=*/true);
+      search(trees, placement, replica, trees.slowest(), options);
       return trees.slowest();
     };
     const double time = time_from(best);
@@ -236,7 +232,7 @@ class BalancedSolver {
     std::vector<int32_t> nodes;  // greedy
     for (const TreeItem& item : trees.items()) nodes.push_back(trees.node_of(placements_[item.id.index()]));
     trees.load(nodes);
-    if (num_moves(trees, effort_) == 0) return nodes;
+    if (!are_few(trees) && num_moves(trees, effort_) == 0) return nodes;
     // Tokens that do not divide make ranks of a bag differ by one, which the trees does not see.
     double mean_time = 0, time_of_a_token = 0;
     int32_t num_ranks = 0;
@@ -252,7 +248,7 @@ class BalancedSolver {
       const double time = trees.slowest();  // without what is beyond a limit
       trees.set_flat_goal(goal);
       search(trees, nodes, replica, time,
-             {.bound = bound, .good_enough = bound * kEvenEnough, .last_temperature = 1e-6}, /*goes_on=*/false);
+             {.bound = bound, .good_enough = bound * kEvenEnough, .last_temperature = 1e-6});
     };
     if (!trees.keeps_limit()) search_for({}, 1);
     trees.set_flat_goal({});
@@ -282,8 +278,11 @@ class BalancedSolver {
   Plan with_flat_replicas(Plan plan, std::vector<ReplicaFigures> best) const {
     std::vector<char> may_win(best.size());
     const std::vector<Topology> flats = input_.topology.flat_topologies();
-    // Then a flat plan is greedy's; a limit of tokens may have it search.
-    const bool is_greedy = effort_ == Effort::kLow && input_.max_tokens_per_rank == 0;
+    // Then a flat plan is greedy's; a limit of tokens, or few sequences, may have it search.
+    const auto is_greedy = [&](int32_t replica) {
+      const auto [first, last] = input_.sequences_of(replica);
+      return effort_ == Effort::kLow && input_.max_tokens_per_rank == 0 && last.value - first.value > kFewItems;
+    };
     std::vector<double> budgets_s;  // the longest block with which a flat plan could win
     const auto set_budgets = [&] {
       budgets_s.clear();
@@ -295,34 +294,28 @@ class BalancedSolver {
       for (size_t r = 0; r < best.size(); ++r) {
         const auto replica = static_cast<int32_t>(r);
         const auto may_be_below = [&](double block_s) {
-          return is_greedy ? replica_lower_bound_s(input_, topology, replica) < block_s
-                           : flat_may_take_less(input_, topology, replica, block_s);
+          return is_greedy(replica) ? replica_lower_bound_s(input_, topology, replica) < block_s
+                                    : flat_may_take_less(input_, topology, replica, block_s);
         };
         may_win[r] = !(is_smallest && is_greedy_[r]) && (!best[r].keeps_limit() || may_be_below(budgets_s[r]));
       }
-      if (is_greedy && contains(may_win, true)) {
+      if (effort_ == Effort::kLow && contains(may_win, true)) {
         const std::vector<Placement> greedy = greedy_placements(input_, topology);
         for (size_t r = 0; r < best.size(); ++r) {
-          may_win[r] =
-              may_win[r] && flat_lower_bound_s(input_, topology, static_cast<int32_t>(r), greedy) < budgets_s[r];
+          const auto replica = static_cast<int32_t>(r);
+          if (may_win[r] && is_greedy(replica))
+            may_win[r] = flat_lower_bound_s(input_, topology, replica, greedy) < budgets_s[r];
         }
       }
       if (!contains(may_win, true)) continue;
       PlanInput input = input_;
       input.topology = topology;
       const Plan flat =
-          in_nested_bags(BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
+          in_bags_of(input_, BalancedSolver(std::move(input), effort_).solve_all_flat(may_win, FlatGoal::kStep));
       plan = with_better(std::move(plan), flat, may_win, best);
       set_budgets();
     }
     return plan;
-  }
-
-  /// The plan of a flat topology, as one of this input's nested bags.
-  Plan in_nested_bags(const Plan& flat) const {
-    std::vector<Placement> placements(flat.placements().begin(), flat.placements().end());
-    for (Placement& place : placements) place.bag = input_.topology.bag_of(place.first_rank);
-    return Plan(input_, "balanced", std::move(placements), flat.chunk_lens());
   }
 
   /// `replicas`: marks those to improve; the others stay greedy.
@@ -353,8 +346,41 @@ class BalancedSolver {
   std::vector<std::vector<int32_t>> starts_;  // by replica: the construction that the last search started from
 };
 
+/// Whether larger groups may be of use beside this plan of groups inside nodes: for sequences that those cannot take,
+/// or in flat bags, than which nested ones are never worse.
+bool needs_larger_groups(const PlanInput& input, const Plan& inside) {
+  constexpr double kOfUse = 1 + 1e-3;
+  const std::vector<Topology> flats = input.topology.flat_topologies();
+  const StepTime time = predict_step(inside);
+  for (int32_t replica = 0; replica < inside.topology().num_replicas(); ++replica) {
+    const double bound_s = replica_lower_bound_s(input, input.topology, replica);
+    if (replica_lower_bound_s(input, inside.topology(), replica) > kOfUse * bound_s) return true;
+    const double budget_s = block_budget_s(input, time.replicas[replica].step_s);
+    for (const Topology& flat : flats) {
+      const bool is_larger = std::ranges::any_of(flat.shapes(), [&](const BagShape& shape) {
+        return shape.num_ranks_per_bag() > input.cluster.ranks_per_node;
+      });
+      if (is_larger && flat_may_take_less(input, flat, replica, budget_s)) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
-Plan plan_balanced(PlanInput input, Effort effort) { return BalancedSolver(std::move(input), effort.moves).solve(); }
+Plan plan_balanced(PlanInput input, Effort effort) {
+  Topology of_nodes = input.topology.within(input.cluster.ranks_per_node);
+  if (of_nodes == input.topology) return BalancedSolver(std::move(input), effort.moves).solve();
+  // A search over groups of several nodes finds worse plans, in more time, than one over those of a node: so it is made
+  // where it is needed.
+  PlanInput smaller = input;
+  smaller.topology = std::move(of_nodes);
+  const Plan inside = BalancedSolver(std::move(smaller), effort.moves).solve();
+  Plan plan = in_bags_of(input, inside);
+  if (plan.keeps_limit() && !needs_larger_groups(input, inside)) return plan;
+  Plan wide = BalancedSolver(std::move(input), effort.moves).solve();
+  if (plan.keeps_limit() != wide.keeps_limit()) return plan.keeps_limit() ? plan : wide;
+  return predict_step(plan).total_s() <= predict_step(wide).total_s() ? plan : wide;
+}
 
 }  // namespace knapformer

@@ -33,7 +33,7 @@ std::vector<BagQueue> make_queues(const Topology& topology, int32_t replica, dou
   return queues;
 }
 
-void assign_replica(const PlanInput& input, const Topology& topology, int32_t replica,
+void assign_replica(const PlanInput& input, const Topology& topology, int32_t replica, Capacity capacity,
                     std::span<Placement> placements) {
   const int32_t num_ranks = topology.num_ranks_per_replica();
   const auto [first, last] = input.sequences_of(replica);
@@ -50,7 +50,8 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
     const int64_t length = input.seq_lens[id];
     BagQueue* best = nullptr;
     for (BagQueue& queue : queues) {
-      const bool candidate = queue.capacity >= work && length >= queue.num_ranks;
+      const double used = capacity == Capacity::kWhole ? 0 : queue.occupancy.min();
+      const bool candidate = queue.capacity * (1 - used) >= work && length >= queue.num_ranks;
       if (candidate && (best == nullptr || queue.occupancy.min() < best->occupancy.min())) best = &queue;
     }
     if (best == nullptr) {
@@ -65,16 +66,17 @@ void assign_replica(const PlanInput& input, const Topology& topology, int32_t re
 
 }  // namespace
 
-std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology) {
+std::vector<Placement> greedy_placements(const PlanInput& input, const Topology& topology, Capacity capacity) {
   std::vector<Placement> placements(static_cast<size_t>(input.seq_lens.num_sequences()));
   for (int32_t replica = 0; replica < topology.num_replicas(); ++replica)
-    assign_replica(input, topology, replica, placements);
+    assign_replica(input, topology, replica, capacity, placements);
   return placements;
 }
 
-Plan plan_greedy(PlanInput input) {
-  std::vector<Placement> placements = greedy_placements(input, input.topology);
-  return Plan(std::move(input), "greedy", std::move(placements));
+Plan plan_greedy(PlanInput input, Capacity capacity) {
+  std::vector<Placement> placements = greedy_placements(input, input.topology, capacity);
+  const char* const name = capacity == Capacity::kWhole ? "greedy" : "greedy_remaining";
+  return Plan(std::move(input), name, std::move(placements));
 }
 
 }  // namespace knapformer

@@ -5,15 +5,17 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <span>
 
 #include "knapformer/core/cost/accumulation.h"
 #include "knapformer/core/cost/bounds.h"
+#include "knapformer/core/cost/query_cuts.h"
 #include "knapformer/core/cost/step_time.h"
 #include "knapformer/core/planners/balanced/locality.h"
 #include "knapformer/core/planners/balanced/uneven_chunks.h"
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/planners/topology_choice.h"
-#include "knapformer/core/planners/whole_step/packing.h"
+#include "knapformer/core/planners/whole_step/levels.h"
 #include "knapformer/core/util/error.h"
 #include "knapformer/core/util/infinity.h"
 
@@ -22,11 +24,10 @@ namespace {
 
 /// In a step of more sequences each micro-batch is planned at low effort.
 constexpr int32_t kFewSequences = 4096;
-/// A packing this close to its levels needs no more sharing. With 1.02, planning at low effort takes half as long, and
-/// steps of two micro-batches 0.3 % longer.
-constexpr double kNear = 1.01;
 /// Shorter by more than the rounding of sums in another order.
 constexpr double kShorter = 1 - 1e-12;
+/// Many sequences are not planned one micro-batch at a time for a step that is shorter by less.
+constexpr double kHardly = 1.001;
 
 /// The step's sequences as if they were one micro-batch's.
 PlanInput all_at_once(const StepInput& input) {
@@ -45,9 +46,16 @@ class StepSolver {
   StepPlan solve() {
     if (input_.sync == StepSync::kStep) consider_sums();
     if (!best_) consider_packing();
-    consider_given_order();
+    const SequenceLengths& seq_lens = input_.sequences.seq_lens;
+    consider_planned(micro_batches_as_given(seq_lens, input_.num_micro_batches), has_few() ? 1 : kHardly);
+    if (input_.sync == StepSync::kMicroBatch) {
+      // One micro-batch of all sequences holds the most tokens. At low effort packings are less exact.
+      const double handicap =
+          effort_.moves == Effort::kLow ? kHardly + 2e-3 * (1 - 2.0 / input_.num_micro_batches) : Effort::kGoodEnough;
+      consider_planned(std::vector<int32_t>(seq_lens.lens().size(), 0), handicap);
+    }
     for (const bool in_whole_bags : {false, true}) {
-      if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags));
+      if (!best_) consider(pack_by_tokens(input_.sequences, num_usable(), in_whole_bags), {});
     }
     if (!best_) consider_one_by_one();
     if (!best_) refuse();
@@ -58,9 +66,9 @@ class StepSolver {
   bool has_few() const { return input_.sequences.seq_lens.num_sequences() <= kFewSequences; }
   double fixed_s() const { return input_.num_micro_batches * input_.sequences.cluster.fixed_s; }
 
-  void consider(StepPlan plan) {
+  void consider(StepPlan plan, double handicap = 1) {
     const double time_s = predict_accumulated(plan).total_s;
-    if (best_ && time_s >= best_s_ * kShorter) return;
+    if (best_ && time_s * handicap >= best_s_ * kShorter) return;
     best_s_ = time_s;
     best_ = std::move(plan);
   }
@@ -80,78 +88,60 @@ class StepSolver {
     return static_cast<int32_t>(std::min({int64_t{input_.num_micro_batches}, usable, most}));
   }
 
-  /// Packs under several levels, and plans the packing that seems the fastest. What a step takes longer without each
-  /// part, mean and worst of 1,428 (mixes and made-up lengths, 8 to 256 ranks, 2 to 8 micro-batches, both syncs, with
-  /// and without a limit): fewer micro-batches 0.13 and 19 %, stepped levels 0.85 and 41 %, even levels 0.20 and 52 %,
-  /// more sharing 0.08 and 5 %, whole bags 0.003 and 2.3 %, annealing 0.003 and 1.7 %, micro-batches planned anew 0.08
-  /// and 4 %. Planning the second packing too gains nothing. Levels after one to three steps came later: on the default
-  /// cluster they make steps of the mixes of 3 to 6 micro-batches 0.9 % shorter in the mean, joint with 5 by 2.4 %.
+  /// Packs under the levels that seem the best, and anneals the packing.
   void consider_packing() {
+    const PlanInput& step = input_.sequences;
     const double bound_s = blocks_lower_bound_s(input_);
     if (bound_s <= 0) return;
-    struct Tried {
-      double time_s;
-      Sharing sharing;
-      Packing packing;
-    };
-    std::vector<Tried> tried;
-    const auto time_of = [&](const Packing& packing) {
-      std::vector<double> times_s = packing.times_s;
-      times_s.resize(static_cast<size_t>(input_.num_micro_batches));  // those that stay empty take time too
-      return packing.keeps_limit ? accumulated_s(input_, times_s) : kInfinity;
-    };
-    // Levels twice as high hold twice the tokens, so they have to be 0.1 % shorter.
-    double handicap = 1, best_s = kInfinity;
-    for (int32_t used = num_usable(); used >= 1; used /= 2, handicap += 1e-3) {
-      std::vector<double> levels_s;
-      for (const int32_t max_steps : {used, 3, 2, 1, 0}) {
-        std::vector<double> next_s = stepped_levels_s(input_.sequences, bound_s, used, max_steps);
-        if (next_s == levels_s) continue;
-        levels_s = std::move(next_s);
-        const double least_s = accumulated_s(input_, levels_s) * handicap;
-        const bool may_win =
-            least_s < best_s * (effort_.moves == Effort::kLow ? 1 / Effort::kGoodEnoughAtLowEffort : 1);
-        if (!may_win) continue;
-        for (const Sharing sharing : {Sharing::kLeast, Sharing::kMore, Sharing::kBags}) {
-          Packing packing = pack_by_time(input_.sequences, levels_s, sharing);
-          const double time_s = time_of(packing);
-          tried.push_back({.time_s = time_s * handicap, .sharing = sharing, .packing = std::move(packing)});
-          best_s = std::min(best_s, tried.back().time_s);
-          if (best_s <= least_s * kNear || input_.sequences.topology.is_flat()) break;  // flat bags leave no choice
-        }
-      }
+    const int32_t count = num_usable();
+    const bool is_sampled = sample_stride(input_, count) > 1, is_low = effort_.moves == Effort::kLow;
+    std::vector<Levels> tried = ranked_levels(input_, count, effort_);
+    Packer packer(step, count);
+    // A sample shows which levels are good, but not which are the best, nor whether all sequences keep the limit.
+    const size_t num_packed = !is_sampled ? 1 : is_low ? 2 : 6, most_packed = 8;
+    Levels best{.time_s = kInfinity};
+    for (size_t i = 0; i < std::min(tried.size(), best.time_s < kInfinity ? num_packed : most_packed); ++i) {
+      tried[i].time_s = packed_s(input_, packer.pack(tried[i]));
+      if (tried[i].time_s < best.time_s) best = tried[i];
     }
-    std::ranges::stable_sort(tried, {}, &Tried::time_s);
-    for (Tried& t : tried) {
-      if (best_ || !t.packing.keeps_limit) return;
-      if (effort_.moves != Effort::kLow && t.time_s > accumulated_s(input_, t.packing.levels_s) * Effort::kGoodEnough) {
-        Packing annealed = pack_by_time(input_.sequences, t.packing.levels_s, t.sharing, effort_);
-        if (time_of(annealed) < time_of(t.packing)) t.packing = std::move(annealed);
-      }
-      consider(t.packing);
+    if (best.time_s == kInfinity) return;
+    // The more sequences there are, the better the last ones fill what is left.
+    for (Levels closer = best; is_sampled; best = closer) {
+      closer.margin_s /= 2;
+      closer.time_s = packed_s(input_, packer.pack(closer));
+      if (closer.time_s >= best.time_s) break;
     }
+    Packing packing = packer.pack(best);
+    if (!is_low && best.time_s > levels_time_s(input_, best.levels_s) * Effort::kGoodEnough) {
+      // Annealing finds its way better from what shares the least.
+      constexpr double kAboutAsShort = 1.006;
+      const auto alone = std::ranges::find(tried, kInfinity, &Levels::margin_s);
+      if (alone != tried.end() && packed_s(input_, packer.pack(*alone)) < best.time_s * kAboutAsShort)
+        best = *alone;
+      else
+        packer.pack(best);
+      Packing annealed = packer.anneal(best.levels_s, effort_);
+      if (packed_s(input_, annealed) < packed_s(input_, packing)) packing = std::move(annealed);
+    }
+    consider(packing, best.levels_s);
   }
 
   /// Plans the micro-batches: as packed if that is good enough, else by the planner if that is better.
-  void consider(const Packing& packing) {
+  void consider(const Packing& packing, std::span<const double> levels_s) {
     std::vector<PlanInput> inputs = micro_batch_inputs(input_, packing.micro_batches);
     std::vector<std::vector<Placement>> placements(inputs.size());
     for (size_t s = 0; s < packing.placements.size(); ++s)
       placements[packing.micro_batches[s]].push_back(packing.placements[s]);
     std::vector<Plan> plans;
     for (size_t k = 0; k < inputs.size(); ++k) {
-      const double level_s = k < packing.levels_s.size() ? packing.levels_s[k] : 0;
-      std::optional<Plan> plan = better_of(plan_of(inputs[k], std::move(placements[k])), level_s);
+      bring_home(inputs[k], placements[k]);
+      std::vector<int64_t> chunk_lens = uneven_chunk_lens(inputs[k], placements[k]);
+      Plan packed(std::move(inputs[k]), "packed", std::move(placements[k]), std::move(chunk_lens));
+      std::optional<Plan> plan = better_of(std::move(packed), k < levels_s.size() ? levels_s[k] : 0);
       if (!plan) return;
-      plans.push_back(std::move(*plan));
+      plans.push_back(*std::move(plan));
     }
     consider(StepPlan(input_, packing.micro_batches, std::move(plans)));
-  }
-
-  Plan plan_of(const PlanInput& input, std::vector<Placement> placements) const {
-    bring_home(input, placements);
-    std::vector<int64_t> chunk_lens = uneven_chunk_lens(input, placements);
-    return Plan(input, "packed", std::move(placements), std::move(chunk_lens));
   }
 
   bool keeps_limit(const Plan& plan) const {
@@ -159,26 +149,19 @@ class StepSolver {
     return limit == 0 || plan.max_tokens() <= limit;
   }
 
-  /// Whether the planner could not make a micro-batch much shorter, or need not.
-  bool is_good(const Plan& plan, double level_s) const {
-    const double tolerance = effort_.moves == Effort::kLow ? 1.005 : 1.0004;
-    const StepTime time = predict_step(plan);
-    const PlanInput& input = plan.input();
-    for (int32_t r = 0; r < input.topology.num_replicas(); ++r) {
-      const double block_s = time.replicas[r].block_s;
-      if (block_s > level_s * tolerance && block_s > replica_lower_bound_s(input, input.topology, r) * tolerance)
-        return false;
-    }
-    return true;
-  }
-
-  /// `plan`, or the planner's plan if `plan` is not good enough and the planner's is better. Nothing if neither keeps
-  /// the limit of tokens.
+  /// `plan`, or the planner's plan where that may be much shorter and is. Nothing if neither keeps the limit of tokens.
   std::optional<Plan> better_of(Plan plan, double level_s) const {
+    const double tolerance = effort_.moves == Effort::kLow ? 1.005 : Effort::kGoodEnough;
     const bool is_kept = keeps_limit(plan);
-    if (is_kept && is_good(plan, level_s)) return plan;
+    const StepTime time = predict_step(plan);
+    bool is_good = is_kept;
+    for (int32_t r = 0; r < plan.topology().num_replicas() && is_good; ++r) {
+      const double least_s = std::max(level_s, replica_lower_bound_s(plan.input(), plan.topology(), r));
+      is_good = time.replicas[r].block_s <= least_s * tolerance;
+    }
+    if (is_good) return plan;
     std::optional<Plan> other = plan_within_limit(plan.input(), solver_, effort_);
-    if (is_kept && (!other || predict_step(*other).total_s() >= predict_step(plan).total_s())) return plan;
+    if (is_kept && (!other || predict_step(*other).total_s() >= time.total_s())) return plan;
     return other;
   }
 
@@ -195,14 +178,13 @@ class StepSolver {
   /// Considers the plan of all sequences, cut into these micro-batches, if that keeps the limit of tokens.
   void consider_cut(const Plan& sums, std::vector<int32_t> micro_batches);
 
-  /// Not planned where even its lower bound is no shorter; of many sequences, where it is hardly shorter.
-  void consider_given_order() {
-    std::vector<int32_t> micro_batches = micro_batches_as_given(input_.sequences.seq_lens, input_.num_micro_batches);
+  /// The micro-batches planned one by one, but not where even their lower bound is no shorter.
+  void consider_planned(std::vector<int32_t> micro_batches, double handicap) {
     const std::vector<PlanInput> inputs = micro_batch_inputs(input_, micro_batches);
     if (best_ && input_.sync == StepSync::kMicroBatch) {
       double bound_s = 0;
       for (const PlanInput& input : inputs) bound_s += lower_bound_s(input);
-      if (bound_s * (has_few() ? 1 : 1.001) >= best_s_) return;
+      if (bound_s * handicap >= best_s_) return;
     }
     std::vector<Plan> plans;
     for (const PlanInput& input : inputs) {
@@ -210,7 +192,7 @@ class StepSolver {
       if (!plan) return;
       plans.push_back(*std::move(plan));
     }
-    consider(StepPlan(input_, std::move(micro_batches), std::move(plans)));
+    consider(StepPlan(input_, std::move(micro_batches), std::move(plans)), handicap);
   }
 
   /// Each sequence of a replica in its own micro-batch, over a largest bag: what keeps a limit if anything does.
@@ -228,7 +210,7 @@ class StepSolver {
             {.bag = bag, .first_rank = topology.bag(bag).first_rank, .degree = topology.bag(bag).num_ranks});
       }
     }
-    consider(packing);
+    consider(packing, {});
   }
 
   StepInput input_;
@@ -333,6 +315,7 @@ void check_token_limit(const StepInput& input) {
 
 StepPlan plan_step(StepInput input, std::string_view solver, Effort effort) {
   input.validate();
+  if (input.sequences.query_cuts.empty()) cut_queries(input.sequences);
   planner_for(input.sequences.topology, solver, effort);  // throws at once what each micro-batch's planner would throw
   const bool is_single = input.num_micro_batches == 1;
   if (is_single) {

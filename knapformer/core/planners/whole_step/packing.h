@@ -11,36 +11,47 @@
 
 #include "knapformer/core/plan/step_plan.h"
 #include "knapformer/core/planners/balanced/effort.h"
+#include "knapformer/core/planners/balanced/placement_tree.h"
 
 namespace knapformer {
 
 struct Packing {
   std::vector<int32_t> micro_batches = {};  // by sequence id
   std::vector<Placement> placements = {};   // by sequence id
-  std::vector<double> levels_s = {};        // by micro-batch, of one block; 0 where it stays empty
-  std::vector<double> times_s = {};         // by micro-batch, of its slowest group
+  std::vector<double> times_s = {};         // by micro-batch, of one block in its slowest group
   bool keeps_limit = true;                  // of tokens
 };
 
-/// Levels that add up to `sum_s`, for `count` micro-batches of the input's sequences:
-///
-///   level 1 |#####################|     the longest sequences set the first levels: each is the longest that is left;
-///   level 2 |###########|               what remains of the time is divided evenly over the rest, so that no
-///   level 3 |###########|               micro-batch holds more tokens than it must
-///
-/// `max_steps`: so many levels at most are set by the longest sequences; with 0 all are even.
-std::vector<double> stepped_levels_s(const PlanInput& input, double sum_s, int32_t count, int32_t max_steps);
-
-/// What a packing by time shares.
-enum class Sharing {
-  kLeast,  // a sequence that alone takes longer than the highest level, or does not keep the limit of tokens
-  kMore,   // any that fits no group of fewer ranks below the highest level any more
-  kBags,   // everything, over whole bags
+/// The times up to which the ranks of each micro-batch are filled.
+struct Levels {
+  std::vector<double> levels_s = {};  // by micro-batch, of one block; 0 where it stays empty
+  /// A sequence goes to the smallest group that then exceeds its level by at most this. If it is infinite, a sequence
+  /// is shared only if it alone takes longer than the highest level, or to keep the limit of tokens.
+  double margin_s = 0;
+  double time_s = 0;  // of a step that was packed under them
 };
 
-/// Each sequence goes to the smallest group that it then fits. `effort`: of the annealing that follows.
-Packing pack_by_time(const PlanInput& input, std::span<const double> levels_s, Sharing sharing,
-                     Effort effort = {.moves = Effort::kLow});
+class Packer {
+ public:
+  /// For `num_micro_batches` of the input's sequences. `stride`: of so many bags and sequences, or replicas, one is
+  /// packed, to see how long all take.
+  Packer(const PlanInput& input, int32_t num_micro_batches, int32_t stride = 1);
+
+  Packing pack(const Levels& levels);
+  /// Anneals the last packing, so that its micro-batches exceed their levels less.
+  Packing anneal(std::vector<double> levels_s, Effort effort);
+
+  std::span<const PlacementTrees> trees() const { return trees_; }
+
+ private:
+  Packing packing() const;
+
+  const PlanInput& input_;
+  int32_t num_micro_batches_, stride_;
+  std::vector<PlacementTrees> trees_;        // by replica
+  std::vector<std::vector<int32_t>> nodes_;  // of their items
+};
+
 /// By tokens alone, for limits that no packing by time keeps: each sequence goes to the smallest group with room, or
 /// over a whole bag.
 Packing pack_by_tokens(const PlanInput& input, int32_t num_micro_batches, bool in_whole_bags);

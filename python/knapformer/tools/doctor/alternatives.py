@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from knapformer import ArgumentError, TopologyOption, plan_home_bags, rank_topologies
 from knapformer.tools.ways import (
@@ -141,13 +142,18 @@ def time_budget(draw: Draw) -> Iterator[Step]:
         yield Step([draw.planning.home(batch()) for _ in batches])
 
 
-def static_sharing(degree: int) -> Way:
-    """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn."""
+def static_sharing(degree: int, **cut: Any) -> Way:
+    """Sequence parallelism of one degree for all sequences: the ranks of a group share what they have drawn.
+
+    cut: fields of the TrainedModel, by which heads and queries are cut. Default: heads alone.
+    """
 
     def steps(draw: Draw) -> Iterator[Step]:
         topology = f"g{degree}n{draw.num_ranks // degree}"
+        model = draw.planning.model.replace(**({"cuts_queries": False} | cut))
         for batches in draw.batches:
-            yield Step([plan_home_bags(draw.planning.plan(batch, topology, solver="greedy")) for batch in batches])
+            plans = (draw.planning.plan(batch, topology, solver="greedy", model=model) for batch in batches)
+            yield Step([plan_home_bags(plan) for plan in plans])
 
     return steps
 
@@ -180,6 +186,14 @@ def baselines(num_ranks: int) -> list[Alternative]:
                 "the model's attention, and the loader", degree=degree,
             )
             for degree in (2, 4, 8) if num_ranks % degree == 0
+        ),
+        *(
+            Alternative(key, name, static_sharing(8, cuts_queries=True, **cut), "the model's attention, and the loader",
+                        degree=8)
+            # One head is cut into none: all ranks share queries.
+            for key, name, cut in (("ring_8", "static ring 8", {"num_heads": 1, "num_kv_heads": 1}),
+                                   ("ulysses_ring_8", "Ulysses x ring 8", {}))
+            if num_ranks % 8 == 0
         ),
     ]  # fmt: skip
 

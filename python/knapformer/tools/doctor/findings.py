@@ -187,6 +187,9 @@ class Findings:
         if not of.topology:
             return f"{of.change}."
         width = "" if takes else f", d_model={planning.d_model}"
+        largest = int(of.topology[1:].partition("n")[0].partition("/")[0])
+        if planning.model.num_heads % largest:
+            settings += f", model=knapformer.TrainedModel(num_heads={planning.model.num_heads}, cuts_queries=True)"
         balancer = f'knapformer.SequenceBalancer("{of.topology}"{width}{settings})'
         whole = " Plan the micro-batches of a step together: plan_routing(..., micro_batches=K)."
         whole = whole if case.micro_batches > 1 else ""

@@ -112,9 +112,10 @@ class Replayer:
         return [RankSeconds(**total) for total in totals], noise
 
     def _attention_work(self, share: AttentionShare) -> Work:
-        def rows(num_heads: int) -> Tensor:
-            shape = (sum(share.seq_lens), num_heads, self._config.head_dim)
+        def rows(lens: Sequence[int], num_heads: int) -> Tensor:
+            shape = (sum(lens), num_heads, self._config.head_dim)
             return torch.randn(shape, device=self._device, dtype=self._dtype, requires_grad=True)
 
-        q, k, v = rows(share.num_heads), rows(share.num_kv_heads), rows(share.num_kv_heads)
-        return passes(self._attend, (q, k, v, share.seq_lens), self._checkpointing)
+        queries, keys, starts = zip(*share.rows, strict=True)
+        q, k, v = rows(queries, share.num_heads), rows(keys, share.num_kv_heads), rows(keys, share.num_kv_heads)
+        return passes(self._attend, (q, k, v, queries, keys, starts), self._checkpointing)

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <random>
 
@@ -9,6 +10,7 @@
 #include "knapformer/core/planners/planner.h"
 #include "knapformer/core/util/error.h"
 #include "tests/core/cases.h"
+#include "tests/core/mixes.h"
 
 namespace knapformer {
 namespace {
@@ -78,6 +80,44 @@ void check_close_to_the_best(bool with_given_work) {
 
 TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfSmallCases) { check_close_to_the_best(false); }
 TEST(BalancedSolver, IsCloseToTheBestOfAllPlansOfGivenWork) { check_close_to_the_best(true); }
+
+/// The least time of the slowest bag of all ways to put sequences into flat bags, where nothing is exchanged.
+double best_of_flat(const PlanInput& in) {
+  std::vector<double> bag_s(in.topology.bags().size());
+  double best_s = std::numeric_limits<double>::infinity();
+  const std::function<void(int32_t)> place = [&](int32_t s) {
+    if (s == in.seq_lens.num_sequences()) best_s = std::ranges::max(bag_s);
+    for (size_t b = 0; b < bag_s.size() && s < in.seq_lens.num_sequences(); ++b) {
+      const double before_s = bag_s[b];
+      const double flops = in.work(SequenceId(s)) / in.topology.bag(BagId(b)).num_ranks;
+      bag_s[b] += in.model.num_blocks * flops / in.cluster.flops_per_s;
+      if (bag_s[b] < best_s) place(s + 1);
+      bag_s[b] = before_s;
+    }
+  };
+  place(0);
+  return best_s;
+}
+
+TEST(BalancedSolver, FewSequencesInFlatBagsArePlannedBestOfAll) {
+  const char* topologies[] = {"g1n3", "g1n2", "g1n4", "g1n5", "g2n2", "g1n1+g2n2", "g1n2+g3n1"};
+  for (uint64_t seed = 0; seed < 105; ++seed) {
+    Cases cases(seed);
+    const char* const topology = topologies[seed % 7];
+    std::vector<std::vector<int64_t>> lens(static_cast<size_t>(Topology::parse(topology).num_ranks()));
+    const int64_t count = seed % 3 == 0 && topology[1] == '1' ? 3 * std::ssize(lens) : cases.integer(4, 12);
+    for (int64_t i = 0; i < std::min(count, int64_t{12}); ++i)
+      lens[i % lens.size()].push_back(6 * (seed % 2 == 0 ? cases.integer(300, 1400) : 1 << cases.integer(4, 11)));
+    PlanInput in = lengths_in(lens, topology, 3072);
+    if (seed == 0) in = lengths_in({{3480, 3794, 8217}, {7619, 3478, 7168}, {7885, 2342, 5863}}, "g1n3", 3072);
+    use_block_clock(in);
+    in.cluster.node_bytes_per_s = std::numeric_limits<double>::infinity();
+    in.model.routed = false;
+    const double best_s = best_of_flat(in);
+    for (const int64_t moves : {Effort::kLow, int64_t{100}, Effort::kDefault})
+      EXPECT_NEAR(step_s(balanced(in, {.moves = moves})) / best_s, 1, 1e-4) << topology << ", seed " << seed;
+  }
+}
 
 /// The lowest limit of tokens per rank that some placement keeps.
 int64_t least_limit(const PlanInput& in) {

@@ -58,6 +58,21 @@ TEST(GoldenPlans, GreedyMakesEveryOneOfThem) {
   }
 }
 
+TEST(Greedy, RemainingCapacityDecidesAmongBagsOfSeveralSizes) {
+  // A bag's capacity is 40 tokens a rank. In the end 5, 10 and 0 are left: of 40, the last sequence would take 15.
+  const auto bags_of = [](std::string_view topology, std::string_view solver) {
+    PlanInput in = lengths_in({{35, 30}, {28, 27}, {25, 15}, {}}, topology, 64);
+    in.workload.gamma = 0;
+    std::vector<int32_t> bags;
+    const Plan plan = make_plan(in, solver);
+    for (const Placement& place : plan.placements()) bags.push_back(place.bag.value);
+    return bags;
+  };
+  EXPECT_EQ(bags_of("g1n2+g2n1", "greedy"), (std::vector<int32_t>{0, 1, 2, 2, 2, 1}));
+  EXPECT_EQ(bags_of("g1n2+g2n1", "greedy_remaining"), (std::vector<int32_t>{0, 1, 2, 2, 2, 2}));
+  EXPECT_EQ(bags_of("g1n4", "greedy_remaining"), bags_of("g1n4", "greedy"));
+}
+
 TEST(GoldenPlans, BalancedIsNeverWorse) {
   constexpr double kFree = std::numeric_limits<double>::infinity();
   for (const bool free : {false, true}) {

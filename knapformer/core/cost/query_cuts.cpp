@@ -1,0 +1,115 @@
+#include "knapformer/core/cost/query_cuts.h"
+
+#include <algorithm>
+
+#include "knapformer/core/cost/step_time.h"
+#include "knapformer/core/util/infinity.h"
+
+namespace knapformer {
+namespace {
+
+/// With more stages kernels get slow: 8 took 1.37 of the time of one, where 4 took 1.06 (H200, 32,768 tokens, 6 heads).
+constexpr int32_t kMostStages = 4;
+
+/// What more parts or stages have to gain: they take more launches, of smaller kernels, which no term counts.
+constexpr double kWorthMore = 0.99;
+
+/// What the ranks of a group share: seconds of attention, and tokens that are exchanged.
+struct SharedLoad {
+  double attention_s = 0, tokens = 0;
+  int32_t count = 0;
+
+  void add(const PlanInput& input, const BlockRates& rates, SequenceId id) {
+    attention_s += input.pairs_of(id) * rates.pair_s;
+    tokens += static_cast<double>(input.seq_lens[id]);
+    ++count;
+  }
+};
+
+/// The sequences with more work than `least` and at most `most`; where there are none, the one with the most work.
+SharedLoad load_of(const PlanInput& input, const BlockRates& rates, double least_s, double most_s) {
+  SharedLoad load, longest;
+  double longest_s = 0;
+  for (SequenceId id(0); id.value < input.seq_lens.num_sequences(); ++id.value) {
+    const double work_s = rates.work_s(input, id);
+    if (work_s > longest_s) {
+      longest_s = work_s;
+      longest = {};
+      longest.add(input, rates, id);
+    }
+    if (work_s > least_s && work_s <= most_s) load.add(input, rates, id);
+  }
+  return load.count > 0 ? load : longest;
+}
+
+/// Whether every rank has work, and at most a third more than another.
+bool is_fair(const AttentionShares& shares, int32_t degree) {
+  int32_t least = shares.num_heads(degree), most = 0;
+  for (int32_t i = 0; i < shares.head_parts(degree); ++i) {
+    least = std::min(least, shares.query_heads(degree, i));
+    most = std::max(most, shares.query_heads(degree, i));
+  }
+  return least > 0 && 3 * most <= 4 * least;
+}
+
+/// load: of one group of the degree. whole_s: attention of a rank on whole sequences, which hides what travels first.
+QueryCut best_cut(const PlanInput& input, Rank first_rank, int32_t degree, const SharedLoad& load, double whole_s) {
+  QueryCut best{.degree = degree, .num_parts = degree};
+  double best_s = kInfinity;
+  const bool overlaps = input.cluster.overlaps_attention;
+  const bool may_stage = overlaps && input.mask.kind == Mask::Kind::kFull && input.attention_pairs.empty();
+  for (int32_t num_parts = 1; num_parts <= degree; ++num_parts) {
+    if (degree % num_parts != 0) continue;
+    QueryCut cut{.degree = degree, .num_parts = num_parts};
+    const AttentionShares shares(input.model.num_heads, input.model.num_kv_heads, {&cut, 1});
+    if (!is_fair(shares, degree)) continue;
+    if (num_parts == 1 && shares.is_even(degree)) return cut;  // moves the fewest bytes
+    const SentRows sent = sent_range(input.cluster, shares, first_rank, degree).max;
+    const auto seconds = [&](const Traffic& columns) {
+      const Traffic by_link = exchange_s(input, columns);
+      return load.tokens / degree * std::max(by_link.inside, by_link.between);
+    };
+    const double attention_s = load.attention_s * shares.max(degree);
+    const double keys_s = seconds(sent.before + sent.after * -1);
+    for (cut.num_stages = 1; cut.num_stages <= (may_stage && num_parts > 1 ? kMostStages : 1); cut.num_stages *= 2) {
+      const double later_s = keys_s * cut.part_of_later_stages(), first_s = seconds(sent.before) - later_s;
+      const double time_s = attention_s * cut.attention_factor() + seconds(sent.after) +
+                            std::max(0.0, first_s - (overlaps ? whole_s : 0)) +
+                            std::max(0.0, later_s - attention_s * cut.part_of_later_stages());
+      if (time_s >= best_s * kWorthMore) continue;
+      best_s = time_s;
+      best = cut;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+void cut_queries(PlanInput& input) {
+  input.query_cuts.clear();
+  if (!input.model.cuts_queries || input.model.num_heads == 0 || input.seq_lens.num_sequences() == 0) return;
+  const BlockRates rates(input);
+  double total_s = 0;
+  for (SequenceId id(0); id.value < input.seq_lens.num_sequences(); ++id.value) total_s += rates.work_s(input, id);
+  const int32_t num_ranks = input.topology.num_ranks();
+  const double even_s = total_s / input.group_speed(Rank(0), num_ranks).sum;
+  for (const Bag& bag : input.topology.bags()) {
+    const std::vector<int32_t>& degrees = input.topology.shapes()[bag.shape].degrees;
+    for (size_t k = 0; k < degrees.size(); ++k) {
+      const int32_t degree = degrees[k];
+      if (degree == 1 || std::ranges::find(input.query_cuts, degree, &QueryCut::degree) != input.query_cuts.end())
+        continue;
+      const double least_s = k == 0 ? 0 : degrees[k - 1] * even_s;
+      const double most_s = k + 1 == degrees.size() ? kInfinity : degree * even_s;
+      SharedLoad load = load_of(input, rates, least_s, most_s);
+      const int32_t num_groups = std::min(load.count, num_ranks / degree);
+      load.attention_s /= num_groups;
+      load.tokens /= num_groups;
+      const double whole_s = degrees.front() > 1 ? 0 : load_of(input, rates, 0, even_s).attention_s / num_ranks;
+      input.query_cuts.push_back(best_cut(input, bag.first_rank, degree, load, whole_s));
+    }
+  }
+}
+
+}  // namespace knapformer

@@ -1,0 +1,271 @@
+"""`check`: whether a packed call computes what the model itself does, on a small random model of a class."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import importlib.util
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from knapformer import ArgumentError, Cluster, StateError, TrainedModel
+from knapformer.adapters.adapter import Adapter
+from knapformer.adapters.balance import balance
+from knapformer.adapters.config import Fields, defaults_of
+from knapformer.adapters.model import Draw
+from knapformer.adapters.registry import adapter_of, find_model, register
+from knapformer.adapters.samples import Sample
+from knapformer.balancer import SequenceBalancer
+
+OUTPUTS, GRADIENTS = 1e-5, 5e-5  # tolerances: of an output's largest value, and of a parameter's largest gradient
+# So slow that sharing of a few dozen tokens pays.
+_CLUSTER = Cluster(flops_per_s=1e9, node_bytes_per_s=2e8, network_bytes_per_s=2e8)
+_TOPOLOGIES = {1: "g1n1", 2: "g2/1n1", 4: "g4/2/1n1"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a random sample. grid: frames, rows and columns of tokens; a model of images has no frames."""
+
+    grid: tuple[int, int, int]
+    text_tokens: int
+
+    @property
+    def visual_tokens(self) -> int:
+        return math.prod(self.grid)
+
+
+# Odd sizes, an empty caption, neighbours of one length.
+SIZES = [Size((1, 3, 5), 7), Size((2, 4, 3), 0), Size((1, 1, 1), 2), Size((1, 5, 3), 7), Size((3, 7, 2), 12)]
+
+
+class SmallModel:
+    """A small model of a class, in a random configuration; and samples for it.
+
+    fields: in place of those of `Adapter.small`. Weights let every part matter: those that start as 0 or 1 are drawn,
+    too. The same arguments give the same numbers, on every rank.
+    """
+
+    def __init__(self, model_class: Any, **fields: Any) -> None:
+        found = adapter_of(model_class)
+        if found is None or not found.small:
+            raise ArgumentError(
+                f"transformer: got {model_class.__name__}, expected a class with an adapter that has `small`"
+            )
+        self.model_class, self.adapter = model_class, found
+        self.fields = found.small | fields
+
+    def make(self) -> Any:
+        return seeded(self.model_class(**self.fields))
+
+    def sample(self, size: Size, seed: int) -> dict[str, Any]:
+        size = Size(size.grid, max(size.text_tokens, self.adapter.min_text_tokens))
+        draw = _UniformDraw(torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)
+        return Fields(self.adapter, defaults_of(self.model_class) | self.fields).random_sample(size, draw, True)
+
+    def samples(self) -> list[dict[str, Any]]:
+        return [self.sample(size, seed) for seed, size in enumerate(SIZES)]
+
+
+class _UniformDraw(Draw):
+    def time(self) -> Tensor:
+        return torch.rand(1, generator=self.generator)
+
+
+def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            if "norm" in name and name.endswith("weight") and parameter.ndim == 1:
+                parameter.add_(1)
+    return model
+
+
+def sample_loss(prediction: Any, sample: Sample) -> Tensor:
+    """Against a target that is a function of the sample alone."""
+    drawn = next(leaf for leaf in pytree.tree_leaves(dict(sample)) if isinstance(leaf, Tensor) and leaf.numel() > 1)
+    generator = torch.Generator().manual_seed(int(drawn.sum().item() * 1e4) % (1 << 30))
+    parts = pytree.tree_leaves(prediction)
+    loss: Tensor = sum((part - torch.randn(part.shape, generator=generator)).square().mean() for part in parts)
+    return loss
+
+
+def one_by_one(model: nn.Module, samples: Sequence[Sample]) -> tuple[list[Any], dict[str, Tensor]]:
+    """The model's own forward on each sample alone, and the gradients of the sum of their losses."""
+    model = copy.deepcopy(model)
+    adapter = find_model(model)[1]
+    outputs = [adapter.own(model, sample) for sample in samples]
+    torch.stack([sample_loss(output, sample) for output, sample in zip(outputs, samples, strict=True)]).sum().backward()
+    return pytree.tree_map(torch.detach, outputs), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """The largest difference of tensors, or of tuples of tensors, relative to the largest value; infinite where shapes
+    differ."""
+    pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return math.inf
+    return max(float((a - b).detach().abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def gradient_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of each parameter, relative to its largest gradient; where that is only rounding, to a thousandth of that of all.
+    A parameter that one side alone has no gradient of counts as zeros there."""
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    errors = {}
+    for name in {**expected, **got}:
+        pair = [gradients[name] for gradients in (got, expected) if name in gradients]
+        reference = expected.get(name, torch.zeros_like(pair[0]))
+        difference = (got.get(name, torch.zeros_like(reference)) - reference).abs().max().item()
+        errors[name] = difference / max(reference.abs().max().item(), 1e-3 * largest)
+    return errors
+
+
+def check(transformer: Any, *, ranks: int = 2, **fields: Any) -> str:
+    """Whether a packed call computes what the model itself does: outputs and gradients of a few random samples of all
+    sizes, with every conditioning that the adapter takes, against the model's own forward, one sample at a time.
+
+    transformer: a class that has an adapter, or a model of it, of which the class alone is taken: the model that is
+        checked is small and random (`Adapter.small`).
+    ranks: so many processes share the samples, over Gloo; one of them has none. 1: no process is started. As with
+        every program that starts processes, a script calls this under `if __name__ == "__main__":`.
+    fields: of the small model's configuration, in place of those of `Adapter.small`.
+
+    Returns a report. Raises StateError with what differs; ArgumentError where the class has no adapter.
+    """
+    if ranks not in _TOPOLOGIES:
+        raise ArgumentError(f"ranks: got {ranks!r}, expected one of {', '.join(map(str, _TOPOLOGIES))}")
+    model_class = transformer if isinstance(transformer, type) else type(find_model(transformer)[0])
+    small = SmallModel(model_class, **fields)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them wait for each other over so few numbers
+    try:
+        found = _found(small, ranks)
+    finally:
+        torch.set_num_threads(num_threads)
+    lines = [f"{name:<18} {'; '.join(differences) or 'the same'}" for name, differences in found.items()]
+    report = "\n".join([f"{model_class.__name__}, packed, against its own forward", *lines])
+    if any(found.values()):
+        raise StateError(report)
+    return report
+
+
+def _found(small: SmallModel, ranks: int) -> dict[str, list[str]]:
+    found = {"packed": _compared(small.make(), small.samples())}
+    if hasattr(small.model_class, "enable_gradient_checkpointing"):
+        found["checkpointed"] = _compared(small.make(), small.samples(), _checkpointed)
+    if importlib.util.find_spec("peft"):
+        found["LoRA"] = _compared(with_lora(small.make(), small.adapter), small.samples())
+    found["no samples"] = _without_samples(balance(small.make()))
+    if ranks > 1:
+        found[f"shared by {ranks} ranks"] = _on_ranks(small, ranks)
+    return found
+
+
+def _compared(model: Any, samples: Sequence[Sample], change: Callable[[Any], None] | None = None) -> list[str]:
+    """What differs. change: applied to the packed model alone."""
+    outputs, expected = one_by_one(model, samples)
+    if change is not None:
+        change(model)
+    predictions = balance(model)(samples)
+    sum((sample_loss(p, s) for p, s in zip(predictions, samples, strict=True)), predictions.zero).backward()
+    return _differences(dict(enumerate(predictions)), outputs, gradients(model), expected)
+
+
+def _differences(
+    predictions: Mapping[int, Any], outputs: Sequence[Any], got: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> list[str]:
+    of_outputs = {f"samples[{i}]": relative_error(prediction, outputs[i]) for i, prediction in predictions.items()}
+    of_gradients = gradient_errors(got, expected)
+    found = []
+    for what, errors, tolerance in (("output", of_outputs, OUTPUTS), ("gradient", of_gradients, GRADIENTS)):
+        wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+        if wrong:
+            worst = max(wrong, key=lambda name: wrong[name])
+            found.append(
+                f"{what} of {worst} is off by {wrong[worst]:.1e} of its largest value, expected at most "
+                f"{tolerance:.0e} ({len(wrong)} of {len(errors)} are off)"
+            )
+    return found
+
+
+def _checkpointed(model: Any) -> None:
+    model.enable_gradient_checkpointing()
+
+
+def with_lora(model: Any, adapter: type[Adapter]) -> Any:
+    """Adapters of PEFT on all linear layers of its blocks, drawn at random: PEFT starts B as zeros, which would hide
+    A's gradients."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    for name in adapter.lists():
+        linear = {of for of, module in model.get_submodule(name).named_modules() if isinstance(module, nn.Linear)}
+        if linear:
+            inject_adapter_in_model(
+                LoraConfig(r=2, lora_alpha=2, target_modules=sorted(linear)), model.get_submodule(name)
+            )
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model
+
+
+def _without_samples(model: Any) -> list[str]:
+    model([]).zero.backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    return [f"no gradient of {missing[0]} ({len(missing)} have none), expected zeros"] if missing else []
+
+
+def _on_ranks(small: SmallModel, ranks: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, folder, small.model_class, small.adapter, small.fields)
+        spawn(_rank_main, arguments, nprocs=ranks)
+        found = [Path(folder, str(rank)).read_text().splitlines() for rank in range(ranks)]
+    return [f"rank {rank}: {difference}" for rank, of in enumerate(found) for difference in of]
+
+
+def _rank_main(rank: int, ranks: int, folder: str, model_class: type, adapter: type[Adapter], fields: Any) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, rank=rank, world_size=ranks)
+    if adapter_of(model_class) is not adapter:
+        register(model_class, adapter)
+    small, found = SmallModel(model_class, **fields), []
+    for cut in (False, True):
+        differences = shared(small, rank, ranks, TrainedModel(num_heads=1, cuts_queries=True) if cut else None)
+        found += [f"{'with queries cut, ' if cut else ''}{difference}" for difference in differences]
+    Path(folder, str(rank)).write_text("\n".join(found))
+    dist.destroy_process_group()
+
+
+def shared(small: SmallModel, rank: int, ranks: int, planned: TrainedModel | None = None) -> list[str]:
+    """What differs on this rank of a default group: all samples are those of the last ranks, the first has none."""
+    model, samples = small.make(), small.samples()
+    outputs, expected = one_by_one(model, samples)
+    balancer = SequenceBalancer(_TOPOLOGIES[ranks], cluster=_CLUSTER, model=planned)
+    home = [] if rank == 0 else list(range(rank - 1, len(samples), ranks - 1))
+    predictions = balance(model, balancer)([samples[i] for i in home])
+    sum((sample_loss(p, samples[i]) for i, p in zip(home, predictions, strict=True)), predictions.zero).backward()
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in got.values():
+        dist.all_reduce(gradient)
+    unshared = [] if max(balancer.plan.degree_of_sequence) > 1 else ["no sequence was shared"]
+    return unshared + _differences(dict(zip(home, predictions, strict=True)), outputs, got, expected)

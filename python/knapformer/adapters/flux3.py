@@ -1,0 +1,123 @@
+"""FLUX.3: diffusers' Flux3Transformer2DModel. First image, references and text attend each to itself, in blocks of its
+own (those of the text where the sample is), then all to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, rotation_of, rotation_rows, runs_of
+from knapformer.adapters.joint import JointAdapter, JointChunks
+from knapformer.adapters.samples import Samples, one_after_another
+from knapformer.models.packing import TwoStreams, gated_add, modulate, segment_index
+
+_TEXT, _IMAGE, _REFERENCE = range(3)  # kinds of tokens, in the order in which they lie in a sequence
+_NAMES = ("txt", "image", "image_cond")
+
+
+def block(block: Any, x: Tensor, rows: Tensor, chunks: Chunks) -> Tensor:
+    """As Flux3ModeTransformerBlock.forward and Flux3SingleTransformerBlock.forward; rows (runs, 3 width)."""
+    attn, of_token = block.attn, chunks.of_token
+    shift, scale, gate = rows.chunk(3, -1)
+    normed = modulate(block.norm(x), shift, scale, of_token)
+    fused = attn.fused_projections
+    q, k, v = attn.to_qkv(normed).chunk(3, -1) if fused else (attn.to_q(normed), attn.to_k(normed), attn.to_v(normed))
+    q, k, v = (t.unflatten(-1, (-1, attn.head_dim)) for t in (q, k, v))
+    q, k = (t.to(v.dtype) for t in chunks.rotated(attn.norm_q(q.float()), attn.norm_k(k.float())))
+    attended = attn.to_out[1](attn.to_out[0](chunks.attention(attn, q, k, v)))
+    return gated_add(x, attended + block.ff(normed), gate, of_token)
+
+
+def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    scale, shift = norm.linear(norm.act_fn(cond)).chunk(2, -1)
+    return modulate(norm.norm(x), shift, scale, packed.of_token)
+
+
+class Flux3(JointAdapter):
+    sequence = "text, image and reference tokens"
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
+    optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
+    input_layer = "context_embedder"
+    blocks = {"mode_blocks.image": block, "mode_blocks.image_cond": block, "single_transformer_blocks": block}  # noqa: RUF012
+    refiners = {"txt_mode_blocks": block}  # noqa: RUF012
+    modules = {"norm_out": final_norm}  # noqa: RUF012
+    forwards = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock", "Flux3AdaLayerNorm")
+    in_parts = ("attn",)
+    processors = ("Flux3AttnProcessor",)
+    small = {  # noqa: RUF012
+        "in_channels": 6, "cond_in_channels": 5, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 12,
+        "num_attention_heads": 3, "joint_attention_dim": 10, "timestep_channels": 16, "axes_dims_rope": (2, 4, 4, 2),
+    }  # fmt: skip
+    min_text_tokens = 1
+    conditions = {  # noqa: RUF012  (every other sample has references)
+        "image_cond_hidden_states": lambda config, size, draw: draw.normal(1, 9, 5) if size.grid[2] == 3 else None,
+        "image_cond_ids": lambda config, size, draw: 2 * torch.ones(9, 4).cumsum(0) if size.grid[2] == 3 else None,
+        "target_timestep": lambda config, size, draw: draw.time() if config.flow_map else None,
+    }
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        image, image_lens = samples.rows("hidden_states", config.in_channels)
+        reference, reference_lens = samples.rows("image_cond_hidden_states", config.cond_in_channels)
+        text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
+        names = (("txt_ids", text_lens), ("img_ids", image_lens), ("image_cond_ids", reference_lens))
+        of_text, of_image, of_reference = (
+            rotation_rows(*model.pos_embed(samples.rows_like(name, len(config.axes_dims_rope), lens)))
+            for name, lens in names
+        )
+        cond = self._conditions(model, samples)
+
+        text = model.context_embedder(text)
+        alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
+        rows = model.early_stream_modulations["txt"](F.silu(cond[:, 1]))
+        for each in model.txt_mode_blocks:
+            text = each(text, rows, alone)
+
+        pairs = list(zip(image_lens, reference_lens, strict=True))
+        kinds = torch.tensor([_IMAGE, _REFERENCE]).repeat(len(pairs))
+        kinds = kinds.repeat_interleave(torch.tensor([*itertools.chain(*pairs)], dtype=torch.int64))
+        embedded = model.x_embedders["image"](image), model.x_embedders["image_cond"](reference)
+        content, lens = one_after_another((embedded[0], image_lens), (embedded[1], reference_lens))
+        of_content, _ = one_after_another((of_image, image_lens), (of_reference, reference_lens))
+        home = self.home(text, text_lens, content, lens, (of_text, of_content), cond, kinds)
+        home.sequence_features.append(torch.tensor([text_lens, image_lens, reference_lens], dtype=torch.int64).t())
+        home.rest = (TwoStreams.of_flags(home.features[0] != _IMAGE, text.device), image_lens, cond[:, 0])
+        return home
+
+    @staticmethod
+    def _conditions(model: Any, samples: Samples) -> Tensor:
+        """(samples, 2, width): of the image, and of what is known."""
+
+        def embedded(embedder: Any, time: Tensor) -> Tensor:
+            out: Tensor = embedder(model.time_proj(time).to(time.dtype))
+            return out
+
+        time = samples.scaled("timestep", 1000, "hidden_states")
+        cond = torch.stack([embedded(model.timestep_embedder, t) for t in (time, torch.zeros_like(time))], 1)
+        if samples.expect("target_timestep", model.config.flow_map):
+            target = samples.scaled("target_timestep", 1000, "hidden_states")
+            cond = cond + embedded(model.target_timestep_embedder, target).unsqueeze(1)
+        return cond
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        cond, lens = of_chunk
+        of_image, of_known = F.silu(cond).unbind(1)
+        for kind, active in ((_IMAGE, of_image), (_REFERENCE, of_known)):
+            part, rows = chunks.part(kind, lens), model.early_stream_modulations[_NAMES[kind]](active)
+            others, own = part.streams.split(x)
+            for each in model.mode_blocks[_NAMES[kind]]:
+                own = run(each, own, rows, part)
+            x = part.streams.join(others, own)
+
+        of_kinds = zip(_NAMES, (of_known, of_image, of_known), strict=True)
+        table = torch.stack([model.single_stream_modulations[name](active) for name, active in of_kinds], 1)
+        of_runs, of_token = runs_of(len(_NAMES) * segment_index(chunks.step.chunk_lens) + chunks.kinds, x.device)
+        rows, chunks = table.flatten(0, 1).index_select(0, of_runs), dataclasses.replace(chunks, of_token=of_token)
+        for each in model.single_transformer_blocks:
+            x = run(each, x, rows, chunks)
+        return x

@@ -1,0 +1,105 @@
+"""Krea 2: diffusers' Krea2Transformer2DModel. The blocks that fuse and refine a text run where the sample is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, random_mask, rotation_rows
+from knapformer.adapters.joint import JointAdapter, JointChunks
+from knapformer.adapters.samples import Samples
+from knapformer.models.packing import TwoStreams, gated_add, modulate, text_flags
+
+
+def _attended(attn: Any, x: Tensor, chunks: Chunks) -> Tensor:
+    """As Krea2AttnProcessor."""
+    q, k, v = (to(x).unflatten(-1, (-1, attn.head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v))
+    gate = attn.to_gate(x)
+    attended = chunks.attention(attn, *chunks.rotated(attn.norm_q(q), attn.norm_k(k)), v)
+    out: Tensor = attn.to_out[0](attended * torch.sigmoid(gate))
+    return out
+
+
+def block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
+    """As Krea2TransformerBlock.forward; cond (chunks, 6 width)."""
+    of_token = chunks.of_token
+    scale, shift, gate, scale_ff, shift_ff, gate_ff = (cond.unflatten(-1, (6, -1)) + block.scale_shift_table).unbind(1)
+    attended = _attended(block.attn, modulate(block.norm1(x), shift, scale, of_token), chunks)
+    x = gated_add(x, attended, gate, of_token)
+    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
+
+
+def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
+    """As Krea2TextFusionBlock.forward."""
+    text = text + _attended(block.attn, block.norm1(text), chunks)
+    out: Tensor = text + block.ff(block.norm2(text))
+    return out
+
+
+def text_fusion(fusion: Any, text: Tensor, chunks: Chunks) -> Tensor:
+    """As Krea2TextFusion.forward; text (text tokens, layers of the text encoder, width)."""
+    for each in fusion.layerwise_blocks:
+        text = each(text)
+    text = fusion.projector(text.transpose(1, 2)).squeeze(-1)
+    for each in fusion.refiner_blocks:
+        text = each(text, chunks)
+    return text
+
+
+def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    scale, shift = (cond.unsqueeze(1) + layer.scale_shift_table).unbind(1)
+    out: Tensor = layer.linear(modulate(layer.norm(x), shift, scale, packed.of_token))
+    return out
+
+
+class Krea2(JointAdapter):
+    sequence = "text tokens that no mask hides, and image tokens"
+    left_out = "masks of numbers (which diffusers adds to the scores)"
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "position_ids")
+    optional = ("encoder_attention_mask",)
+    input_layer = "img_in"
+    blocks = {"transformer_blocks": block}  # noqa: RUF012
+    refiners = {"text_fusion.refiner_blocks": refiner_block}  # noqa: RUF012
+    modules = {"text_fusion": text_fusion, "final_layer": final_layer}  # noqa: RUF012
+    forwards = ("Krea2TransformerBlock", "Krea2TextFusionBlock", "Krea2TextFusion", "Krea2FinalLayer")
+    in_parts = ("attn",)
+    processors = ("Krea2AttnProcessor",)
+    small = {  # noqa: RUF012
+        "in_channels": 6, "num_layers": 2, "attention_head_dim": 14, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "intermediate_size": 26, "timestep_embed_dim": 16, "text_hidden_dim": 10, "num_text_layers": 3,
+        "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 13,
+        "axes_dims_rope": (2, 4, 8),
+    }  # fmt: skip
+    conditions = {  # noqa: RUF012
+        "encoder_hidden_states": lambda config, size, draw: draw.normal(1, max(size.text_tokens, 1), 3, 10),
+        "encoder_attention_mask": lambda config, size, draw: None if (m := random_mask(size)) is None else m.bool(),
+        "position_ids": lambda config, size, draw: torch.cat(
+            [torch.zeros(max(size.text_tokens, 1), 3), torch.cartesian_prod(*map(torch.arange, size.grid)).float()]
+        ),
+    }
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        image, image_lens = samples.rows("hidden_states", config.in_channels)
+        text, padded = samples.rows("encoder_hidden_states", config.num_text_layers, config.text_hidden_dim)
+        lens = [sum(pair) for pair in zip(padded, image_lens, strict=True)]
+        rotation = rotation_rows(*model.rotary_emb(samples.rows_like("position_ids", 3, lens)))
+        of_text, of_image = TwoStreams.of_flags(text_flags(padded, image_lens), image.device).split(rotation)
+        text_lens, text, of_text = samples.unmasked("encoder_attention_mask", padded, text, of_text, boolean=True)
+        image = model.img_in(image)
+        text = model.txt_in(model.text_fusion(text, Chunks.alone(text_lens, text.flatten(1))))
+        cond = model.time_embed(samples.one_each("timestep"), image.dtype).squeeze(1)
+        return self.home(text, text_lens, image, image_lens, (of_text, of_image), cond)
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        rows = model.time_mod_proj(F.gelu(of_chunk[0], approximate="tanh"))
+        for each in model.transformer_blocks:
+            x = run(each, x, rows, chunks)
+        return x
+
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        out: Tensor = model.final_layer(image, cond, packed)
+        return out

@@ -1,0 +1,211 @@
+"""MiniMax-H3: diffusers' MiniMaxH3Transformer3DModel. Text, video and audio lie in a sequence as the sample says; each
+token takes its time step and modality along. A prediction is a pair, of video and audio. Texts are refined at home."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from knapformer import ArgumentError
+from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, runs_of
+from knapformer.adapters.joint import projected
+from knapformer.adapters.samples import Samples, on_host
+from knapformer.device_copies import to_device
+from knapformer.models.packing import gated_add, modulate
+from knapformer.models.step import PackedStep
+
+_MODALITIES = 3  # of which each has rows of modulation of its own, for each time step
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MiniMaxChunks(Chunks):
+    times: Tensor  # the time step of each run of tokens, as of_token numbers the runs
+    rows: Tensor  # and its row of modulation
+    num_turned: int  # features of a head that positions turn
+
+
+def _attended(attn: Any, x: Tensor, chunks: Chunks) -> Tensor:
+    q, k, v = projected(attn, x)
+    if isinstance(chunks, MiniMaxChunks):
+        q, k = chunks.rotated(*(_neighbours(heads, chunks.num_turned) for heads in (q, k)))
+    out: Tensor = attn.to_out[1](attn.to_out[0](chunks.attention(attn, q, k, v)))
+    return out
+
+
+def _neighbours(heads: Tensor, count: int) -> Tensor:
+    """The model turns feature i, of `count`, with feature i + count / 2; here neighbours are turned. Scores do not
+    depend on the order of features."""
+    return torch.cat([heads[..., :count].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), heads[..., count:]], -1)
+
+
+def block(block: Any, x: Tensor, cond: Tensor, chunks: MiniMaxChunks) -> Tensor:
+    """As MiniMaxH3TransformerBlock.forward; cond: the embedded time steps of `chunks`."""
+    of_token = chunks.of_token
+    rows = (table.index_select(0, chunks.rows) for table in block.adaln_proj(cond))
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
+    x = gated_add(x, _attended(block.attn, modulate(block.norm1(x), shift, scale, of_token), chunks), gate, of_token)
+    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
+
+
+def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
+    text = text + _attended(block.attn, block.norm1(text), chunks)
+    out: Tensor = text + block.ff(block.norm2(text))
+    return out
+
+
+def token_refiner(refiner: Any, text: Tensor, chunks: Chunks) -> Tensor:
+    for each in refiner.refiner_blocks:
+        text = each(text, chunks)
+    out: Tensor = refiner.final_norm(text)
+    return out
+
+
+def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    shift, scale = norm.linear(_like(norm.linear, F.silu(cond))).chunk(2, -1)
+    return modulate(norm.norm(x), shift, scale, packed.of_token)
+
+
+def _like(module: Any, x: Tensor) -> Tensor:
+    """In the dtype of the module's weights: the model has several."""
+    from diffusers.models.modeling_utils import get_parameter_dtype
+
+    return x.to(get_parameter_dtype(module))
+
+
+class MiniMaxH3(Adapter):
+    sequence = "text, video and audio tokens"
+    required = (
+        "hidden_states", "audio_hidden_states", "encoder_hidden_states", "timestep", "timestep_indices", "token_tags",
+        "position_ids", "video_indices", "audio_indices", "text_indices",
+    )  # fmt: skip
+    input_layer = "context_embedder"
+    blocks = {"transformer_blocks": block}  # noqa: RUF012
+    refiners = {"token_refiner.refiner_blocks": refiner_block}  # noqa: RUF012
+    modules = {"token_refiner": token_refiner, "norm_out": final_norm}  # noqa: RUF012
+    forwards = (
+        "MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock", "MiniMaxH3TokenRefiner", "MiniMaxH3AdaLayerNormOut",
+    )  # fmt: skip
+    in_parts = ("attn",)
+    processors = ("MiniMaxH3AttnProcessor",)
+    small = {  # noqa: RUF012
+        "num_attention_heads": 3, "attention_head_dim": 16, "hidden_size": 36, "num_layers": 2, "num_refiner_layers": 2,
+        "ffn_dim": 26, "in_channels": 2, "audio_in_channels": 5, "text_dim": 10, "freq_dim": 16,
+        "time_embed_hidden_dim": 20, "time_embed_dim": 14, "rope_freq_dim": 2,
+    }  # fmt: skip
+    min_text_tokens = 1
+    conditions = {  # noqa: RUF012
+        "hidden_states": lambda config, size, draw: draw.normal(1, size.visual_tokens, 8),
+        "audio_hidden_states": lambda config, size, draw: draw.normal(1, 4, 5),
+        "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, 10),
+        "timestep": lambda config, size, draw: torch.cat([torch.zeros(1), draw.time(), draw.time()]),
+        "timestep_indices": lambda config, size, draw: _spread(size, 0, 1, size.text_tokens % 3),
+        "token_tags": lambda config, size, draw: _spread(size, 1, 0, 2),
+        "position_ids": lambda config, size, draw: 3 * draw.normal(size.text_tokens + size.visual_tokens + 4, 3),
+        "text_indices": lambda config, size, draw: _layout(size, 0),
+        "video_indices": lambda config, size, draw: _layout(size, 1),
+        "audio_indices": lambda config, size, draw: _layout(size, 2),
+    }
+
+    @staticmethod
+    def own(model: Any, sample: Any) -> tuple[Tensor, Tensor]:
+        out = model(**sample)
+        return out.sample, out.audio_sample
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        lens = [len(samples.tensor(i, "position_ids")) for i in range(len(samples))]
+        cos, sin = model.rope(samples.rows_like("position_ids", 3, lens))
+        turns = torch.stack([cos, sin], -1)[:, : cos.shape[1] // 2]
+        unturned = turns.new_tensor([1.0, 0.0]).expand(len(turns), (config.attention_head_dim - cos.shape[1]) // 2, 2)
+
+        widths = (config.in_channels * math.prod(config.patch_size), config.audio_in_channels, config.text_dim)
+        names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
+        (video, *of_video), (audio, *of_audio), (text, text_lens) = map(samples.rows, names, widths)
+        text = model.context_embedder(_like(model.context_embedder, text))
+        text = model.token_refiner(text, Chunks.alone(text_lens, text))
+        video, audio = (to(_like(to, rows)) for to, rows in ((model.proj_in, video), (model.audio_proj_in, audio)))
+        x, places = text.new_zeros(sum(lens), text.shape[1]), {}
+        starts = [0, *itertools.accumulate(lens)]
+        for name, rows, of in (("text", text, text_lens), ("video", video, *of_video), ("audio", audio, *of_audio)):
+            indices = zip(self._integers(samples, f"{name}_indices", of, lens), starts, strict=False)
+            places[name] = torch.cat([torch.zeros(0).long(), *(index + start for index, start in indices)])
+            x = x.index_copy(0, to_device(places[name], x.device), rows.to(x.dtype))
+
+        given = on_host([torch.as_tensor(value).flatten().float() for value in samples.values("timestep")])
+        steps = self._integers(samples, "timestep_indices", lens, list(map(len, given)))
+        of_modality = self._integers(samples, "token_tags", lens, [_MODALITIES] * len(lens))
+        times = torch.cat([torch.zeros(0), *(time[step] for time, step in zip(given, steps, strict=True))])
+        tags = torch.cat([torch.zeros(0).long(), *of_modality])
+        rest = (times, *((places[name], of) for name, of in (("video", *of_video), ("audio", *of_audio))))
+        return Home(x, lens, [torch.cat([turns, unturned], 1), times, tags], rest=rest)
+
+    @staticmethod
+    def _integers(samples: Samples, name: str, counts: list[int], ends: list[int]) -> list[Tensor]:
+        """So many of each sample, from 0 to below its end, on the CPU: those that come on a device cost a wait."""
+        values = [samples.tensor(i, name) for i in range(len(samples))]
+        for i, (value, count) in enumerate(zip(values, counts, strict=True)):
+            if value.shape != (count,):
+                raise ArgumentError(f"samples[{i}][{name!r}]: got shape {tuple(value.shape)}, expected ({count},)")
+        found = on_host([value.long() for value in values])
+        for i, (value, end) in enumerate(zip(found, ends, strict=True)):
+            if len(other := value[(value < 0) | (value >= end)]):
+                raise ArgumentError(f"samples[{i}][{name!r}]: got {other[0]}, expected numbers from 0 to {end - 1}")
+        return found
+
+    def chunks(
+        self, model: Any, step: PackedStep, x: Tensor, features: list[Tensor], of_chunk: list[Tensor]
+    ) -> MiniMaxChunks:
+        turns, times, tags = features
+        values, of_value = times.unique(return_inverse=True)
+        keys, of_token = runs_of(of_value * _MODALITIES + tags, x.device)
+        return MiniMaxChunks(
+            step=step,
+            of_token=of_token,
+            rotation=rotation_of(turns, x.dtype),
+            times=to_device(values, x.device).index_select(0, keys // _MODALITIES),
+            rows=torch.arange(len(keys), device=x.device) * _MODALITIES + keys % _MODALITIES,
+            num_turned=6 * model.config.rope_freq_dim,
+        )
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: MiniMaxChunks, run: RunBlock) -> Tensor:
+        cond = self._embedded(model, chunks.times)
+        for each in model.transformer_blocks:
+            x = run(each, x, cond, chunks)
+        return x
+
+    @staticmethod
+    def _embedded(model: Any, times: Tensor) -> Tensor:
+        cond: Tensor = model.time_embedder(_like(model.time_embedder, model.time_proj(times)))
+        return cond
+
+    def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
+        times, *modalities = home.rest
+        times, of_token = runs_of(times, x.device)
+        x = _like(model.proj_out, model.norm_out(x, self._embedded(model, times), Packed(of_token)))
+        outs = tuple(
+            to(x.index_select(0, to_device(places, x.device)))
+            for to, (places, _) in zip((model.proj_out, model.audio_proj_out), modalities, strict=True)
+        )
+        parts = [self.predictions(model, out, lens, home) for out, (_, lens) in zip(outs, modalities, strict=True)]
+        return list(zip(*parts, strict=True)), outs
+
+
+def _layout(size: Any, part: int) -> Tensor:
+    """Places of text (0), video (1) and audio (2) among the tokens of a random sample."""
+    counts = [size.text_tokens, size.visual_tokens, 4]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(sum(counts)))
+    places: Tensor = order.split(counts)[part]
+    return places
+
+
+def _spread(size: Any, *values: int) -> Tensor:
+    """For each token of such a sample the number of its modality."""
+    places = [_layout(size, part) for part in range(3)]
+    numbers = torch.tensor(values).repeat_interleave(torch.tensor([len(of) for of in places]))
+    return torch.empty_like(numbers).index_copy(0, torch.cat(places), numbers)

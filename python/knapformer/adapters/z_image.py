@@ -1,0 +1,151 @@
+"""Z-Image: diffusers' ZImageTransformer2DModel, one image a sample. The model pads image and caption to multiples of 32
+tokens, with tokens that it learned; so does a packed call. Captions are refined where the sample is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knapformer import ArgumentError, StateError
+from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, rotation_of
+from knapformer.adapters.joint import JointAdapter, JointChunks, projected
+from knapformer.adapters.samples import Samples
+from knapformer.models.packing import gated_add, modulate
+
+
+def block(block: Any, x: Tensor, cond: Tensor | None, chunks: Chunks) -> Tensor:
+    """As ZImageTransformerBlock.forward, with a time step for each chunk; cond: None where it refines a text."""
+    attn, of_token = block.attention, chunks.of_token
+
+    def attended(x: Tensor) -> Tensor:
+        q, k, v = projected(attn, x)
+        out = attn.to_out[1](attn.to_out[0](chunks.attention(attn, *chunks.rotated(q, k), v)))
+        return block.attention_norm2(out)  # type: ignore[no-any-return]
+
+    if cond is None:
+        x = x + attended(block.attention_norm1(x))
+        return x + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x)))  # type: ignore[no-any-return]
+    scale, gate, scale_ff, gate_ff = block.adaLN_modulation(cond).chunk(4, 1)
+    none = torch.zeros_like(scale)
+    x = gated_add(x, attended(modulate(block.attention_norm1(x), none, scale, of_token)), gate.tanh(), of_token)
+    hidden = block.feed_forward(modulate(block.ffn_norm1(x), none, scale_ff, of_token))
+    return gated_add(x, block.ffn_norm2(hidden), gate_ff.tanh(), of_token)
+
+
+def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+    scale = layer.adaLN_modulation(cond)
+    out: Tensor = layer.linear(modulate(layer.norm_final(x), torch.zeros_like(scale), scale, packed.of_token))
+    return out
+
+
+class ZImage(JointAdapter):
+    sequence = "text and image tokens, each padded to a multiple of 32"
+    left_out = "several images a sample and SigLIP (omni), ControlNet, several patch sizes"
+    required = ("x", "t", "cap_feats")
+    input_layer = "cap_embedder.1"
+    blocks = {"noise_refiner": block, "layers": block}  # noqa: RUF012
+    refiners = {"context_refiner": block}  # noqa: RUF012
+    modules = {"all_final_layer": final_layer}  # noqa: RUF012
+    forwards = ("ZImageTransformerBlock", "FinalLayer")
+    attentions = ("attention",)
+    in_parts = ("attention",)
+    processors = ("ZSingleStreamAttnProcessor",)
+    refused = ("siglip_feat_dim",)
+    small = {  # noqa: RUF012
+        "in_channels": 3, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3,
+        "cap_feat_dim": 10, "axes_dims": [4, 6, 6], "axes_lens": [128, 32, 32],
+    }  # fmt: skip
+    min_text_tokens = 1
+    conditions = {  # noqa: RUF012
+        "x": lambda config, size, draw: [draw.normal(3, size.grid[0], 2 * size.grid[1], 2 * size.grid[2])],
+        "t": lambda config, size, draw: draw.time(),
+        "cap_feats": lambda config, size, draw: [draw.normal(5 * size.text_tokens, 10)],
+    }
+
+    @staticmethod
+    def own(model: Any, sample: Any) -> Tensor:
+        out: Tensor = model(**sample).sample[0]
+        return out
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        if len(model.all_patch_size) > 1:
+            raise StateError(f"transformer: got a model with patch sizes {model.all_patch_size}, expected one size")
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        patch, (embedder,) = self._patch(model), model.all_x_embedder.values()
+        images, texts, sizes = [], [], []
+        for i in range(len(samples)):
+            image = _checked(samples, i, "x", (model.in_channels, None, None, None), (1, patch[1], patch[0], patch[0]))
+            text = _checked(samples, i, "cap_feats", (None, model.config.cap_feat_dim))
+            xs, caps, of_size, *of = model.patchify_and_embed([image], [text], *patch)
+            sizes += of_size
+            # Tokens, their places, and which of them are padding.
+            images.append((xs[0], of[0][0], of[2][0]))
+            texts.append((caps[0], of[1][0][: len(caps[0])], of[3][0]))
+        image, of_image, image_lens = _embedded(model, images, embedder, embedder.in_features, model.x_pad_token)
+        width = model.config.cap_feat_dim
+        text, of_text, text_lens = _embedded(model, texts, model.cap_embedder, width, model.cap_pad_token)
+        cond = model.t_embedder(samples.scaled("t", model.t_scale)).to(image.dtype)
+        alone = Chunks.alone(text_lens, text, rotation_of(of_text, text.dtype))
+        for each in model.context_refiner:
+            text = each(text, None, alone)
+        home = self.home(text, text_lens, image, image_lens, (of_text, of_image), cond)
+        home.sequence_features.append(torch.tensor([text_lens, image_lens], dtype=torch.int64).t())
+        home.grids = sizes
+        return home
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
+        cond, lens = of_chunk
+        text, image = chunks.streams.split(x)
+        of_image = chunks.part(1, lens)
+        for each in model.noise_refiner:
+            image = run(each, image, cond, of_image)
+        x = chunks.streams.join(text, image)
+        for each in model.layers:
+            x = run(each, x, cond, chunks)
+        return x
+
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        (layer,) = model.all_final_layer.values()
+        out: Tensor = layer(image, cond, packed)
+        return out
+
+    def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
+        """As the model gives them: (channels, frames, height, width)."""
+        parts: list[Tensor] = model.unpatchify(list(out.split(list(lens))), home.grids, *self._patch(model))
+        return parts
+
+    @staticmethod
+    def _patch(model: Any) -> tuple[int, int]:
+        """Its side, and its frames."""
+        return model.all_patch_size[0], model.all_f_patch_size[0]
+
+
+def _checked(
+    samples: Samples, i: int, name: str, shape: tuple[int | None, ...], multiples: tuple[int, ...] = ()
+) -> Tensor:
+    """The tensor that this argument, a list, holds."""
+    values = samples.values(name)[i]
+    if not isinstance(values, list) or len(values) != 1 or not isinstance(values[0], Tensor):
+        raise ArgumentError(f"samples[{i}][{name!r}]: got {type(values).__name__}, expected a list of one tensor")
+    got = tuple(values[0].shape)
+    fits = len(got) == len(shape) and all(want in (None, size) for want, size in zip(shape, got, strict=True))
+    if not fits or any(size % multiple for size, multiple in zip(got, multiples, strict=False)):
+        expected = f"{shape}{f' in multiples of {multiples}' if multiples else ''}"
+        raise ArgumentError(f"samples[{i}][{name!r}]: got shape {got}, expected {expected}")
+    return values[0]
+
+
+def _embedded(
+    model: Any, parts: Sequence[tuple[Tensor, ...]], embedder: Any, width: int, pad: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Tokens with padding, the rows of their rotation, and how many each sample has."""
+    none = (pad.new_zeros(0, width), torch.zeros(0, len(model.axes_dims), dtype=torch.int32), torch.zeros(0).bool())
+    tokens, ids, is_pad = (torch.cat(of) for of in zip(*(parts or [none]), strict=True))
+    x = torch.where(is_pad.to(pad.device).unsqueeze(1), pad, embedder(tokens))
+    rotation = torch.view_as_real(model.rope_embedder(ids.to(pad.device)))
+    return x, rotation, [len(part[0]) for part in parts]

@@ -1,0 +1,167 @@
+"""Attention to keys that come in stages: each is attended to while the next one travels, and the results are merged by
+their log-sum-exps (Milakov and Gimelshein, 2018). In the backward pass each stage computes the gradients of its own
+keys from the merged output, as if that had been computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pairing(Protocol):
+    """Which packed queries attend to which packed keys: those of one sequence."""
+
+    lens: tuple[list[int], list[int]]  # of each sequence, the queries and the keys
+    runs: list[tuple[int, int, int]]  # neighbours of equal lengths: sequences, query length, key length
+
+    def offsets_on(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+
+class Stages:
+    """The stages of one attention. `add` each, then `result`."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._merged = _Merged()
+        self._o: Tensor | None = None
+        self._log_sum_exp: Tensor | None = None
+
+    def add(self, pairing: Pairing, k: Tensor, v: Tensor) -> None:
+        """k, v: (keys of this stage, kv heads, head_dim). The kernel gives log-sum-exps: that of CPUs, and on CUDA
+        torch's variable-length attention."""
+        self._o, self._log_sum_exp = _Stage.apply(  # type: ignore[no-untyped-call]
+            self._merged, pairing, self._q, k, v, self._o, self._log_sum_exp
+        )
+
+    def result(self) -> Tensor:
+        """(queries, heads, head_dim), in the dtype of the queries."""
+        out: Tensor = _End.apply(self._merged, self._o, self._log_sum_exp, self._q.dtype)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Merged:
+    """The whole output and its log-sum-exp, while a backward pass goes through the stages."""
+
+    o: Tensor
+    log_sum_exp: Tensor
+
+
+class _Stage(torch.autograd.Function):
+    """One stage, merged with those before. In the backward pass the gradient of the whole output comes to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        merged: _Merged,
+        pairing: Pairing,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.merged, ctx.pairing, ctx.is_first = merged, pairing, o is None
+        own, own_lse, *of_kernel = (_on_cuda if q.is_cuda else _on_cpu)(pairing, q, k, v)
+        ctx.save_for_backward(q, k, v, *of_kernel)
+        own = own.to(own_lse.dtype)
+        if o is not None and lse is not None:
+            both = torch.logaddexp(lse, own_lse)
+            # Of a query that has seen no key yet, both are -inf.
+            parts = [torch.exp(of - both).nan_to_num().unsqueeze(-1) for of in (lse, own_lse)]
+            own, own_lse = o * parts[0] + own * parts[1], both
+        ctx.mark_non_differentiable(own_lse)
+        return own, own_lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        q, k, v, *of_kernel = ctx.saved_tensors
+        gradients_of = _gradients_on_cuda if q.is_cuda else _gradients_on_cpu
+        gradients = gradients_of(
+            ctx.pairing, grad.to(q.dtype), q, k, v, ctx.merged.o, ctx.merged.log_sum_exp, *of_kernel
+        )
+        return None, None, *gradients, None if ctx.is_first else grad, None
+
+
+class _End(torch.autograd.Function):
+    """Keeps the whole output, for the backward pass of all stages."""
+
+    @staticmethod
+    def forward(ctx: Any, merged: _Merged, o: Tensor, log_sum_exp: Tensor, dtype: torch.dtype) -> Tensor:
+        out = o.to(dtype, copy=True)
+        ctx.merged = merged
+        ctx.save_for_backward(out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.merged.o, ctx.merged.log_sum_exp = ctx.saved_tensors
+        return None, grad, None, None
+
+
+def _on_cuda(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The output, the log-sum-exp of each query and head, and what the kernel's backward wants."""
+    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    o, log_sum_exp, seed, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lens, 0.0, False, False)
+    return o, log_sum_exp.transpose(0, 1), seed, unused
+
+
+def _gradients_on_cuda(
+    pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, *of_kernel: Tensor
+) -> tuple[Tensor, ...]:
+    lens = (*pairing.offsets_on(q.device), max(pairing.lens[0]), max(pairing.lens[1]))
+    of_heads = log_sum_exp.transpose(0, 1).contiguous()
+    kernel = torch.ops.aten._flash_attention_backward
+    gradients: tuple[Tensor, ...] = kernel(grad, q, k, v, o, of_heads, *lens, 0.0, False, *of_kernel)
+    return gradients
+
+
+def _runs(pairing: Pairing, num_heads: int, *tensors: tuple[Tensor, int]) -> Iterator[list[Tensor]]:
+    """Of each run of sequences with queries and keys, (sequences, num_heads, rows, ...) of the tensors, which have rows
+    of queries (0) or of keys (1). Grouped heads are repeated."""
+    first = [0, 0]
+    for count, *lens in pairing.runs:
+        if lens[0] * lens[1] > 0:
+            yield [
+                tensor[first[of] : first[of] + count * lens[of]]
+                .unflatten(0, (count, lens[of]))
+                .transpose(1, 2)
+                .repeat_interleave(num_heads // tensor.shape[1], 1)
+                for tensor, of in tensors
+            ]
+        first = [begin + count * length for begin, length in zip(first, lens, strict=True)]
+
+
+def _packed(pairing: Pairing, of: int, num_heads: int, like: Tensor, runs: list[Tensor], fill: float = 0.0) -> Tensor:
+    """The inverse of _runs, for rows of queries or of keys: repeated heads are added up, other sequences filled."""
+    shape, parts, given = (num_heads, *runs[0].shape[3:]) if runs else like.shape[1:], [], iter(runs)
+    for count, *lens in pairing.runs:
+        if lens[0] * lens[1] > 0:
+            rows = next(given).transpose(1, 2).flatten(0, 1)
+            parts.append(rows if rows.shape[1] == num_heads else rows.unflatten(1, (num_heads, -1)).sum(2))
+        else:
+            parts.append(like.new_full((count * lens[of], *shape), fill))
+    return torch.cat(parts)
+
+
+def _on_cpu(pairing: Pairing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    kernel: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    heads = q.shape[1]
+    outs = [kernel(*run) for run in _runs(pairing, heads, (q, 0), (k, 1), (v, 1))]
+    wide = q.new_empty((0, heads), dtype=torch.promote_types(q.dtype, torch.float32))
+    o = _packed(pairing, 0, heads, q, [out for out, _ in outs])
+    return o, _packed(pairing, 0, heads, wide, [lse for _, lse in outs], -torch.inf)
+
+
+def _gradients_on_cpu(
+    pairing: Pairing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor
+) -> tuple[Tensor, ...]:
+    kernel: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    tensors = ((grad, 0), (q, 0), (k, 1), (v, 1), (o, 0), (log_sum_exp, 0))
+    outs = [kernel(*run, 0.0, False) for run in _runs(pairing, q.shape[1], *tensors)]
+    of = (q, 0), (k, 1), (v, 1)
+    return tuple(
+        _packed(pairing, side, tensor.shape[1], tensor, [out[i] for out in outs]) for i, (tensor, side) in enumerate(of)
+    )

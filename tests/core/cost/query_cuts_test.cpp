@@ -1,0 +1,91 @@
+#include "knapformer/core/cost/query_cuts.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "knapformer/core/planners/topology_choice.h"
+#include "tests/core/cases.h"
+
+namespace knapformer {
+namespace {
+
+PlanInput one_long(int32_t num_ranks, int64_t length, std::string_view topology, TrainedModel model) {
+  Cases cases(static_cast<uint64_t>(length));
+  std::vector<std::vector<int64_t>> lens(static_cast<size_t>(num_ranks));
+  for (auto& list : lens) {
+    for (int i = 0; i < 4; ++i) list.push_back(cases.integer(1024, 16384));
+  }
+  lens[0].push_back(length);
+  PlanInput input = lengths_in(lens, topology, 3072);
+  input.model = model;
+  return input;
+}
+
+TEST(QueryCuts, LeaveNoRankIdleAndNoneWithAThirdMore) {
+  for (const int32_t degree : {2, 3, 7, 8, 16, 32}) {
+    for (const int32_t heads : {1, 5, 12, 24, 38}) {
+      for (const int32_t kv_heads : {1, heads}) {
+        PlanInput input = one_long(degree, 200'000, text('g', degree, "n1"),
+                                   {.num_heads = heads, .num_kv_heads = kv_heads, .cuts_queries = true});
+        cut_queries(input);
+        const AttentionShares shares = input.attention_shares();
+        double least = 1, most = 0, sum = 0;
+        for (int32_t i = 0; i < degree; ++i) {
+          const double part = shares.part(1, degree, i);
+          least = std::min(least, part);
+          most = std::max(most, part);
+          sum += part;
+        }
+        EXPECT_NEAR(sum, 1, 1e-12);
+        EXPECT_GT(least, 0);
+        EXPECT_LE(3 * most, 4 * least * (1 + 1e-12)) << degree << " ranks, " << heads << " heads";
+        EXPECT_DOUBLE_EQ(most, shares.max(degree));
+      }
+    }
+  }
+}
+
+TEST(QueryCuts, AreMadeWhereTheKernelTakesThemAlone) {
+  for (const TrainedModel& model : {TrainedModel{.num_heads = 3}, TrainedModel{.cuts_queries = true}}) {
+    PlanInput input = one_long(4, 9000, "g4n1", model);
+    cut_queries(input);
+    EXPECT_EQ(input.num_query_parts(4), 1);
+  }
+}
+
+TEST(QueryCuts, EvenHeadsAreCutAsByUlysses) {
+  PlanInput input = one_long(8, 100'000, "g8/4/2/1n1", {.num_heads = 24, .cuts_queries = true});
+  cut_queries(input);
+  for (const int32_t degree : {2, 4, 8}) EXPECT_EQ(input.num_query_parts(degree), 1);
+}
+
+/// Predicted step over ideal, the best of the topology.
+double over_ideal(int32_t num_ranks, int64_t length, std::string_view topology, int32_t heads) {
+  const Plan plan = balanced(one_long(num_ranks, length, topology, {.num_heads = heads, .cuts_queries = true}));
+  plan.validate();
+  return predict_step(plan).over_ideal();
+}
+
+TEST(QueryCuts, LongClipsTakeLittleMoreThanTheirShare) {
+  EXPECT_LT(over_ideal(32, 250'000, "g32/16/8/4/2/1n1", 24), 1.08);
+  EXPECT_LT(over_ideal(32, 500'000, "g32/16/8/4/2/1n1", 24), 1.08);
+  EXPECT_LT(over_ideal(64, 1'000'000, "g64/32/16/8/4/2/1n1", 24), 1.10);
+  for (const int32_t heads : {12, 38, 30}) {
+    EXPECT_LT(over_ideal(8, 250'000, "g8/4/2/1n1", heads), 1.03 * over_ideal(8, 250'000, "g8/4/2/1n1", 32));
+  }
+}
+
+TEST(QueryCuts, TopologiesOfAllRanksAreRankedWhereASequenceNeedsThem) {
+  const auto widest = [](int64_t length) {
+    const PlanInput input = one_long(32, length, "g1n32", {.num_heads = 24, .cuts_queries = true});
+    const std::vector<TopologyOption> options = rank_topologies({&input, 1}, "balanced");
+    EXPECT_EQ(options.front().topology.starts_with("g32/16/8/4/2/1"), length > 100'000) << options.front().topology;
+    return std::ranges::any_of(options, [](const auto& option) { return option.topology == "g32n1"; });
+  };
+  EXPECT_TRUE(widest(500'000));
+  EXPECT_FALSE(widest(20'000));
+}
+
+}  // namespace
+}  // namespace knapformer

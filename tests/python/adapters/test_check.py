@@ -1,0 +1,51 @@
+"""What `check` says of an adapter that leaves something out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from adapters.cases import cases
+from knapformer.adapters import check, flux, register, registry
+from torch import Tensor
+
+from knapformer import ArgumentError, StateError
+
+MODEL: Any = cases()["flux"].model_class
+
+
+class Wrong(flux.Flux):
+    """Leaves the single blocks out."""
+
+    def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: Any) -> Tensor:
+        return super().compute(
+            model, x, of_chunk, chunks, lambda block, *args: block(*args) if len(args) > 3 else args[0]
+        )
+
+
+def test_what_differs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+
+    class Derived(MODEL):  # type: ignore[misc]
+        pass
+
+    register(Derived, Wrong)
+    with pytest.raises(StateError) as raised:
+        check(Derived, ranks=1)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "Derived, packed, against its own forward"
+    for line, name in zip(lines[1:], ("packed", "checkpointed", "LoRA", "no samples"), strict=True):
+        assert line.startswith(name)
+    assert "output of samples[" in lines[1] and "gradient of " in lines[1]
+    assert "no gradient of single_transformer_blocks.0.norm.linear.weight (" in lines[4]
+
+
+def test_processes_share_the_samples() -> None:
+    assert check(MODEL).splitlines()[-1] == "shared by 2 ranks  the same"
+
+
+def test_what_cannot_be_checked_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"ranks: got 3, expected one of 1, 2, 4"):
+        check(MODEL, ranks=3)
+    with pytest.raises(ArgumentError, match=r"transformer: got int, expected a class with an adapter"):
+        check(int)

@@ -1,0 +1,116 @@
+"""Ranks that share queries as well as heads, on real ranks. Oracle: each rank's own sequences, attended to alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from balancer_checks import Check, causal_free_attention, own, run_checks
+from knapformer.compile import AttentionTables
+from knapformer.models.attention import PackedAttention, varlen_attention
+from ranks import error_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from knapformer import Cluster, SequenceBalancer, TrainedModel, plan
+
+LENS = [[30, 3, 41], [1, 17]]
+HEADS, KV_HEADS, DIM = 3, 1, 4
+# A network on which keys come in stages.
+SLOW = Cluster(flops_per_s=1e6, node_bytes_per_s=1e5, node_latency_s=0)
+MODEL = TrainedModel(num_heads=HEADS, num_kv_heads=KV_HEADS, cuts_queries=True)
+CLUSTER = Cluster(flops_per_s=1e6, node_latency_s=0)  # on which sharing costs little
+COST: dict[str, Any] = {"d_model": 12, "model": MODEL, "cluster": CLUSTER}
+
+
+def inputs_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    tokens = sum(own(LENS, rank))
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [torch.randn(tokens, n, DIM, dtype=dtype, generator=generator).requires_grad_() for n in heads]
+
+
+def check_attention(rank: int, world_size: int) -> None:
+    cases = [("g2n1", "full", SLOW), *itertools.product(("g2n1", "g2/1n1"), ("full", "causal"), (CLUSTER,))]
+    for topology, mask, cluster in cases:
+        for way in ("plain", "checkpointed", "compiled", "bfloat16", "another kernel"):
+            check_way(rank, topology, mask, cluster, way)
+
+
+class Whole:
+    """A kernel that takes parts of queries, and no stages."""
+
+    cuts_queries = True
+
+    def __init__(self, attend: PackedAttention) -> None:
+        self.mask, self._attend = attend.mask, attend
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self._attend(*arguments)
+
+
+def check_way(rank: int, topology: str, mask: str, cluster: Cluster, way: str) -> None:
+    dtype = torch.bfloat16 if way == "bfloat16" else torch.float64
+    inputs, attend = inputs_of(rank, dtype), PackedAttention(mask)
+    expected = varlen_attention(*inputs, own(LENS, rank), mask)
+    weight = torch.arange(expected.numel(), dtype=dtype).view_as(expected).sin()
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+
+    balancer = SequenceBalancer(topology, mask=mask, **(COST | {"cluster": cluster}))
+    made = balancer.plan_routing(own(LENS, rank))
+    assert 2 in made.degree_of_sequence and (made.stages[2] > 1) == (cluster is SLOW)
+    if way == "another kernel":
+        attend = Whole(attend)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if way != "compiled":
+            return balancer.attention(q, k, v, attend)
+        tables = AttentionTables.of(balancer, q.device, lambda *lens: lens, mask, cuts_queries=True)
+        return tables.attention(q, k, v, lambda q, k, v, lens: attend(q, k, v, *lens))
+
+    _, q, (k, v) = balancer.route(inputs[0], inputs[1:])
+    o = checkpoint(attention, q, k, v, use_reentrant=False) if way == "checkpointed" else attention(q, k, v)
+    _, o = balancer.reverse_route(o)
+    got = torch.autograd.grad((o * weight).sum(), inputs)
+    rtol = 2e-2 if way == "bfloat16" else 1e-11
+    torch.testing.assert_close([o, *got], [expected, *wanted], rtol=rtol, atol=rtol)
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    """On all ranks, and with what to do."""
+    cases = [
+        (lambda b, x: b.attention(x, x, x, causal_free_attention), "attend: got a kernel of whole sequences"),
+        (lambda b, x: b.pre_attn(x, x, x), "pre_attn: got the topology g2n1, whose ranks share queries"),
+        (lambda b, x: AttentionTables.of(b, x.device, mask="planned"), "attend: got a kernel of whole sequences"),
+    ]
+    for call, expected in cases:
+        balancer = SequenceBalancer("g2n1", **COST)
+        made = balancer.plan_routing(own(LENS, rank))
+        kind, message, _ = error_of(lambda: call(balancer, torch.zeros(made.tokens_after[rank], 3, 2)))  # noqa: B023
+        assert expected in message, (kind, message)
+
+
+CHECKS: list[Check] = [check_attention, check_refusals]
+
+
+def test_on_two_ranks() -> None:
+    run_checks(CHECKS, 2)
+
+
+def test_a_plan_says_how_queries_are_cut() -> None:
+    made = plan([[100], [], [], []], "g4n1", **COST, mask="causal")
+    assert made.query_parts == {4: 4} and made.stages == {4: 1}
+    assert plan([[100], []], "g2n1", d_model=12, model=TrainedModel(num_heads=4, cuts_queries=True)).query_parts == {
+        2: 1
+    }
+    assert plan([[100], []], "g2n1", d_model=12, num_heads=3).query_parts == {}
+
+
+@pytest.mark.parametrize("heads", [1, 5, 12, 24])
+@pytest.mark.parametrize("degree", [2, 7, 8, 32])
+def test_no_rank_idles_and_none_has_a_third_more(heads: int, degree: int) -> None:
+    lens = [[100_000], *[[]] * (degree - 1)]
+    made = plan(lens, f"g{degree}n1", d_model=3072, model=TrainedModel(num_heads=heads, cuts_queries=True))
+    assert made.wir_after < 4 / 3
