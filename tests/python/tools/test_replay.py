@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from knapformer.tools.cli import main
-from knapformer.tools.replay.results import RankSeconds, Variant, correlation, spread
-from knapformer.tools.replay.shares import RankShare, shares_of
+from knapformer.tools.replay.shares import RankSeconds, RankShare, Variant, correlation, shares_of, spread
 from knapformer.tools.ways import Step
 from printed import check_tables
 

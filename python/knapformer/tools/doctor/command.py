@@ -12,7 +12,7 @@ from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import add
 from knapformer.tools.columns import MEANINGS
 from knapformer.tools.doctor.alternatives import Case, Result, alternatives, baselines, ranked, sharing, simulate
-from knapformer.tools.doctor.findings import Findings
+from knapformer.tools.doctor.findings import Findings, write_page
 from knapformer.tools.doctor.memory import DEVICE_GIB, MemoryModel
 from knapformer.tools.doctor.source import Source
 from knapformer.tools.doctor.verdict import NUM_UNSURE, decide
@@ -124,8 +124,6 @@ def run(args: argparse.Namespace) -> int:
         verdict = decide(results, now, case, f"{preset.name} on {source.num_ranks:,} ranks")
     found = Findings(args, source, preset, case, memory, results, verdict, ranking)
     if args.report is not None:
-        from knapformer.tools.doctor.page import write_page
-
         write_page(args.report, found)
     write_json(args.json, found.to_dict())
     if args.json != "-":

@@ -21,8 +21,7 @@ from knapformer.models.attention import PackedAttention
 from knapformer.models.step import Attend, PackedStep
 from knapformer.tools.measure.blocks import build_kinds, passes
 from knapformer.tools.measure.timing import Work, measured_rounds, relative_spread
-from knapformer.tools.replay.results import RankSeconds
-from knapformer.tools.replay.shares import AttentionShare, RankShare
+from knapformer.tools.replay.shares import AttentionShare, RankSeconds, RankShare
 
 
 class _PassThrough(torch.autograd.Function):
