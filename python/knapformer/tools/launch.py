@@ -1,4 +1,5 @@
-"""Runs a command on ranks: those that torchrun has started, or local ones that torchrun's launcher starts here.
+"""Runs a command on ranks, each with its device, in one group: ranks that torchrun has started, or local ones that its
+launcher starts here.
 
 A rank that is started here runs the command again, with the same arguments. A rank that fails hands the reason to the
 launcher, and the command ends with one line of error.
@@ -7,18 +8,25 @@ launcher, and the command ends with one line of error.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
 
 from knapformer import ArgumentError, StateError
 from knapformer.interrupts import unwound
 
+if TYPE_CHECKING:
+    import torch
+
 _RUN_ID = "knapformer"  # torchrun's id of a run: marks ranks that were started here
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _LAUNCHER = "KNAPFORMER_LAUNCHER"  # environment variable: the process that started the ranks
 
 
@@ -63,8 +71,42 @@ def check_device(name: str, num_local: int) -> int:
     return num_gpus
 
 
-def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[], None]) -> None:
-    """Runs `work` on every rank; rank 0 reports. The process of a rank ends here.
+def use_device(name: str, threads: int, local_rank: int = 0, num_local: int = 1) -> torch.device:
+    """The device of this rank among the ranks of its machine, made the current device.
+
+    name: "auto" (CUDA where there is a GPU for each), "cpu" or "cuda". Raises ArgumentError where CUDA lacks devices.
+    """
+    import torch
+
+    num_gpus = check_device(name, num_local)
+    if name == "cuda" or (name == "auto" and num_gpus >= num_local):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if name == "auto" and num_gpus > 0 and local_rank == 0:
+        print(f"knapformer: runs on the CPU, as it sees {num_gpus} GPUs for {num_local} ranks", file=sys.stderr)
+    torch.set_num_threads(threads)
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def joined_group(name: str, threads: int, num_ranks: int) -> Iterator[torch.device]:
+    """Joins the world that torchrun's environment variables describe; yields this rank's device."""
+    import torch.distributed as dist
+
+    device = use_device(name, threads, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    if dist.get_world_size() != num_ranks:
+        raise RuntimeError(f"ranks: got {num_ranks}, expected {dist.get_world_size()}, as were started")
+    yield device
+    # Not after an error: taking groups apart waits for collectives in flight, which other ranks may never join.
+    gc.collect()  # frees objects that still hold a group
+    dist.destroy_process_group()
+
+
+def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[torch.device], None]) -> None:
+    """Runs `work` on every rank, with its device, in one group; rank 0 reports. The process of a rank ends here.
 
     args: of the command, with its command line in args.argv. Raises ArgumentError where this machine lacks the devices,
     and a StateError of one line where a rank fails.
@@ -78,7 +120,8 @@ def run_on_ranks(args: argparse.Namespace, num_ranks: int, work: Callable[[], No
     if started_here():
         _end_with_launcher()
     try:
-        work()
+        with joined_group(args.device, args.threads, num_ranks) as device:
+            work(device)
     except BaseException as error:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

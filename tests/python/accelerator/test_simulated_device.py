@@ -13,8 +13,7 @@ import simulated_device as sim
 import torch
 from accelerator.device_ranks import a_missing_wait, an_input_overwritten_too_soon
 from distributed.ranks import run_ranks
-from knapformer.tools.measure.device import default_dtype
-from knapformer.tools.measure.environment import environment
+from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.timing import seconds_of
 
 TESTS = Path(__file__).parents[1]

@@ -16,7 +16,6 @@ import torch
 from distributed.ranks import run_ranks
 from knapformer.tools import launch
 from knapformer.tools.cli import main
-from knapformer.tools.simulate import worker
 
 
 def simulate(num_ranks: int, *options: str) -> str:
@@ -30,7 +29,7 @@ def _simulate(rank: int, world_size: int, command: list[str]) -> str:
     os.environ["TORCHELASTIC_RUN_ID"] = "forked"
     printed = io.StringIO()
     with (
-        mock.patch.object(worker, "joined_group", _this_group),
+        mock.patch.object(launch, "joined_group", _this_group),
         mock.patch.object(launch, "_leave", sys.exit),
         contextlib.redirect_stdout(printed),
     ):

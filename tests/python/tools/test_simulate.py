@@ -17,7 +17,7 @@ from knapformer._core import DEFAULT_GAMMA
 from knapformer.adapters.named import build_model, load_config, random_batch
 from knapformer.calibration import ExchangeCost
 from knapformer.tools.cli import main
-from knapformer.tools.measure.device import use_device
+from knapformer.tools.launch import use_device
 from knapformer.tools.simulate.steps import EQUAL_LENGTHS
 from knapformer.tools.ways import NO_BALANCER, PLANNED_STEP
 from printed import check_tables

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from knapformer import ArgumentError
 from knapformer.tools import cli_args
 from knapformer.tools.cli_args import add
-from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks
+from knapformer.tools.launch import check_ranks, run_on_ranks, started_ranks, use_device
 from knapformer.tools.sample_files import lengths_of
 
 _NUM_LENGTHS = 7
@@ -50,8 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     cli_args.check_torch()
     from knapformer.adapters.named import load_config
-    from knapformer.tools.calibrate.worker import calibrate, run_rank
-    from knapformer.tools.measure.device import use_device
+    from knapformer.tools.calibrate.worker import calibrate
 
     num_ranks = check_ranks(args.ranks) if args.ranks is not None or started_ranks() is not None else 1
     config = load_config(args.model)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError("--d-model: expected it with --block, whose width it is, and only there")
     lengths = _lengths(args.lengths, args.d_model or config.d_model)
     if num_ranks > 1:
-        run_on_ranks(args, num_ranks, lambda: run_rank(args, config, lengths, num_ranks))
+        run_on_ranks(args, num_ranks, partial(calibrate, args, config, lengths))
     else:
         calibrate(args, config, lengths, use_device(args.device, args.threads))
 

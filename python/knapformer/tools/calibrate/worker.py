@@ -26,8 +26,7 @@ from knapformer.tools.calibrate.fit import MAX_EXCHANGE_ERROR, calibration_of, e
 from knapformer.tools.cost_args import trained_model
 from knapformer.tools.files import show, table_of, write_json
 from knapformer.tools.measure.blocks import BlockKind, BlockTimes, KindOfWork, build_kinds, passes, time_works
-from knapformer.tools.measure.device import default_dtype, joined_group
-from knapformer.tools.measure.environment import device_name, environment
+from knapformer.tools.measure.environment import default_dtype, device_name, environment
 from knapformer.tools.measure.exchange import ExchangeTimes, node_groups, time_exchanges
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import StepTimes, fits, time_steps
@@ -38,12 +37,6 @@ _NUM_STEP_LENGTHS = 5
 _EXCHANGE_ROUNDS = 20
 # Bytes of a rank's rows: from sizes whose time is mostly latency to sizes whose time is mostly the transfer.
 _EXCHANGE_SIZES = {"cpu": [1 << e for e in range(14, 23, 2)], "cuda": [1 << e for e in range(16, 29, 2)]}
-
-
-def run_rank(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[int], num_ranks: int) -> None:
-    """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
-    with joined_group(args.device, args.threads, num_ranks) as device:
-        calibrate(args, config, lengths, device)
 
 
 def calibrate(args: argparse.Namespace, config: ModelConfig, lengths: Sequence[int], device: torch.device) -> None:

@@ -27,6 +27,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def default_dtype(device: torch.device) -> str:
+    """A name in knapformer.models.parallel.DTYPES."""
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
 def device_name(device: torch.device) -> str:
     on = environment(device)
     return str(on["accelerator"] or on["processor"])

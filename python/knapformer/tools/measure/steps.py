@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import build_model, materialize, random_batch
 from knapformer.models.parallel import init_weights, set_checkpointing, shard_model, train_adapters
 from knapformer.tools.measure.blocks import packed_lengths
-from knapformer.tools.measure.device import memory_bytes
 from knapformer.tools.measure.timing import Work, measured_rounds
 
 
@@ -50,7 +50,13 @@ def fits(config: ModelConfig, device: torch.device) -> bool:
     """Whether parameters and their gradients, sharded over the world, take at most half of each rank's memory.
     Collective."""
     num_parameters = sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
-    smallest = torch.tensor(memory_bytes(device))
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:  # a rank's share of the host's
+        memory_bytes = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
+    smallest = torch.tensor(memory_bytes)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return 2 * 4 * num_parameters / dist.get_world_size() <= smallest.item() / 2
 

@@ -15,6 +15,7 @@ from knapformer import ArgumentError, Plan, Topology
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write_json
+from knapformer.tools.launch import use_device
 from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_step, usual_ways
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> None:
         refuse(args, OF_DRAW, "--lengths")
     from knapformer.adapters.named import load_config
     from knapformer.models.parallel import DTYPES
-    from knapformer.tools.measure.device import default_dtype, use_device
-    from knapformer.tools.measure.environment import device_name, environment
+    from knapformer.tools.measure.environment import default_dtype, device_name, environment
     from knapformer.tools.measure.progress import Progress
     from knapformer.tools.replay.device import Replayer
     from knapformer.tools.replay.shares import Variant, shares_of

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from knapformer import ArgumentError
 from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import add, refuse
 from knapformer.tools.launch import check_ranks, run_on_ranks
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_parser(subparsers: Any) -> None:
@@ -77,9 +80,9 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     cost_args.warn_if_far(args, config.d_model, max(map(cli_args.longest_of, simulation.draw(0).batches)))
 
-    def work() -> None:
-        from knapformer.tools.simulate.worker import run_rank
+    def work(device: torch.device) -> None:
+        from knapformer.tools.simulate.worker import simulate
 
-        run_rank(args, simulation)
+        simulate(args, simulation, device)
 
     run_on_ranks(args, num_ranks, work)

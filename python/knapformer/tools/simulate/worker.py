@@ -25,8 +25,7 @@ from knapformer.adapters.model import PackedModel
 from knapformer.adapters.named import random_batch
 from knapformer.losses import count_over_ranks, global_mean, token_mean
 from knapformer.models.parallel import DTYPES
-from knapformer.tools.measure.device import default_dtype, joined_group
-from knapformer.tools.measure.environment import environment
+from knapformer.tools.measure.environment import default_dtype, environment
 from knapformer.tools.measure.progress import Progress
 from knapformer.tools.measure.steps import sharded_model
 from knapformer.tools.measure.timing import synchronize
@@ -35,13 +34,8 @@ from knapformer.tools.simulate.steps import SeededSample, Simulation, VariantSte
 from knapformer.tools.ways import PLANNED_STEP
 
 
-def run_rank(args: argparse.Namespace, simulation: Simulation) -> None:
-    """Collective over the world that torchrun's environment variables describe. Rank 0 reports."""
-    with joined_group(args.device, args.threads, simulation.num_ranks) as device:
-        _simulate(args, simulation, device)
-
-
-def _simulate(args: argparse.Namespace, simulation: Simulation, device: torch.device) -> None:
+def simulate(args: argparse.Namespace, simulation: Simulation, device: torch.device) -> None:
+    """Collective over the world. Rank 0 reports."""
     rank, config, trained = dist.get_rank(), simulation.model, simulation.planning.model
     dtype = DTYPES[args.dtype or default_dtype(device)]
     of_steps = simulation.variants()
