@@ -15,7 +15,7 @@ from knapformer import ArgumentError, Cluster, DataMix, solver_names
 from knapformer._core import DEFAULT_GAMMA, MASK_FORMS
 from knapformer.installed_torch import torch_problem
 from knapformer.tools.sample_files import steps_of
-from knapformer.tools.ways import Lengths
+from knapformer.tools.ways import Lengths, micro_batches_of_step
 
 T = TypeVar("T")
 MAX_RANKS = 1 << 20
@@ -224,18 +224,16 @@ def mix_and_ranks(args: argparse.Namespace) -> tuple[DataMix, int]:
     return mix, num_ranks
 
 
-def steps_from(args: argparse.Namespace, num_ranks: int | None, first: int, count: int) -> list[Lengths]:
-    """`count` steps of --lengths, from `first` on: [step][rank]. num_ranks: as --ranks gives it. Raises ArgumentError,
-    OSError."""
+def steps_from(args: argparse.Namespace, first: int, count: int) -> list[list[Lengths]]:
+    """`count` steps of --lengths, from `first` on, cut into --micro-batches: [step][micro-batch][rank]. Raises
+    ArgumentError, OSError."""
     steps = steps_of(args.lengths)
-    if num_ranks not in (None, len(steps[0])):
-        raise ArgumentError(f"--ranks: got {num_ranks}, expected {len(steps[0])}, as --lengths has, or none")
-    if first + count > len(steps):
-        option, got, maximum = (
-            ("--step", first, len(steps) - 1) if first >= len(steps) else ("--steps", count, len(steps) - first)
-        )
-        raise ArgumentError(f"{option}: got {got}, expected at most {maximum}: --lengths has {len(steps)}")
-    return steps[first : first + count]
+    if args.ranks is not None and str(args.ranks) != str(len(steps[0])):
+        raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
+    for option, got, most in (("--step", first, len(steps) - 1), ("--steps", count, len(steps) - first)):
+        if got > most:
+            raise ArgumentError(f"{option}: got {got}, expected at most {most}: --lengths has {len(steps)}")
+    return [micro_batches_of_step(step, args.micro_batches or 1) for step in steps[first : first + count]]
 
 
 def check_torch() -> None:

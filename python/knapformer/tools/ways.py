@@ -14,7 +14,18 @@ from functools import cached_property
 from typing import Any
 
 import knapformer
-from knapformer import Cluster, Cost, DataMix, Plan, StepTime, TrainedModel, WorkloadModel, plan_home, predict_step
+from knapformer import (
+    Cluster,
+    Cost,
+    DataMix,
+    Plan,
+    Sample,
+    StepTime,
+    TrainedModel,
+    WorkloadModel,
+    plan_home,
+    predict_step,
+)
 
 Lengths = list[list[int]]  # for each rank the lengths of its sequences, in tokens
 
@@ -31,11 +42,18 @@ def batches_of_step(step: int, num_micro_batches: int) -> range:
     return range(step * num_micro_batches, (step + 1) * num_micro_batches)
 
 
-def batches_of_mix(mix: DataMix, seed: int, steps: range, micro_batches: int, num_ranks: int) -> list[list[Lengths]]:
-    """[step][micro-batch][rank]."""
-    return [
-        [mix.draw_lengths(seed, batch, num_ranks) for batch in batches_of_step(step, micro_batches)] for step in steps
-    ]
+def batches_of_mix(
+    mix: DataMix, seed: int, steps: range, micro_batches: int, num_ranks: int,
+    tokens: Callable[[Sample], int] | None = None,
+) -> list[list[Lengths]]:  # fmt: skip
+    """[step][micro-batch][rank]. tokens: of a sample, where a model has others than were drawn."""
+
+    def batch(number: int) -> Lengths:
+        if tokens is None:
+            return mix.draw_lengths(seed, number, num_ranks)
+        return [list(map(tokens, mix.draw(seed, number, rank))) for rank in range(num_ranks)]
+
+    return [list(map(batch, batches_of_step(step, micro_batches))) for step in steps]
 
 
 def lengths_of_step(batches: Iterable[Lengths]) -> Lengths:

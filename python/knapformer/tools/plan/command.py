@@ -30,7 +30,6 @@ from knapformer.tools.ways import (
     by_micro_batch,
     lengths_of_step,
     means,
-    micro_batches_of_step,
     usual_ways,
 )
 
@@ -176,18 +175,14 @@ def _check_predicts(args: argparse.Namespace, what: str) -> None:
 def _source(args: argparse.Namespace) -> tuple[list[int], Callable[[int], list[list[Lengths]]]]:
     """The numbers of ranks, and the batches of the steps on such a number, [step][micro-batch][rank]."""
     ranks = None if args.ranks is None else cli_args.counts(args.ranks, "--ranks", cli_args.MAX_RANKS)
-    count = args.micro_batches or 1
     if args.lengths is not None:
-        steps = cli_args.steps_from(args, None, args.step, args.steps)
-        if ranks not in (None, [len(steps[0])]):
-            raise ArgumentError(f"--ranks: got {args.ranks!r}, expected {len(steps[0])}, as --lengths has, or none")
-        cut = [micro_batches_of_step(step, count) for step in steps]
-        return [len(steps[0])], lambda _: cut
+        steps = cli_args.steps_from(args, args.step, args.steps)
+        return [len(steps[0][0])], lambda _: steps
     mix, numbers = cli_args.mix_of(args), range(args.step, args.step + args.steps)
     ranks = ranks or [mix.num_ranks]
     for num_ranks in ranks:
         mix.check_divides(num_ranks)
-    return ranks, lambda num_ranks: batches_of_mix(mix, args.seed, numbers, count, num_ranks)
+    return ranks, lambda num_ranks: batches_of_mix(mix, args.seed, numbers, args.micro_batches or 1, num_ranks)
 
 
 def topology_for(text: str, num_ranks: int) -> str:

@@ -16,7 +16,7 @@ from knapformer.tools import cli_args, cost_args
 from knapformer.tools.cli_args import OF_DRAW, add, refuse
 from knapformer.tools.files import cells_of, show, table_of, write_json
 from knapformer.tools.launch import use_device
-from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_step, usual_ways
+from knapformer.tools.ways import NO_BALANCER, Draw, Lengths, Planning, Step, batches_of_mix, usual_ways
 
 if TYPE_CHECKING:
     from knapformer.adapters.config import ModelConfig
@@ -152,15 +152,6 @@ def _ways(args: argparse.Namespace, config: ModelConfig, planning: Planning) -> 
 def _drawn(args: argparse.Namespace, config: ModelConfig) -> list[list[Lengths]]:
     """[step][micro-batch][rank]."""
     if args.lengths is not None:
-        if args.micro_batches is not None:
-            raise ArgumentError(
-                "--micro-batches: got one beside --lengths, which are of one micro-batch, expected none"
-            )
-        return [[step] for step in cli_args.steps_from(args, args.ranks, 0, args.steps)]
+        return cli_args.steps_from(args, 0, args.steps)
     mix, num_ranks = cli_args.mix_and_ranks(args)
-
-    def batch(number: int) -> Lengths:
-        samples = (mix.draw(args.seed, number, rank) for rank in range(num_ranks))
-        return [list(map(config.planned_tokens, of)) for of in samples]
-
-    return [list(map(batch, batches_of_step(step, args.micro_batches or 1))) for step in range(args.steps)]
+    return batches_of_mix(mix, args.seed, range(args.steps), args.micro_batches or 1, num_ranks, config.planned_tokens)
