@@ -22,7 +22,7 @@ from knapformer.adapters.backend import attend_by
 from knapformer.adapters.samples import Sample, Samples
 from knapformer.device_copies import to_device
 from knapformer.models.layers import Rotation, rotate
-from knapformer.models.packing import Lengths, Segments, lengths_list
+from knapformer.models.packing import Lengths, Segments, TwoStreams, lengths_list
 from knapformer.models.step import PackedStep
 
 LIBRARIES = ("diffusers", "torchtitan")
@@ -86,37 +86,52 @@ class Chunks(Packed):
         return Chunks(step=step, of_token=step.segments(x), rotation=rotation)
 
 
-class BySequence:
-    """A kernel that attend(q, k, v, rows, spans) computes. rows: those of the sequences that q, k and v are of; spans:
-    for each, the place of its first query here, and how many are here.
+class OfSequences:
+    """What kernels of this rank's attention go by that is known of whole sequences, worked out once a step.
 
     of_chunks: for each chunk on this rank a row that says something of the whole sequence that the chunk is of.
+    prepare(rows, spans, device): what is worked out of these rows. spans: for each, the place of its first query here,
+        and how many are here.
     """
 
+    def __init__(self, of_chunks: Tensor, prepare: Callable[..., Any]) -> None:
+        self._of_chunks, self._prepare = of_chunks, prepare
+        self._prepared: dict[tuple[int, Any], Any] = {}
+
+    def kernel(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """For one call of a step's attention: attend(q, k, v, *prepared)."""
+        return _Kernel(self, attend)
+
+    def prepared(self, first: int, spans: tuple[tuple[int, int], ...], device: torch.device) -> Any:
+        if (first, spans) not in self._prepared:
+            self._prepared[first, spans] = self._prepare(self._of_chunks[first : first + len(spans)], spans, device)
+        return self._prepared[first, spans]
+
+
+class _Kernel:
     cuts_queries = True
 
-    def __init__(self, of_chunks: Tensor, attend: Callable[..., Tensor]) -> None:
-        self._of_chunks, self._attend = of_chunks, attend
+    def __init__(self, sequences: OfSequences, attend: Callable[..., Tensor]) -> None:
+        self._sequences, self._attend = sequences, attend
         self._first = 0  # a step's attention calls its kernel for sequences in the order of the chunks
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, query_lens: Lengths, key_lens: Any = None, starts: Lengths | None = None
     ) -> Tensor:
         counts = lengths_list(query_lens)
-        rows = self._of_chunks[self._first : self._first + len(counts)]
+        spans = tuple(zip([0] * len(counts) if starts is None else lengths_list(starts), counts, strict=True))
+        prepared = self._sequences.prepared(self._first, spans, q.device)
         self._first += len(counts)
-        firsts = [0] * len(counts) if starts is None else lengths_list(starts)
-        return self._attend(q, k, v, rows, list(zip(firsts, counts, strict=True)))
+        return self._attend(q, k, v, *prepared)
 
 
-def kinds_of(lens: Tensor, spans: Sequence[tuple[int, int]], kind: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """Which queries, and which keys, are of one kind, of sequences with so many tokens of each kind, in order; and how
-    many of each sequence."""
+def of_kinds(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.device, kind: int) -> tuple[Any, ...]:
+    """Where queries, and where keys, of other kinds and of one kind lie, of sequences with so many tokens of each kind,
+    in order; and how many of the one kind each sequence has."""
     keys = [torch.arange(lens.shape[1]).repeat_interleave(row) == kind for row in lens]
     queries = [flags[first : first + count] for flags, (first, count) in zip(keys, spans, strict=True)]
-    none = torch.zeros(0).bool()
-    num_queries, num_keys = ([int(flags.sum()) for flags in of] for of in (queries, keys))
-    return torch.cat([none, *queries]), torch.cat([none, *keys]), num_queries, num_keys
+    places = (TwoStreams.of_flags(~torch.cat([torch.zeros(0).bool(), *of]), device) for of in (queries, keys))
+    return *places, *([int(flags.sum()) for flags in of] for of in (queries, keys))
 
 
 class Adapter(ABC):
@@ -220,7 +235,8 @@ class Adapter(ABC):
     def own(model: Any, sample: Sample) -> Any:
         """What the model's own forward gives for a sample, in the form of a prediction: a tensor, or several."""
         out = model(**sample)
-        return out if isinstance(out, Tensor) else out.sample
+        parts = (out,) if isinstance(out, Tensor) else out.to_tuple()
+        return parts if len(parts) > 1 else parts[0]
 
     def check_forward(self, name: str, module: nn.Module) -> None:
         """Raises ArgumentError where a block or module has a forward that the packed one does not go by."""

@@ -121,8 +121,7 @@ def unbalance(transformer: Model) -> Model:
 
 def balanced(transformer: nn.Module) -> _Balanced:
     """The adapter and the balancer of a balanced model; another balancer may be assigned."""
-    state: _Balanced = transformer.__dict__[_STATE]
-    return state
+    return transformer.__dict__[_STATE]
 
 
 def _modules_of(model: Any, adapter: type[Adapter]) -> Iterator[tuple[nn.Module, PackedForward]]:

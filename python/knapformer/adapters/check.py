@@ -98,8 +98,7 @@ def sample_loss(prediction: Any, sample: Sample) -> Tensor:
     drawn = next(leaf for leaf in pytree.tree_leaves(dict(sample)) if isinstance(leaf, Tensor) and leaf.numel() > 1)
     generator = torch.Generator().manual_seed(int(drawn.sum().item() * 1e4) % (1 << 30))
     parts = pytree.tree_leaves(prediction)
-    loss: Tensor = sum((part - torch.randn(part.shape, generator=generator)).square().mean() for part in parts)
-    return loss
+    return sum((part - torch.randn(part.shape, generator=generator)).square().mean() for part in parts)
 
 
 def one_by_one(model: nn.Module, samples: Sequence[Sample]) -> tuple[list[Any], dict[str, Tensor]]:

@@ -100,8 +100,7 @@ class ModelConfig(Fields):
 
     @property
     def mask(self) -> str:
-        mask: str = self.fields.get("mask", "full")
-        return mask
+        return self.fields.get("mask", "full")
 
     @property
     def depth(self) -> int:

@@ -1,19 +1,22 @@
-"""FLUX.1: diffusers' FluxTransformer2DModel."""
+"""FLUX.1, LongCat-Image, Chroma and FLUX.2: diffusers' FluxTransformer2DModel, LongCatImageTransformer2DModel,
+ChromaTransformer2DModel and Flux2Transformer2DModel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from knapformer.adapters.adapter import Home, clip_half
+from knapformer.adapters.adapter import Home, Packed, clip_half, random_mask
 from knapformer.adapters.joint import (
     JointAdapter,
     JointChunks,
     adaptive_double_block,
     adaptive_rows,
+    double_block,
     projected,
     rotations_of_ids,
 )
@@ -21,13 +24,13 @@ from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
 
-def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
-    return single(block, x, adaptive_rows(block.norm, cond, 3), chunks)
+def adaptive_single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
+    return single_block(block, x, adaptive_rows(block.norm, cond, 3), chunks)
 
 
-def single(block: Any, x: Tensor, rows: Sequence[Tensor], chunks: JointChunks) -> Tensor:
-    """As FluxSingleTransformerBlock.forward, over both streams; rows: shift, scale and gate, (chunks, width)."""
-    shift, scale, gate = rows
+def single_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Tensor:
+    """As FluxSingleTransformerBlock.forward, over both streams; rows (chunks, 3, width): shift, scale and gate."""
+    shift, scale, gate = rows.unbind(1)
     normed = modulate(block.norm.norm(x), shift, scale, chunks.of_token)
     hidden = block.act_mlp(block.proj_mlp(normed))
     q, k, v = projected(block.attn, normed)
@@ -43,16 +46,16 @@ class Flux(JointAdapter):
     )  # fmt: skip
     optional: ClassVar[tuple[str, ...]] = ("guidance",)
     input_layer = "x_embedder"
-    blocks = {"transformer_blocks": adaptive_double_block, "single_transformer_blocks": single_block}  # noqa: RUF012
+    blocks = {"transformer_blocks": adaptive_double_block, "single_transformer_blocks": adaptive_single_block}
     forwards = ("FluxTransformerBlock", "FluxSingleTransformerBlock", *JointAdapter.forwards)
     in_parts = ("attn", "norm1", "norm1_context", "norm")
     processors = ("FluxAttnProcessor",)
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
         "joint_attention_dim": 11, "pooled_projection_dim": 9, "guidance_embeds": True, "axes_dims_rope": (2, 4, 8),
     }  # fmt: skip
-    block_counts = {"double": "num_layers", "single": "num_single_layers"}  # noqa: RUF012
-    named_configs = {  # noqa: RUF012
+    block_counts = {"double": "num_layers", "single": "num_single_layers"}
+    named_configs = {
         "flux": {"guidance_embeds": True},
         # An eighth of the width, with as many heads and blocks: for replaying plans of FLUX on a CPU.
         "flux-narrow": {
@@ -85,8 +88,7 @@ class Flux(JointAdapter):
         pooled = samples.row_each("pooled_projections", model.config.pooled_projection_dim)
         guided = samples.expect("guidance", model.config.guidance_embeds)
         times = [samples.one_each("timestep"), *([samples.one_each("guidance")] if guided else [])]
-        cond: Tensor = model.time_text_embed(*(time.to(dtype) * 1000 for time in times), pooled)
-        return cond
+        return model.time_text_embed(*(time.to(dtype) * 1000 for time in times), pooled)
 
 
 class LongCatImage(Flux):
@@ -97,9 +99,122 @@ class LongCatImage(Flux):
     optional = ()
     forwards = ("LongCatImageTransformerBlock", "LongCatImageSingleTransformerBlock", *JointAdapter.forwards)
     processors = ("LongCatImageAttnProcessor",)
-    small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}  # noqa: RUF012
-    named_configs = {}  # noqa: RUF012
+    small = {name: value for name, value in Flux.small.items() if name != "guidance_embeds"}
+    named_configs = {}
 
     def _condition(self, model: Any, samples: Samples, dtype: torch.dtype) -> Tensor:
-        cond: Tensor = model.time_embed(samples.one_each("timestep").to(dtype) * 1000, dtype)
-        return cond
+        return model.time_embed(samples.one_each("timestep").to(dtype) * 1000, dtype)
+
+
+def pruned_norm(norm: Any, x: Tensor, rows: Tensor, packed: Packed) -> Tensor:
+    shift, scale = rows.unbind(1)
+    return modulate(norm.norm(x), shift, scale, packed.of_token)
+
+
+class Chroma(JointAdapter):
+    """FLUX whose rows of modulation come from one layer."""
+
+    sequence = "text tokens that no mask hides, and image tokens"
+    left_out = "ControlNet, IP adapters, masks of numbers (which diffusers adds to the scores)"
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
+    optional = ("attention_mask",)
+    input_layer = "x_embedder"
+    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": single_block}
+    modules = {"norm_out": pruned_norm}
+    forwards = ("ChromaTransformerBlock", "ChromaSingleTransformerBlock", "ChromaAdaLayerNormContinuousPruned")
+    in_parts = ("attn", "norm1", "norm1_context", "norm")
+    processors = ("FluxAttnProcessor",)
+    small = {
+        "in_channels": 6, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 14, "num_attention_heads": 3,
+        "joint_attention_dim": 11, "axes_dims_rope": (2, 4, 8), "approximator_num_channels": 16,
+        "approximator_hidden_dim": 9, "approximator_layers": 2,
+    }  # fmt: skip
+    conditions = {"attention_mask": lambda config, size, draw: _random_joint_mask(size)}
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        image, image_lens = samples.rows("hidden_states", model.config.in_channels)
+        text, text_lens = samples.rows("encoder_hidden_states", model.config.joint_attention_dim)
+        of_text, of_image = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=True)
+        text_lens, text, of_text = samples.unmasked(
+            "attention_mask", text_lens, text, of_text, beside=image_lens, boolean=True
+        )
+        image = model.x_embedder(image)
+        table = model.distilled_guidance_layer(
+            model.time_text_embed(samples.one_each("timestep").to(image.dtype) * 1000)
+        )
+        return self.home(model.context_embedder(text), text_lens, image, image_lens, (of_text, of_image), table)
+
+    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
+        """cond (chunks, rows, width): of single blocks, of images in double blocks, of texts there, of the head."""
+        num_double, num_single = len(model.transformer_blocks), len(model.single_transformer_blocks)
+        single, of_image, of_text, _ = cond.split([3 * num_single, 6 * num_double, 6 * num_double, 2], 1)
+        return zip(of_text.split(6, 1), of_image.split(6, 1), strict=True), zip(single.split(3, 1), strict=True)
+
+    def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
+        return super().last(model, image, cond[:, -2:], packed)
+
+
+def _random_joint_mask(size: Any) -> Tensor | None:
+    mask = random_mask(size)
+    if mask is None or not size.text_tokens:
+        return None
+    return torch.cat([mask, torch.ones(1, size.visual_tokens)], 1).bool()
+
+
+def parallel_block(block: Any, x: Tensor, rows: Tensor, chunks: JointChunks) -> Tensor:
+    """As Flux2SingleTransformerBlock.forward, over both streams; rows (chunks, 3, width)."""
+    shift, scale, gate = rows.unbind(1)
+    attn = block.attn
+    projected = attn.to_qkv_mlp_proj(modulate(block.norm(x), shift, scale, chunks.of_token))
+    sizes = [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor]
+    qkv, hidden = projected.split(sizes, -1)
+    q, k, v = qkv.unflatten(-1, (3, -1, attn.head_dim)).unbind(1)
+    attended = chunks.attention(attn, *chunks.rotated(attn.norm_q(q), attn.norm_k(k)), v)
+    update = attn.to_out(torch.cat([attended, attn.mlp_act_fn(hidden)], -1))
+    return clip_half(gated_add(x, update, gate, chunks.of_token))
+
+
+class Flux2(JointAdapter):
+    """Its blocks share three modulations, computed once a step."""
+
+    left_out = "the cache of reference images"
+    required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
+    optional = ("guidance",)
+    input_layer = "x_embedder"
+    blocks = {"transformer_blocks": double_block, "single_transformer_blocks": parallel_block}
+    forwards = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock", *JointAdapter.forwards)
+    in_parts = ("attn",)
+    processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    small = {
+        "in_channels": 5, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 12, "num_attention_heads": 3,
+        "joint_attention_dim": 10, "timestep_guidance_channels": 16, "mlp_ratio": 2.5, "axes_dims_rope": (2, 4, 4, 2),
+    }  # fmt: skip
+    block_counts = {"double": "num_layers", "single": "num_single_layers"}
+    named_configs = {
+        "flux2": {},
+        "flux2-demo": {
+            "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
+            "in_channels": 64, "axes_dims_rope": (16, 16, 16, 16), "joint_attention_dim": 64,
+        },
+    }  # fmt: skip
+
+    def embed(self, model: Any, samples: Samples) -> Home:
+        config = model.config
+        image, image_lens = samples.rows("hidden_states", config.in_channels)
+        text, text_lens = samples.rows("encoder_hidden_states", config.joint_attention_dim)
+        time = samples.scaled("timestep", 1000, "hidden_states")
+        # As in diffusers, guidance is left out where the model was made without it.
+        guided = samples.expect("guidance", getattr(config, "guidance_embeds", True))
+        guidance = samples.scaled("guidance", 1000, "hidden_states") if guided else None
+        cond = model.time_guidance_embed(time, guidance)
+        rotation = rotations_of_ids(model, samples, text_lens, image_lens, concatenated=False)
+        image, text = model.x_embedder(image), model.context_embedder(text)
+        return self.home(text, text_lens, image, image_lens, rotation, cond)
+
+    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
+        modulations = (model.double_stream_modulation_txt, 6), (model.double_stream_modulation_img, 6)
+        *double, single = (
+            modulation(cond).unflatten(-1, (count, -1))
+            for modulation, count in (*modulations, (model.single_stream_modulation, 3))
+        )
+        return itertools.repeat(tuple(double)), itertools.repeat((single,))

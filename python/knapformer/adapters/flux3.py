@@ -43,18 +43,18 @@ class Flux3(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids")
     optional = ("image_cond_hidden_states", "image_cond_ids", "target_timestep")
     input_layer = "context_embedder"
-    blocks = {"mode_blocks.image": block, "mode_blocks.image_cond": block, "single_transformer_blocks": block}  # noqa: RUF012
-    refiners = {"txt_mode_blocks": block}  # noqa: RUF012
-    modules = {"norm_out": final_norm}  # noqa: RUF012
+    blocks = {"mode_blocks.image": block, "mode_blocks.image_cond": block, "single_transformer_blocks": block}
+    refiners = {"txt_mode_blocks": block}
+    modules = {"norm_out": final_norm}
     forwards = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock", "Flux3AdaLayerNorm")
     in_parts = ("attn",)
     processors = ("Flux3AttnProcessor",)
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 6, "cond_in_channels": 5, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 12,
         "num_attention_heads": 3, "joint_attention_dim": 10, "timestep_channels": 16, "axes_dims_rope": (2, 4, 4, 2),
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012  (every other sample has references)
+    conditions = {  # (every other sample has references)
         "image_cond_hidden_states": lambda config, size, draw: draw.normal(1, 9, 5) if size.grid[2] == 3 else None,
         "image_cond_ids": lambda config, size, draw: 2 * torch.ones(9, 4).cumsum(0) if size.grid[2] == 3 else None,
         "target_timestep": lambda config, size, draw: draw.time() if config.flow_map else None,
@@ -94,8 +94,7 @@ class Flux3(JointAdapter):
         """(samples, 2, width): of the image, and of what is known."""
 
         def embedded(embedder: Any, time: Tensor) -> Tensor:
-            out: Tensor = embedder(model.time_proj(time).to(time.dtype))
-            return out
+            return embedder(model.time_proj(time).to(time.dtype))
 
         time = samples.scaled("timestep", 1000, "hidden_states")
         cond = torch.stack([embedded(model.timestep_embedder, t) for t in (time, torch.zeros_like(time))], 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knapformer.adapters.adapter import Chunks, Home, random_mask, rotation_rows, unpatched
-from knapformer.adapters.joint import JointAdapter, adaptive_double_block, projected
+from knapformer.adapters.joint import JointAdapter, adaptive_double_block, self_attention
 from knapformer.adapters.samples import Samples, on_host, one_after_another
 from knapformer.device_copies import to_device
 from knapformer.models.packing import gated_add
@@ -20,8 +20,7 @@ from knapformer.models.packing import gated_add
 def refiner_block(block: Any, text: Tensor, cond: Tensor, chunks: Chunks) -> Tensor:
     """As HunyuanVideo15IndividualTokenRefinerBlock.forward."""
     gate, gate_ff = block.norm_out.linear(block.norm_out.nonlinearity(cond)).chunk(2, 1)
-    attended = chunks.attention(block.attn, *projected(block.attn, block.norm1(text)))
-    text = gated_add(text, block.attn.to_out[1](block.attn.to_out[0](attended)), gate, chunks.of_token)
+    text = gated_add(text, self_attention(block.attn, chunks, block.norm1(text)), gate, chunks.of_token)
     return gated_add(text, block.ff(block.norm2(text)), gate_ff, chunks.of_token)
 
 
@@ -43,8 +42,8 @@ class HunyuanVideo15(JointAdapter):
     )  # fmt: skip
     optional = ("timestep_r",)
     input_layer = "x_embedder.proj"
-    blocks = {"transformer_blocks": adaptive_double_block}  # noqa: RUF012
-    refiners = {"context_embedder.token_refiner.refiner_blocks": refiner_block}  # noqa: RUF012
+    blocks = {"transformer_blocks": adaptive_double_block}
+    refiners = {"context_embedder.token_refiner.refiner_blocks": refiner_block}
     modules = JointAdapter.modules | {"context_embedder": token_refiner}
     forwards = (
         "HunyuanVideo15TransformerBlock", "HunyuanVideo15IndividualTokenRefinerBlock", "HunyuanVideo15TokenRefiner",
@@ -52,13 +51,13 @@ class HunyuanVideo15(JointAdapter):
     )  # fmt: skip
     in_parts = ("attn", "norm1", "norm1_context", "norm_out")
     processors = ("HunyuanVideo15AttnProcessor2_0", "AttnProcessor2_0")
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 3, "out_channels": 2, "num_attention_heads": 3, "attention_head_dim": 14, "num_layers": 2,
         "num_refiner_layers": 2, "mlp_ratio": 2.0, "patch_size": 2, "text_embed_dim": 10, "text_embed_2_dim": 9,
         "image_embed_dim": 11, "rope_axes_dim": (2, 4, 8),
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012
+    conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(
             1, 3, size.grid[0] * config.patch_size_t, *(config.patch_size * n for n in size.grid[1:])
         ),

@@ -6,8 +6,10 @@ head. An adapter adds the embedding and the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +17,14 @@ from torch import Tensor, nn
 
 from knapformer.adapters.adapter import (
     Adapter,
-    BySequence,
     Chunks,
     Home,
+    OfSequences,
     Packed,
     RunBlock,
     clip_half,
     expect,
-    kinds_of,
+    of_kinds,
     rotation_of,
     rotation_rows,
 )
@@ -50,7 +52,8 @@ class JointChunks(Chunks):
         streams = TwoStreams.of_flags(~flags, device)
         rotation = None if self.rotation is None else Rotation(streams.split(self.rotation.turns)[1])
         of_token = Segments.of_lengths(counts_of(flags, self.step.chunk_lens), device)
-        return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, kind=kind, lens=lens)
+        parts = OfSequences(lens, partial(of_kinds, kind=kind))
+        return PartChunks(step=self.step, of_token=of_token, rotation=rotation, streams=streams, parts=parts)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,8 +61,7 @@ class PartChunks(Chunks):
     """What blocks get that compute the tokens of one kind of each sequence, apart from its other tokens."""
 
     streams: TwoStreams  # where other tokens and these lie
-    kind: int
-    lens: Tensor
+    parts: OfSequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,14 +70,12 @@ class PartChunks(Chunks):
         q, k, v = (self.streams.join(t.new_zeros((others, *t.shape[1:])), t) for t in (q, k, v))
         kernel = attend_by(attn) or PackedAttention()
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-            of_queries, of_keys, *counts = kinds_of(lens, spans, self.kind)
-            queries, keys = (TwoStreams.of_flags(~flags, q.device) for flags in (of_queries, of_keys))
+        def attend(q: Tensor, k: Tensor, v: Tensor, queries: TwoStreams, keys: TwoStreams, *counts: Any) -> Tensor:
             others, q = queries.split(q)
             out = kernel(q, keys.split(k)[1], keys.split(v)[1], *counts)
             return queries.join(out.new_zeros((len(others), *out.shape[1:])), out)
 
-        return self.streams.split(self.step.attention(q, k, v, BySequence(self.lens, attend)))[1].flatten(1)
+        return self.streams.split(self.step.attention(q, k, v, self.parts.kernel(attend)))[1].flatten(1)
 
 
 def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
@@ -86,12 +86,12 @@ def counts_of(flags: Tensor, chunk_lens: list[int]) -> list[int]:
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     """As AdaLayerNormContinuous.forward, with a row of modulation for each sample."""
-    scale, shift = adaptive_rows(norm, cond, 2)
+    scale, shift = adaptive_rows(norm, cond, 2).unbind(1)
     return modulate(norm.norm(x), shift, scale, packed.of_token)
 
 
 class JointAdapter(Adapter):
-    modules = {"norm_out": final_norm}  # noqa: RUF012
+    modules = {"norm_out": final_norm}
     forwards: ClassVar[tuple[str, ...]] = ("AdaLayerNormContinuous",)
 
     @staticmethod
@@ -146,16 +146,20 @@ class JointAdapter(Adapter):
         )
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: JointChunks, run: RunBlock) -> Tensor:
-        (cond,), streams = of_chunk, chunks.streams
+        streams, arguments = chunks.streams, self.block_arguments(model, of_chunk[0])
         text, image = streams.split(x)
         double, *single = self.blocks
-        for block in getattr(model, double):
-            text, image = run(block, text, image, cond, chunks)
+        for block, of_block in zip(getattr(model, double), arguments[0], strict=False):
+            text, image = run(block, text, image, *of_block, chunks)
         x = streams.join(text, image)
         for name in single:
-            for block in getattr(model, name):
-                x = run(block, x, cond, chunks)
+            for block, of_block in zip(getattr(model, name), arguments[1], strict=False):
+                x = run(block, x, *of_block, chunks)
         return x
+
+    def block_arguments(self, model: Any, cond: Tensor) -> tuple[Iterable[tuple[Tensor, ...]], ...]:
+        """For each list of blocks, what each block gets beside its tokens. cond (chunks, ...)."""
+        return itertools.repeat((cond,)), itertools.repeat((cond,))
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Tensor], Tensor]:
         streams, image_lens, cond = home.rest
@@ -165,14 +169,12 @@ class JointAdapter(Adapter):
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         """(image tokens, width), cond (samples, ...) -> (image tokens, channels)."""
-        out: Tensor = model.proj_out(model.norm_out(image, cond, packed))
-        return out
+        return model.proj_out(model.norm_out(image, cond, packed))
 
 
-def adaptive_rows(norm: Any, cond: Tensor, count: int) -> tuple[Tensor, ...]:
-    """What diffusers' adaptive norms compute from the conditioning vectors: `count` tensors (chunks, width)."""
-    rows: tuple[Tensor, ...] = norm.linear(norm.silu(cond)).chunk(count, -1)
-    return rows
+def adaptive_rows(norm: Any, cond: Tensor, count: int) -> Tensor:
+    """What diffusers' adaptive norms compute from the conditioning vectors: (chunks, count, width)."""
+    return norm.linear(norm.silu(cond)).unflatten(-1, (count, -1))
 
 
 def _normed(norm: nn.Module | None, x: Tensor, num_heads_like: int) -> Tensor:
@@ -201,6 +203,13 @@ def projected(attn: Any, x: Tensor, added: bool = False) -> tuple[Tensor, Tensor
     return _normed(norms[0], q, head_dim), _normed(norms[1], k, head_dim), _normed(None, v, head_dim)
 
 
+def self_attention(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:
+    """As diffusers' attention modules compute it for one stream: (tokens, width) -> the same."""
+    q, k, v = projected(attn, x)
+    attended = chunks.attention(attn, *chunks.rotated(q, k), v)
+    return attn.to_out[1](attn.to_out[0](attended))
+
+
 def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
     """Joint attention as diffusers' attention modules compute it, in the form that double_stream takes."""
 
@@ -209,11 +218,22 @@ def joint_attention(attn: Any, chunks: JointChunks) -> Attend:
         q, k, v = (streams.join(t, i) for t, i in zip(projected(attn, text, True), projected(attn, image), strict=True))
         out_text, out_image = streams.split(chunks.attention(attn, *chunks.rotated(q, k), v))
         out_image = attn.to_out[1](attn.to_out[0](out_image))
-        if not getattr(attn, "context_pre_only", None):
-            out_text = attn.to_add_out(out_text)
-        return out_text, out_image
+        return out_text if getattr(attn, "context_pre_only", None) else attn.to_add_out(out_text), out_image
 
     return attend
+
+
+def stream_block(
+    block: Any, x: Tensor, attend: Callable[[Tensor], Tensor], rows: Iterable[Tensor] = (), of_token: Any = None
+) -> Tensor:
+    """A block of one stream: attention, then the feed-forward, each behind a norm, and modulated where there are rows:
+    (runs, width) each, shift, scale and gate of attention, then of the feed-forward."""
+    if not (rows := tuple(rows)):
+        x = x + attend(block.norm1(x))
+        return x + block.ff(block.norm2(x))
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
+    x = gated_add(x, attend(modulate(block.norm1(x), shift, scale, of_token)), gate, of_token)
+    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,19 +256,32 @@ def double_stream(attend: Attend, text: Stream, image: Stream, chunks: JointChun
 
     attend: takes both streams, normed and modulated, through one attention, and each through its output projection.
     """
-    read_text = modulate(text.norm(text.x), text.rows[0], text.rows[1], chunks.of_text)
-    read_image = modulate(image.norm(image.x), image.rows[0], image.rows[1], chunks.of_image)
-    attended_text, attended_image = attend(read_text, read_image)
-    return _written(text, attended_text, chunks.of_text), _written(image, attended_image, chunks.of_image)
+    both = (text, chunks.of_text), (image, chunks.of_image)
+    attended = attend(*(modulate(of.norm(of.x), of.rows[0], of.rows[1], of_token) for of, of_token in both))
+    outs = []
+    for (of, of_token), update in zip(both, attended, strict=True):
+        x = of.x
+        if len(of.rows) > 2:
+            _, _, gate, shift_ff, scale_ff, gate_ff = of.rows
+            x = gated_add(x, update, gate, of_token)
+            hidden = of.feed_forward(modulate(of.norm_feed_forward(x), shift_ff, scale_ff, of_token))
+            x = gated_add(x, hidden, gate_ff, of_token)
+        outs.append(x)
+    return outs[0], outs[1]
 
 
-def _written(stream: Stream, attended: Tensor, of_token: Segments) -> Tensor:
-    if len(stream.rows) == 2:
-        return stream.x
-    _, _, gate, shift_ff, scale_ff, gate_ff = stream.rows
-    x = gated_add(stream.x, attended, gate, of_token)
-    hidden = stream.feed_forward(modulate(stream.norm_feed_forward(x), shift_ff, scale_ff, of_token))
-    return gated_add(x, hidden, gate_ff, of_token)
+def double_block(
+    block: Any, text: Tensor, image: Tensor, text_rows: Tensor, image_rows: Tensor, chunks: JointChunks
+) -> tuple[Tensor, Tensor]:
+    """As a double-stream block of the FLUX family; text_rows, image_rows (chunks, 6, width)."""
+    norm_text, norm_image = (getattr(norm, "norm", norm) for norm in (block.norm1_context, block.norm1))
+    text, image = double_stream(
+        joint_attention(block.attn, chunks),
+        Stream(text, text_rows.unbind(1), norm_text, block.norm2_context, block.ff_context),
+        Stream(image, image_rows.unbind(1), norm_image, block.norm2, block.ff),
+        chunks,
+    )
+    return clip_half(text), image
 
 
 def adaptive_double_block(
@@ -256,17 +289,10 @@ def adaptive_double_block(
 ) -> tuple[Tensor, Tensor]:
     """As FluxTransformerBlock.forward and JointTransformerBlock.forward, with a row of modulation for each chunk."""
     if getattr(block, "context_pre_only", False):  # SD3's last block: text is read, and no longer written
-        scale, shift = adaptive_rows(block.norm1_context, cond, 2)
-        text_rows: tuple[Tensor, ...] = (shift, scale)
+        text_rows = adaptive_rows(block.norm1_context, cond, 2).flip(1)  # which gives the scale first
     else:
         text_rows = adaptive_rows(block.norm1_context, cond, 6)
-    text, image = double_stream(
-        joint_attention(block.attn, chunks),
-        Stream(text, text_rows, block.norm1_context.norm, block.norm2_context, block.ff_context),
-        Stream(image, adaptive_rows(block.norm1, cond, 6), block.norm1.norm, block.norm2, block.ff),
-        chunks,
-    )
-    return clip_half(text), image
+    return double_block(block, text, image, text_rows, adaptive_rows(block.norm1, cond, 6), chunks)
 
 
 def rotations_of_ids(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,34 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, random_mask, rotation_rows
-from knapformer.adapters.joint import JointAdapter, JointChunks
+from knapformer.adapters.joint import JointAdapter, JointChunks, stream_block
 from knapformer.adapters.samples import Samples
-from knapformer.models.packing import TwoStreams, gated_add, modulate, text_flags
+from knapformer.models.packing import TwoStreams, modulate, text_flags
 
 
-def _attended(attn: Any, x: Tensor, chunks: Chunks) -> Tensor:
+def _attended(attn: Any, chunks: Chunks, x: Tensor) -> Tensor:
     """As Krea2AttnProcessor."""
     q, k, v = (to(x).unflatten(-1, (-1, attn.head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v))
     gate = attn.to_gate(x)
     attended = chunks.attention(attn, *chunks.rotated(attn.norm_q(q), attn.norm_k(k)), v)
-    out: Tensor = attn.to_out[0](attended * torch.sigmoid(gate))
-    return out
+    return attn.to_out[0](attended * torch.sigmoid(gate))
 
 
 def block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Tensor:
     """As Krea2TransformerBlock.forward; cond (chunks, 6 width)."""
-    of_token = chunks.of_token
     scale, shift, gate, scale_ff, shift_ff, gate_ff = (cond.unflatten(-1, (6, -1)) + block.scale_shift_table).unbind(1)
-    attended = _attended(block.attn, modulate(block.norm1(x), shift, scale, of_token), chunks)
-    x = gated_add(x, attended, gate, of_token)
-    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
+    rows = (shift, scale, gate, shift_ff, scale_ff, gate_ff)
+    return stream_block(block, x, partial(_attended, block.attn, chunks), rows, chunks.of_token)
 
 
 def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
     """As Krea2TextFusionBlock.forward."""
-    text = text + _attended(block.attn, block.norm1(text), chunks)
-    out: Tensor = text + block.ff(block.norm2(text))
-    return out
+    return stream_block(block, text, partial(_attended, block.attn, chunks))
 
 
 def text_fusion(fusion: Any, text: Tensor, chunks: Chunks) -> Tensor:
@@ -51,8 +47,7 @@ def text_fusion(fusion: Any, text: Tensor, chunks: Chunks) -> Tensor:
 
 def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     scale, shift = (cond.unsqueeze(1) + layer.scale_shift_table).unbind(1)
-    out: Tensor = layer.linear(modulate(layer.norm(x), shift, scale, packed.of_token))
-    return out
+    return layer.linear(modulate(layer.norm(x), shift, scale, packed.of_token))
 
 
 class Krea2(JointAdapter):
@@ -61,19 +56,19 @@ class Krea2(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "position_ids")
     optional = ("encoder_attention_mask",)
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}  # noqa: RUF012
-    refiners = {"text_fusion.refiner_blocks": refiner_block}  # noqa: RUF012
-    modules = {"text_fusion": text_fusion, "final_layer": final_layer}  # noqa: RUF012
+    blocks = {"transformer_blocks": block}
+    refiners = {"text_fusion.refiner_blocks": refiner_block}
+    modules = {"text_fusion": text_fusion, "final_layer": final_layer}
     forwards = ("Krea2TransformerBlock", "Krea2TextFusionBlock", "Krea2TextFusion", "Krea2FinalLayer")
     in_parts = ("attn",)
     processors = ("Krea2AttnProcessor",)
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 6, "num_layers": 2, "attention_head_dim": 14, "num_attention_heads": 6, "num_key_value_heads": 3,
         "intermediate_size": 26, "timestep_embed_dim": 16, "text_hidden_dim": 10, "num_text_layers": 3,
         "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 13,
         "axes_dims_rope": (2, 4, 8),
     }  # fmt: skip
-    conditions = {  # noqa: RUF012
+    conditions = {
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, max(size.text_tokens, 1), 3, 10),
         "encoder_attention_mask": lambda config, size, draw: None if (m := random_mask(size)) is None else m.bool(),
         "position_ids": lambda config, size, draw: torch.cat(
@@ -101,5 +96,4 @@ class Krea2(JointAdapter):
         return x
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        out: Tensor = model.final_layer(image, cond, packed)
-        return out
+        return model.final_layer(image, cond, packed)

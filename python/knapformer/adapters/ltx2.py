@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knapformer import ArgumentError
-from knapformer.adapters.adapter import BySequence, Home, RunBlock, kinds_of, random_mask, runs_of
+from knapformer.adapters.adapter import Home, OfSequences, RunBlock, of_kinds, random_mask, runs_of
 from knapformer.adapters.context import context_of_rows, rows_of_context
 from knapformer.adapters.joint import JointAdapter, JointChunks, PartChunks, counts_of
 from knapformer.adapters.samples import Samples
@@ -43,22 +44,27 @@ class Stream:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CoupledChunks(JointChunks):
     both: tuple[Stream, Stream]  # audio, video
-    lens: Tensor  # (chunks, 2) on the CPU: how many tokens of each the whole sequence of a chunk has
+    sequences: OfSequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def crossing(self, audio: tuple[Tensor, ...], video: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Queries of each to keys and values of the other: (tokens of audio or video, heads, head_dim) each."""
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-            of_queries, of_keys, num_queries, num_keys = kinds_of(lens, spans, 0)
-            others = [count - audio for (_, count), audio in zip(spans, num_queries, strict=True)]
-            queries, keys = (TwoStreams.of_flags(flags, q.device) for flags in (of_queries, of_keys))
+        def attend(q: Tensor, k: Tensor, v: Tensor, queries: TwoStreams, keys: TwoStreams, *to: Any) -> Tensor:
+            to_video, to_audio = to
             (q_audio, q_video), (k_audio, k_video), (v_audio, v_video) = queries.split(q), keys.split(k), keys.split(v)
-            to_video = PackedCrossAttention(num_queries, lens[:, 1])(q_audio, k_video, v_video)
-            return queries.join(to_video, PackedCrossAttention(others, num_keys)(q_video, k_audio, v_audio))
+            return queries.join(to_video(q_audio, k_video, v_video), to_audio(q_video, k_audio, v_audio))
 
         q, k, v = (self.streams.join(*pair) for pair in zip(audio, video, strict=True))
-        return self.streams.split(self.step.attention(q, k, v, BySequence(self.lens, attend)))
+        return self.streams.split(self.step.attention(q, k, v, self.sequences.kernel(attend)))
+
+
+def _prepared(lens: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
+    """For attention of audio to video and of video to audio. lens (sequences, 2): tokens of audio, of video."""
+    queries, keys, of_video, _ = of_kinds(lens, spans, device, 1)
+    of_audio = [count - video for (_, count), video in zip(spans, of_video, strict=True)]
+    to_video, to_audio = PackedCrossAttention(of_audio, lens[:, 1]), PackedCrossAttention(of_video, lens[:, 0])
+    return queries, keys, to_video, to_audio
 
 
 def _turned(attn: Any, x: Tensor, turns: Turns | None) -> Tensor:
@@ -68,8 +74,7 @@ def _turned(attn: Any, x: Tensor, turns: Turns | None) -> Tensor:
     if turns is not None and len(x):  # diffusers' functions fail where there are no tokens
         turn = ltx2.apply_interleaved_rotary_emb if attn.rope_type == "interleaved" else ltx2.apply_split_rotary_emb
         x = turn(x.unsqueeze(0), turns)[0]
-    out: Tensor = x.unflatten(-1, (attn.heads, -1))
-    return out
+    return x.unflatten(-1, (attn.heads, -1))
 
 
 def _turns(rope: Any, coords: Tensor) -> Turns:
@@ -91,13 +96,11 @@ def _out(attn: Any, x: Tensor, attended: Tensor) -> Tensor:
     if attn.to_gate_logits is not None:
         gates = 2 * torch.sigmoid(attn.to_gate_logits(x))
         attended = (attended.unflatten(-1, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(1)
-    out: Tensor = attn.to_out[1](attn.to_out[0](attended))
-    return out
+    return attn.to_out[1](attn.to_out[0](attended))
 
 
 def _rows(table: Tensor, cond: Tensor) -> tuple[Tensor, ...]:
-    rows: tuple[Tensor, ...] = (table + cond.unflatten(-1, (len(table), -1))).unbind(1)
-    return rows
+    return (table + cond.unflatten(-1, (len(table), -1))).unbind(1)
 
 
 def _read(block: Any, prefix: str, x: Tensor, text: Tensor, rows: Any, prompt: Tensor | None, stream: Stream) -> Tensor:
@@ -130,34 +133,23 @@ def block(
     parts = zip(_PREFIXES, (audio, video), texts, own, (cond[3] for cond in conds), chunks.both, strict=True)
     audio, video = (_read(block, prefix, x, text, rows, prompt, of) for prefix, x, text, rows, prompt, of in parts)
 
-    to_video, to_audio = block.audio_to_video_attn, block.video_to_audio_attn
-    of_audio, of_video = chunks.both
+    attns = (block.video_to_audio_attn, block.audio_to_video_attn)  # into audio, into video
+    norms = (block.video_to_audio_norm, block.audio_to_video_norm)
     tables = (block.audio_a2v_cross_attn_scale_shift_table, block.video_a2v_cross_attn_scale_shift_table)
-    rows_audio, rows_video = (_rows(table[:4], cond[1]) for table, cond in zip(tables, conds, strict=True))
-    gate_audio, gate_video = (table[4:] + cond[2] for table, cond in zip(tables, conds, strict=True))
-    normed_audio, normed_video = block.video_to_audio_norm(audio), block.audio_to_video_norm(video)
-    # Scale and shift of what video reads of audio, then of what audio reads of video.
-    read_by_video, audio_reads = (
-        modulate(normed_audio, rows_audio[i + 1], rows_audio[i], of_audio.of_crossing) for i in (0, 2)
-    )
-    video_reads, read_by_audio = (
-        modulate(normed_video, rows_video[i + 1], rows_video[i], of_video.of_crossing) for i in (0, 2)
-    )
-    into_audio, into_video = chunks.crossing(
-        (
-            _queries(to_audio, audio_reads, of_audio.crossing_turns),
-            *_keys(to_video, read_by_video, of_audio.crossing_turns),
-        ),
-        (
-            _queries(to_video, video_reads, of_video.crossing_turns),
-            *_keys(to_audio, read_by_audio, of_video.crossing_turns),
-        ),
-    )
-    audio = gated_add(audio, _out(to_audio, audio_reads, into_audio.flatten(1)), gate_audio, of_audio.of_crossing)
-    video = gated_add(video, _out(to_video, video_reads, into_video.flatten(1)), gate_video, of_video.of_crossing)
+    heads, updates = [], []
+    for kind, (x, cond, of) in enumerate(zip((audio, video), conds, chunks.both, strict=True)):
+        rows, normed = _rows(tables[kind][:4], cond[1]), norms[kind](x)
+        # Scale and shift of what goes into video, then of what goes into audio.
+        for_video, for_audio = (modulate(normed, rows[i + 1], rows[i], of.of_crossing) for i in (0, 2))
+        reads, is_read = (for_video, for_audio) if kind else (for_audio, for_video)
+        queries = _queries(attns[kind], reads, of.crossing_turns)
+        heads.append((queries, *_keys(attns[1 - kind], is_read, of.crossing_turns)))
+        updates.append((x, partial(_out, attns[kind], reads), tables[kind][4:] + cond[2]))
 
     outs = []
-    for prefix, x, rows, of in zip(_PREFIXES, (audio, video), own, chunks.both, strict=True):
+    crossed = chunks.crossing(heads[0], heads[1])
+    for prefix, (x, out, gate), attended, rows, of in zip(_PREFIXES, updates, crossed, own, chunks.both, strict=True):
+        x = gated_add(x, out(attended.flatten(1)), gate, of.of_crossing)
         shift, scale, gate = rows[3:6]
         normed = modulate(getattr(block, f"{prefix}norm3")(x), shift, scale, of.own.of_token)
         outs.append(gated_add(x, getattr(block, f"{prefix}ff")(normed), gate, of.own.of_token))
@@ -176,19 +168,19 @@ class LTX2(JointAdapter):
         "use_cross_timestep",
     )  # fmt: skip
     input_layer = "proj_in"
-    blocks = {"transformer_blocks": block}  # noqa: RUF012
-    modules = {}  # noqa: RUF012
+    blocks = {"transformer_blocks": block}
+    modules = {}
     forwards = ("LTX2VideoTransformerBlock",)
     attentions = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
     in_parts = attentions
     processors = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 6, "out_channels": 5, "num_attention_heads": 3, "attention_head_dim": 12,
         "cross_attention_dim": 36, "audio_in_channels": 4, "audio_out_channels": 3, "audio_num_attention_heads": 2,
         "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16, "num_layers": 2, "caption_channels": 10,
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012
+    conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(1, size.visual_tokens, config.in_channels),
         "audio_hidden_states": lambda config, size, draw: draw.normal(1, 4, config.audio_in_channels),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, _text_width(config, "")),
@@ -211,11 +203,6 @@ class LTX2(JointAdapter):
         "audio_num_frames": lambda config, size, draw: 4,
         "use_cross_timestep": lambda config, size, draw: size.text_tokens % 2 == 0,
     }
-
-    @staticmethod
-    def own(model: Any, sample: Any) -> tuple[Tensor, Tensor]:
-        out = model(**sample)
-        return out.sample, out.audio_sample
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config
@@ -312,7 +299,7 @@ class LTX2(JointAdapter):
                     of_text=Segments.of_lengths(text_lens[kind], x.device),
                 )
             )
-        return CoupledChunks(**vars(base), both=(both[0], both[1]), lens=lens)
+        return CoupledChunks(**vars(base), both=(both[0], both[1]), sequences=OfSequences(lens, _prepared))
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: Any, run: RunBlock) -> Tensor:
         sigmas, config = of_chunk[0], model.config
@@ -333,8 +320,7 @@ class LTX2(JointAdapter):
         audio, video = (of[:, :width] for of, width in zip(chunks.streams.split(x), widths, strict=True))
         for each in model.transformer_blocks:
             audio, video = run(each, audio, video, texts, conds, chunks)
-        out: Tensor = chunks.streams.join(*(F.pad(of, (0, x.shape[1] - of.shape[1])) for of in (audio, video)))
-        return out
+        return chunks.streams.join(*(F.pad(of, (0, x.shape[1] - of.shape[1])) for of in (audio, video)))
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
         streams, times, lens = home.rest

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import Adapter, Chunks, Home, Packed, RunBlock, rotation_of, runs_of
-from knapformer.adapters.joint import projected
+from knapformer.adapters.joint import self_attention, stream_block
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
-from knapformer.models.packing import gated_add, modulate
+from knapformer.models.packing import modulate
 from knapformer.models.step import PackedStep
 
 _MODALITIES = 3  # of which each has rows of modulation of its own, for each time step
@@ -29,41 +30,28 @@ class MiniMaxChunks(Chunks):
     rows: Tensor  # and its row of modulation
     num_turned: int  # features of a head that positions turn
 
-
-def _attended(attn: Any, x: Tensor, chunks: Chunks) -> Tensor:
-    q, k, v = projected(attn, x)
-    if isinstance(chunks, MiniMaxChunks):
-        q, k = chunks.rotated(*(_neighbours(heads, chunks.num_turned) for heads in (q, k)))
-    out: Tensor = attn.to_out[1](attn.to_out[0](chunks.attention(attn, q, k, v)))
-    return out
-
-
-def _neighbours(heads: Tensor, count: int) -> Tensor:
-    """The model turns feature i, of `count`, with feature i + count / 2; here neighbours are turned. Scores do not
-    depend on the order of features."""
-    return torch.cat([heads[..., :count].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), heads[..., count:]], -1)
+    def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """The model turns feature i, of num_turned, with feature i + num_turned / 2; here neighbours are turned. Scores
+        do not depend on the order of features."""
+        parts = (x.tensor_split([self.num_turned], -1) for x in heads)
+        swap = (torch.cat([of.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rest], -1) for of, rest in parts)
+        return super().rotated(*swap)
 
 
 def block(block: Any, x: Tensor, cond: Tensor, chunks: MiniMaxChunks) -> Tensor:
     """As MiniMaxH3TransformerBlock.forward; cond: the embedded time steps of `chunks`."""
-    of_token = chunks.of_token
     rows = (table.index_select(0, chunks.rows) for table in block.adaln_proj(cond))
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = rows
-    x = gated_add(x, _attended(block.attn, modulate(block.norm1(x), shift, scale, of_token), chunks), gate, of_token)
-    return gated_add(x, block.ff(modulate(block.norm2(x), shift_ff, scale_ff, of_token)), gate_ff, of_token)
+    return stream_block(block, x, partial(self_attention, block.attn, chunks), rows, chunks.of_token)
 
 
 def refiner_block(block: Any, text: Tensor, chunks: Chunks) -> Tensor:
-    text = text + _attended(block.attn, block.norm1(text), chunks)
-    out: Tensor = text + block.ff(block.norm2(text))
-    return out
+    return stream_block(block, text, partial(self_attention, block.attn, chunks))
 
 
 def token_refiner(refiner: Any, text: Tensor, chunks: Chunks) -> Tensor:
     for each in refiner.refiner_blocks:
         text = each(text, chunks)
-    out: Tensor = refiner.final_norm(text)
-    return out
+    return refiner.final_norm(text)
 
 
 def final_norm(norm: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
@@ -85,21 +73,21 @@ class MiniMaxH3(Adapter):
         "position_ids", "video_indices", "audio_indices", "text_indices",
     )  # fmt: skip
     input_layer = "context_embedder"
-    blocks = {"transformer_blocks": block}  # noqa: RUF012
-    refiners = {"token_refiner.refiner_blocks": refiner_block}  # noqa: RUF012
-    modules = {"token_refiner": token_refiner, "norm_out": final_norm}  # noqa: RUF012
+    blocks = {"transformer_blocks": block}
+    refiners = {"token_refiner.refiner_blocks": refiner_block}
+    modules = {"token_refiner": token_refiner, "norm_out": final_norm}
     forwards = (
         "MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock", "MiniMaxH3TokenRefiner", "MiniMaxH3AdaLayerNormOut",
     )  # fmt: skip
     in_parts = ("attn",)
     processors = ("MiniMaxH3AttnProcessor",)
-    small = {  # noqa: RUF012
+    small = {
         "num_attention_heads": 3, "attention_head_dim": 16, "hidden_size": 36, "num_layers": 2, "num_refiner_layers": 2,
         "ffn_dim": 26, "in_channels": 2, "audio_in_channels": 5, "text_dim": 10, "freq_dim": 16,
         "time_embed_hidden_dim": 20, "time_embed_dim": 14, "rope_freq_dim": 2,
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012
+    conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(1, size.visual_tokens, 8),
         "audio_hidden_states": lambda config, size, draw: draw.normal(1, 4, 5),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, size.text_tokens, 10),
@@ -111,11 +99,6 @@ class MiniMaxH3(Adapter):
         "video_indices": lambda config, size, draw: _layout(size, 1),
         "audio_indices": lambda config, size, draw: _layout(size, 2),
     }
-
-    @staticmethod
-    def own(model: Any, sample: Any) -> tuple[Tensor, Tensor]:
-        out = model(**sample)
-        return out.sample, out.audio_sample
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config = model.config
@@ -181,8 +164,7 @@ class MiniMaxH3(Adapter):
 
     @staticmethod
     def _embedded(model: Any, times: Tensor) -> Tensor:
-        cond: Tensor = model.time_embedder(_like(model.time_embedder, model.time_proj(times)))
-        return cond
+        return model.time_embedder(_like(model.time_embedder, model.time_proj(times)))
 
     def head(self, model: Any, x: Tensor, home: Home) -> tuple[list[Any], Any]:
         times, *modalities = home.rest
@@ -200,8 +182,7 @@ def _layout(size: Any, part: int) -> Tensor:
     """Places of text (0), video (1) and audio (2) among the tokens of a random sample."""
     counts = [size.text_tokens, size.visual_tokens, 4]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(sum(counts)))
-    places: Tensor = order.split(counts)[part]
-    return places
+    return order.split(counts)[part]
 
 
 def _spread(size: Any, *values: int) -> Tensor:

@@ -60,8 +60,7 @@ class PackedModel(nn.Module):
         balanced(self.transformer).balancer = balancer
         predictions = self.transformer(samples, planned=planned)
         if not predictions:
-            none: Tensor = predictions.zero.expand(0, self.config.out_width)  # which carries the graph
-            return none
+            return predictions.zero.expand(0, self.config.out_width)  # which carries the graph
         return torch.cat([rows_of(prediction) for prediction in predictions])
 
     def block_lists(self) -> list[nn.ModuleList]:

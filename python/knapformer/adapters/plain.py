@@ -19,20 +19,18 @@ class Plain(Adapter):
     sequence = "tokens"
     required = ("hidden_states",)
     input_layer = "in_proj"
-    blocks = {"blocks": TransformerBlock.forward}  # noqa: RUF012
+    blocks = {"blocks": TransformerBlock.forward}
     attentions = ()
     processors = ()
-    block_counts = {"block": "num_blocks"}  # noqa: RUF012
-    named_configs = {  # noqa: RUF012
+    block_counts = {"block": "num_blocks"}
+    named_configs = {
         "transformer": {},
         "transformer-demo": {"num_blocks": 3, "d_model": 256, "num_heads": 4, "num_kv_heads": 4},
         "transformer-tiny": {
             "num_blocks": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "in_channels": 8, "out_channels": 6,
         },
     }  # fmt: skip
-    drawn = {  # noqa: RUF012
-        "hidden_states": lambda config, size, draw: draw.normal(1, size.num_tokens, config.in_channels)
-    }
+    drawn = {"hidden_states": lambda config, size, draw: draw.normal(1, size.num_tokens, config.in_channels)}
 
     @staticmethod
     def check_config(config: Any) -> None:

@@ -34,16 +34,23 @@ class QwenImage(JointAdapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes")
     optional = ("encoder_hidden_states_mask", "txt_seq_lens", "additional_t_cond")
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}  # noqa: RUF012
+    blocks = {"transformer_blocks": block}
     forwards = ("QwenImageTransformerBlock", *JointAdapter.forwards)
     refused = ("guidance_embeds",)
     in_parts = ("attn",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 7, "out_channels": 2, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
         "joint_attention_dim": 10, "axes_dims_rope": (4, 6, 6),
     }  # fmt: skip
-    conditions = {  # noqa: RUF012  (diffusers refuses an empty text: it gets one token, masked)
+    named_configs = {
+        "qwen-image": {},
+        "qwen-image-demo": {
+            "num_layers": 3, "num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (8, 28, 28),
+            "joint_attention_dim": 64,
+        },
+    }  # fmt: skip
+    conditions = {  # (diffusers refuses an empty text: it gets one token, masked)
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, max(size.text_tokens, 1), 10),
         "encoder_hidden_states_mask": lambda config, size, draw: random_mask(size),
         # The last row of larger pictures is a reference.
@@ -54,13 +61,6 @@ class QwenImage(JointAdapter):
             torch.tensor([size.text_tokens % 2]) if config.use_additional_t_cond else None
         ),
     }
-    named_configs = {  # noqa: RUF012
-        "qwen-image": {},
-        "qwen-image-demo": {
-            "num_layers": 3, "num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (8, 28, 28),
-            "joint_attention_dim": 64,
-        },
-    }  # fmt: skip
 
     def embed(self, model: Any, samples: Samples) -> Home:
         image, image_lens = samples.rows("hidden_states", model.config.in_channels)

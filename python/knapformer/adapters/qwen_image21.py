@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knapformer import ArgumentError
 from knapformer.adapters.adapter import (
     Adapter,
-    BySequence,
     Chunks,
     Home,
+    OfSequences,
     Packed,
     RunBlock,
     clip_half,
@@ -27,7 +26,7 @@ from knapformer.adapters.adapter import (
 )
 from knapformer.adapters.samples import Samples, on_host
 from knapformer.device_copies import to_device
-from knapformer.models.attention import PackedCrossAttention, no_attention
+from knapformer.models.attention import PackedAttention
 from knapformer.models.packing import Lengths, Segments, TwoStreams, gated_add, modulate, segment_index
 from knapformer.models.step import PackedStep
 
@@ -37,49 +36,47 @@ _PICTURES = 32  # that a sample has room for; the last is predicted
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CausalChunks(Chunks):
     rows: Tensor  # for each run of tokens, as of_token numbers the runs, its row of modulation
-    parts: Tensor  # (chunks, 2 * pictures) on the CPU: tokens of text, picture, text, ... of the sequence of a chunk
+    sequences: OfSequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, attn: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """By torch's own attention, whatever backend was chosen: others have not this mask."""
-        return self.step.attention(q, k, v, BySequence(self.parts, _block_causal)).flatten(1)
+        return self.step.attention(q, k, v, self.sequences.kernel(_block_causal)).flatten(1)
 
 
-def _block_causal(q: Tensor, k: Tensor, v: Tensor, parts: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Of sequences of these parts. A picture attends to all up to its end, a token of text up to itself."""
-    if q.shape[1] == 0 or not len(q):
-        return no_attention(q, k, v)
+def _block_causal(q: Tensor, k: Tensor, v: Tensor, streams: TwoStreams, *of_streams: Any) -> Tensor:
+    """of_streams: for text and for pictures the kernel, the keys that they see, one after another, None of all in
+    order; and the lengths."""
+    outs = []
+    for of, (kernel, seen, *lens) in zip(streams.split(q), of_streams, strict=True):
+        keys, values = (t if seen is None else t.index_select(0, seen) for t in (k, v))
+        outs.append(kernel(of, keys, values, *lens))
+    return streams.join(*outs)
+
+
+def _prepared(parts: Tensor, spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
+    """For sequences of these parts: tokens of text, picture, text, ... A picture attends to all up to its end, a token
+    of text up to itself."""
+    found: tuple[list[tuple[int, int, int]], ...] = ([], [])  # of text, of pictures: queries, keys, the first key
     is_text: list[bool] = []
-    lens: tuple[list[int], list[int]] = ([], [])  # of pictures, and of what each sees
-    keys, texts, start = [torch.zeros(0, dtype=torch.int64)], [], 0
+    start = 0
     for of_sequence, (first, count) in zip(parts.tolist(), spans, strict=True):
-        ends, own = [0, *itertools.accumulate(of_sequence)], [torch.zeros(0, dtype=torch.int64)]
+        ends = [0, *itertools.accumulate(of_sequence)]
         for part, (begin, end) in enumerate(itertools.pairwise(ends)):
-            here = range(max(begin, first), min(end, first + count))
-            is_text += [part % 2 == 0] * len(here)
-            if part % 2 == 0:
-                own.append(torch.arange(here.start, max(here.stop, here.start)))
-            elif len(here):
-                keys.append(torch.arange(start, start + end))
-                lens[0].append(len(here))
-                lens[1].append(end)
-        texts.append((start, torch.cat(own)))
+            stop = min(end, first + count)
+            here = max(0, stop - max(begin, first))
+            if here:
+                found[part % 2].append((here, end if part % 2 else stop, start))
+            is_text += [part % 2 == 0] * here
         start += ends[-1]
-    streams = TwoStreams.of_flags(torch.tensor(is_text), q.device)
-    of_text, of_pictures = streams.split(q)
-    seen = to_device(torch.cat(keys), q.device)
-    out_pictures = PackedCrossAttention(*lens)(of_pictures, k.index_select(0, seen), v.index_select(0, seen))
-    outs = [of_text[:0]]
-    for part, (begin, places) in zip(of_text.split([len(places) for _, places in texts]), texts, strict=True):
-        if len(places):
-            end = int(places[-1]) + 1
-            mask = to_device(places.unsqueeze(1) >= torch.arange(end), q.device)
-            one, keys_of, values_of = (
-                t.transpose(0, 1).unsqueeze(0) for t in (part, k[begin : begin + end], v[begin : begin + end])
-            )
-            out = F.scaled_dot_product_attention(one, keys_of, values_of, attn_mask=mask)
-            outs.append(out[0].transpose(0, 1))
-    return streams.join(torch.cat(outs), out_pictures)
+    of_streams = []
+    for kernel, of in ((PackedAttention("causal"), found[0]), (PackedAttention(), found[1])):
+        seen = torch.cat([torch.zeros(0).long(), *(torch.arange(num) + first for _, num, first in of)])
+        is_all = torch.equal(seen, torch.arange(start))
+        starts = [num - here for here, num, _ in of]
+        lens = [here for here, *_ in of], [num for _, num, _ in of], starts
+        of_streams.append((kernel, None if is_all else to_device(seen, device), *lens))
+    return TwoStreams.of_flags(torch.tensor(is_text, dtype=torch.bool), device), *of_streams
 
 
 def block(block: Any, x: Tensor, rows: Tensor, chunks: CausalChunks) -> Tensor:
@@ -107,17 +104,17 @@ class QwenImage21(Adapter):
     required = ("hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "img_mask")
     optional = ("encoder_hidden_states_mask",)
     input_layer = "img_in"
-    blocks = {"transformer_blocks": block}  # noqa: RUF012
-    modules = {"norm_out": final_norm}  # noqa: RUF012
+    blocks = {"transformer_blocks": block}
+    modules = {"norm_out": final_norm}
     forwards = ("QwenImage21TransformerBlock", "QwenImage21AdaLayerNormContinuous")
     in_parts = ("attn",)
     processors = ("QwenImage21AttnProcessor", "QwenImage21FlexAttnProcessor")
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 7, "out_channels": 5, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
         "context_in_dim": 10, "axes_dims_rope": (4, 6, 6),
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012
+    conditions = {
         "hidden_states": lambda config, size, draw: draw.normal(1, sum(map(math.prod, _random_shapes(size))), 7),
         "encoder_hidden_states": lambda config, size, draw: draw.normal(1, len(_random_layout(size)[1]), 10),
         "img_shapes": lambda config, size, draw: [_random_shapes(size)],
@@ -185,7 +182,9 @@ class QwenImage21(Adapter):
         turns, known = features
         rows, of_token = _rows(step.chunk_lens, known, of_chunk[0])
         rotation = rotation_of(turns, x.dtype)
-        return CausalChunks(step=step, of_token=of_token, rotation=rotation, rows=rows, parts=of_chunk[1])
+        return CausalChunks(
+            step=step, of_token=of_token, rotation=rotation, rows=rows, sequences=OfSequences(of_chunk[1], _prepared)
+        )
 
     def compute(self, model: Any, x: Tensor, of_chunk: list[Tensor], chunks: CausalChunks, run: RunBlock) -> Tensor:
         rows = model.modulation(of_chunk[0].flatten(0, 1).index_select(0, chunks.rows))

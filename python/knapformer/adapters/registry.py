@@ -10,9 +10,9 @@ from knapformer.adapters.adapter import Adapter, name_of, package_of
 
 # The name of a class of diffusers, or a class's name with its module -> where its adapter is.
 _ADAPTERS: dict[str, str | type[Adapter]] = {
-    "ChromaTransformer2DModel": "knapformer.adapters.chroma:Chroma",
+    "ChromaTransformer2DModel": "knapformer.adapters.flux:Chroma",
     "ChronoEditTransformer3DModel": "knapformer.adapters.wan:ChronoEdit",
-    "Flux2Transformer2DModel": "knapformer.adapters.flux2:Flux2",
+    "Flux2Transformer2DModel": "knapformer.adapters.flux:Flux2",
     "Flux3Transformer2DModel": "knapformer.adapters.flux3:Flux3",
     "FluxTransformer2DModel": "knapformer.adapters.flux:Flux",
     "HunyuanVideo15Transformer3DModel": "knapformer.adapters.hunyuan_video15:HunyuanVideo15",

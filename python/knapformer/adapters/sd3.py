@@ -17,20 +17,19 @@ class StableDiffusion3(JointAdapter):
     left_out = "blocks with two attentions (3.5 medium)"
     required = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     input_layer = "pos_embed.proj"
-    blocks = {"transformer_blocks": adaptive_double_block}  # noqa: RUF012
+    blocks = {"transformer_blocks": adaptive_double_block}
     forwards = ("JointTransformerBlock", *JointAdapter.forwards)
     refused = ("dual_attention_layers",)
     in_parts = ("attn", "norm1", "norm1_context")
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     of_grids = True
-    small = {  # noqa: RUF012
+    small = {
         "sample_size": 16, "patch_size": 2, "in_channels": 3, "num_layers": 3, "attention_head_dim": 8,
         "num_attention_heads": 3, "joint_attention_dim": 10, "caption_projection_dim": 24, "pooled_projection_dim": 9,
         "out_channels": 5, "pos_embed_max_size": 12, "qk_norm": "rms_norm",
     }  # fmt: skip
-    conditions = {"timestep": lambda config, size, draw: 1000 * draw.time()}  # noqa: RUF012
     min_blocks = 2  # the last one writes no text
-    named_configs = {  # noqa: RUF012
+    named_configs = {
         "sd3": {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192},
         "sd3.5-large": {
             "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
@@ -41,6 +40,7 @@ class StableDiffusion3(JointAdapter):
             "pooled_projection_dim": 32, "pos_embed_max_size": 192,
         },
     }  # fmt: skip
+    conditions = {"timestep": lambda config, size, draw: 1000 * draw.time()}
 
     def check(self, model: Any) -> None:
         super().check(model)

@@ -56,16 +56,15 @@ def single_block(block: Any, x: Tensor, cond: Tensor, chunks: JointChunks) -> Te
 
 def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     shift, scale = layer.adaLN_modulation(cond).chunk(2, -1)
-    out: Tensor = layer.linear(modulate(layer.norm_final(x), shift, scale, packed.of_token))
-    return out
+    return layer.linear(modulate(layer.norm_final(x), shift, scale, packed.of_token))
 
 
 class TorchtitanFlux(JointAdapter):
     required = ("img", "img_ids", "txt", "txt_ids", "timesteps", "y")  # in the order of forward
     batched = required
     input_layer = "img_in"
-    blocks = {"double_blocks": double_block, "single_blocks": single_block}  # noqa: RUF012
-    modules = {"final_layer": final_layer}  # noqa: RUF012
+    blocks = {"double_blocks": double_block, "single_blocks": single_block}
+    modules = {"final_layer": final_layer}
     forwards = ("DoubleStreamBlock", "SingleStreamBlock", "LastLayer")
     attentions = ()
     processors = ()
@@ -89,5 +88,4 @@ class TorchtitanFlux(JointAdapter):
         return self.home(model.txt_in(text), text_lens, model.img_in(image), image_lens, rotation, cond)
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
-        out: Tensor = model.final_layer(image, cond, packed)
-        return out
+        return model.final_layer(image, cond, packed)

@@ -56,8 +56,7 @@ def _cross_attention(attn: Any, x: Tensor, text: Tensor, image: Tensor | None, c
     attended = to_text(q, k, v)
     if image is not None and to_image is not None:
         attended = attended + to_image(q, *_image_inputs(attn, image))
-    out: Tensor = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
-    return out
+    return attn.to_out[1](attn.to_out[0](attended.flatten(1)))
 
 
 def block(block: Any, x: Tensor, text: Tensor, image: Tensor | None, time_rows: Tensor, chunks: WanChunks) -> Tensor:
@@ -82,30 +81,22 @@ class Wan(Adapter):
     required = ("hidden_states", "timestep", "encoder_hidden_states")
     optional = ("encoder_hidden_states_image",)
     input_layer = "patch_embedding"
-    blocks = {"blocks": block}  # noqa: RUF012
+    blocks = {"blocks": block}
     forwards = ("WanTransformerBlock",)
     attentions = ("attn1", "attn2")
     in_parts = ("attn1", "attn2", "condition_embedder")
     processors = ("WanAttnProcessor",)
-    drawn = {  # noqa: RUF012
+    drawn = {
         "timestep": lambda config, size, draw: 1000 * draw.time().cpu(),
         "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw),
     }
-    small = {  # noqa: RUF012
+    small = {
         "patch_size": (1, 2, 2), "num_attention_heads": 3, "attention_head_dim": 14, "in_channels": 3,
         "out_channels": 2, "text_dim": 10, "freq_dim": 16, "ffn_dim": 50, "num_layers": 2, "rope_max_seq_len": 32,
     }  # fmt: skip
-    conditions = {  # noqa: RUF012
-        "timestep": lambda config, size, draw: _random_times(size, draw),
-        # With layers for the image, diffusers takes the last 512 tokens for the text.
-        "encoder_hidden_states": lambda config, size, draw: draw.normal(
-            1, 512 if config.added_kv_proj_dim else size.text_tokens, config.text_dim
-        ),
-        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw, 7),
-    }
     text_beside = True
     of_grids = True
-    named_configs = {  # noqa: RUF012
+    named_configs = {
         "wan-14b": {},  # text to video
         "wan-1.3b": {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
         "wan2.2-5b": {
@@ -120,6 +111,14 @@ class Wan(Adapter):
             "out_channels": 2, "text_dim": 10, "freq_dim": 16,
         },
     }  # fmt: skip
+    conditions = {
+        "timestep": lambda config, size, draw: _random_times(size, draw),
+        # With layers for the image, diffusers takes the last 512 tokens for the text.
+        "encoder_hidden_states": lambda config, size, draw: draw.normal(
+            1, 512 if config.added_kv_proj_dim else size.text_tokens, config.text_dim
+        ),
+        "encoder_hidden_states_image": lambda config, size, draw: _random_image(config, draw, 7),
+    }
 
     def embed(self, model: Any, samples: Samples) -> Home:
         config, embedder = model.config, model.condition_embedder
@@ -209,7 +208,7 @@ class Wan(Adapter):
 class ChronoEdit(Wan):
     """diffusers' ChronoEditTransformer3DModel, whose frames have other positions."""
 
-    named_configs = {}  # noqa: RUF012
+    named_configs = {}
 
 
 class SkyReelsV2(Wan):
@@ -220,7 +219,7 @@ class SkyReelsV2(Wan):
     processors = ("SkyReelsV2AttnProcessor",)
     refused = ("inject_sample_info",)
     conditions = Wan.conditions | {"timestep": lambda config, size, draw: 1000 * draw.time()}
-    named_configs = {}  # noqa: RUF012
+    named_configs = {}
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -253,5 +252,4 @@ def _time_embedding(embedder: Any, times: Tensor, dtype: torch.dtype) -> Tensor:
     of_weights = next(embedder.time_embedder.parameters()).dtype
     if of_weights.is_floating_point:  # quantized weights take floating-point numbers all the same
         projected = projected.to(of_weights)
-    cond: Tensor = embedder.time_embedder(projected).to(dtype)
-    return cond
+    return embedder.time_embedder(projected).to(dtype)

@@ -11,34 +11,28 @@ from torch import Tensor
 
 from knapformer import ArgumentError, StateError
 from knapformer.adapters.adapter import Chunks, Home, Packed, RunBlock, rotation_of
-from knapformer.adapters.joint import JointAdapter, JointChunks, projected
+from knapformer.adapters.joint import JointAdapter, JointChunks, self_attention
 from knapformer.adapters.samples import Samples
 from knapformer.models.packing import gated_add, modulate
 
 
 def block(block: Any, x: Tensor, cond: Tensor | None, chunks: Chunks) -> Tensor:
     """As ZImageTransformerBlock.forward, with a time step for each chunk; cond: None where it refines a text."""
-    attn, of_token = block.attention, chunks.of_token
-
-    def attended(x: Tensor) -> Tensor:
-        q, k, v = projected(attn, x)
-        out = attn.to_out[1](attn.to_out[0](chunks.attention(attn, *chunks.rotated(q, k), v)))
-        return block.attention_norm2(out)  # type: ignore[no-any-return]
-
+    of_token = chunks.of_token
     if cond is None:
-        x = x + attended(block.attention_norm1(x))
-        return x + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x)))  # type: ignore[no-any-return]
+        x = x + block.attention_norm2(self_attention(block.attention, chunks, block.attention_norm1(x)))
+        return x + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x)))
     scale, gate, scale_ff, gate_ff = block.adaLN_modulation(cond).chunk(4, 1)
     none = torch.zeros_like(scale)
-    x = gated_add(x, attended(modulate(block.attention_norm1(x), none, scale, of_token)), gate.tanh(), of_token)
+    attended = self_attention(block.attention, chunks, modulate(block.attention_norm1(x), none, scale, of_token))
+    x = gated_add(x, block.attention_norm2(attended), gate.tanh(), of_token)
     hidden = block.feed_forward(modulate(block.ffn_norm1(x), none, scale_ff, of_token))
     return gated_add(x, block.ffn_norm2(hidden), gate_ff.tanh(), of_token)
 
 
 def final_layer(layer: Any, x: Tensor, cond: Tensor, packed: Packed) -> Tensor:
     scale = layer.adaLN_modulation(cond)
-    out: Tensor = layer.linear(modulate(layer.norm_final(x), torch.zeros_like(scale), scale, packed.of_token))
-    return out
+    return layer.linear(modulate(layer.norm_final(x), torch.zeros_like(scale), scale, packed.of_token))
 
 
 class ZImage(JointAdapter):
@@ -46,20 +40,20 @@ class ZImage(JointAdapter):
     left_out = "several images a sample and SigLIP (omni), ControlNet, several patch sizes"
     required = ("x", "t", "cap_feats")
     input_layer = "cap_embedder.1"
-    blocks = {"noise_refiner": block, "layers": block}  # noqa: RUF012
-    refiners = {"context_refiner": block}  # noqa: RUF012
-    modules = {"all_final_layer": final_layer}  # noqa: RUF012
+    blocks = {"noise_refiner": block, "layers": block}
+    refiners = {"context_refiner": block}
+    modules = {"all_final_layer": final_layer}
     forwards = ("ZImageTransformerBlock", "FinalLayer")
     attentions = ("attention",)
     in_parts = ("attention",)
     processors = ("ZSingleStreamAttnProcessor",)
     refused = ("siglip_feat_dim",)
-    small = {  # noqa: RUF012
+    small = {
         "in_channels": 3, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3,
         "cap_feat_dim": 10, "axes_dims": [4, 6, 6], "axes_lens": [128, 32, 32],
     }  # fmt: skip
     min_text_tokens = 1
-    conditions = {  # noqa: RUF012
+    conditions = {
         "x": lambda config, size, draw: [draw.normal(3, size.grid[0], 2 * size.grid[1], 2 * size.grid[2])],
         "t": lambda config, size, draw: draw.time(),
         "cap_feats": lambda config, size, draw: [draw.normal(5 * size.text_tokens, 10)],
@@ -67,8 +61,7 @@ class ZImage(JointAdapter):
 
     @staticmethod
     def own(model: Any, sample: Any) -> Tensor:
-        out: Tensor = model(**sample).sample[0]
-        return out
+        return model(**sample).sample[0]
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -111,13 +104,11 @@ class ZImage(JointAdapter):
 
     def last(self, model: Any, image: Tensor, cond: Tensor, packed: Packed) -> Tensor:
         (layer,) = model.all_final_layer.values()
-        out: Tensor = layer(image, cond, packed)
-        return out
+        return layer(image, cond, packed)
 
     def predictions(self, model: Any, out: Tensor, lens: Sequence[int], home: Home) -> list[Tensor]:
         """As the model gives them: (channels, frames, height, width)."""
-        parts: list[Tensor] = model.unpatchify(list(out.split(list(lens))), home.grids, *self._patch(model))
-        return parts
+        return model.unpatchify(list(out.split(list(lens))), home.grids, *self._patch(model))
 
     @staticmethod
     def _patch(model: Any) -> tuple[int, int]:
